@@ -1,0 +1,44 @@
+# The set-up is part of every target: a fresh machine needs Python 3.11 and make, nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: demo test check mutants benchmark clean
+
+# Each stamp stands for one set of extras; `dev` holds all that `demo` needs.
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) --editable '.[cli]'
+	touch $@
+
+.venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) --editable '.[dev]'
+	touch $@ .venv/demo.stamp
+
+## Train PPO, IIF and a random-drop control on FrozenLake; print the table, write out/demo/report.html.
+demo: .venv/demo.stamp
+	$(BIN)/whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3 --out out/demo
+
+## The test suite, warnings as errors.
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest
+
+## Static checks.
+check: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+## Put a dozen faults into a copy of the sources; a named test must catch each.
+mutants: .venv/dev.stamp
+	$(BIN)/python tests/mutants.py
+
+## Scoring beside one plain forward and backward pass, and beside SB3's optimisation.
+benchmark: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.scoring
+
+clean:
+	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis

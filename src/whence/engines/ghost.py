@@ -1,0 +1,226 @@
+"""Per-record products from each layer's input and output gradient; no per-record gradient is ever formed."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from whence.engines.forward import directional
+from whence.engines.problem import Gradient, Problem, Refused, Seeds, added, checked, pullback, seeds, target_gradients
+from whence.engines.rules import LayerRule, Own, rule_for, ruled_types
+from whence.policies import Outputs
+from whence.targets import BatchTarget, Target
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with a rule: `names` maps its own trainable parameters to the policy's names for them."""
+
+    module: nn.Module
+    rule: LayerRule
+    names: dict[str, str]
+
+
+def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
+    """Return all products from one recorded pass over the records.
+
+    A record's share of a layer's product is its output gradient times the change of the layer's output along the
+    target's gradient. Where objective and targets read nothing but the log-probs of these records, the pass is one
+    forward and one backward: both gradients are then the same log-prob gradients, weighted.
+
+    Raises:
+        Refused: a layer without a rule, a parameter used outside its layer, or a layer whose first axis is not the
+            records'.
+    """
+    layers = covered_layers(problem.view.module, problem.own)
+    chunks = list(problem.chunks())
+    if len(chunks) == 1:
+        tape = _record(problem, layers, chunks[0])
+        shared = _shared_products(problem, tape)
+        return _products(problem, tape, target_gradients(problem)) if shared is None else shared
+    gradients = target_gradients(problem)
+    return torch.cat([_products(problem, _record(problem, layers, c), gradients) for c in chunks], dim=1)
+
+
+def covered_layers(policy: nn.Module, own: dict[str, Tensor]) -> list[Layer]:
+    """Return the layers that hold trainable parameters; `own` are these, by the policy's names for them.
+
+    Parameters of the policy itself, or of modules that only hold others (an SB3 policy's `log_std`), belong to no
+    layer; they are differentiated in forward mode.
+
+    Raises:
+        Refused: a layer has no rule.
+    """
+    canonical = {id(parameter): name for name, parameter in own.items()}
+    layers = []
+    for path, module in policy.named_modules():
+        names = {key: canonical[id(p)] for key, p in module._parameters.items() if id(p) in canonical}
+        if not names:
+            continue
+        if (rule := rule_for(module)) is not None:
+            layers.append(Layer(module, rule, names))
+        elif path and _is_layer(module):
+            raise Refused(
+                f"The ghost engine has no rule for the layer `{path}` ({type(module).__name__}); it knows "
+                f"{', '.join(ruled_types())}. Use engine='forward' (or 'auto'), or register a rule with "
+                "whence.engines.register_rule."
+            )
+    return layers
+
+
+def _is_layer(module: nn.Module) -> bool:
+    holds_only = type(module).forward is nn.Module.forward  # ParameterList, ParameterDict
+    return not holds_only and next(module.children(), None) is None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a layer: its input, and the place in the graph where its output's gradient arrives."""
+
+    layer: Layer
+    x: Tensor
+    version: int
+    edge: GradientEdge
+
+
+@dataclass(frozen=True)
+class _Tape:
+    """A recorded forward pass over one chunk."""
+
+    chunk: slice
+    outputs: Outputs
+    calls: list[_Call] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+
+
+def _record(problem: Problem, layers: Sequence[Layer], chunk: slice) -> _Tape:
+    calls: list[_Call] = []
+    size = chunk.stop - chunk.start
+
+    def hook_of(layer: Layer) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            calls.append(_call(layer, args, output, size))
+
+        return hook
+
+    handles = [layer.module.register_forward_hook(hook_of(layer)) for layer in layers]
+    try:
+        outputs = problem.outputs(chunk)
+    finally:
+        for handle in handles:
+            handle.remove()
+    used, accounted = (
+        _uses(outputs, problem.params),
+        Counter(n for call in calls for n in call.layer.names.values()),
+    )
+    layered = {name for layer in layers for name in layer.names.values()}
+    if outside := sorted(name for name in layered if used[name] > accounted[name]):
+        raise Refused(
+            f"The parameter `{outside[0]}` is used outside its layer's own call, where the ghost engine cannot see "
+            "it. Use engine='forward' (or 'auto')."
+        )
+    if any(call.x._version != call.version for call in calls):
+        raise Refused("A layer's input was changed in place after the layer ran. Use engine='forward' (or 'auto').")
+    return _Tape(chunk, outputs, calls, [name for name in problem.params if used[name] and name not in layered])
+
+
+def _call(layer: Layer, args: tuple[Any, ...], output: Any, size: int) -> _Call:
+    x = args[0] if args else None
+    kind = type(layer.module).__name__
+    if not isinstance(x, Tensor) or not isinstance(output, Tensor) or len(x) != size or len(output) != size:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise Refused(
+            f"A {kind} layer was called on {got} for {size} records: the ghost engine needs the records on the first "
+            "axis of each layer's input and output. Use engine='forward' (or 'auto')."
+        )
+    if not output.requires_grad:
+        raise Refused(
+            f"A {kind} layer ran without a graph (torch.no_grad(), or reentrant checkpointing). Use engine='forward' "
+            "(or 'auto')."
+        )
+    # An edge taken now is that of the layer's own output, also where an in-place activation overwrites it later.
+    return _Call(layer, x.detach(), x._version, get_gradient_edge(output))
+
+
+def _uses(outputs: Outputs, params: dict[str, Tensor]) -> Counter[str]:
+    """Count how often each parameter enters the graph of the outputs."""
+    names = {id(parameter): name for name, parameter in params.items()}
+    counts: Counter[str] = Counter()
+    queue: list[Node] = [c.grad_fn for c in outputs if c is not None and c.grad_fn is not None]
+    seen = set(queue)
+    while queue:
+        for node, _ in queue.pop().next_functions:
+            if node is None:
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in names:
+                counts[names[id(variable)]] += 1
+            elif node not in seen:
+                seen.add(node)
+                queue.append(node)
+    return counts
+
+
+def _shared_products(problem: Problem, tape: _Tape) -> Tensor | None:
+    """Return the products from one backward pass of unit seeds, or None where more than log-probs is read."""
+    own = _of_log_prob(seeds(lambda outputs: problem.objective_values(outputs, tape.chunk), tape.outputs))
+    found = [_target_weights(problem, target, tape.outputs) for target in problem.targets]
+    weights = [w for w in found if w is not None]
+    if own is None or len(weights) < len(found):
+        return None
+    g = pullback(tape.outputs, Seeds(torch.ones_like(own)), [call.edge for call in tape.calls], retain=bool(tape.plain))
+    rows = []
+    for target, w in zip(problem.targets, weights, strict=True):
+        gradient = checked(_weighted_gradient(problem, tape, g, w), target)
+        rows.append(own * _layer_products(tape, g, gradient) + _plain(problem, tape, gradient))
+    return torch.stack(rows)
+
+
+def _target_weights(problem: Problem, target: Target, outputs: Outputs) -> Tensor | None:
+    """Return the target's derivative in each record's log-prob, or None where it reads anything else."""
+    if not isinstance(target, BatchTarget):
+        return None
+    return _of_log_prob(seeds(lambda o: target.from_outputs(o, problem.records), outputs))
+
+
+def _of_log_prob(seed: Seeds) -> Tensor | None:
+    return seed.log_prob if seed.value is None and seed.entropy is None else None
+
+
+def _weighted_gradient(problem: Problem, tape: _Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:
+    """Sum the records' log-prob gradients, each with its weight, layer by layer."""
+    total = Gradient()
+    for call, of_output in zip(tape.calls, g, strict=True):
+        if of_output is not None:
+            own = call.layer.rule.gradient(call.layer.module, call.x, of_output, weights)
+            total = added(total, {name: own[key] for key, name in call.layer.names.items()})
+    plain = [problem.params[name] for name in tape.plain]
+    found = pullback(tape.outputs, Seeds(weights), plain, retain=True)
+    return added(total, dict(zip(tape.plain, found, strict=True)))
+
+
+def _products(problem: Problem, tape: _Tape, gradients: Sequence[Gradient]) -> Tensor:
+    """Return the products with gradients already known."""
+    own = seeds(lambda outputs: problem.objective_values(outputs, tape.chunk), tape.outputs)
+    g = pullback(tape.outputs, own, [call.edge for call in tape.calls], retain=False)
+    return torch.stack([_layer_products(tape, g, gradient) + _plain(problem, tape, gradient) for gradient in gradients])
+
+
+def _layer_products(tape: _Tape, g: list[Tensor | None], gradient: Gradient) -> Tensor:
+    total = torch.zeros_like(tape.outputs.log_prob)
+    with torch.no_grad():
+        for call, of_output in zip(tape.calls, g, strict=True):
+            direction: Own = {key: gradient[name] for key, name in call.layer.names.items() if name in gradient}
+            if of_output is not None and direction:
+                total += call.layer.rule.product(call.layer.module, call.x, of_output, direction)
+    return total
+
+
+def _plain(problem: Problem, tape: _Tape, gradient: Gradient) -> Tensor | float:
+    along = gradient.keys() & set(tape.plain)
+    return directional(problem, gradient, tape.chunk, along=along) if along else 0.0

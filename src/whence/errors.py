@@ -1,0 +1,38 @@
+"""What whence raises: every message says what came, what is needed and how to fix it."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class WhenceError(ValueError):
+    """Base of every error that whence raises on purpose."""
+
+
+class InvalidRecords(WhenceError):
+    """Records that cannot be scored: lengths that differ, a value that is not finite, a buffer not full."""
+
+
+class Unsupported(WhenceError):
+    """An algorithm, policy, space or layer that whence does not cover; the message names it and says why."""
+
+
+class NonFinite(WhenceError):
+    """A gradient or a score that is NaN or infinite; the message names the record and the parameter."""
+
+
+class InvalidInfluence(WhenceError):
+    """Scores that do not belong to the records, or to the scores, they are used with."""
+
+
+class RunDirectoryError(WhenceError):
+    """A run directory that cannot be read, or that holds a run of another configuration."""
+
+
+def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
+    """Return ' Did you mean ...?' with the known names nearest to `name`, or the known names where none is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=limit, cutoff=0.5)
+    if close:
+        return f" Did you mean {', '.join(close)}?"
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return f" Known: {shown}."

@@ -1,0 +1,144 @@
+"""Several arms over several seeds, in worker processes, and what comes of it."""
+
+import json
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+
+from whence.errors import WhenceError
+from whence.experiments.arms import STANDARD
+from whence.experiments.config import RunConfig
+from whence.experiments.metrics import Curve, summarise
+from whence.experiments.training import curve, is_finished, run
+from whence.guards import written_atomically
+from whence.runs import RunDirectory, Table
+
+Progress = Callable[[RunConfig, int], None]
+"""Called with a run and the number of its rounds that are done."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A finished comparison.
+
+    Attributes:
+        path: its directory; the runs are in `runs/ARM/seed_S`.
+        configs: the runs.
+        summary: `{env: {arm: {metric: {"mean", "low", "high", "per_seed", "null", ...}}}}`; see `summarise`.
+    """
+
+    path: Path
+    configs: Sequence[RunConfig]
+    summary: Mapping[str, Any]
+
+    def table(self, name: Table) -> pl.DataFrame:
+        """Return one of the runs' tables, all runs below each other, with columns `arm` and `seed`."""
+        parts = [
+            self.run(config).table(name).with_columns(arm=pl.lit(config.arm), seed=pl.lit(config.seed))
+            for config in self.configs
+        ]
+        return pl.concat(parts, how="diagonal")
+
+    def run(self, config: RunConfig) -> RunDirectory:
+        """Return the directory of one of the runs."""
+        return RunDirectory.open(run_path(self.path, config))
+
+
+def run_path(path: Path, config: RunConfig) -> Path:
+    """Return the directory of one run of a comparison."""
+    return path / "runs" / config.arm / f"seed_{config.seed}"
+
+
+def compare(
+    configs: Sequence[RunConfig],
+    path: Path,
+    *,
+    workers: int | None = None,
+    progress: Progress = lambda config, rounds: None,
+) -> Comparison:
+    """Run what is not yet finished, then measure all arms against `ppo` and write `summary.json`.
+
+    Each run has a process with one torch thread; results do not depend on how many there are. Interrupted, the
+    comparison goes on where it was when it is started again: finished runs are not repeated.
+
+    Args:
+        configs: from `plan`.
+        path: the directory.
+        workers: processes at a time; None: one per core.
+        progress: told of every round.
+
+    Raises:
+        WhenceError: the standard arm is missing, or a run failed.
+        RunDirectoryError: the directory holds runs of another configuration; nothing was run.
+    """
+    arms = list(dict.fromkeys(config.arm for config in configs))
+    if STANDARD not in arms:
+        raise WhenceError(
+            f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
+        )
+    if workers is not None and workers < 1:
+        raise WhenceError(f"workers is {workers}; at least 1 is needed.")
+    todo = [config for config in configs if not is_finished(config, run_path(path, config))]
+    for config in configs:
+        progress(config, 0 if config in todo else config.rounds)
+    if todo:
+        _run_all(todo, path, min(workers or multiprocessing.cpu_count(), len(todo)), progress)
+    summary = {configs[0].env: summarise(_curves(configs, path), standard=STANDARD)}
+    with written_atomically(path / "summary.json") as temporary:
+        temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return Comparison(path, configs, summary)
+
+
+def _curves(configs: Sequence[RunConfig], path: Path) -> dict[str, dict[int, Curve]]:
+    curves: dict[str, dict[int, Curve]] = {}
+    for config in configs:
+        curves.setdefault(config.arm, {})[config.seed] = curve(config, run_path(path, config))
+    return curves
+
+
+def _run_all(configs: Sequence[RunConfig], path: Path, workers: int, progress: Progress) -> None:
+    context = multiprocessing.get_context("spawn")
+    rounds = context.SimpleQueue()
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(rounds,))
+    try:
+        jobs = {
+            pool.submit(_work, number, config, run_path(path, config)): config for number, config in enumerate(configs)
+        }
+        left = set(jobs)
+        while left:
+            done, left = wait(left, timeout=0.2, return_when=FIRST_COMPLETED)
+            while not rounds.empty():
+                number, finished = rounds.get()
+                progress(configs[number], finished)
+            for job in done:
+                if (failure := job.exception()) is not None:
+                    config = jobs[job]
+                    raise WhenceError(
+                        f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}"
+                    ) from failure
+    except BaseException:
+        # Ctrl-C, or a run that failed: what is finished stays, and the same command goes on from there.
+        for process in pool._processes.values():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_rounds: Any = None
+
+
+def _start_worker(rounds: Any) -> None:
+    global _rounds
+    _rounds = rounds
+    torch.set_num_threads(1)
+
+
+def _work(number: int, config: RunConfig, path: Path) -> None:
+    run(config, path, lambda finished: _rounds.put((number, finished)))

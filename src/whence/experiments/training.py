@@ -1,0 +1,123 @@
+"""One training run, from its configuration to its directory."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+
+from whence.errors import RunDirectoryError
+from whence.experiments.arms import ARMS
+from whence.experiments.config import RunConfig
+from whence.experiments.environments import evaluate, evaluation_env, training_env
+from whence.experiments.metrics import Curve
+from whence.runs import RunDirectory
+from whence.sb3 import InfluenceCallback
+
+
+def run(config: RunConfig, path: Path, on_round: Callable[[int], None] = lambda number: None) -> None:
+    """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
+
+    Args:
+        config: what to run.
+        path: the run's directory.
+        on_round: called with the number of rounds done, from 0.
+
+    Raises:
+        RunDirectoryError: the directory holds another run.
+    """
+    if is_finished(config, path):
+        on_round(config.rounds)
+        return
+    directory = RunDirectory.create(path, config.to_json(), versions=_versions())
+    torch.manual_seed(config.seed)
+    env = training_env(config.env, config.env_kwargs, config.n_envs)
+    test = evaluation_env(config.env, config.env_kwargs, config.eval_episodes)
+    model = PPO(
+        config.policy,
+        env,
+        seed=config.seed,
+        device="cpu",
+        policy_kwargs=_policy_kwargs(config),
+        **config.hyperparameters,
+    )
+    rule = ARMS[config.arm].rule(config.drop, config.seed)
+    callbacks = [_Evaluation(config, test, directory, on_round), InfluenceCallback(rule, run=directory)]
+    try:
+        model.learn(config.rounds * model.n_steps * config.n_envs, callback=callbacks)
+    finally:
+        env.close()
+        test.close()
+
+
+def is_finished(config: RunConfig, path: Path) -> bool:
+    """Tell whether a directory holds this very run, with its last evaluation.
+
+    Raises:
+        RunDirectoryError: it holds another run.
+    """
+    if not (path / "config.json").exists():
+        return False
+    directory = RunDirectory.open(path)
+    directory.check_same(config.to_json())
+    return directory.table("evaluations").height == config.rounds + 1
+
+
+def curve(config: RunConfig, path: Path) -> Curve:
+    """Read a finished run's learning curve and its seconds (process CPU) a round."""
+    if not is_finished(config, path):
+        raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
+    directory = RunDirectory.open(path)
+    evaluations, timings = directory.table("evaluations"), directory.table("timings")
+    seconds = timings["collection_cpu"] + timings["optimisation_cpu"]
+    if ARMS[config.arm].counts_scoring:
+        seconds = seconds + timings["scoring_cpu"]
+    return Curve(
+        returns=evaluations["test_return"].to_numpy(),
+        standard_errors=evaluations["standard_error"].to_numpy(),
+        seconds=seconds.to_numpy(),
+    )
+
+
+def _policy_kwargs(config: RunConfig) -> dict[str, Any]:
+    # SB3 gives its default Adam an eps of 1e-5, but not an Adam that is asked for by name.
+    return {} if config.optimizer == "Adam" else {"optimizer_class": getattr(torch.optim, config.optimizer)}
+
+
+def _versions() -> dict[str, str]:
+    return {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
+
+
+class _Evaluation(BaseCallback):
+    """Evaluate before the first round and after each, on environments of its own."""
+
+    def __init__(self, config: RunConfig, env: Any, directory: RunDirectory, on_round: Callable[[int], None]) -> None:
+        super().__init__()
+        self._config, self._env, self._directory, self._on_round = config, env, directory, on_round
+        self._done = 0
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_start(self) -> None:
+        self._evaluate()
+
+    def _on_training_end(self) -> None:
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        seed = int(np.random.SeedSequence([self._config.seed, self._done]).generate_state(1)[0])
+        mean, error = evaluate(self.model, self._env, episodes=self._config.eval_episodes, seed=seed)
+        row = {
+            "round": self._done,
+            "test_return": mean,
+            "standard_error": error,
+            "episodes": self._config.eval_episodes,
+        }
+        self._directory.append("evaluations", row)
+        self._on_round(self._done)
+        self._done += 1

@@ -1,0 +1,55 @@
+"""Context managers that keep what is there: generators, module modes, files; also when something raises."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restore the global generators of Python, NumPy and torch (CPU, and CUDA where in use) on exit."""
+    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)  # noqa: NPY002
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put `module` and all its submodules in eval mode, and each back in its own mode on exit."""
+    training = [submodule for submodule in module.modules() if submodule.training]
+    try:
+        for submodule in training:
+            submodule.training = False
+        yield
+    finally:
+        for submodule in training:
+            submodule.training = True
+
+
+@contextmanager
+def written_atomically(path: str | Path) -> Iterator[Path]:
+    """Give a temporary path beside `path`; on a clean exit it takes the name, else it is removed.
+
+    A reader sees the old file or the whole new one, whenever the process is killed.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,138 @@
+"""The scores of one round for one target, with what is needed to know where they come from."""
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+import polars as pl
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from whence.errors import InvalidInfluence
+from whence.guards import written_atomically
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What scores were computed from and with; two influences combine only where these agree."""
+
+    target: str
+    objective: str
+    engine: str
+    engine_reason: str
+    parameters: tuple[str, ...]
+    records: str | None = None  # RecordBatch.fingerprint() of the whole batch
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Influence:
+    """How much training on each record raises a target: positive = helps (LDA §3).
+
+    Attributes:
+        scores: (n,) float, on the CPU, in the order of `record_ids`.
+        record_ids: (n,) int64.
+        provenance: target, objective, engine and why it was taken, parameters covered, records, versions.
+    """
+
+    scores: Float[Tensor, " n"]
+    record_ids: Int[Tensor, " n"]
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        if self.scores.shape != self.record_ids.shape or self.scores.ndim != 1:
+            raise InvalidInfluence(
+                f"scores have shape {tuple(self.scores.shape)} and record_ids {tuple(self.record_ids.shape)}; "
+                "both need shape (n,), one score per record."
+            )
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    @property
+    def target(self) -> str:
+        """The target, in words."""
+        return self.provenance.target
+
+    @property
+    def engine(self) -> str:
+        """The engine that computed the scores."""
+        return self.provenance.engine
+
+    @property
+    def engine_reason(self) -> str:
+        """Why that engine was taken."""
+        return self.provenance.engine_reason
+
+    def top(self, k: int = 10) -> Self:
+        """Return the k records that help most, the best first; of equal scores the lower record id first."""
+        return self._lowest(-self.scores, k)
+
+    def bottom(self, k: int = 10) -> Self:
+        """Return the k records that harm most, the worst first; of equal scores the lower record id first."""
+        return self._lowest(self.scores, k)
+
+    def _lowest(self, keys: Tensor, k: int) -> Self:
+        if k < 1:
+            raise InvalidInfluence(f"k is {k}; ask for at least one record.")
+        chosen = ascending(keys, self.record_ids)[:k]
+        return replace(self, scores=self.scores[chosen], record_ids=self.record_ids[chosen])
+
+    def to_polars(self) -> pl.DataFrame:
+        """Return one row a record: `record_id`, `score`. Join it with `RecordBatch.to_polars()` on `record_id`."""
+        return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": self.scores.numpy()})
+
+    def __add__(self, other: "Influence") -> Self:
+        """Add two influences of the same records: the influence on the sum of both targets."""
+        mine, theirs = self.provenance, other.provenance
+        for name in ("records", "objective", "parameters"):
+            if getattr(mine, name) != getattr(theirs, name):
+                raise InvalidInfluence(
+                    f"These influences differ in their {name}: {getattr(mine, name)!r} and "
+                    f"{getattr(theirs, name)!r}. Only scores of the same records under the same objective and "
+                    "parameters add; score both targets in one call of attribute()."
+                )
+        if not torch.equal(self.record_ids, other.record_ids):
+            raise InvalidInfluence("These influences hold different records; add before taking top() or bottom().")
+        total = replace(mine, target=f"{mine.target} + {theirs.target}")
+        return replace(self, scores=self.scores + other.scores, provenance=total)
+
+    def save(self, path: str | Path) -> None:
+        """Write scores, ids and provenance to one safetensors file, atomically."""
+        tensors = {"scores": self.scores.contiguous(), "record_ids": self.record_ids.contiguous()}
+        metadata = {
+            "format": "whence-influence",
+            "version": "1",
+            "provenance": json.dumps(asdict(self.provenance)),
+        }
+        with written_atomically(path) as temporary:
+            save_file(tensors, temporary, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote."""
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if (metadata.get("format"), metadata.get("version")) != ("whence-influence", "1"):
+                raise InvalidInfluence(
+                    f"{path} is marked {metadata.get('format')!r}, version {metadata.get('version')!r}; a file "
+                    "written by Influence.save (whence-influence, version 1) is needed."
+                )
+            provenance = json.loads(metadata["provenance"])
+            provenance["parameters"] = tuple(provenance["parameters"])
+            return cls(file.get_tensor("scores"), file.get_tensor("record_ids"), Provenance(**provenance))
+
+    def __repr__(self) -> str:
+        about = self.provenance
+        head = f"Influence of {len(self)} records on {about.target} (engine {about.engine}; positive = helps)"
+        return f"{head}\n{self.to_polars()}"
+
+
+def ascending(keys: Float[Tensor, " n"], record_ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Return the positions that sort `keys` upwards, the lower record id first among equals."""
+    by_id = record_ids.argsort()
+    return by_id[keys[by_id].argsort(stable=True)]

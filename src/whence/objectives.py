@@ -1,0 +1,181 @@
+"""What a round's optimisation raises, one value per record (LDA §2.1, eq. 1; PPO's clipped objective)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from whence.errors import InvalidRecords, WhenceError, nearest
+from whence.records import RecordBatch
+
+if TYPE_CHECKING:
+    from whence.policies import Outputs
+
+AdvantageNorm: TypeAlias = Literal["none", "buffer", "chunk"]
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """One value per record, to be raised. Reduction over records happens elsewhere, visibly.
+
+    The value of a record may depend on that record's outputs only; what depends on the whole buffer (normalised
+    advantages) belongs into `prepare`, which is called once. An attribute `reads`, where there is one, names the
+    outputs that are read; without it all are computed.
+    """
+
+    def prepare(self, records: RecordBatch) -> RecordBatch:
+        """Return the records as the objective reads them."""
+        ...
+
+    def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the objective of each record."""
+        ...
+
+
+@dataclass(frozen=True)
+class FunctionObjective:
+    """A plain function `function(outputs, records) -> (n,)` as an objective, with nothing to prepare."""
+
+    function: Callable[["Outputs", RecordBatch], Tensor]
+
+    def prepare(self, records: RecordBatch) -> RecordBatch:
+        """Return the records as they are."""
+        return records
+
+    def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the function's values."""
+        return self.function(outputs, records)
+
+
+class _ActorCritic:
+    """What PPO and A2C share: normalised advantages, entropy and value terms."""
+
+    # Declared again as fields below, where their order is the signature's.
+    ent_coef: float
+    vf_coef: float
+    clip_range_vf: float | None
+    advantage_norm: AdvantageNorm
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        if self.advantage_norm not in get_args(AdvantageNorm):
+            known = nearest(str(self.advantage_norm), get_args(AdvantageNorm))
+            raise WhenceError(f"advantage_norm is {self.advantage_norm!r}.{known}")
+        if self.chunk_size < 2:
+            raise WhenceError(f"chunk_size is {self.chunk_size}; a standard deviation needs chunks of 2 or more.")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The outputs of the policy that the objective reads; the others need not be computed."""
+        value, entropy = ["value"] if self.vf_coef else [], ["entropy"] if self.ent_coef else []
+        return frozenset(["log_prob", *value, *entropy])
+
+    def prepare(self, records: RecordBatch) -> RecordBatch:
+        """Return the records with the advantages normalised as `advantage_norm` says."""
+        if self.vf_coef and (records.values is None or records.returns is None):
+            raise InvalidRecords(
+                f"vf_coef is {self.vf_coef}, so the value term needs `values` and `returns`, and these records "
+                "lack them. Pass both to RecordBatch, or set vf_coef=0."
+            )
+        if self.advantage_norm == "none":
+            return records
+        if self.advantage_norm == "buffer":
+            return records.with_advantages(_normalised(records.advantages))
+        chunks = records.advantages.split(self.chunk_size)
+        return records.with_advantages(torch.cat([_normalised(chunk) for chunk in chunks]))
+
+    def _with_further_terms(self, values: Tensor, outputs: "Outputs", records: RecordBatch) -> Tensor:
+        if self.ent_coef:
+            # Where no closed form is given, -log pi of the action taken is the one-sample estimate SB3 uses.
+            entropy = -outputs.log_prob if outputs.entropy is None else outputs.entropy
+            values = values + self.ent_coef * entropy
+        if self.vf_coef:
+            value = outputs.value
+            if value is None or records.values is None or records.returns is None:
+                raise WhenceError(f"vf_coef is {self.vf_coef}, but policy or records give no values. Set vf_coef=0.")
+            if self.clip_range_vf is not None:
+                value = records.values + (value - records.values).clamp(-self.clip_range_vf, self.clip_range_vf)
+            values = values - self.vf_coef * (records.returns - value) ** 2
+        return values
+
+
+def _normalised(advantages: Tensor) -> Tensor:
+    # One record has no standard deviation; SB3 leaves its advantage as it is.
+    if len(advantages) < 2:
+        return advantages
+    std, mean = torch.std_mean(advantages, correction=1)
+    return (advantages - mean) / (std + 1e-8)
+
+
+@dataclass(frozen=True)
+class PPOClip(_ActorCritic):
+    """PPO's clipped objective of each record, to be raised.
+
+    `min(rho A, clip(rho, 1-eps, 1+eps) A) + ent_coef H - vf_coef (R - V)^2` with `rho` the ratio of the policy's
+    probability to the recorded one and `A` the normalised advantage.
+
+    Attributes:
+        clip_range: eps.
+        ent_coef: weight of the entropy; -log pi of the action stands in where the policy gives none.
+        vf_coef: weight of the squared value error; 0 leaves it out, as LDA does.
+        clip_range_vf: range in which the value may move from the recorded one, or None.
+        advantage_norm: "none"; "buffer": mean 0 and standard deviation 1 (Bessel's correction) over the whole
+            buffer; "chunk": the same over consecutive chunks of `chunk_size`, which depends on the order.
+        chunk_size: records in a chunk.
+    """
+
+    clip_range: float = 0.2
+    ent_coef: float = 0.0
+    vf_coef: float = 0.0
+    clip_range_vf: float | None = None
+    advantage_norm: AdvantageNorm = "buffer"
+    chunk_size: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.clip_range > 0:
+            raise WhenceError(f"clip_range is {self.clip_range}; it must be greater than 0 (PPO's usual value: 0.2).")
+
+    def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the objective of each record, (n,)."""
+        ratio = (outputs.log_prob - records.log_probs).exp()
+        clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
+        surrogate = torch.minimum(ratio * records.advantages, clipped * records.advantages)
+        return self._with_further_terms(surrogate, outputs, records)
+
+
+@dataclass(frozen=True)
+class A2C(_ActorCritic):
+    """A2C's objective of each record, `A log pi + ent_coef H - vf_coef (R - V)^2`, to be raised.
+
+    Attributes as in `PPOClip`.
+    """
+
+    ent_coef: float = 0.0
+    vf_coef: float = 0.0
+    clip_range_vf: float | None = None
+    advantage_norm: AdvantageNorm = "buffer"
+    chunk_size: int = 64
+
+    def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the objective of each record, (n,)."""
+        return self._with_further_terms(records.advantages * outputs.log_prob, outputs, records)
+
+
+def as_objective(objective: Objective | Callable[["Outputs", RecordBatch], Tensor] | None) -> Objective:
+    """Return `objective`; a plain function wrapped; `PPOClip()` for None."""
+    if objective is None:
+        return PPOClip()
+    if isinstance(objective, type):
+        raise WhenceError(f"objective is the class {objective.__name__}; pass an instance: {objective.__name__}().")
+    if isinstance(objective, Objective):
+        return objective
+    if callable(objective):
+        return FunctionObjective(objective)
+    raise WhenceError(
+        f"objective is {objective!r}; pass whence.PPOClip(), whence.A2C() or a function "
+        "`function(outputs, records)` that returns one value per record."
+    )

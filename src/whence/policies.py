@@ -1,0 +1,168 @@
+"""How log-probabilities, values and entropies are read from a policy, as a function of its parameters."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from whence.errors import Unsupported
+from whence.records import RecordBatch, Tree, map_tree
+
+Params: TypeAlias = Mapping[str, Tensor]
+
+
+class Outputs(NamedTuple):
+    """What a policy says of n records: `log_prob` (n,), `value` (n,) or None, `entropy` (n,) or None."""
+
+    log_prob: Float[Tensor, " n"]
+    value: Float[Tensor, " n"] | None = None
+    entropy: Float[Tensor, " n"] | None = None
+
+
+class LazyOutputs(NamedTuple):
+    """`Outputs` of which value and entropy are computed only where something reads them."""
+
+    log_prob: Float[Tensor, " n"]
+    value: Callable[[], Tensor | None]
+    entropy: Callable[[], Tensor | None]
+
+
+COLUMNS = frozenset(Outputs._fields)
+
+
+@runtime_checkable
+class PolicyView(Protocol):
+    """A policy as engines see it.
+
+    `prepare` does what needs no derivative (one-hot, image scaling, device), once; the call is what engines
+    differentiate. Each output of a record may depend on that record's inputs only.
+    """
+
+    module: nn.Module
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The trainable parameters by name."""
+        ...
+
+    def prepare(self, records: RecordBatch) -> Tree:
+        """Turn records into inputs: tensors, or nested dicts and tuples of them, records first."""
+        ...
+
+    def __call__(self, params: Params, inputs: Tree) -> Outputs:
+        """Evaluate the policy at `params`."""
+        ...
+
+
+class ModuleView:
+    """A view of any `nn.Module` through a plain function.
+
+    Args:
+        module: the policy. Its trainable parameters are those with `requires_grad`.
+        outputs: `outputs(module, inputs)` returns `Outputs`, `LazyOutputs`, or the log-probs (n,) alone. It may call
+            the module and its submodules in any way, but must not keep tensors on them.
+        prepare: `prepare(records)` returns the inputs, records first. Default: a dict of `observations`,
+            `actions` and, where there are, `action_masks`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        outputs: Callable[[Any, Tree], Outputs | LazyOutputs | Tensor],
+        prepare: Callable[[RecordBatch], Tree] | None = None,
+    ) -> None:
+        self.module = module
+        self._outputs = outputs
+        self._prepare = prepare or _plain_inputs
+        self._slots: list[_Slot] | None = None
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters with `requires_grad`, by the first name the module gives them."""
+        self._slots = _slots(self.module)  # anew, since modules may have been added or unfrozen
+        return {slot.name: slot.parameter for slot in self._slots}
+
+    def prepare(self, records: RecordBatch) -> Tree:
+        """Return the inputs, on the device of the parameters."""
+        device = next((p.device for p in self.module.parameters()), None)
+        return map_tree(lambda tensor: tensor.to(device), self._prepare(records))
+
+    def __call__(self, params: Params, inputs: Tree) -> Outputs:
+        """Evaluate the policy at `params`."""
+        return self.only(COLUMNS, params, inputs)
+
+    def only(self, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
+        """Evaluate the policy at `params`; lazy columns outside `columns` are None."""
+        if self._slots is None:
+            self._slots = _slots(self.module)
+        with _swapped(self._slots, params):
+            found = self._outputs(self.module, inputs)
+            if isinstance(found, LazyOutputs):
+                value = found.value() if "value" in columns else None
+                entropy = found.entropy() if "entropy" in columns else None
+                return Outputs(found.log_prob, value, entropy)
+        return Outputs(found) if isinstance(found, Tensor) else found
+
+
+def _plain_inputs(records: RecordBatch) -> Tree:
+    inputs = {"observations": records.observations, "actions": records.actions}
+    return inputs if records.action_masks is None else inputs | {"action_masks": records.action_masks}
+
+
+class _Slot(NamedTuple):
+    """A place where a module keeps a parameter: `holder[key]` is `parameter`, which the view calls `name`."""
+
+    holder: dict[str, Any]
+    key: str
+    parameter: Tensor
+    name: str
+
+
+def _slots(module: nn.Module) -> list[_Slot]:
+    # torch.func.functional_call swaps a parameter once per name it can be reached under, and puts the wrong tensor
+    # back where a submodule has several names, as SB3's shared features extractor has. Here each place is listed
+    # once and named by the identity of its parameter, so aliases and tied weights come out as they went in.
+    names: dict[int, str] = {}
+    return [
+        _Slot(submodule._parameters, key, p, names.setdefault(id(p), f"{path}.{key}" if path else key))
+        for path, submodule in module.named_modules()
+        for key, p in submodule._parameters.items()
+        if p is not None and p.requires_grad
+    ]
+
+
+@contextmanager
+def _swapped(slots: Sequence[_Slot], params: Params) -> Iterator[None]:
+    try:
+        for slot in slots:
+            slot.holder[slot.key] = params.get(slot.name, slot.parameter)
+        yield
+    finally:
+        for slot in slots:
+            slot.holder[slot.key] = slot.parameter
+
+
+_VIEWS: dict[str, Callable[[Any], PolicyView]] = {}
+
+
+def register_view(package: str, make: Callable[[Any], PolicyView]) -> None:
+    """Let `as_view` turn policies whose class, or a base of it, comes from the top-level `package` into views."""
+    _VIEWS[package] = make
+
+
+def as_view(policy: object) -> PolicyView:
+    """Return `policy` if it is a view, else the view registered for its class's package.
+
+    Raises:
+        Unsupported: no view is known for the policy's class.
+    """
+    if not isinstance(policy, nn.Module) and isinstance(policy, PolicyView):
+        return policy
+    for base in type(policy).__mro__:
+        if make := _VIEWS.get(base.__module__.partition(".")[0]):
+            return make(policy)
+    raise Unsupported(
+        f"whence cannot read log-probabilities from a {type(policy).__module__}.{type(policy).__qualname__}. "
+        f"Pass a policy of {', '.join(sorted(_VIEWS)) or 'a registered library'}, or wrap your own: "
+        "whence.ModuleView(module, lambda module, inputs: log_probs)."
+    )

@@ -1,0 +1,3 @@
+"""Pages to look at."""
+
+from whence.report.page import write_report as write_report

@@ -1,0 +1,178 @@
+"""A run on disk: typed, versioned files, each written atomically, none of them a pickle."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+import polars as pl
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from whence.errors import RunDirectoryError
+from whence.guards import written_atomically
+
+FORMAT, VERSION = "whence-run", 1
+
+Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
+"""Tables of one row a round. Timings live apart: results are reproducible, timings are not."""
+
+PerRound: TypeAlias = Literal["records", "episodes"]
+"""Tables of which each round has its own."""
+
+
+@dataclass(eq=False)
+class RunDirectory:
+    """The directory of one training run.
+
+    ```
+    config.json                        what was run, and with which versions
+    metrics.parquet                    one row a round: what was scored, dropped and trained
+    timings.parquet                    one row a round: seconds by stage
+    evaluations.parquet                one row an evaluation
+    records/round_00005.parquet        the records of round 5: score, kept or not, why
+    episodes/round_00005.parquet       the episodes that began in round 5: what is needed to play them again
+    policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
+    ```
+
+    A file is there as a whole or not at all, whenever the process is killed. Make one with `create` or `open`.
+
+    Attributes:
+        path: the directory.
+        config: what was run, JSON types only.
+        versions: of the libraries it was run with.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    versions: Mapping[str, str]
+    _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def create(cls, path: str | Path, config: Mapping[str, Any], *, versions: Mapping[str, str] | None = None) -> Self:
+        """Start a run. A directory that holds a run of the same configuration is started over.
+
+        Args:
+            path: the directory; made where missing.
+            config: what is run, in JSON types.
+            versions: of the libraries in use; told, but not compared.
+
+        Raises:
+            RunDirectoryError: the directory holds a run of another configuration, or files that are no run.
+        """
+        path = Path(path)
+        plain = json.loads(json.dumps(config, allow_nan=False))
+        if (path / "config.json").exists():
+            cls.open(path).check_same(plain)
+            for name in (*get_args(PerRound), "policies"):
+                shutil.rmtree(path / name, ignore_errors=True)
+            for name in get_args(Table):
+                (path / f"{name}.parquet").unlink(missing_ok=True)
+        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunDirectoryError(
+                f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
+            )
+        document = {"format": FORMAT, "version": VERSION, "config": plain, "versions": dict(versions or {})}
+        with written_atomically(path / "config.json") as temporary:
+            temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        return cls(path, plain, document["versions"])
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open a run, finished or not.
+
+        Raises:
+            RunDirectoryError: no run is there, or one of a format this version does not read.
+        """
+        path = Path(path)
+        try:
+            document = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RunDirectoryError(
+                f"{path} holds no config.json, so it is no run directory. Give the directory that was passed as `run`."
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as broken:
+            raise RunDirectoryError(
+                f"{path / 'config.json'} is not readable as JSON: {broken}. whence writes this file whole, so "
+                "something else changed it: restore it, or run again into a new directory."
+            ) from None
+        found = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
+        if found != (FORMAT, VERSION):
+            raise RunDirectoryError(
+                f"{path / 'config.json'} is marked {found[0]!r}, version {found[1]!r}; this version of whence reads "
+                f"{FORMAT!r}, version {VERSION}."
+            )
+        return cls(path, document["config"], document["versions"])
+
+    def check_same(self, config: Mapping[str, Any]) -> None:
+        """Refuse a configuration, in JSON types, that is not this run's.
+
+        Raises:
+            RunDirectoryError: names what differs.
+        """
+        mine = self.config
+        differing = [name for name in sorted(mine.keys() | config.keys()) if mine.get(name) != config.get(name)]
+        if differing:
+            changes = (f"{name} was {mine.get(name)!r}, now {config.get(name)!r}" for name in differing[:3])
+            raise RunDirectoryError(
+                f"{self.path} holds a run of another configuration ({'; '.join(changes)}). Choose another directory, "
+                "or delete this one."
+            )
+
+    def append(self, table: Table, row: Mapping[str, Any]) -> None:
+        """Add a row to a table and write the table."""
+        rows = self._rows.setdefault(table, [])
+        rows.append(dict(row))
+        _write(pl.DataFrame(rows, infer_schema_length=None), self.path / f"{table}.parquet")
+
+    def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
+        """Write one round's records or episodes."""
+        _write(table, self._of_round(name, number, "parquet"))
+
+    def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
+        with written_atomically(self._of_round("policies", number, "safetensors")) as temporary:
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+
+    def table(self, name: Table) -> pl.DataFrame:
+        """Read a table; without rows where nothing was written yet."""
+        return self._read(self.path / f"{name}.parquet", missing_ok=True)
+
+    def round(self, name: PerRound, number: int) -> pl.DataFrame:
+        """Read one round's records or episodes."""
+        return self._read(self._of_round(name, number, "parquet"))
+
+    def policy(self, number: int) -> dict[str, Tensor]:
+        """Read the policy that collected round `number`."""
+        path = self._of_round("policies", number, "safetensors")
+        self._check_there(path)
+        return load_file(path)
+
+    def rounds(self) -> list[int]:
+        """List the rounds whose records are there."""
+        return sorted(int(file.stem.removeprefix("round_")) for file in (self.path / "records").glob("round_*.parquet"))
+
+    def _of_round(self, folder: str, number: int, suffix: str) -> Path:
+        return self.path / folder / f"round_{number:05d}.{suffix}"
+
+    def _read(self, path: Path, *, missing_ok: bool = False) -> pl.DataFrame:
+        if missing_ok and not path.exists():
+            return pl.DataFrame()
+        self._check_there(path)
+        try:
+            return pl.read_parquet(path)
+        except pl.exceptions.PolarsError as broken:
+            raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
+
+    def _check_there(self, path: Path) -> None:
+        if not path.exists():
+            rounds = self.rounds()
+            there = f"rounds {rounds[0]} to {rounds[-1]}" if rounds else "no rounds"
+            raise RunDirectoryError(f"{path} is not there; {self.path} holds {there}.")
+
+
+def _write(table: pl.DataFrame, path: Path) -> None:
+    with written_atomically(path) as temporary:
+        table.write_parquet(temporary, compression="zstd")

@@ -1,0 +1,203 @@
+"""SB3's rollout buffer: read as records, and restricted to the selected ones while `train()` runs."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from torch import Tensor
+
+from whence.errors import InvalidRecords, Unsupported, WhenceError, nearest
+from whence.records import RecordBatch
+from whence.sb3.episodes import Ongoing, number_episodes
+from whence.sb3.policy import check_policy
+from whence.selection import Selection
+
+Last: TypeAlias = Literal["keep", "drop"]
+
+
+def check_model(model: Any) -> None:
+    """Refuse, by name and with the reason, a model whose rounds whence does not know how to score and filter.
+
+    Raises:
+        Unsupported: see the message.
+    """
+    name = type(model).__name__
+    base = next((algorithm for algorithm in (PPO, A2C) if isinstance(model, algorithm)), None)
+    if base is None:
+        why = "its loss is not known to whence" if isinstance(model, OnPolicyAlgorithm) else "it is not on-policy"
+        raise Unsupported(f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are.")
+    if type(model).train is not base.train:
+        raise Unsupported(
+            f"{name} overrides train(), so whence cannot know which records it trains on. Use {base.__name__}."
+        )
+    if type(model.rollout_buffer).get is not RolloutBuffer.get:
+        raise Unsupported(
+            f"The rollout buffer {type(model.rollout_buffer).__name__} is not supported yet; RolloutBuffer is."
+        )
+    check_policy(model.policy)
+
+
+def snapshot(model: Any) -> RecordBatch:
+    """Copy the rollout that `model` has just collected, before `train()` has seen it.
+
+    Records come environment by environment, in the order of the flattened buffer. A record's id is the time step
+    at which it was collected, counted over all environments since learning began. Stored rewards hold the bootstrap
+    of a time limit, as in SB3.
+
+    Args:
+        model: an SB3 PPO or A2C, inside `on_rollout_end` (or after `collect_rollouts`).
+
+    Raises:
+        Unsupported: another algorithm, policy or space.
+        InvalidRecords: the buffer is not full, or `train()` has flattened it.
+    """
+    check_model(model)
+    return read(model, model.rollout_buffer)[0]
+
+
+def collect(model: Any) -> RecordBatch:
+    """Collect one rollout with the model's environment and return its records; nothing is trained.
+
+    The environment steps and the random generators move on, as in any rollout; the model's own buffer stays as it is.
+
+    Args:
+        model: an SB3 PPO or A2C with an environment.
+
+    Raises:
+        Unsupported: another algorithm, policy or space.
+        WhenceError: the model has no environment.
+    """
+    check_model(model)
+    if model.env is None:
+        raise WhenceError("The model has no environment to collect from; give it one with model.set_env(env).")
+    if model._last_obs is None:
+        _, callback = model._setup_learn(model.n_steps * model.n_envs, None)
+    else:
+        callback = model._init_callback(None)
+    buffer = copy.deepcopy(model.rollout_buffer)
+    model.collect_rollouts(model.env, callback, buffer, n_rollout_steps=model.n_steps)
+    return read(model, buffer)[0]
+
+
+def read(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = None) -> tuple[RecordBatch, Ongoing]:
+    """Read the records of a full buffer, and how its last episodes stand; `ongoing` says how the first ones stood."""
+    if not buffer.full:
+        raise InvalidRecords(
+            f"The rollout buffer holds {buffer.pos} of {buffer.buffer_size} steps, so its advantages are not there "
+            "yet. Call snapshot(model) in a callback's on_rollout_end, or use whence.sb3.collect(model)."
+        )
+    if buffer.generator_ready:
+        raise InvalidRecords(
+            "The rollout buffer has been flattened by train(), which leaves rewards and episode starts in another "
+            "order than the rest, and the policy is no longer the one that collected it. Call snapshot(model) before "
+            "train(), in a callback's on_rollout_end, or use whence.sb3.collect(model)."
+        )
+    steps, envs = buffer.buffer_size, buffer.n_envs
+    first = model.num_timesteps - steps * envs
+    episode_starts = _flat(buffer.episode_starts)
+    actions = _flat(buffer.actions)
+    if isinstance(model.action_space, spaces.Discrete):
+        actions = actions.reshape(-1)
+    observations = _flat(buffer.observations)
+    if isinstance(model.observation_space, spaces.Discrete):
+        observations = observations.reshape(-1)
+    episode_ids, positions, ongoing = number_episodes(buffer.episode_starts.astype(bool), ongoing)
+    records = RecordBatch(
+        observations=observations,
+        actions=actions,
+        log_probs=_flat(buffer.log_probs),
+        values=_flat(buffer.values),
+        advantages=_flat(buffer.advantages),
+        returns=_flat(buffer.returns),
+        rewards=_flat(buffer.rewards),
+        episode_starts=episode_starts,
+        record_ids=first + _flat(np.arange(steps * envs).reshape(steps, envs)),
+        env_index=torch.arange(envs).repeat_interleave(steps),
+        episode_ids=_flat(episode_ids),
+        steps=_flat(positions),
+        gamma=buffer.gamma,
+        gae_lambda=buffer.gae_lambda,
+    )
+    return records, ongoing
+
+
+def _flat(array: NDArray[Any]) -> Tensor:
+    """(steps, envs, ...) to (envs * steps, ...), environment by environment, as SB3 flattens."""
+    return torch.from_numpy(array.swapaxes(0, 1).reshape(-1, *array.shape[2:]))
+
+
+@contextmanager
+def selected(buffer: RolloutBuffer, selection: Selection, *, last: Last = "keep") -> Iterator[None]:
+    """Let `buffer.get` yield the selected records only; the buffer's own `get` is back on exit.
+
+    Every call draws SB3's permutation over all n records and filters it then, so runs that drop different records
+    share their random streams. Weights that are not uniform become sampling probabilities: n draws with replacement.
+
+    Args:
+        buffer: the rollout buffer.
+        selection: in the order of the flattened buffer.
+        last: whether a minibatch shorter than the others trains; see `minibatches`.
+    """
+    own_get = buffer.get
+    keep = selection.keep.numpy()
+    whole = bool(keep.all()) and selection.uniform
+
+    def get(batch_size: int | None = None) -> Iterator[Any]:
+        order = _own_order(buffer, own_get)
+        if selection.uniform:
+            order = order[keep[order]]
+        else:
+            weights = selection.weights.double().numpy()
+            order = np.random.choice(len(keep), size=len(keep), p=weights / weights.sum())  # noqa: NPY002
+        for indices in minibatches(order, batch_size or len(keep), last=last, join=not whole):
+            yield buffer._get_samples(indices)
+
+    buffer.get = get  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del buffer.get  # the instance's; the class's own shows again
+
+
+def _own_order(buffer: RolloutBuffer, own_get: Any) -> NDArray[np.int64]:
+    """Draw the permutation that the buffer's own `get` draws, flattening the arrays as it does."""
+    buffer._get_samples = lambda indices, env=None: indices  # type: ignore[method-assign,assignment,return-value]
+    try:
+        (order,) = own_get(batch_size=None)
+    finally:
+        del buffer._get_samples  # the instance's; the class's own shows again
+    return order  # type: ignore[no-any-return]
+
+
+def minibatches(order: NDArray[np.int64], batch_size: int, *, last: Last, join: bool) -> list[NDArray[np.int64]]:
+    """Cut an order of records into minibatches.
+
+    Args:
+        order: positions of records.
+        batch_size: records in a minibatch.
+        last: "drop" leaves out a trailing minibatch shorter than the others (as LDA's code does), unless it is the
+            only one.
+        join: let a trailing minibatch of one record join its predecessor, since one advantage cannot be normalised.
+            False cuts as SB3 does.
+    """
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    if len(batches) > 1 and len(batches[-1]) < batch_size:
+        if last == "drop":
+            batches.pop()
+        elif len(batches[-1]) == 1 and join:
+            batches[-2:] = [np.concatenate(batches[-2:])]
+    return batches
+
+
+def check_last(last: str) -> None:
+    """Refuse an unknown value of `last`."""
+    if last not in get_args(Last):
+        raise WhenceError(f"last is {last!r}.{nearest(str(last), get_args(Last))}")

@@ -1,0 +1,305 @@
+"""Influence-based selection inside SB3's own training loop, as one callback."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from torch import Tensor
+
+from whence import objectives
+from whence.attribution import attribute
+from whence.engines import ENGINES
+from whence.errors import WhenceError, nearest
+from whence.influence import Influence
+from whence.objectives import Objective, as_objective
+from whence.records import RecordBatch
+from whence.runs import RunDirectory
+from whence.sb3.buffer import Last, check_last, check_model, read, selected
+from whence.sb3.episodes import STATE, Ongoing
+from whence.sb3.training import around_next_train, cancel
+from whence.selection import Selection, SelectionRule
+from whence.targets import Return, Target, as_target, name_of
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happened in one round, as `InfluenceCallback.round` gives it.
+
+    Attributes:
+        number: from 1.
+        records: the rollout.
+        influence: its scores; None where the rule needs none.
+        selection: what trained.
+    """
+
+    number: int
+    records: RecordBatch
+    influence: Influence | None
+    selection: Selection
+
+
+class InfluenceCallback(BaseCallback):
+    """Score each rollout and let SB3's `train()` see the records that a rule selects (LDA Alg. 1).
+
+    Scoring happens after advantages are computed and before optimisation; it changes nothing of the model, its
+    optimiser, buffer or generators. `train()` is SB3's own, on a buffer whose `get` yields the selected records, and
+    the buffer is as before when `train()` ends, also when it raises. A round that keeps fewer than two records is not
+    trained on; it is logged and counted.
+
+    The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores)
+    and `influence/seconds`, so TensorBoard, CSV and W&B show them.
+
+    Args:
+        rule: which records train: `IIF(drop=0.5)`, `RandomDrop(...)`, `KeepAll()`, or a `SelectionRule` of your own.
+        target: what to raise; None: `Return()`.
+        objective: None: the model's own, without its value term (clip range, entropy coefficient, and whether it
+            normalises advantages are read from the model).
+        engine: see `attribute`.
+        run: directory for what happened, round by round; see `RunDirectory`. None: nothing is written. A directory
+            that holds a run of the same configuration is started over.
+        last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
+        strict: raise where fewer than two records are kept.
+        verbose: 1 prints a line a round.
+
+    Raises:
+        Unsupported: `learn()` was called on a model whence cannot score; nothing was trained.
+        WhenceError: an argument is not what it should be.
+    """
+
+    def __init__(
+        self,
+        rule: SelectionRule,
+        *,
+        target: Target | None = None,
+        objective: Objective | None = None,
+        engine: str = "auto",
+        run: str | Path | RunDirectory | None = None,
+        last: Last = "keep",
+        strict: bool = False,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(verbose)
+        if isinstance(rule, type) or not isinstance(rule, SelectionRule):
+            raise WhenceError(
+                f"rule is {rule!r}; pass an instance, such as IIF(drop=0.5), with `needs_influence` and `select`."
+            )
+        if engine not in ("auto", *ENGINES):
+            raise WhenceError(f"engine is {engine!r}.{nearest(str(engine), ['auto', *ENGINES])}")
+        check_last(last)
+        self.rule, self.engine, self.last, self.strict = rule, engine, last, strict
+        self.target = as_target(Return() if target is None else target)
+        self.objective = None if objective is None else as_objective(objective)
+        self.round: Round | None = None
+        self.skipped_rounds = 0
+        self._run_path = run
+        self._run = run if isinstance(run, RunDirectory) else None
+        self._rounds = 0
+        self._ongoing: Ongoing | None = None
+        self._read_at = 0
+        self._reset_states: list[list[str | None]] = []
+
+    def _init_callback(self) -> None:
+        check_model(self.model)
+        if self._run is None and isinstance(self._run_path, str | Path):
+            self._run = RunDirectory.create(self._run_path, self._config(), versions=_versions())
+
+    def _on_training_start(self) -> None:
+        # learn() resets the environments unless it goes on where it stopped: then the episodes under way go on too,
+        # except where steps were taken that no rollout of this callback holds.
+        starts = self.locals["self"]._last_episode_starts
+        goes_on = self._ongoing is not None and len(self._ongoing.ids) == len(starts)
+        if not goes_on or self.model.num_timesteps != self._read_at:
+            next_id = 0 if self._ongoing is None else self._ongoing.next_id
+            self._ongoing = replace(Ongoing.unknown(len(starts)), next_id=next_id)
+        self._reset_states = [[state] if start else [] for state, start in zip(self._states(), starts, strict=True)]
+
+    def _on_rollout_start(self) -> None:
+        self._collection = _Stopwatch()
+
+    def _on_step(self) -> bool:
+        if self._run is not None:
+            states: list[str | None] | None = None
+            for env in np.flatnonzero(self.locals["dones"]):
+                states = states or self._states()
+                self._reset_states[env].append(states[env])
+        return True
+
+    def _on_rollout_end(self) -> None:
+        collection = self._collection.seconds()
+        scoring = _Stopwatch()
+        records, self._ongoing = read(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
+        self._read_at = self.model.num_timesteps
+        influence = self._influence(records)
+        selection = self.rule.select(records, influence)
+        seconds = {"collection": collection, "scoring": scoring.seconds()}
+        kept = int(selection.keep.sum())
+        self._rounds += 1
+        self.round = Round(self._rounds, records, influence, selection)
+        if kept < 2 and self.strict:
+            raise WhenceError(
+                f"Round {self._rounds} keeps {kept} of {len(records)} records, and one needs two to train on. Drop "
+                "less, or pass strict=False to skip such rounds."
+            )
+        metrics = _metrics(self.round)
+        self._log(metrics, seconds["scoring"]["wall"])
+        self._write_round(self.round)
+
+        def train(own_train: Callable[[], None]) -> None:
+            optimisation = _Stopwatch()
+            if kept >= 2:
+                with selected(self.model.rollout_buffer, selection, last=self.last):  # type: ignore[attr-defined]
+                    own_train()
+            seconds["optimisation"] = optimisation.seconds()
+            self._write_rows(metrics, seconds)
+
+        if kept < 2:
+            self.skipped_rounds += 1
+        around_next_train(self.model, train)
+
+    def _on_training_end(self) -> None:
+        cancel(self.model)
+        if self._run is not None:
+            self._run.write_policy(self._rounds + 1, _tensors(self.model.policy))
+
+    def _influence(self, records: RecordBatch) -> Influence | None:
+        if not self.rule.needs_influence:
+            return None
+        objective = self.objective or model_objective(self.model)
+        return attribute(self.model.policy, records, target=self.target, objective=objective, engine=self.engine)
+
+    def _states(self) -> list[str | None]:
+        # The infos of the environments' last resets; there only where the environments are wrapped in RecordResets.
+        return [info.get(STATE) for info in self.training_env.unwrapped.reset_infos]
+
+    def _log(self, metrics: Mapping[str, Any], seconds: float) -> None:
+        for name in ("dropped_share", "negative_share", "mean"):
+            if metrics.get(name) is not None:
+                self.logger.record(f"influence/{name}", metrics[name])
+        self.logger.record("influence/seconds", seconds)
+        self.logger.record("influence/skipped_rounds", self.skipped_rounds + (metrics["kept"] < 2))
+        if self.verbose:
+            skipped = ": skipped, two are needed" if metrics["kept"] < 2 else ""
+            print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
+
+    def _write_round(self, current: Round) -> None:
+        if self._run is None:
+            return
+        table = current.records.to_polars(observations=True)
+        if current.influence is not None:
+            table = table.with_columns(pl.Series("score", current.influence.scores.numpy()))
+        chosen = current.selection
+        table = table.with_columns(
+            pl.Series("keep", chosen.keep.numpy()),
+            pl.Series("weight", chosen.weights.numpy()),
+            pl.Series("reason", list(chosen.reasons), dtype=pl.String),
+        )
+        self._run.write_round("records", current.number, table)
+        self._run.write_round("episodes", current.number, self._episodes(table))
+        self._run.write_policy(current.number, _tensors(self.model.policy))
+
+    def _episodes(self, records: pl.DataFrame) -> pl.DataFrame:
+        begun = records.filter("episode_start").select("episode_id", "env_index")
+        queues = self._reset_states
+        states = [queues[env].pop(0) if queues[env] else None for env in begun["env_index"]]
+        return begun.with_columns(pl.Series("generator_state", states, dtype=pl.String))
+
+    def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
+        if self._run is None:
+            return
+        logged = self.model.logger.name_to_value
+        trained = {name: float(value) for name, value in logged.items() if name.startswith("train/")}
+        self._run.append("metrics", {**metrics, **trained})
+        flat = {f"{stage}_{clock}": s for stage, clocks in seconds.items() for clock, s in clocks.items()}
+        self._run.append("timings", {"round": metrics["round"], **flat})
+
+    def _config(self) -> dict[str, Any]:
+        spec = self.training_env.get_attr("spec")[0]
+        values = {name: getattr(self.model, name, None) for name in _HYPERPARAMETERS}
+        return {
+            "algorithm": type(self.model).__name__,
+            "env": None if spec is None else spec.id,
+            "n_envs": self.training_env.num_envs,
+            "policy": type(self.model.policy).__name__,
+            "parameters": sum(parameter.numel() for parameter in self.model.policy.parameters()),
+            "optimizer": type(self.model.policy.optimizer).__name__,
+            "hyperparameters": {
+                name: v if math.isfinite(v) else str(v) for name, v in values.items() if isinstance(v, int | float)
+            },
+            "rule": repr(self.rule),
+            "target": name_of(self.target),
+            "objective": "the model's" if self.objective is None else repr(self.objective),
+            "engine": self.engine,
+            "last": self.last,
+        }
+
+
+def model_objective(model: Any) -> Objective:
+    """Return what a model's `train()` raises, without the value term: its clip range, entropy, normalisation.
+
+    At the policy that collected the rollout every ratio is 1, so a scheduled clip range does not matter.
+    """
+    norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
+    if isinstance(model, PPO):
+        clip_range = float(model.clip_range(model._current_progress_remaining))  # type: ignore[operator]
+        return objectives.PPOClip(clip_range=clip_range, ent_coef=model.ent_coef, advantage_norm=norm)
+    assert isinstance(model, A2C)  # check_model lets no other pass
+    return objectives.A2C(ent_coef=model.ent_coef, advantage_norm=norm)
+
+
+def _metrics(current: Round) -> dict[str, Any]:
+    kept, total = int(current.selection.keep.sum()), len(current.records)
+    row: dict[str, Any] = {
+        "round": current.number,
+        "timestep": int(current.records.ids.max()) + 1,
+        "records": total,
+        "kept": kept,
+        "skipped": kept < 2,
+        "dropped_share": 1 - kept / total,
+    }
+    if current.influence is not None:
+        scores = current.influence.scores.double().numpy()
+        quantiles = {f"q{level:02d}": float(np.quantile(scores, level / 100)) for level in (0, 5, 25, 50, 75, 95, 100)}
+        row |= {"negative_share": float((scores < 0).mean()), "mean": float(scores.mean()), **quantiles}
+    return row
+
+
+def _tensors(policy: Any) -> dict[str, Tensor]:
+    # Once each: a shared features extractor stands under three names in state_dict(), which safetensors refuses.
+    return {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
+
+
+def _versions() -> dict[str, str]:
+    return {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
+
+
+_HYPERPARAMETERS = (
+    *(
+        "learning_rate",
+        "n_steps",
+        "batch_size",
+        "n_epochs",
+        "gamma",
+        "gae_lambda",
+        "clip_range",
+        "clip_range_vf",
+    ),
+    *("normalize_advantage", "ent_coef", "vf_coef", "max_grad_norm", "target_kl", "seed"),
+)
+
+
+class _Stopwatch:
+    """Seconds since it was made: CPU seconds of the process, and wall time."""
+
+    def __init__(self) -> None:
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def seconds(self) -> dict[str, float]:
+        return {"cpu": time.process_time() - self._cpu, "wall": time.perf_counter() - self._wall}

@@ -1,0 +1,78 @@
+"""Which episode a record belongs to, and what is needed to play that episode again."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from whence.records import UNKNOWN
+
+STATE = "whence_generator_state"
+
+
+@dataclass(frozen=True)
+class Ongoing:
+    """How the episodes of each environment stand between two rollouts.
+
+    Attributes:
+        ids: (envs,) the episode each environment is in, -1 where unknown.
+        lengths: (envs,) the records it has so far, -1 where unknown.
+        next_id: the number the next episode gets.
+    """
+
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    next_id: int = 0
+
+    @classmethod
+    def unknown(cls, envs: int) -> "Ongoing":
+        """Return what is known of environments never seen before."""
+        return cls(np.full(envs, UNKNOWN), np.full(envs, UNKNOWN))
+
+
+def number_episodes(
+    starts: NDArray[np.bool_], before: Ongoing | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64], Ongoing]:
+    """Number the episodes of a rollout, environment by environment, and each record's step in its episode.
+
+    Args:
+        starts: (steps, envs), True where a record is the first of its episode.
+        before: how the episodes stood when the rollout began; None: unknown.
+
+    Returns:
+        Episode ids and steps, both (steps, envs), steps -1 where the episode's beginning was not seen; and how the
+        episodes stand now.
+    """
+    length, envs = starts.shape
+    before = before or Ongoing.unknown(envs)
+    ids, steps = np.empty(starts.shape, np.int64), np.empty(starts.shape, np.int64)
+    rows, next_id = np.arange(length), before.next_id
+    for env in range(envs):
+        begun = starts[:, env].cumsum()
+        current = int(before.ids[env])
+        if begun[0] == 0 and current == UNKNOWN:
+            current, next_id = next_id, next_id + 1
+        ids[:, env] = np.where(begun == 0, current, next_id + begun - 1)
+        next_id += int(begun[-1])
+        first = np.maximum.accumulate(np.where(starts[:, env], rows, -1))
+        carried = rows + before.lengths[env] if before.lengths[env] != UNKNOWN else UNKNOWN
+        steps[:, env] = np.where(first >= 0, rows - first, carried)
+    lengths = np.where(steps[-1] == UNKNOWN, UNKNOWN, steps[-1] + 1)
+    return ids, steps, Ongoing(ids[-1], lengths, next_id)
+
+
+class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
+    """Put the state of the environment's generator before each reset into the reset's info, as JSON.
+
+    With the episode's actions that is enough to play it again, where the environment's dynamics depend on nothing
+    else (BipedalWalker's do: its reset reuses the Box2D world). The environment's own randomness is not touched.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset, and note the generator's state before, or the seed where one is given."""
+        before = {"seed": seed} if seed is not None else self.env.unwrapped.np_random.bit_generator.state
+        observation, info = self.env.reset(seed=seed, options=options)
+        return observation, {**info, STATE: json.dumps(before)}

@@ -1,0 +1,34 @@
+"""A way around one call of `model.train()` that leaves no trace on the model."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def around_next_train(model: Any, around: Callable[[Callable[[], None]], None]) -> None:
+    """Let the next `model.train()` of this rollout run as `around(train)`, with SB3's own `train`.
+
+    The model's class stands aside for the time between: an attribute on the model would end up in `model.save()`.
+    Should another rollout come first (the training was broken off), `train()` is SB3's own again.
+    """
+    cancel(model)
+    own = type(model)
+    rollout = model.num_timesteps
+
+    def train(self: Any) -> None:
+        cancel(self)
+        if self.num_timesteps == rollout:
+            around(self.train)
+        else:
+            self.train()
+
+    namespace = {"train": train, "__module__": own.__module__, "__doc__": own.__doc__, _MARK: True}
+    model.__class__ = type(own.__name__, (own,), namespace)
+
+
+def cancel(model: Any) -> None:
+    """Give the model its own class back, where `around_next_train` put another in its place."""
+    if _MARK in vars(type(model)):
+        model.__class__ = type(model).__base__
+
+
+_MARK = "_whence_around_train"

@@ -1,0 +1,130 @@
+"""Quantities whose rise or fall a record's influence is measured on (LDA §3.2), all written to be raised."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from whence.errors import WhenceError
+from whence.records import RecordBatch, Tree, leaves
+
+if TYPE_CHECKING:
+    from whence.policies import Outputs, Params, PolicyView
+
+Target: TypeAlias = Callable[["PolicyView", "Params", RecordBatch], Tensor]
+"""`target(view, params, records)` returns a scalar tensor, to be raised, differentiable in `params`.
+
+`records` are the scored records as they came, with raw advantages.
+"""
+
+
+@runtime_checkable
+class BatchTarget(Protocol):
+    """A target that reads the scored records' own outputs and nothing else.
+
+    An engine that has those outputs at hand need not run the policy a second time: at the policy that collected the
+    records, one forward and backward pass hold all that the scores need. An attribute `reads`, where there is one,
+    names the outputs that are read; without it all are computed.
+    """
+
+    def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the target from the outputs of all records."""
+        ...
+
+
+@dataclass(frozen=True)
+class Return:
+    """The expected return's stand-in, `mean(log pi(a|s) A)` over the records, raw advantages (LDA §3.2).
+
+    Its gradient at the policy that collected the records is the policy gradient, so the training buffer serves as
+    validation set and no further environment step is needed.
+    """
+
+    reads = frozenset(["log_prob"])
+
+    def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the target from the outputs of all records."""
+        return (outputs.log_prob * records.advantages).mean()
+
+    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the target, a scalar."""
+        return self.from_outputs(view(params, view.prepare(records)), records)
+
+
+@dataclass(frozen=True, eq=False)
+class Action:
+    """The log-probability of one action in one state, or its mean over a set of them (LDA §3.2).
+
+    Attributes:
+        observation: one observation, shaped as the policy's observation space; or m of them, first axis m.
+        action: one action, or m of them.
+    """
+
+    observation: Any
+    action: Any
+
+    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the target, a scalar."""
+        asked = self._as_records(records)
+        return view(params, view.prepare(asked)).log_prob.mean()
+
+    def _as_records(self, like: RecordBatch) -> RecordBatch:
+        # Whether one state or a set came shows in the number of axes: a record's observation has one less.
+        observation = _like("observation", self.observation, like.observations)
+        action = _like("action", self.action, like.actions)
+        counts = {len(leaf) for _, leaf in [*leaves(observation), *leaves(action)]}
+        if len(counts) > 1:
+            raise WhenceError(
+                f"Action() got sets of different sizes, {sorted(counts)}: give one observation and one action, or "
+                "as many actions as observations."
+            )
+        zeros = torch.zeros(counts.pop())
+        return RecordBatch(observations=observation, actions=action, log_probs=zeros, advantages=zeros)
+
+    def __repr__(self) -> str:
+        count = len(torch.as_tensor(self.action).reshape(-1))
+        return f"Action({self.action})" if count <= 8 else f"Action({count} numbers)"
+
+
+def _like(name: str, given: Tree, column: Tree) -> Tree:
+    """Give `given` the records' axis, and the shape and dtype of a column of records."""
+    if isinstance(column, dict):
+        if not isinstance(given, dict) or given.keys() != column.keys():
+            raise WhenceError(f"The {name} of Action() needs the keys {sorted(column)}, as the records have.")
+        return {key: _like(f"{name}.{key}", given[key], column[key]) for key in column}
+    tensor = torch.as_tensor(given).to(column.dtype)
+    shape = column.shape[1:]
+    if tensor.shape == shape or (tensor.ndim == 0 and shape.numel() == 1):
+        return tensor.reshape(1, *shape)
+    if tensor.ndim and tensor.shape[1:] == shape:
+        return tensor
+    if tensor.ndim == 1 and shape.numel() == 1:
+        return tensor.reshape(-1, *shape)
+    raise WhenceError(
+        f"The {name} of Action() has shape {tuple(tensor.shape)}; the records' have shape {tuple(shape)}: pass one "
+        f"of that shape, or several with shape {('m', *shape)}."
+    )
+
+
+def as_target(target: Target) -> Target:
+    """Return `target` where it can be called as one.
+
+    Raises:
+        WhenceError: it is a class, or cannot be called.
+    """
+    if isinstance(target, type):
+        raise WhenceError(f"target is the class {target.__name__}; pass an instance: {target.__name__}().")
+    if not callable(target):
+        raise WhenceError(
+            f"target is {target!r}; pass whence.Return(), whence.Action(observation, action) or a function "
+            "`function(view, params, records)` that returns a scalar tensor."
+        )
+    return target
+
+
+def name_of(target: Target) -> str:
+    """Name a target for provenance and tables."""
+    return getattr(target, "__name__", None) or repr(target)

@@ -1,0 +1,538 @@
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whence.errors import WhenceError
+from whence.experiments.metrics import (
+    CURVE_METRICS,
+    PAIR_METRICS,
+    Curve,
+    curve_metrics,
+    levels,
+    literal_levels,
+    pair_metrics,
+    rounds_to,
+    seconds_to,
+    summarise,
+)
+
+
+def curve(returns, errors=0.0, seconds=1.0):
+    """A curve from its returns; a number stands for the same standard error, or time, in every round."""
+    return Curve(
+        returns=np.asarray(returns, dtype=float),
+        standard_errors=np.broadcast_to(np.asarray(errors, dtype=float), (len(returns),)),
+        seconds=np.broadcast_to(np.asarray(seconds, dtype=float), (len(returns) - 1,)),
+    )
+
+
+# R = 5 rounds. SE = median(1, 1, 1, 1, 1, 9) = 1, so 2 SE = 2; 5% of (20 - 0) = 1; floor 0 + 2.
+# Maxima over k >= 1: 1, 6, 7, 20. 1 is not above 2; 6 is a level; 7 < 6 + 2 is none; 20 is one.
+STANDARD = curve([0, 1, 6, 7, 5, 20], errors=[1, 1, 1, 1, 1, 9], seconds=[1, 2, 3, 4, 10])
+# Reaches 6 in round 1 and 20 in round 3.
+METHOD = curve([0, 8, 3, 21, 2, 2], errors=1.0, seconds=[2, 2, 2, 2, 2])
+
+
+class TestCurve:
+    def test_it_keeps_a_float64_copy_that_nobody_can_change(self):
+        returns = np.array([1.0, 2.0, 3.0])
+        kept = Curve(returns=returns, standard_errors=np.zeros(3, dtype=np.float32), seconds=[1, 1])
+        returns[0] = 99.0
+        assert kept.standard_errors.dtype == kept.seconds.dtype == np.float64
+        assert kept.returns.tolist() == [1.0, 2.0, 3.0]
+        assert kept.rounds == 2
+        with pytest.raises(ValueError, match="read-only"):
+            kept.returns[0] = 5.0
+
+    @pytest.mark.parametrize(
+        ("returns", "errors", "seconds", "message"),
+        [
+            ([0, 1], [0, 0], [1, 1], "`returns` has length 2.*R\\+1 = 3"),
+            ([0, 1, 2], [0, 0], [1, 1], "`standard_errors` has length 2.*R\\+1 = 3"),
+            ([0], [0], [], "`seconds` is empty.*at least one round"),
+            ([0, math.nan], [0, 0], [1], "`returns` holds nan at index 1.*finite"),
+            ([0, 1], [math.inf, 0], [1], "`standard_errors` holds inf at index 0.*finite"),
+            ([0, 1], [0, 0], [math.nan], "`seconds` holds nan at index 0.*finite"),
+            ([0, 1], [0, -2], [1], "`standard_errors` holds -2.0 at index 1.*at least 0"),
+            ([0, 1], [0, 0], [-1], "`seconds` holds -1.0 at index 0.*at least 0"),
+            ([[0, 1]], [0, 0], [1], "`returns` has shape \\(1, 2\\).*one dimension"),
+            (["a", "b"], [0, 0], [1], "`returns` is no array of numbers"),
+        ],
+    )
+    def test_bad_columns_are_refused(self, returns, errors, seconds, message):
+        with pytest.raises(WhenceError, match=message):
+            Curve(returns=returns, standard_errors=errors, seconds=seconds)
+
+    def test_returns_may_be_negative(self):
+        assert curve([-5, -3]).returns.tolist() == [-5.0, -3.0]
+
+
+class TestLevels:
+    def test_noise_sets_the_floor_and_the_gap(self):
+        assert levels(STANDARD).tolist() == [6.0, 20.0]
+
+    def test_the_median_ignores_one_noisy_round(self):
+        # Median 1. By the mean, 30 / 6 = 5, or by the largest, the floor would be 10 or 50: [20] or none.
+        assert levels(curve([0, 1, 6, 7, 5, 20], errors=[1, 1, 1, 1, 1, 25])).tolist() == [6.0, 20.0]
+
+    def test_the_untrained_evaluation_counts_in_the_median(self):
+        # Median of 4, 1, 3 is 3: floor 6, so 7 is a level and 6 is not. Without index 0: median 2, floor 4.
+        assert levels(curve([0, 6, 7], errors=[4, 1, 3])).tolist() == [7.0]
+
+    def test_five_percent_of_the_rise_sets_the_floor_where_there_is_no_noise(self):
+        # v_0 = -100, peak 100: floor -100 + 0.05 * 200 = -90, itself no level.
+        assert levels(curve([-100, -91, -90, -89, 100])).tolist() == [-89.0, 100.0]
+
+    def test_the_larger_of_noise_and_five_percent_sets_the_floor(self):
+        # 5% of 40 is 2. With 2 SE = 1 the floor is 2, with 2 SE = 3 it is 3; never the sum.
+        assert levels(curve([0, 1.5, 2.5, 40], errors=0.5)).tolist() == [2.5, 40.0]
+        assert levels(curve([0, 2.5, 3.5, 40], errors=1.5)).tolist() == [3.5, 40.0]
+
+    def test_the_floor_is_counted_from_the_untrained_return(self):
+        # 2 SE = 4 above v_0 = 10: 14 is not above the floor, 15 is.
+        assert levels(curve([10, 14, 15], errors=2.0)).tolist() == [15.0]
+
+    def test_a_level_exactly_two_errors_above_the_last_counts(self):
+        # Floor 2, gap 2: 3, then 4 < 5, then 5 >= 5: the gap is from the last level taken, not from 4.
+        assert levels(curve([0, 3, 4, 5, 6], errors=1.0)).tolist() == [3.0, 5.0]
+
+    def test_a_return_below_an_earlier_one_is_no_level(self):
+        assert levels(curve([0, 10, 5, 7, 10, 12])).tolist() == [10.0, 12.0]
+
+    @pytest.mark.parametrize("returns", [[5, 1, 2, 4], [3, 3, 3], [0, 1, 2]])
+    def test_there_may_be_none(self, returns):
+        # Worse than untrained; flat; a rise of no more than 2 SE = 2.
+        found = levels(curve(returns, errors=1.0))
+        assert found.shape == (0,)
+        assert found.dtype == np.float64
+
+    def test_literal_levels_start_with_the_first_round_however_poor(self):
+        assert literal_levels(STANDARD).tolist() == [1.0, 6.0, 7.0, 20.0]
+        assert literal_levels(curve([5, 1, 2, 2, 0, 4])).tolist() == [1.0, 2.0, 4.0]
+        assert literal_levels(curve([0, 0])).tolist() == [0.0]
+
+
+class TestRoundsAndSeconds:
+    @pytest.mark.parametrize(
+        ("level", "rounds", "seconds"),
+        [
+            (1.0, 1, 1.0),
+            (6.0, 2, 1.0 + 2.0),
+            (6.5, 3, 1.0 + 2.0 + 3.0),
+            (20.0, 5, 1.0 + 2.0 + 3.0 + 4.0 + 10.0),
+            (20.1, 6, 20.0 + 20.0 / 5),  # never: R+1 = 6 rounds, all seconds and one mean round
+        ],
+    )
+    def test_they_count_through_the_round_that_reaches_the_level(self, level, rounds, seconds):
+        assert rounds_to(STANDARD, level) == rounds
+        assert seconds_to(STANDARD, level) == pytest.approx(seconds)
+
+    def test_the_untrained_policy_reaches_nothing(self):
+        assert rounds_to(curve([100, 1, 2]), 2.0) == 2
+        assert rounds_to(curve([100, 1, 2]), 50.0) == 3
+
+    @pytest.mark.parametrize("level", [math.nan, math.inf])
+    def test_a_level_must_be_finite(self, level):
+        with pytest.raises(WhenceError, match=f"The level is {level}"):
+            rounds_to(STANDARD, level)
+        with pytest.raises(WhenceError, match="finite"):
+            seconds_to(STANDARD, level)
+
+
+class TestPairMetrics:
+    def test_by_hand(self):
+        # Levels 6 and 20: standard in rounds 2 and 5, method in 1 and 3: reductions 1/2 and 2/5, mean 9/20.
+        # Peak level 20: method 2 + 2 + 2 = 6 s, standard 20 s, which are all its seconds too.
+        # Literal 1, 6, 7, 20: standard 1, 2, 3, 5; method 1, 1, 1, 3: 0, 1/2, 2/3, 2/5, mean (47/30) / 4.
+        assert pair_metrics(METHOD, STANDARD) == pytest.approx(
+            {
+                "se_ave": 9 / 20,
+                "se_peak": 2 / 5,
+                "rt_peak": 1 - 6 / 20,
+                "rt_peak_paper": 1 - 6 / 20,
+                "se_ave_literal": 47 / 120,
+                "se_peak_literal": 2 / 5,
+                "unreached": 0.0,
+            }
+        )
+
+    def test_a_level_never_reached_counts_as_one_round_more_than_there_are(self):
+        # Levels of the standard: 5, 10 in rounds 1, 3. The method reaches 5 in round 2 and never 10: R+1 = 5.
+        # Reductions 1 - 2/1 = -1 and 1 - 5/3 = -2/3; mean -5/6. Seconds: 4 + 4/4 = 5 against 3 of 8.
+        standard = curve([0, 5, 2, 10, 4], seconds=[1, 1, 1, 5])
+        metrics = pair_metrics(curve([0, 2, 5, 9, 9], seconds=1.0), standard)
+        assert metrics["se_ave"] == pytest.approx(-5 / 6)
+        assert metrics["se_peak"] == pytest.approx(-2 / 3)
+        assert metrics["rt_peak"] == pytest.approx(1 - 5 / 3)
+        assert metrics["unreached"] == 0.5
+
+    def test_the_average_is_the_mean_over_levels(self):
+        # Levels 1, 2, 3 in rounds 1, 2, 3, method in 1, 1, 4 = R+1: (0 + 1/2 - 1/3) / 3; their median is 0.
+        metrics = pair_metrics(curve([0, 2, 2, 2]), curve([0, 1, 2, 3]))
+        assert metrics["se_ave"] == pytest.approx(1 / 18)
+        assert metrics["unreached"] == pytest.approx(1 / 3)
+
+    def test_the_untrained_method_reaches_no_level(self):
+        # The level 2 is there before training, and never after: R+1 = 3 rounds against 2.
+        metrics = pair_metrics(curve([9, 1, 1]), curve([0, 0, 2]))
+        assert metrics["se_ave"] == pytest.approx(1 - 3 / 2)
+        assert metrics["unreached"] == 1.0
+
+    def test_the_papers_time_is_against_all_standard_rounds(self):
+        # Peak level 10, in round 2 of both. Method 3 + 3 = 6 s; standard 4 + 4 = 8 s, of 40 s in all.
+        standard = curve([0, 5, 10, 3, 3], seconds=[4, 4, 12, 20])
+        metrics = pair_metrics(curve([0, 1, 10, 0, 0], seconds=3.0), standard)
+        assert metrics["rt_peak"] == pytest.approx(1 - 6 / 8)
+        assert metrics["rt_peak_paper"] == pytest.approx(1 - 6 / 40)
+
+    def test_the_papers_acrobot_figure(self):
+        # 35.80 s to the peak, of 79.87 s in all.
+        standard = curve([0, 1, 2], seconds=[40.0, 39.87])
+        metrics = pair_metrics(curve([0, 2, 2], seconds=[35.80, 1.0]), standard)
+        assert metrics["rt_peak_paper"] == pytest.approx(0.552, abs=5e-4)
+
+    def test_the_peak_is_the_highest_level_not_the_highest_return(self):
+        # 2 SE = 4: levels 5 and 10; the peak of the returns, 12, is within the noise of 10.
+        standard = curve([0, 5, 10, 12], errors=2.0)
+        metrics = pair_metrics(curve([0, 10, 10, 10], errors=2.0), standard)
+        assert metrics["se_peak"] == pytest.approx(1 - 1 / 2)
+        assert metrics["rt_peak"] == pytest.approx(1 - 1 / 2)
+        assert metrics["se_peak_literal"] == pytest.approx(1 - 4 / 3)  # 12 is never reached
+        assert metrics["unreached"] == 0.0
+
+    def test_the_methods_own_noise_does_not_matter(self):
+        noisy = curve(METHOD.returns, errors=100.0, seconds=METHOD.seconds)
+        assert pair_metrics(noisy, STANDARD) == pair_metrics(METHOD, STANDARD)
+
+    def test_no_level_gives_none_except_in_the_literal_variant(self):
+        # v_1 = 1 and v_2 = 2 are below v_0 = 5. The method reaches 1 in round 1 and 2 in round 1.
+        metrics = pair_metrics(curve([0, 3, 3]), curve([5, 1, 2]))
+        assert list(metrics) == list(PAIR_METRICS)
+        for name in ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "unreached"):
+            assert metrics[name] is None
+        assert metrics["se_ave_literal"] == pytest.approx((0 + 1 / 2) / 2)
+        assert metrics["se_peak_literal"] == pytest.approx(1 / 2)
+
+    def test_no_time_is_no_share_of_time(self):
+        metrics = pair_metrics(curve([0, 1, 2]), curve([0, 1, 2], seconds=0.0))
+        assert metrics["rt_peak"] is None
+        assert metrics["rt_peak_paper"] is None
+        assert metrics["se_peak"] == 0.0
+
+    def test_another_number_of_rounds_is_refused(self):
+        with pytest.raises(WhenceError, match=r"R = 2 .*R = 5 .*same in all"):
+            pair_metrics(curve([0, 1, 2]), STANDARD)
+
+
+def test_curve_metrics_by_hand():
+    # Trapezoids of 0, 4, 10, 2: 2 + 7 + 6 = 15 over R = 3 rounds.
+    assert curve_metrics(curve([0, 4, 10, 2])) == {"final_return": 2.0, "peak_return": 10.0, "auc": 5.0}
+    # The untrained policy may be the best: 9, 1 has the one trapezoid 5.
+    assert curve_metrics(curve([9, 1])) == {"final_return": 1.0, "peak_return": 9.0, "auc": 5.0}
+
+
+# One level, 10, reached in round 1, 2 or 4 of 4: a reduction is 1 - m_method / m_standard.
+FIRST = curve([0, 10, 10, 10, 10])
+SECOND = curve([0, 0, 10, 10, 10])
+FOURTH = curve([0, 0, 0, 0, 10])
+NONE = curve([10, 0, 0, 0, 0])  # no level of its own; as a method it never reaches 10: R+1 = 5
+
+
+class TestSummarise:
+    def test_its_shape(self):
+        summary = summarise({"ppo": {0: SECOND, 1: FOURTH}, "iif": {0: FIRST, 1: SECOND}}, resamples=20)
+        assert list(summary) == ["ppo", "iif"]
+        for arm in summary.values():
+            assert set(arm) == {*PAIR_METRICS, *CURVE_METRICS}
+            for name in PAIR_METRICS:
+                assert set(arm[name]) == {"mean", "low", "high", "per_seed", "null", "null_low", "null_high"}
+            for name in CURVE_METRICS:
+                assert set(arm[name]) == {"mean", "low", "high", "iqm", "per_seed", "null", "difference"}
+                assert set(arm[name]["difference"]) == {"mean", "low", "high"}
+
+    @pytest.mark.parametrize("standards", [{0: SECOND}, {0: NONE}, {0: NONE, 1: NONE}, {0: SECOND, 1: NONE, 2: FIRST}])
+    @pytest.mark.parametrize("methods", [{0: FIRST}, {5: FIRST, 3: NONE}])
+    def test_it_survives_json_and_holds_plain_values_only(self, standards, methods):
+        summary = summarise({"ppo": standards, "iif": methods}, resamples=20)
+        assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+        def leaves(node):
+            if type(node) is dict:
+                return [leaf for value in node.values() for leaf in leaves(value)]
+            if type(node) is list:
+                return [leaf for value in node for leaf in leaves(value)]
+            return [node]
+
+        assert {type(leaf) for leaf in leaves(summary)} <= {float, type(None)}
+
+    def test_pairs_by_hand(self):
+        # Method in rounds 1, 2; standard in 2, 4. Pairs: 1 - 1/2, 1 - 1/4; 1 - 2/2, 1 - 2/4.
+        summary = summarise({"ppo": {0: SECOND, 1: FOURTH}, "iif": {0: FIRST, 1: SECOND}}, resamples=2000)
+        entry = summary["iif"]["se_ave"]
+        assert entry["per_seed"] == pytest.approx([(1 / 2 + 3 / 4) / 2, (0 + 1 / 2) / 2])
+        assert entry["mean"] == pytest.approx((1 / 2 + 3 / 4 + 0 + 1 / 2) / 4)
+        # Each of the four pairs is a whole resample one time in 16, beyond the 2.5% at either end.
+        assert (entry["low"], entry["high"]) == pytest.approx((0.0, 3 / 4))
+        # Standard against standard: 1 - 2/4 and 1 - 4/2.
+        assert entry["null"] == pytest.approx((1 / 2 - 1) / 2)
+
+    def test_seeds_are_sorted_whatever_order_they_come_in(self):
+        summary = summarise({"ppo": {7: FIRST}, "iif": {9: FOURTH, 3: FIRST, 5: SECOND}}, resamples=20)
+        assert summary["iif"]["se_peak"]["per_seed"] == [0.0, -1.0, -3.0]
+        assert summary["iif"]["auc"]["per_seed"] == [8.75, 6.25, 1.25]  # (40-5, 30-5, 10-5) / 4
+
+    def test_identical_standard_seeds_have_a_null_of_zero(self):
+        summary = summarise({"ppo": {0: SECOND, 1: SECOND, 2: SECOND}}, resamples=50)
+        for name in ("se_ave", "se_peak", "rt_peak", "se_ave_literal", "se_peak_literal", "unreached"):
+            entry = summary["ppo"][name]
+            assert (entry["null"], entry["null_low"], entry["null_high"]) == (0.0, 0.0, 0.0)
+        # Reached after 2 of 4 equal rounds, so the paper's time has a null of 1 - 2/4 all the same.
+        assert summary["ppo"]["rt_peak_paper"]["null"] == pytest.approx(1 / 2)
+
+    def test_the_null_of_different_standard_seeds_by_hand(self):
+        # Ordered pairs of rounds 1, 2, 4: 1 - 1/2, 1 - 1/4, 1 - 2/1, 1 - 2/4, 1 - 4/1, 1 - 4/2.
+        summary = summarise({"ppo": {0: FIRST, 1: SECOND, 2: FOURTH}, "iif": {0: FIRST}}, resamples=2000)
+        entry = summary["iif"]["se_ave"]
+        assert entry["null"] == pytest.approx((1 / 2 + 3 / 4 - 1 + 1 / 2 - 3 - 1) / 6)
+        # The extreme resamples hold two seeds: 1 and 4, (3/4 - 3) / 2; 1 and 2 or 2 and 4, (1/2 - 1) / 2.
+        # Each such couple comes 6 times in 27.
+        assert entry["null_low"] == pytest.approx(-9 / 8)
+        assert entry["null_high"] == pytest.approx(-1 / 4)
+
+    def test_the_standard_arm_is_its_own_null(self):
+        summary = summarise({"ppo": {0: FIRST, 1: SECOND, 2: FOURTH}}, resamples=200)
+        for name in PAIR_METRICS:
+            entry = summary["ppo"][name]
+            assert entry["mean"] is not None
+            assert (entry["mean"], entry["low"], entry["high"]) == (
+                entry["null"],
+                entry["null_low"],
+                entry["null_high"],
+            )
+        # Each seed against the two others only: (1/2 + 3/4) / 2, (-1 + 1/2) / 2, (-3 - 1) / 2.
+        assert summary["ppo"]["se_ave"]["per_seed"] == pytest.approx([5 / 8, -1 / 4, -2])
+
+    def test_another_arm_meets_equal_seeds_too(self):
+        # The same runs by another name: three pairs of a run with itself, each 0, join the six of the null.
+        runs = {0: FIRST, 1: SECOND, 2: FOURTH}
+        entry = summarise({"ppo": runs, "copy": runs}, resamples=20)["copy"]["se_ave"]
+        assert entry["mean"] == pytest.approx(entry["null"] * 6 / 9)
+
+    def test_two_standard_seeds_have_a_null_without_ends(self):
+        entry = summarise({"ppo": {0: FIRST, 1: SECOND}}, resamples=50)["ppo"]["se_ave"]
+        assert entry["null"] == pytest.approx((1 / 2 - 1) / 2)
+        assert (entry["null_low"], entry["null_high"], entry["low"], entry["high"]) == (
+            None,
+            None,
+            None,
+            None,
+        )
+
+    def test_one_seed_of_each_knows_no_spread(self):
+        summary = summarise({"ppo": {0: SECOND}, "iif": {0: FIRST}}, resamples=20)
+        entry = summary["iif"]["se_ave"]
+        assert (entry["mean"], entry["per_seed"]) == (0.5, [0.5])
+        assert [entry[key] for key in ("low", "high", "null", "null_low", "null_high")] == [None] * 5
+        assert summary["ppo"]["se_ave"]["mean"] is None
+        assert summary["ppo"]["se_ave"]["per_seed"] == [None]
+        # Area under 0, 10, 10, 10, 10: 35 / 4; under 0, 0, 10, 10, 10: 25 / 4.
+        assert summary["iif"]["auc"] == {
+            "mean": 8.75,
+            "low": None,
+            "high": None,
+            "iqm": 8.75,
+            "per_seed": [8.75],
+            "null": 0.0,
+            "difference": {"mean": 2.5, "low": None, "high": None},
+        }
+
+    def test_one_method_seed_and_two_standard_seeds_have_a_spread(self):
+        entry = summarise({"ppo": {0: SECOND, 1: FOURTH}, "iif": {0: FIRST}}, resamples=2000)["iif"]["se_ave"]
+        assert (entry["low"], entry["high"]) == pytest.approx((1 / 2, 3 / 4))
+
+    def test_pairs_without_a_value_are_left_out(self):
+        # NONE has no level as a standard run: only SECOND's column counts. As a method it takes R+1 = 5.
+        summary = summarise({"ppo": {0: SECOND, 1: NONE}, "iif": {0: FIRST, 1: FOURTH}}, resamples=2000)
+        entry = summary["iif"]["se_ave"]
+        assert entry["per_seed"] == pytest.approx([1 / 2, -1])
+        assert entry["mean"] == pytest.approx(-1 / 4)
+        assert (entry["low"], entry["high"]) == pytest.approx((-1.0, 1 / 2))
+        assert summary["ppo"]["se_ave"]["per_seed"] == [None, pytest.approx(1 - 5 / 2)]
+        assert entry["null"] == pytest.approx(-3 / 2)
+
+    def test_resamples_that_all_miss_every_pair_give_no_ends(self):
+        # A single resample of three seeds holds one seed thrice, and so no pair, 3 times in 27.
+        runs = {"ppo": {0: FIRST, 1: SECOND, 2: FOURTH}}
+        lows = [summarise(runs, resamples=1, seed=seed)["ppo"]["se_ave"]["null_low"] for seed in range(60)]
+        assert 0 < lows.count(None) < 30
+
+    def test_no_level_in_any_standard_run_gives_none_throughout(self):
+        summary = summarise({"ppo": {0: NONE, 1: NONE, 2: NONE}, "iif": {0: FIRST, 1: FOURTH}}, resamples=20)
+        assert summary["iif"]["se_ave"] == {
+            "mean": None,
+            "low": None,
+            "high": None,
+            "per_seed": [None, None],
+            "null": None,
+            "null_low": None,
+            "null_high": None,
+        }
+        assert summary["iif"]["se_ave_literal"]["mean"] is not None
+
+    def test_curve_metrics_and_their_differences_by_hand(self):
+        # Final returns. Shared seeds 1 and 2: differences 13 - 10 = 3 and 25 - 20 = 5, mean 4, s = sqrt(2).
+        # Standard error sqrt(2) / sqrt(2) = 1; t of 0.975 with one degree of freedom is 12.7062.
+        standards = {s: curve([0, 10 * s]) for s in (1, 2, 3)}
+        methods = {1: curve([0, 13]), 2: curve([0, 25]), 9: curve([0, 40])}
+        entry = summarise({"ppo": standards, "iif": methods}, resamples=20_000)["iif"]["final_return"]
+        assert entry["mean"] == pytest.approx(26.0)
+        assert entry["per_seed"] == [13.0, 25.0, 40.0]
+        # All three draws are the lowest, or the highest, one time in 27: more than 2.5%.
+        assert (entry["low"], entry["high"]) == pytest.approx((13.0, 40.0))
+        assert entry["null"] == 0.0
+        assert entry["difference"]["mean"] == pytest.approx(4.0)
+        assert entry["difference"]["low"] == pytest.approx(4.0 - 12.7062, abs=1e-4)
+        assert entry["difference"]["high"] == pytest.approx(4.0 + 12.7062, abs=1e-4)
+
+    def test_a_resample_has_as_many_seeds_as_there_are(self):
+        # One seed of four returns 1. Four draws hold it three times or more in 13 cases of 256, more than 2.5%,
+        # and four times in 1. Three draws would hold it three times in 1 case of 64, and end at 2/3.
+        standards = {s: curve([0, value]) for s, value in enumerate([0, 0, 0, 1])}
+        entry = summarise({"ppo": standards}, resamples=20_000)["ppo"]["final_return"]
+        assert (entry["low"], entry["high"]) == (0.0, 3 / 4)
+
+    def test_iqm_drops_a_quarter_at_either_end(self):
+        standards = {s: curve([0, value]) for s, value in enumerate([1000, 2, 4, -500])}
+        entry = summarise({"ppo": standards}, resamples=20)["ppo"]["final_return"]
+        assert entry["iqm"] == pytest.approx((2 + 4) / 2)
+
+    def test_equal_differences_have_an_interval_of_no_width(self):
+        runs = {s: curve([0, s]) for s in range(3)}
+        better = {s: curve([0, s + 2]) for s in range(3)}
+        summary = summarise({"ppo": runs, "iif": better}, resamples=20)
+        assert summary["ppo"]["auc"]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+        assert summary["iif"]["final_return"]["difference"] == {"mean": 2.0, "low": 2.0, "high": 2.0}
+
+    def test_no_shared_seed_has_no_difference(self):
+        summary = summarise({"ppo": {0: FIRST}, "iif": {1: SECOND}}, resamples=20)
+        assert summary["iif"]["auc"]["difference"] == {"mean": None, "low": None, "high": None}
+
+    def test_intervals_hold_the_mean_and_repeat(self):
+        generator = np.random.default_rng(3)
+        arms = {
+            arm: {s: curve(np.cumsum(np.append(0, generator.random(12) * pace))) for s in range(6)}
+            for arm, pace in (("ppo", 1.0), ("iif", 1.5))
+        }
+        summary = summarise(arms, resamples=500, seed=4)
+        assert summary == summarise(arms, resamples=500, seed=4)
+        assert summary["iif"]["se_ave"]["low"] != summarise(arms, resamples=500, seed=5)["iif"]["se_ave"]["low"]
+        for name in ("se_ave", "se_peak", "rt_peak", *CURVE_METRICS):
+            entry = summary["iif"][name]
+            assert entry["low"] < entry["mean"] < entry["high"]
+        null = summary["iif"]["se_ave"]
+        assert null["null_low"] < null["null"] < null["null_high"]
+        difference = summary["iif"]["auc"]["difference"]
+        assert difference["low"] < difference["mean"] < difference["high"]
+
+    def test_an_arm_does_not_depend_on_the_others(self):
+        arms = {"ppo": {0: FIRST, 1: SECOND}, "random": {0: SECOND, 4: FOURTH}, "iif": {0: FIRST, 1: FOURTH}}
+        full = summarise(arms, resamples=100)
+        alone = summarise({"iif": arms["iif"], "ppo": arms["ppo"]}, resamples=100)
+        assert alone["iif"] == full["iif"]
+        assert alone["ppo"] == full["ppo"]
+
+    def test_the_standard_arm_may_have_another_name(self):
+        summary = summarise({"a2c": {0: SECOND}, "iif": {0: FIRST}}, standard="a2c", resamples=20)
+        assert summary["iif"]["se_peak"]["mean"] == pytest.approx(1 / 2)
+
+    def test_a_missing_standard_arm_is_named(self):
+        with pytest.raises(WhenceError, match=r"'ppo' is not among the arms \['iif', 'random'\]"):
+            summarise({"random": {0: FIRST}, "iif": {0: FIRST}})
+
+    @pytest.mark.parametrize("arm", ["ppo", "iif"])
+    def test_an_arm_needs_a_run(self, arm):
+        with pytest.raises(WhenceError, match=f"The arm '{arm}' has no run"):
+            summarise({"ppo": {0: FIRST}, "iif": {0: FIRST}} | {arm: {}})
+
+    @pytest.mark.parametrize("arm", ["ppo", "iif"])
+    def test_another_number_of_rounds_is_named(self, arm):
+        curves = {"ppo": {0: FIRST, 1: FIRST}, "iif": {0: FIRST, 1: FIRST}}
+        curves[arm][1] = curve([0, 1, 2])
+        with pytest.raises(WhenceError, match=rf"R = 2 rounds in arm '{arm}', seed 1, and R = 4 .*'ppo', seed 0"):
+            summarise(curves)
+
+    def test_a_bootstrap_needs_a_resample(self):
+        with pytest.raises(WhenceError, match="`resamples` is 0"):
+            summarise({"ppo": {0: FIRST}}, resamples=0)
+
+
+# Eighths: sums and differences of these are exact, so that the properties hold without a tolerance.
+eighths = st.integers(-400, 400).map(lambda n: n / 8)
+some_errors = st.integers(0, 24).map(lambda n: n / 8)
+some_seconds = st.integers(1, 80).map(lambda n: n / 8)
+
+
+@st.composite
+def several_curves(draw, count):
+    rounds = draw(st.integers(1, 12))
+    columns = ((eighths, rounds + 1), (some_errors, rounds + 1), (some_seconds, rounds))
+    drawn = [[draw(st.lists(v, min_size=n, max_size=n)) for v, n in columns] for _ in range(count)]
+    return [Curve(*(np.array(column) for column in run)) for run in drawn]
+
+
+class TestProperties:
+    @given(several_curves(1))
+    def test_a_run_against_itself_saves_nothing(self, runs):
+        metrics = pair_metrics(runs[0], runs[0])
+        assert metrics["se_ave_literal"] == metrics["se_peak_literal"] == 0.0
+        if len(levels(runs[0])):
+            assert metrics["se_ave"] == metrics["se_peak"] == metrics["rt_peak"] == metrics["unreached"] == 0.0
+            assert metrics["rt_peak_paper"] >= 0.0
+
+    @given(several_curves(3))
+    def test_a_run_nowhere_below_another_saves_no_less(self, runs):
+        standard, slower, other = runs
+        faster = Curve(np.maximum(slower.returns, other.returns), slower.standard_errors, slower.seconds)
+        above, below = pair_metrics(faster, standard), pair_metrics(slower, standard)
+        for name in PAIR_METRICS:
+            if above[name] is None:
+                assert below[name] is None
+            elif name == "unreached":
+                assert above[name] <= below[name]
+            else:
+                assert above[name] >= below[name]
+
+    @given(several_curves(1))
+    def test_levels_are_literal_levels_apart_from_noise(self, runs):
+        run = runs[0]
+        found, literal = levels(run).tolist(), literal_levels(run).tolist()
+        gap = 2 * float(np.median(run.standard_errors))
+        assert set(found) <= set(literal)
+        assert all(later - earlier >= gap for earlier, later in itertools.pairwise(found))
+        assert all(level > run.returns[0] + gap for level in found)
+        assert literal[0] == run.returns[1]
+        assert literal[-1] == run.returns[1:].max()
+        assert literal == sorted(set(literal))
+
+    @given(several_curves(2), st.sampled_from([0.25, 2.0, 8.0]), eighths)
+    def test_units_of_return_and_time_do_not_matter(self, runs, unit, shift):
+        def rescaled(run):
+            return Curve(run.returns * unit + shift, run.standard_errors * unit, run.seconds * unit)
+
+        scaled = pair_metrics(*(rescaled(run) for run in runs))
+        assert scaled == pytest.approx(pair_metrics(*runs))
+
+    @given(several_curves(2))
+    def test_reductions_have_their_bounds(self, runs):
+        method, standard = runs
+        metrics = pair_metrics(method, standard)
+        last = method.rounds + 1
+        for name in ("se_ave", "se_peak", "se_ave_literal", "se_peak_literal"):
+            assert metrics[name] is None or 1 - last <= metrics[name] <= 1 - 1 / method.rounds
+        assert metrics["unreached"] is None or 0.0 <= metrics["unreached"] <= 1.0
+        assert metrics["rt_peak"] is None or metrics["rt_peak"] <= metrics["rt_peak_paper"] < 1.0

@@ -44,7 +44,7 @@ def take(tree: Tree, index: Tensor | slice) -> Tree:
     return map_tree(lambda tensor: tensor[index], tree)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RecordBatch:
     """The n records of one round (LDA §2.1), as columns on the records' axis.
 
@@ -94,14 +94,18 @@ class RecordBatch:
         for name in _COLUMNS:
             if (column := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _copied(name, column))
+        _check_lengths(self)
         if self.record_ids is None:
             object.__setattr__(self, "record_ids", torch.arange(len(self.log_probs)))
-        _check_lengths(self)
         _check_ids(self.ids)
         _check_finite(self)
 
     def __len__(self) -> int:
         return len(self.log_probs)
+
+    def __repr__(self) -> str:
+        present = [name for name in _COLUMNS if getattr(self, name) is not None]
+        return f"RecordBatch of {len(self)} records: {', '.join(present)}"
 
     @property
     def ids(self) -> Int[Tensor, " n"]:

@@ -196,8 +196,10 @@ def _weighted_gradient(problem: Problem, tape: _Tape, g: list[Tensor | None], we
     """Sum the records' log-prob gradients, each with its weight, layer by layer."""
     total = Gradient()
     for call, of_output in zip(tape.calls, g, strict=True):
-        if of_output is not None:
-            own = call.layer.rule.gradient(call.layer.module, call.x, of_output, weights)
+        if of_output is None:
+            continue
+        for block in _blocks(call.x, of_output):
+            own = call.layer.rule.gradient(call.layer.module, call.x[block], of_output[block], weights[block])
             total = added(total, {name: own[key] for key, name in call.layer.names.items()})
     plain = [problem.params[name] for name in tape.plain]
     found = pullback(tape.outputs, Seeds(weights), plain, retain=True)
@@ -216,9 +218,20 @@ def _layer_products(tape: _Tape, g: list[Tensor | None], gradient: Gradient) -> 
     with torch.no_grad():
         for call, of_output in zip(tape.calls, g, strict=True):
             direction: Own = {key: gradient[name] for key, name in call.layer.names.items() if name in gradient}
-            if of_output is not None and direction:
-                total += call.layer.rule.product(call.layer.module, call.x, of_output, direction)
+            if of_output is None or not direction:
+                continue
+            for block in _blocks(call.x, of_output):
+                total[block] += call.layer.rule.product(call.layer.module, call.x[block], of_output[block], direction)
     return total
+
+
+def _blocks(x: Tensor, g: Tensor) -> list[slice]:
+    """Cut the records so that what a rule makes of a block stays in the processor's cache; small layers stay whole."""
+    size = max(1, _BLOCK_BYTES // max(x[0].nbytes, g[0].nbytes))
+    return [slice(start, start + size) for start in range(0, len(x), size)]
+
+
+_BLOCK_BYTES = 2**21
 
 
 def _plain(problem: Problem, tape: _Tape, gradient: Gradient) -> Tensor | float:

@@ -95,9 +95,13 @@ def _conv2d_gradient(layer: nn.Conv2d, x: Tensor, g: Tensor, weights: Tensor) ->
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x, padding = nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=mode), 0
-    g = g * weights[:, None, None, None]
+    if x[0].numel() < g[0].numel():
+        x, bias = x * weights[:, None, None, None], weights @ g.sum((2, 3))
+    else:
+        g = g * weights[:, None, None, None]
+        bias = g.sum((0, 2, 3))
     weight = conv2d_weight(x, list(layer.weight.shape), g, layer.stride, padding, layer.dilation, layer.groups)
-    return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": g.sum((0, 2, 3))}
+    return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": bias}
 
 
 register_rule(nn.Linear, LayerRule(_linear_product, _linear_gradient))

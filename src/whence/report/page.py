@@ -27,10 +27,9 @@ METRICS: Mapping[str, str] = {
 READING = (
     "SE_ave and SE_peak are the rounds saved until standard training's levels, and its highest level, are reached; "
     "RT_peak is the CPU time saved until that level (collection, scoring and optimisation; no evaluation). The "
-    "paper's RT_peak divides by standard training's whole time instead of its time to the peak. Values are means over "
-    "all pairs of method seed and standard seed, in brackets 95% bootstrap intervals over seeds. The column "
-    "of ppo compares standard seeds with other standard seeds: that is the null, and what another arm shows has to be seen "
-    "beside it."
+    "paper's RT_peak divides by standard training's whole time instead of its time to the peak. Values are means "
+    "over all pairs of method seed and standard seed, in brackets 95% bootstrap intervals over seeds. What stands "
+    "under ppo compares standard seeds with other standard seeds: that is the null, which the others have to beat."
 )
 
 

@@ -38,11 +38,11 @@ def check_model(model: Any) -> None:
         raise Unsupported(
             f"{name} overrides train(), so whence cannot know which records it trains on. Use {base.__name__}."
         )
+    check_policy(model.policy)
     if type(model.rollout_buffer).get is not RolloutBuffer.get:
         raise Unsupported(
             f"The rollout buffer {type(model.rollout_buffer).__name__} is not supported yet; RolloutBuffer is."
         )
-    check_policy(model.policy)
 
 
 def snapshot(model: Any) -> RecordBatch:

@@ -12,11 +12,11 @@ def around_next_train(model: Any, around: Callable[[Callable[[], None]], None]) 
     """
     cancel(model)
     own = type(model)
-    rollout = model.num_timesteps
+    rollout = model.rollout_buffer.rewards  # each rollout has arrays of its own
 
     def train(self: Any) -> None:
         cancel(self)
-        if self.num_timesteps == rollout:
+        if self.rollout_buffer.rewards is rollout:
             around(self.train)
         else:
             self.train()

@@ -1,0 +1,309 @@
+"""What a score is, held against arithmetic on paper, against training without a record, and against misuse."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import whence
+from toys import Softmax, categorical_view, difference, mlp_view, records_for, softmax_view
+from whence import A2C, Action, NonFinite, PPOClip, RecordBatch, Return, Unsupported, WhenceError, attribute
+
+ENGINES = ["loop", "ghost", "forward"]
+
+
+def two_records() -> RecordBatch:
+    # theta = 0: both actions have probability 1/2, grad log pi(a|s) = (e_a - 1/2) s.
+    # Record 0: s = 1, a = 0, A = 2:    grad log pi = (1/2, -1/2)
+    # Record 1: s = 2, a = 1, A = 1/2:  grad log pi = (-1, 1)
+    return RecordBatch(
+        observations=torch.tensor([1.0, 2.0]),
+        actions=torch.tensor([0, 1]),
+        log_probs=torch.full((2,), 0.5).log(),
+        advantages=torch.tensor([2.0, 0.5]),
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_records_of_a_softmax_policy_on_paper(engine: str) -> None:
+    # grad f = 1/2 [2 (1/2, -1/2) + 1/2 (-1, 1)] = (1/4, -1/4)
+    view, records = softmax_view(Softmax()), two_records()
+    raw = attribute(view, records, target=Return(), objective=PPOClip(advantage_norm="none"), engine=engine)
+    # grad l_0 = (1, -1), grad l_1 = (-1/2, 1/2): products 1/2 and -1/4.
+    assert raw.scores.tolist() == pytest.approx([0.5, -0.25])
+    # Normalised with Bessel's correction: mean 1.25, std 0.75 * sqrt(2), so +-1/sqrt(2).
+    # grad l_0 = 1/sqrt(2) (1/2, -1/2), grad l_1 = -1/sqrt(2) (-1, 1): products sqrt(2)/8 and sqrt(2)/4.
+    normalised = attribute(view, records, target=Return(), engine=engine)
+    assert normalised.scores.tolist() == pytest.approx([2**0.5 / 8, 2**0.5 / 4])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_action_target_on_paper(engine: str) -> None:
+    # f = log pi(0 | s = 3): grad f = (3/2, -3/2). With grad l as above: 3 and -3/2.
+    view, objective = softmax_view(Softmax()), PPOClip(advantage_norm="none")
+    target = Action(torch.tensor(3.0), torch.tensor(0))
+    scores = attribute(view, two_records(), target=target, objective=objective, engine=engine).scores
+    assert scores.tolist() == pytest.approx([3, -1.5])
+    # The mean over (s = 3, a = 0) and (s = 1, a = 1): grad f = 1/2 [(3/2, -3/2) + (-1/2, 1/2)] = (1/2, -1/2).
+    target = Action(torch.tensor([3.0, 1.0]), torch.tensor([0, 1]))
+    scores = attribute(view, two_records(), target=target, objective=objective, engine=engine).scores
+    assert scores.tolist() == pytest.approx([1, -0.5])
+
+
+def step_without(view: whence.ModuleView, records: RecordBatch, left_out: int | None, eta: float, mean: bool) -> float:
+    """Return the target after one plain SGD step on the records, with one of them left out."""
+    params = {name: p.detach().clone().requires_grad_() for name, p in view.parameters().items()}
+    inputs = view.prepare(records)
+    values = PPOClip(advantage_norm="none")(view(params, inputs), records)
+    weights = torch.ones(len(records), dtype=torch.float64)
+    if left_out is not None:
+        weights[left_out] = 0
+    loss = -(weights * values).sum() / (weights.sum() if mean else 1)
+    gradients = torch.autograd.grad(loss, list(params.values()))
+    after = {name: p - eta * g for (name, p), g in zip(params.items(), gradients, strict=True)}
+    return float(Return()(view, after, records).detach())
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_score_is_the_limit_of_leaving_the_record_out_of_one_sgd_step(mean: bool) -> None:
+    view = mlp_view(dtype=torch.float64)
+    records = records_for(view, 10, dtype=torch.float64)
+    scores = attribute(view, records, target=Return(), objective=PPOClip(advantage_norm="none")).scores
+    expected = (scores - scores.mean()) / 9 if mean else scores
+    for record in (0, 4, 9):
+        errors = []
+        for eta in (4e-4, 2e-4, 1e-4):
+            change = step_without(view, records, None, eta, mean) - step_without(view, records, record, eta, mean)
+            errors.append(change / eta - float(expected[record]))
+        assert abs(errors[-1]) < 0.05 * float(expected.abs().max())
+        assert errors[1] / errors[0] == pytest.approx(0.5, abs=0.02)
+        assert errors[2] / errors[1] == pytest.approx(0.5, abs=0.02)
+
+
+class TinyLanguageModel(nn.Module):
+    """Next-token logits from the present token; one record is a sequence, its log-prob the sum over tokens."""
+
+    def __init__(self, embedding: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 6) if embedding else nn.Linear(5, 6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        one_hot = nn.functional.one_hot(tokens, 5).float()
+        hidden = self.embed(tokens if isinstance(self.embed, nn.Embedding) else one_hot)
+        return self.head(hidden.tanh()).log_softmax(-1)
+
+
+def sequence_log_prob(module: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    tokens = torch.cat([inputs["observations"], inputs["actions"]], dim=1)
+    predicted = module(tokens[:, :-1])[:, inputs["observations"].shape[1] - 1 :]
+    return predicted.gather(-1, inputs["actions"][..., None]).squeeze(-1).sum(1)
+
+
+@pytest.mark.parametrize(("embedding", "engine"), [(False, "ghost"), (True, "forward")])
+def test_a_sequence_policy_scores_one_record_per_sequence(embedding: bool, engine: str) -> None:
+    torch.manual_seed(3)
+    policy = TinyLanguageModel(embedding)
+    view = whence.ModuleView(policy, sequence_log_prob)
+    n, prompt, response = 12, 2, 4
+    columns = {"observations": torch.randint(0, 5, (n, prompt)), "actions": torch.randint(0, 5, (n, response))}
+    with torch.no_grad():
+        log_probs = sequence_log_prob(policy, columns)
+    records = RecordBatch(**columns, log_probs=log_probs, advantages=torch.randn(n))
+    influence = attribute(view, records, target=Return())
+    assert influence.engine == engine
+    assert difference(influence, attribute(view, records, target=Return(), engine="loop")) <= 1e-5
+    # By hand, for one sequence: its own gradient times the target's.
+    objective = PPOClip()
+    prepared = objective.prepare(records)
+    wanted = torch.autograd.grad((sequence_log_prob(policy, columns) * records.advantages).mean(), policy.parameters())
+    own = torch.autograd.grad(sequence_log_prob(policy, {k: v[5:6] for k, v in columns.items()}), policy.parameters())
+    product = sum((a * b).sum() for a, b in zip(wanted, own, strict=True)) * prepared.advantages[5]
+    assert float(influence.scores[5]) == pytest.approx(float(product), rel=1e-4)
+
+
+def test_several_targets_from_one_pass() -> None:
+    view = mlp_view()
+    records = records_for(view)
+    action = Action(records.observations[:3], records.actions[:3])
+    both = attribute(view, records, target={"return": Return(), "action": action})
+    for name, target in (("return", Return()), ("action", action)):
+        assert difference(both[name], attribute(view, records, target=target)) <= 1e-6
+        assert both[name].target == repr(target)
+
+
+def test_targets_add() -> None:
+    view = mlp_view()
+    records = records_for(view)
+    action = Action(records.observations[:3], records.actions[:3])
+    parts = attribute(view, records, target={"a": Return(), "b": action})
+    whole = attribute(view, records, target=lambda v, p, r: Return()(v, p, r) + action(v, p, r))
+    assert difference(parts["a"] + parts["b"], whole) <= 1e-5
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31), st.integers(2, 30), st.sampled_from(["none", "buffer"]))
+def test_permuting_records_permutes_scores(seed: int, n: int, norm: str) -> None:
+    torch.manual_seed(seed)
+    view = mlp_view(dtype=torch.float64)
+    records = records_for(view, n, dtype=torch.float64)
+    order = torch.randperm(n)
+    objective = PPOClip(advantage_norm=norm)  # type: ignore[arg-type]
+    scores = attribute(view, records, target=Return(), objective=objective).scores
+    permuted = attribute(view, records.take(order), target=Return(), objective=objective)
+    torch.testing.assert_close(permuted.scores, scores[order])
+    assert permuted.record_ids.tolist() == order.tolist()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 40), st.sampled_from(["ghost", "forward"]))
+def test_chunks_do_not_change_scores(seed: int, chunk_size: int, engine: str) -> None:
+    torch.manual_seed(seed)
+    view = mlp_view(dtype=torch.float64)
+    records = records_for(view, 23, dtype=torch.float64)
+    whole = attribute(view, records, target=Return(), engine=engine)
+    parts = attribute(view, records, target=Return(), engine=engine, chunk_size=chunk_size)
+    torch.testing.assert_close(parts.scores, whole.scores)
+
+
+def test_scaling_an_advantage_scales_its_score_for_a_fixed_target() -> None:
+    view = mlp_view()
+    records = records_for(view)
+    advantages = records.advantages.clone()
+    advantages[4] *= 3
+    target = Action(records.observations[:2], records.actions[:2])
+    objective = A2C(advantage_norm="none")
+    before = attribute(view, records, target=target, objective=objective).scores
+    after = attribute(view, records.with_advantages(advantages), target=target, objective=objective).scores
+    factor = torch.ones(len(records))
+    factor[4] = 3
+    torch.testing.assert_close(after, before * factor)
+
+
+def test_a_plain_function_is_an_objective() -> None:
+    view = mlp_view()
+    records = records_for(view)
+    plain = attribute(view, records, target=Return(), objective=lambda outputs, r: outputs.log_prob * r.advantages)
+    assert difference(plain, attribute(view, records, target=Return(), objective=A2C(advantage_norm="none"))) <= 1e-6
+
+
+def test_provenance_says_what_was_done() -> None:
+    view = mlp_view()
+    records = records_for(view)
+    influence = attribute(view, records, target=Return())
+    assert (influence.target, influence.engine) == ("Return()", "ghost")
+    assert "ghost rule" in influence.engine_reason
+    assert influence.provenance.parameters == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert influence.provenance.records == records.fingerprint()
+    assert set(influence.provenance.versions) == {"whence", "torch"}
+
+
+def test_top_and_bottom_order_ties_by_id() -> None:
+    about = attribute(mlp_view(), records_for(mlp_view()), target=Return()).provenance
+    influence = whence.Influence(torch.tensor([1.0, -2.0, 1.0, -2.0]), torch.tensor([8, 6, 4, 2]), about)
+    assert influence.top(3).record_ids.tolist() == [4, 8, 2]
+    assert influence.bottom(2).record_ids.tolist() == [2, 6]
+    assert influence.bottom(2).scores.tolist() == [-2, -2]
+    assert influence.to_polars()["score"].to_list() == [1, -2, 1, -2]
+    with pytest.raises(whence.InvalidInfluence, match="k is 0"):
+        influence.top(0)
+
+
+def test_influences_of_other_records_or_objectives_do_not_add() -> None:
+    view = mlp_view()
+    records = records_for(view)
+    mine = attribute(view, records, target=Return())
+    with pytest.raises(whence.InvalidInfluence, match="differ in their objective"):
+        mine + attribute(view, records, target=Return(), objective=A2C())
+    with pytest.raises(whence.InvalidInfluence, match="differ in their records"):
+        mine + attribute(view, records_for(view), target=Return())
+    with pytest.raises(whence.InvalidInfluence, match="different records"):
+        mine.top(3) + mine.bottom(3)
+
+
+@pytest.mark.parametrize("engine", ["auto", *ENGINES])
+def test_a_target_that_depends_on_no_parameter_is_refused(engine: str) -> None:
+    def constant(view: object, params: object, records: RecordBatch) -> Tensor:
+        return records.advantages.mean()
+
+    view = mlp_view()
+    records = records_for(view)
+    with pytest.raises(WhenceError, match="constant depends on no trainable parameter"):
+        attribute(view, records, target=constant, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"target": Return}, "target is the class Return; pass an instance"),
+        ({"target": "return"}, "target is 'return'"),
+        ({"target": {}}, "empty mapping"),
+        ({"target": lambda v, p, r: p["0.weight"]}, r"returned a tensor of shape \(8, 5\); a scalar"),
+        ({"target": lambda v, p, r: 3.0}, "returned 3.0; a scalar tensor"),
+        ({"target": Return(), "engine": "gost"}, "engine is 'gost'. Did you mean ghost"),
+        ({"target": Return(), "chunk_size": 0}, "chunk_size is 0"),
+        ({"target": Return(), "objective": lambda o, r: o.log_prob.mean()}, "one value per record"),
+        ({"target": Return(), "objective": PPOClip(vf_coef=0.5)}, "needs `values` and `returns`"),
+        ({"target": Action(torch.zeros(4), torch.tensor(0))}, r"observation of Action\(\) has shape \(4,\)"),
+        ({"target": Action(torch.zeros(2, 5), torch.zeros(3))}, r"sets of different sizes, \[2, 3\]"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
+    view = mlp_view()
+    with pytest.raises(WhenceError, match=message):
+        attribute(view, records_for(view), **arguments)  # type: ignore[call-overload]
+
+
+def test_policies_that_cannot_be_read_are_refused() -> None:
+    records = records_for(mlp_view())
+    with pytest.raises(Unsupported, match=r"torch.nn.modules.linear.Linear.*stable_baselines3.*whence.ModuleView"):
+        attribute(nn.Linear(5, 3), records, target=Return())
+    frozen = nn.Linear(5, 3).requires_grad_(False)
+    with pytest.raises(WhenceError, match=r"\(Linear\) has no trainable parameter"):
+        attribute(categorical_view(frozen), records, target=Return())
+    wide = whence.ModuleView(nn.Linear(5, 3), lambda module, inputs: module(inputs["observations"]))
+    with pytest.raises(WhenceError, match=r"`log_prob` of shape \(24, 3\) for 24 records"):
+        attribute(wide, records, target=Return())
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    network = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    network[0].requires_grad_(False)
+    network[2].bias.requires_grad_(False)
+    view = categorical_view(network)
+    records = records_for(view)
+    truth = attribute(view, records, target=Return(), engine="loop")
+    assert truth.provenance.parameters == ("2.weight",)
+    for engine in ("ghost", "forward"):
+        assert difference(attribute(view, records, target=Return(), engine=engine), truth) <= 1e-5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_target_gradient_that_is_not_finite_names_the_parameter(engine: str) -> None:
+    view = mlp_view()
+
+    def broken(view: whence.PolicyView, params: dict[str, Tensor], records: RecordBatch) -> Tensor:
+        return (params["2.bias"] * torch.tensor([1.0, float("nan"), 1.0])).sum()
+
+    with pytest.raises(NonFinite, match=r"target broken is not finite in the parameter `2.bias`"):
+        attribute(view, records_for(view), target=broken, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_score_that_is_not_finite_names_record_and_parameter(engine: str) -> None:
+    view = mlp_view()
+    records = records_for(view)
+    log_probs = records.log_probs.clone()
+    log_probs[7] = -1e4  # the ratio overflows
+    advantages = records.advantages.clone()
+    advantages[7] = -1.0  # ... on the side that is not clipped
+    bad = RecordBatch(
+        observations=records.observations,
+        actions=records.actions,
+        log_probs=log_probs,
+        advantages=advantages,
+        record_ids=100 + torch.arange(len(records)),
+    )
+    with pytest.raises(NonFinite, match=r"record 107 is not finite.*parameter `0.weight`"):
+        attribute(view, bad, target=Return(), objective=PPOClip(advantage_norm="none"), engine=engine)

@@ -1,0 +1,311 @@
+"""The callback inside SB3's training: what it must not change, and what it must."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.monitor import Monitor
+
+import whence
+from toys import Toy, model
+from whence import IIF, KeepAll, RandomDrop, RecordBatch, Return, RunDirectory, Selection, WhenceError
+from whence.sb3 import InfluenceCallback
+from whence.sb3.callback import model_objective
+
+
+def parameters(toy: Any) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in toy.policy.parameters()]
+
+
+def identical(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Guarded(EvalCallback):
+    """SB3's evaluation samples actions from torch's global generator; here it must not disturb the training's."""
+
+    def _on_step(self) -> bool:
+        with whence.guards.kept_generators():
+            return super()._on_step()
+
+
+def evaluating(observation: str = "vector", action: str = "discrete", **_: Any) -> EvalCallback:
+    return Guarded(
+        Monitor(Toy(observation, action)), n_eval_episodes=2, eval_freq=20, deterministic=False, verbose=0, warn=False
+    )
+
+
+VARIANTS = [
+    (PPO, {}),
+    (PPO, {"n_envs": 3}),
+    (PPO, {"action": "box", "ent_coef": 0.01, "clip_range_vf": 0.2}),
+    (PPO, {"observation": "image", "shared": False}),
+    (PPO, {"n_steps": 33, "batch_size": 16}),  # SB3 then trains on a minibatch of one record
+    (PPO, {"target_kl": 1e-4, "normalize_advantage": False}),
+    (A2C, {}),
+    (A2C, {"n_envs": 3, "normalize_advantage": True}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+@pytest.mark.parametrize(("algorithm", "kwargs"), VARIANTS)
+def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: dict[str, Any]) -> None:
+    class ScoreAndKeepAll(KeepAll):
+        needs_influence = True
+
+    trained = []
+    for callback in (None, InfluenceCallback(KeepAll()), InfluenceCallback(ScoreAndKeepAll())):
+        toy = model(algorithm, **kwargs)
+        rollout = toy.n_steps * toy.n_envs
+        for rounds in (3, 2):
+            toy.learn(
+                rounds * rollout, callback=CallbackList([evaluating(**kwargs), *([callback] if callback else [])])
+            )
+        trained.append(parameters(toy))
+    assert identical(trained[0], trained[1])
+    assert identical(trained[0], trained[2])
+    assert not identical(trained[0], parameters(model(algorithm, **kwargs)))
+
+
+@pytest.mark.parametrize("rule", [IIF(0.5), RandomDrop(0.5, seed=3)])
+def test_the_same_seed_twice_is_the_same_run(rule: Any) -> None:
+    runs = []
+    for _ in range(2):
+        toy = model(n_envs=2)
+        toy.learn(5 * 64, callback=InfluenceCallback(rule))
+        runs.append(parameters(toy))
+    assert identical(*runs)
+    plain = model(n_envs=2)
+    plain.learn(5 * 64)
+    assert not identical(runs[0], parameters(plain))
+
+
+class Fixed:
+    """Keep the first `count` records."""
+
+    needs_influence = False
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def select(self, records: RecordBatch, influence: Any) -> Selection:
+        return Selection.dropping(torch.arange(len(records)) < self.count, "test")
+
+
+def seen_by_train(toy: Any, callback: BaseCallback) -> list[torch.Tensor]:
+    """Train for one round and return the advantages of every minibatch that train() sees."""
+    seen: list[torch.Tensor] = []
+    samples = type(toy.rollout_buffer)._get_samples
+
+    class Recording(type(toy.rollout_buffer)):  # type: ignore[misc]
+        def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> Any:
+            batch = samples(self, batch_inds, env)
+            seen.append(batch.advantages)
+            return batch
+
+    toy.rollout_buffer.__class__ = Recording
+    toy.learn(toy.n_steps, callback=callback)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("kept", "sizes"), [(0, []), (1, []), (2, [2, 2]), (65, [65, 65]), (66, [64, 2, 64, 2]), (100, [64, 36, 64, 36])]
+)
+def test_rounds_that_keep_few_records_train_or_are_skipped(kept: int, sizes: list[int]) -> None:
+    toy = model(n_steps=128, batch_size=64)
+    before = parameters(toy)
+    callback = InfluenceCallback(Fixed(kept))
+    seen = seen_by_train(toy, callback)
+    assert [len(advantages) for advantages in seen] == sizes
+    assert identical(before, parameters(toy)) == (kept < 2)
+    assert callback.skipped_rounds == (kept < 2)
+    if kept >= 2:
+        assert callback.round is not None
+        expected = sorted(callback.round.records.advantages[:kept].tolist())
+        assert sorted(torch.cat(seen[: len(sizes) // 2]).tolist()) == expected
+    toy.learn(128)  # the next training is whole again
+    assert toy.rollout_buffer.full
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a2c_skips_what_it_cannot_train_on(kept: int) -> None:
+    toy = model(A2C)
+    before = parameters(toy)
+    callback = InfluenceCallback(Fixed(kept))
+    toy.learn(3 * 32, callback=callback)
+    assert identical(before, parameters(toy))
+    assert callback.skipped_rounds == 3
+
+
+def test_strict_raises_instead() -> None:
+    with pytest.raises(WhenceError, match="Round 1 keeps 1 of 32 records"):
+        model().learn(32, callback=InfluenceCallback(Fixed(1), strict=True))
+
+
+def test_drop_leaves_out_the_short_last_minibatch() -> None:
+    seen = seen_by_train(model(n_steps=128, batch_size=64), InfluenceCallback(Fixed(100), last="drop"))
+    assert [len(advantages) for advantages in seen] == [64, 64]
+
+
+class Fails(BaseCallback):
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        raise KeyError("another callback")
+
+
+def pristine(toy: Any) -> bool:
+    return type(toy) is PPO and "train" not in vars(toy) and not {"get", "_get_samples"} & set(vars(toy.rollout_buffer))
+
+
+def test_everything_is_restored_when_train_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = model()
+
+    def broken(*_: object) -> None:
+        raise KeyError("broken optimiser")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(toy.policy.optimizer, "step", broken)
+        with pytest.raises(KeyError, match="broken optimiser"):
+            toy.learn(32, callback=InfluenceCallback(IIF(0.5)))
+    assert pristine(toy)
+    toy.learn(32)
+
+
+def test_a_selection_does_not_outlive_a_rollout_that_was_never_trained_on() -> None:
+    toy = model(n_steps=128, batch_size=64)
+    with pytest.raises(KeyError, match="another callback"):
+        toy.learn(128, callback=[InfluenceCallback(Fixed(65)), Fails()])
+    sizes = [len(advantages) for advantages in seen_by_train(toy, Nothing())]
+    assert sizes == [64, 64] * 2
+    assert pristine(toy)
+
+
+class Nothing(BaseCallback):
+    def _on_step(self) -> bool:
+        return True
+
+
+def test_scoring_that_raises_leaves_the_model_as_it_was() -> None:
+    def broken(view: Any, params: Any, records: RecordBatch) -> torch.Tensor:
+        raise KeyError("broken target")
+
+    toy = model()
+    with pytest.raises(KeyError, match="broken target"):
+        toy.learn(32, callback=InfluenceCallback(IIF(0.5), target=broken))
+    assert pristine(toy)
+    again, plain = model(), model()
+    with pytest.raises(KeyError):
+        again.learn(32, callback=InfluenceCallback(IIF(0.5), target=broken))
+    assert identical(parameters(again), parameters(plain))
+
+
+class Saves(BaseCallback):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        assert isinstance(self.model, PPO)
+        self.model.save(self.path)
+        copy.deepcopy(self.model.policy)
+
+
+def test_a_model_saved_between_scoring_and_training_is_sb3s_own(tmp_path: Path) -> None:
+    toy = model()
+    toy.learn(32, callback=[InfluenceCallback(IIF(0.5)), Saves(tmp_path / "model")])
+    loaded = PPO.load(tmp_path / "model", env=toy.get_env(), device="cpu")
+    assert type(loaded) is PPO
+    assert not [name for name in vars(loaded) if "whence" in name or name == "train"]
+    loaded.learn(32)
+
+
+@pytest.mark.parametrize("algorithm", [PPO, A2C])
+def test_the_objective_is_read_from_the_model(algorithm: Any) -> None:
+    toy = model(algorithm, ent_coef=0.02, normalize_advantage=True, vf_coef=0.7)
+    expected = whence.PPOClip(clip_range=0.2, ent_coef=0.02) if algorithm is PPO else whence.A2C(ent_coef=0.02)
+    assert model_objective(toy) == expected
+    assert model_objective(model(algorithm, normalize_advantage=False)).advantage_norm == "none"
+
+
+def test_scores_of_the_callback_are_those_of_attribute() -> None:
+    toy = model()
+    start = copy.deepcopy(toy.policy)
+    callback = InfluenceCallback(IIF(0.5))
+    toy.learn(32, callback=callback)
+    assert callback.round is not None
+    assert callback.round.influence is not None
+    again = whence.attribute(start, callback.round.records, target=Return())
+    assert torch.equal(again.scores, callback.round.influence.scores)
+
+
+def test_the_models_logger_gets_the_figures(tmp_path: Path) -> None:
+    toy = model()
+    toy.set_logger(configure(str(tmp_path), ["csv"]))
+    toy.learn(64, callback=InfluenceCallback(IIF(0.5)))
+    toy.logger.close()
+    header = (tmp_path / "progress.csv").read_text().splitlines()[0]
+    for name in ("dropped_share", "negative_share", "mean", "seconds", "skipped_rounds"):
+        assert f"influence/{name}" in header
+
+
+def test_a_run_directory_holds_what_happened(tmp_path: Path) -> None:
+    toy = model(n_envs=2)
+    callback = InfluenceCallback(IIF(0.5), run=tmp_path / "run")
+    toy.learn(3 * 64, callback=callback)
+    run = RunDirectory.open(tmp_path / "run")
+    assert run.rounds() == [1, 2, 3]
+    metrics, timings = run.table("metrics"), run.table("timings")
+    assert metrics["round"].to_list() == timings["round"].to_list() == [1, 2, 3]
+    assert metrics["timestep"].to_list() == [64, 128, 192]
+    assert "train/approx_kl" in metrics.columns
+    assert callback.round is not None
+    assert callback.round.influence is not None
+    last = run.round("records", 3)
+    assert last["score"].to_list() == callback.round.influence.scores.tolist()
+    assert last["keep"].to_list() == callback.round.selection.keep.tolist()
+    assert (last["keep"] == last["reason"].is_null()).all()
+    assert last["record_id"].to_list() == callback.round.records.ids.tolist()
+    final = run.policy(4)
+    assert all(torch.equal(p, final[name]) for name, p in toy.policy.named_parameters())
+    # Episode ids go on from round to round, and steps with them.
+    both = run.round("records", 2).vstack(last).filter(env_index=0)
+    for (episode,), rows in both.group_by("episode_id"):
+        known = rows["step"].drop_nulls()
+        assert known.to_list() == list(range(int(known[0]), int(known[0]) + len(rows))), episode
+    assert run.round("episodes", 2)["generator_state"].null_count() == run.round("episodes", 2).height
+    with pytest.raises(whence.RunDirectoryError, match="rule was"):
+        model(n_envs=2).learn(64, callback=InfluenceCallback(IIF(0.25), run=tmp_path / "run"))
+
+
+def test_a_diverged_policy_is_named_at_the_round_it_diverges() -> None:
+    toy = model()
+    with torch.no_grad():
+        toy.policy.action_net.weight[0, 0] = float("nan")
+    with pytest.raises((whence.InvalidRecords, ValueError)):
+        toy.learn(32, callback=InfluenceCallback(IIF(0.5)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rule": IIF}, "rule is <class"),
+        ({"rule": 0.5}, "rule is 0.5; pass an instance"),
+        ({"rule": KeepAll(), "engine": "gohst"}, "Did you mean ghost"),
+        ({"rule": KeepAll(), "last": "all"}, "last is 'all'"),
+        ({"rule": KeepAll(), "target": Return}, "pass an instance"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(WhenceError, match=message):
+        InfluenceCallback(arguments.pop("rule"), **arguments)

@@ -1,0 +1,278 @@
+"""Each engine against the plain loop over records, and what an engine must refuse rather than get wrong."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import whence
+from toys import categorical_view, difference, mlp_view, model, moved, records_for
+from whence import A2C, Action, PPOClip, Return, attribute
+from whence.engines import LayerRule, Refused, register_rule
+from whence.sb3 import collect
+
+CELLS = list(itertools.product(["vector", "image", "discrete"], ["discrete", "box"], [True, False], ["at 1", "away"]))
+
+
+@pytest.mark.parametrize(("observation", "action", "shared", "ratios"), CELLS)
+def test_sb3_policies_score_as_the_loop_does(observation: str, action: str, shared: bool, ratios: str) -> None:
+    policy_model = model(observation=observation, action=action, shared=shared)
+    records = collect(policy_model)
+    if ratios == "away":
+        records = moved(records)
+        log_prob = policy_model.policy.evaluate_actions(
+            policy_model.policy.obs_to_tensor(records.observations.numpy())[0], records.actions
+        )[1]
+        clipped = ((log_prob - records.log_probs).exp() - 1).abs() > 0.2
+        assert 0 < clipped.sum() < len(records)
+    objectives = [PPOClip(), PPOClip(ent_coef=0.1, vf_coef=0.5, clip_range_vf=0.3), A2C(ent_coef=0.1, vf_coef=0.5)]
+    targets = {"return": Return(), "action": Action(records.observations[:3], records.actions[:3])}
+    for objective in objectives:
+        truth = attribute(policy_model.policy, records, target=targets, objective=objective, engine="loop")
+        for engine in ("ghost", "forward", "auto"):
+            for _ in range(2):  # twice on the same policy: the first time must leave nothing behind
+                scored = attribute(policy_model.policy, records, target=targets, objective=objective, engine=engine)
+                for name in targets:
+                    assert difference(scored[name], truth[name]) <= 1e-5
+        assert scored["return"].engine == "ghost"
+
+
+def against_loop(view: whence.ModuleView, records: whence.RecordBatch, engine: str = "ghost", **more: object) -> None:
+    truth = attribute(view, records, target=Return(), engine="loop", **more)
+    scored = attribute(view, records, target=Return(), engine=engine, **more)
+    assert difference(scored, truth) <= 1e-5
+    assert truth.scores.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stride": 2},
+        {"padding": 1},
+        {"padding": "same"},
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": "same", "padding_mode": "reflect"},
+        {"dilation": 2},
+        {"groups": 2},
+        {"stride": (2, 1), "padding": (0, 2), "groups": 4, "bias": False},
+    ],
+)
+@pytest.mark.parametrize("engine", ["ghost", "forward"])
+def test_convolutions(options: dict[str, object], engine: str) -> None:
+    network = nn.Sequential(nn.Conv2d(4, 8, 3, **options), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))  # type: ignore[arg-type]
+    network(torch.zeros(1, 4, 6, 6))
+    view = categorical_view(network)
+    against_loop(view, records_for(view, features=(4, 6, 6)), engine)
+
+
+def test_a_linear_layer_wider_than_its_input_and_one_narrower() -> None:
+    for sizes in ((2, 16, 3), (16, 2, 3)):
+        view = mlp_view(sizes)
+        against_loop(view, records_for(view, features=sizes[0]))
+
+
+def test_in_place_activations_do_not_mislead_ghost() -> None:
+    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    view = categorical_view(network)
+    against_loop(view, records_for(view))
+    policy_model = model(observation="image", policy_kwargs={"features_extractor_kwargs": {"inplace": True}})
+    records = collect(policy_model)
+    truth = attribute(policy_model.policy, records, target=Return(), engine="loop")
+    assert difference(attribute(policy_model.policy, records, target=Return(), engine="ghost"), truth) <= 1e-5
+
+
+class Twice(nn.Module):
+    """One layer called twice, and one whose weight another layer shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.again, self.out = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.again.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x).tanh()
+        return self.out(self.tied(self.again(self.again(x).tanh()).tanh()).tanh())
+
+
+@pytest.mark.parametrize("engine", ["ghost", "forward"])
+def test_layers_called_twice_and_tied_weights(engine: str) -> None:
+    view = categorical_view(Twice())
+    against_loop(view, records_for(view), engine)
+
+
+class OwnParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(5, 3), nn.Parameter(torch.tensor([0.5, 1.5, 2.0]))
+        self.held = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(3))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale + self.held["shift"]
+
+
+def test_parameters_used_directly() -> None:
+    view = categorical_view(OwnParameter())
+    against_loop(view, records_for(view))
+    against_loop(view, records_for(view), chunk_size=7)
+    influence = attribute(view, records_for(view), target=Return())
+    assert {"scale", "held.shift"} <= set(influence.provenance.parameters)
+    assert influence.engine == "ghost"
+
+
+def test_dropout_is_off_while_scoring() -> None:
+    view = categorical_view(nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+    view.module.eval()
+    records = records_for(view)
+    expected = attribute(view, records, target=Return()).scores
+    view.module.train()
+    torch.testing.assert_close(attribute(view, records, target=Return()).scores, expected)
+    assert all(module.training for module in view.module.modules())
+
+
+def test_a_layer_without_a_rule_is_refused_by_name_and_auto_goes_forward() -> None:
+    view = categorical_view(nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)))
+    records = records_for(view)
+    with pytest.raises(Refused, match=r"no rule for the layer `1` \(LayerNorm\); it knows Conv2d, Linear"):
+        attribute(view, records, target=Return(), engine="ghost")
+    influence = attribute(view, records, target=Return())
+    assert influence.engine == "forward"
+    assert "LayerNorm" in influence.engine_reason
+    against_loop(view, records, "forward")
+
+
+class Shouting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Renamed(nn.Linear):
+    pass
+
+
+def test_a_subclass_that_changes_forward_is_no_layer_with_a_rule() -> None:
+    view = categorical_view(nn.Sequential(Shouting(5, 8), nn.Tanh(), Renamed(8, 3)))
+    records = records_for(view)
+    with pytest.raises(Refused, match="Shouting"):
+        attribute(view, records, target=Return(), engine="ghost")
+    against_loop(view, records, "auto")
+    renamed = categorical_view(nn.Sequential(Renamed(5, 3)))
+    assert attribute(renamed, records, target=Return()).engine == "ghost"
+
+
+def test_rules_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    monkeypatch.setattr(whence.engines.rules, "_RULES", dict(whence.engines.rules._RULES))
+    view = categorical_view(nn.Sequential(nn.Linear(5, 8), Scale(), nn.Linear(8, 3)))
+    records = records_for(view)
+    with pytest.raises(Refused, match="Scale"):
+        attribute(view, records, target=Return(), engine="ghost")
+    rule = LayerRule(
+        product=lambda layer, x, g, direction: (g * x * direction["weight"]).sum(1),
+        gradient=lambda layer, x, g, weights: {"weight": (g * x * weights[:, None]).sum(0)},
+    )
+    register_rule(Scale, rule)
+    against_loop(view, records)
+
+
+class OutsideUse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.layer(x) @ self.layer.weight).tanh())
+
+
+class Flattening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(1, 4), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x.reshape(-1, 1)).tanh().reshape(len(x), -1))
+
+
+class Overwriting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        hidden = self.layer(x)
+        x.zero_()
+        return self.out(hidden.tanh())
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.layer, x.clone().requires_grad_(), use_reentrant=True).tanh())
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (OutsideUse, "`layer.weight` is used outside its layer's own call"),
+        (Flattening, r"called on \(120, 1\) for 24 records"),
+        (Overwriting, "input was changed in place"),
+        (Reentrant, "ran without a graph"),
+    ],
+)
+def test_ghost_refuses_what_it_would_get_wrong(network: type[nn.Module], message: str) -> None:
+    view = categorical_view(network())
+    records = records_for(view)
+    with pytest.raises(Refused, match=message):
+        attribute(view, records, target=Return(), engine="ghost")
+    assert not any(module._forward_hooks for module in view.module.modules())
+    if network in (OutsideUse, Flattening):
+        influence = attribute(view, records, target=Return())
+        assert influence.engine == "forward"
+        against_loop(view, records, "auto")
+
+
+class NoForwardMode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * g
+
+
+class BackwardOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoForwardMode.apply(self.layer(self.norm(x)))
+
+
+def test_auto_falls_back_to_the_loop_where_a_kernel_has_no_forward_mode() -> None:
+    view = categorical_view(BackwardOnly())
+    records = records_for(view)
+    influence = attribute(view, records, target=Return())
+    assert influence.engine == "loop"
+    assert "LayerNorm" in influence.engine_reason
+    assert "Forward mode" in influence.engine_reason
+
+
+def test_records_of_another_width_meet_torchs_own_error() -> None:
+    view = mlp_view()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        attribute(view, records_for(mlp_view((6, 3)), features=6), target=Return())

@@ -1,0 +1,487 @@
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from polars.testing import assert_frame_equal
+from safetensors.torch import save_file
+from torch import nn
+
+import whence.influence
+import whence.runs
+from whence.errors import InvalidInfluence, RunDirectoryError
+from whence.guards import eval_mode, kept_generators, written_atomically
+from whence.influence import Influence, Provenance
+from whence.runs import RunDirectory
+
+CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
+
+
+def records(n=4):
+    return pl.DataFrame(
+        {
+            "record_id": np.arange(n),
+            "observation": np.arange(n * 2, dtype=np.float32).reshape(n, 2),
+            "step": pl.Series([None, *range(1, n)], dtype=pl.Int64),
+            "keep": [True, False] * (n // 2),
+            "reason": [None, "lowest"] * (n // 2),
+        }
+    )
+
+
+def files(path):
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory.create(tmp_path / "run", CONFIG)
+
+
+class TestRoundTrips:
+    def test_what_create_wrote_open_reads(self, tmp_path):
+        made = RunDirectory.create(tmp_path / "a" / "b", CONFIG, versions={"torch": "2.6"})
+        opened = RunDirectory.open(tmp_path / "a" / "b")
+        assert opened.config == made.config == CONFIG
+        assert opened.versions == made.versions == {"torch": "2.6"}
+        assert opened.path == tmp_path / "a" / "b"
+
+    def test_config_json_is_marked_and_readable_without_whence(self, tmp_path):
+        RunDirectory.create(tmp_path, CONFIG, versions={"torch": "2.6"})
+        document = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+        assert document == {"format": "whence-run", "version": 1, "config": CONFIG, "versions": {"torch": "2.6"}}
+
+    def test_the_config_is_kept_as_it_comes_back_from_json(self, tmp_path):
+        made = RunDirectory.create(tmp_path, {"net_arch": (64, 64)})
+        assert made.config == RunDirectory.open(tmp_path).config == {"net_arch": [64, 64]}
+
+    def test_every_appended_row_is_on_disk_at_once(self, run):
+        for number in (1, 2, 3):
+            run.append("metrics", {"round": number, "kept": 10 * number})
+            assert RunDirectory.open(run.path).table("metrics").rows() == [(k, 10 * k) for k in range(1, number + 1)]
+
+    def test_tables_are_apart(self, run):
+        run.append("metrics", {"round": 1})
+        run.append("timings", {"seconds": 0.5})
+        assert run.table("metrics").columns == ["round"]
+        assert run.table("timings").columns == ["seconds"]
+        assert files(run.path) == ["config.json", "metrics.parquet", "timings.parquet"]
+
+    def test_rows_need_not_have_the_same_keys(self, run):
+        run.append("metrics", {"round": 1})
+        run.append("metrics", {"round": 2, "train/loss": 0.25})
+        run.append("metrics", {"train/loss": 0.5, "round": 3})
+        assert run.table("metrics").to_dicts() == [
+            {"round": 1, "train/loss": None},
+            {"round": 2, "train/loss": 0.25},
+            {"round": 3, "train/loss": 0.5},
+        ]
+
+    def test_a_column_that_begins_with_whole_numbers_keeps_later_fractions(self, run):
+        for value in (1, *[2] * 120, 0.5):
+            run.append("evaluations", {"test_return": value})
+        assert run.table("evaluations")["test_return"][-1] == 0.5
+
+    def test_the_row_given_is_copied(self, run):
+        row = {"round": 1}
+        run.append("metrics", row)
+        row["round"] = 99
+        run.append("metrics", {"round": 2})
+        assert run.table("metrics")["round"].to_list() == [1, 2]
+
+    def test_a_table_without_rows_is_empty(self, run):
+        assert run.table("evaluations").shape == (0, 0)
+
+    def test_rounds_of_records_and_episodes(self, run):
+        run.write_round("records", 12, records())
+        run.write_round("episodes", 12, records(2))
+        opened = RunDirectory.open(run.path)
+        assert_frame_equal(opened.round("records", 12), records(), check_exact=True)
+        assert_frame_equal(opened.round("episodes", 12), records(2), check_exact=True)
+        assert files(run.path) == ["config.json", "episodes/round_00012.parquet", "records/round_00012.parquet"]
+
+    def test_rounds_are_those_with_records_in_order(self, run):
+        assert run.rounds() == []
+        for number in (10, 9, 100_000):
+            run.write_round("records", number, records())
+        run.write_round("episodes", 1, records())
+        run.write_policy(2, {"w": torch.ones(1)})
+        assert run.rounds() == [9, 10, 100_000]
+
+    def test_policies_come_back_bit_for_bit(self, run):
+        weight = torch.randn(3, 4, requires_grad=True)
+        tensors = {"w": weight, "turned": weight.detach().clone().T, "n": torch.tensor(3), "d": torch.randn(2).double()}
+        run.write_policy(7, tensors)
+        found = RunDirectory.open(run.path).policy(7)
+        assert set(found) == set(tensors)
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+            assert not found[name].requires_grad
+
+
+class TestCreate:
+    def test_an_empty_directory_is_taken(self, tmp_path):
+        assert RunDirectory.create(str(tmp_path), CONFIG).rounds() == []
+
+    def test_the_same_config_starts_over(self, run):
+        for table in ("metrics", "timings", "evaluations"):
+            run.append(table, {"round": 1})
+        for folder in ("records", "episodes"):
+            run.write_round(folder, 1, records())
+        run.write_policy(1, {"w": torch.ones(1)})
+        again = RunDirectory.create(run.path, CONFIG, versions={"torch": "another"})
+        assert files(run.path) == ["config.json"]
+        assert again.versions == {"torch": "another"}
+        again.append("metrics", {"round": 5})
+        assert again.table("metrics").rows() == [(5,)]
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"rounds": 4}, r"rounds was 3, now 4"),
+            ({"drop": 0.5}, r"drop was None, now 0\.5"),
+            ({"hyperparameters": {"n_steps": 2048}}, r"hyperparameters was \{.*64\}, now \{'n_steps': 2048\}"),
+            ({"env": "Acrobot-v1", "rounds": 4}, r"env was 'FrozenLake-v1', now 'Acrobot-v1'; rounds was 3, now 4"),
+        ],
+    )
+    def test_another_config_is_refused_and_what_differs_is_named(self, run, changed, message):
+        run.append("metrics", {"round": 1})
+        before = (run.path / "config.json").read_bytes()
+        with pytest.raises(RunDirectoryError, match=rf"another configuration \({message}\).*Choose another directory"):
+            RunDirectory.create(run.path, CONFIG | changed)
+        assert (run.path / "config.json").read_bytes() == before
+        assert run.table("metrics").rows() == [(1,)]
+
+    def test_a_key_that_is_gone_is_another_config(self, run):
+        with pytest.raises(RunDirectoryError, match="rounds was 3, now None"):
+            RunDirectory.create(run.path, {name: value for name, value in CONFIG.items() if name != "rounds"})
+
+    def test_what_is_equal_in_json_is_the_same_config(self, tmp_path):
+        RunDirectory.create(tmp_path, {"net_arch": [64, 64]})
+        RunDirectory.create(tmp_path, {"net_arch": (64, 64)})
+
+    def test_a_directory_with_foreign_files_is_refused_and_left_alone(self, tmp_path):
+        (tmp_path / "thesis.tex").write_text("ten years of work")
+        with pytest.raises(RunDirectoryError, match=r"holds no config\.json.*new or empty directory"):
+            RunDirectory.create(tmp_path, CONFIG)
+        assert files(tmp_path) == ["thesis.tex"]
+        assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
+
+    def test_a_file_in_its_place_is_refused(self, tmp_path):
+        (tmp_path / "run").write_text("a file")
+        with pytest.raises(RunDirectoryError, match="new or empty directory"):
+            RunDirectory.create(tmp_path / "run", CONFIG)
+        assert (tmp_path / "run").read_text() == "a file"
+
+    def test_a_directory_whose_config_is_not_whences_is_refused_and_left_alone(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / "records").mkdir()
+        (tmp_path / "records" / "mine.txt").write_text("mine")
+        with pytest.raises(RunDirectoryError, match="marked None"):
+            RunDirectory.create(tmp_path, CONFIG)
+        assert files(tmp_path) == ["config.json", "records/mine.txt"]
+
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+    def test_numbers_that_json_lacks_are_refused_and_nothing_is_made(self, tmp_path, value):
+        with pytest.raises(ValueError, match=r"(?i)out of range|finite|inf|nan"):
+            RunDirectory.create(tmp_path / "run", {"hyperparameters": {"max_grad_norm": value}})
+        assert not (tmp_path / "run").exists()
+
+    def test_refused_numbers_leave_the_run_that_is_there(self, run):
+        run.append("metrics", {"round": 1})
+        with pytest.raises(ValueError, match=r"(?i)out of range|finite|inf|nan"):
+            RunDirectory.create(run.path, CONFIG | {"drop": math.nan})
+        assert RunDirectory.open(run.path).table("metrics").rows() == [(1,)]
+
+
+class TestOpen:
+    @pytest.mark.parametrize("place", ["", "not/there"])
+    def test_no_config(self, tmp_path, place):
+        with pytest.raises(RunDirectoryError, match=r"holds no config\.json.*passed as `run`"):
+            RunDirectory.open(tmp_path / place)
+
+    @pytest.mark.parametrize("content", [b"", b'{"format": "whence-run", "ver', b"\xff\xfe\x00", b"PAR1"])
+    def test_a_broken_config(self, tmp_path, content):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(RunDirectoryError, match=r"config\.json is not readable as JSON"):
+            RunDirectory.open(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("document", "marked"),
+        [
+            ({"format": "whence-run", "version": 2, "config": {}, "versions": {}}, "'whence-run', version 2"),
+            ({"format": "other", "version": 1, "config": {}, "versions": {}}, "'other', version 1"),
+            ({"config": {}, "versions": {}}, "None, version None"),
+            ([1, 2], "None, version None"),
+            ("whence-run", "None, version None"),
+        ],
+    )
+    def test_another_format_or_version(self, tmp_path, document, marked):
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        with pytest.raises(RunDirectoryError, match=f"marked {marked}; this version .* reads 'whence-run', version 1"):
+            RunDirectory.open(tmp_path)
+
+
+class TestWhatIsNotThere:
+    @pytest.mark.parametrize("name", ["records", "episodes"])
+    def test_a_missing_round_names_the_rounds_there(self, run, name):
+        for number in (2, 3, 11):
+            run.write_round("records", number, records())
+        with pytest.raises(RunDirectoryError, match=rf"{name}.round_00012\.parquet is not there; .* rounds 2 to 11\."):
+            run.round(name, 12)
+
+    def test_a_missing_policy_names_the_rounds_there(self, run):
+        run.write_round("records", 1, records())
+        with pytest.raises(RunDirectoryError, match=r"round_00003\.safetensors is not there; .* holds rounds 1 to 1\."):
+            run.policy(3)
+
+    def test_no_rounds_at_all(self, run):
+        with pytest.raises(RunDirectoryError, match=r"round_00001\.parquet is not there; .* holds no rounds\."):
+            run.round("records", 1)
+
+    @pytest.mark.parametrize("cut", [0, 3, 200, -1])
+    def test_broken_parquet_names_the_file(self, run, cut):
+        run.write_round("records", 1, records(2000))
+        run.append("metrics", {"round": 1})
+        for file, read in (
+            (run.path / "records" / "round_00001.parquet", lambda: run.round("records", 1)),
+            (run.path / "metrics.parquet", lambda: run.table("metrics")),
+        ):
+            file.write_bytes(file.read_bytes()[:cut])
+            with pytest.raises(RunDirectoryError, match=rf"{file.name} cannot be read as Parquet"):
+                read()
+
+
+class TestWrittenAtomically:
+    def test_the_old_file_is_there_until_the_new_one_is_whole(self, tmp_path):
+        path = tmp_path / "a" / "b.txt"
+        with written_atomically(path) as temporary:
+            temporary.write_text("old")
+            assert not path.exists()
+        with written_atomically(path) as temporary:
+            assert temporary.parent == path.parent  # a rename is atomic within one file system only
+            temporary.write_text("new")
+            assert path.read_text() == "old"
+        assert path.read_text() == "new"
+        assert files(tmp_path) == ["a/b.txt"]
+
+    @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, SystemExit])
+    @pytest.mark.parametrize("there", [True, False])
+    def test_a_failure_leaves_what_was_there_and_nothing_else(self, tmp_path, failure, there):
+        path = tmp_path / "b.txt"
+        if there:
+            path.write_text("old")
+        with pytest.raises(failure), written_atomically(path) as temporary:
+            temporary.write_text("half of the n")
+            raise failure
+        assert files(tmp_path) == (["b.txt"] if there else [])
+        assert not there or path.read_text() == "old"
+
+    def test_a_failure_before_anything_is_written(self, tmp_path):
+        with pytest.raises(RuntimeError, match="early"), written_atomically(tmp_path / "b.txt"):
+            raise RuntimeError("early")
+        assert files(tmp_path) == []
+
+    def test_a_name_that_is_taken_by_a_directory(self, tmp_path):
+        (tmp_path / "b").mkdir()
+        with pytest.raises(OSError, match="b"), written_atomically(tmp_path / "b") as temporary:
+            temporary.write_text("new")
+        assert [entry.name for entry in tmp_path.iterdir()] == ["b"]
+
+    @pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
+    def test_a_run_keeps_its_tables_when_a_write_fails(self, run, monkeypatch, failure):
+        run.append("metrics", {"round": 1})
+        run.write_round("records", 1, records())
+        before = files(run.path)
+
+        def write_half(table, target, **options):
+            target.write_bytes(b"PAR1 and then the disk was full")
+            raise failure("No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pl.DataFrame, "write_parquet", write_half)
+            for write in (
+                lambda: run.append("metrics", {"round": 2}),
+                lambda: run.write_round("records", 1, records(2)),
+            ):
+                with pytest.raises(failure):
+                    write()
+        assert files(run.path) == before
+        assert run.table("metrics").rows() == [(1,)]
+        assert_frame_equal(run.round("records", 1), records())
+
+    @pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
+    def test_a_run_and_an_influence_keep_their_tensors_when_a_write_fails(self, run, monkeypatch, failure):
+        run.write_policy(1, {"w": torch.ones(1)})
+        influence(torch.ones(1)).save(run.path / "round.influence")
+        before = files(run.path)
+
+        def write_half(tensors, target, **options):
+            target.write_bytes(b"half")
+            raise failure("No space left on device")
+
+        monkeypatch.setattr(whence.runs, "save_file", write_half)
+        monkeypatch.setattr(whence.influence, "save_file", write_half)
+        with pytest.raises(failure):
+            run.write_policy(1, {"w": torch.zeros(1)})
+        with pytest.raises(failure):
+            influence(torch.zeros(1)).save(run.path / "round.influence")
+        assert files(run.path) == before
+        assert run.policy(1)["w"].item() == 1
+        assert Influence.load(run.path / "round.influence").scores.item() == 1
+
+
+# Big files, so that most moments are in the middle of writing one.
+WRITER = """
+import sys
+import numpy as np, polars as pl, torch
+from whence.runs import RunDirectory
+
+run = RunDirectory.create(sys.argv[1], {"a": 1})
+table = pl.DataFrame({"x": np.random.default_rng(0).random(400_000)})
+tensors = {"w": torch.arange(1_000_000.0)}
+while True:
+    for number in (1, 2, 3):
+        run.write_round("records", number, table)
+        run.write_round("episodes", number, table)
+        run.write_policy(number, tensors)
+        run.append("metrics", {"round": number, "note": "x" * 100_000})
+"""
+
+
+def test_a_killed_writer_leaves_a_run_that_opens_and_reads(tmp_path):
+    delays = {"a": 0.0, "b": 0.04, "c": 0.13, "d": 0.21}
+    writers = {name: subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / name]) for name in delays}
+    try:
+        for name, writer in writers.items():
+            until = time.monotonic() + 120
+            while not (tmp_path / name / "policies" / "round_00003.safetensors").exists():
+                assert writer.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            time.sleep(delays[name])
+            writer.kill()
+            assert writer.wait() == -signal.SIGKILL
+    finally:
+        for writer in writers.values():
+            writer.kill()
+            writer.wait()
+    for name in delays:
+        run = RunDirectory.open(tmp_path / name)
+        assert run.config == {"a": 1}
+        assert run.rounds() == [1, 2, 3]
+        for number in (1, 2, 3):
+            assert run.round("records", number).shape == (400_000, 1)
+            assert run.round("episodes", number).shape == (400_000, 1)
+            assert run.policy(number)["w"][-1] == 999_999
+        assert run.table("metrics").columns == ["round", "note"]
+        assert run.table("metrics")["round"].to_list()[:2] == [1, 2]
+        assert RunDirectory.create(run.path, {"a": 1}).rounds() == []
+
+
+class TestGuards:
+    @staticmethod
+    def draws():
+        return random.random(), np.random.random(), torch.rand(1).item()
+
+    @pytest.mark.parametrize("raises", [False, True])
+    def test_generators_go_on_where_they_were(self, raises):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        expected = self.draws(), self.draws()
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        assert self.draws() == expected[0]
+        try:
+            with kept_generators():
+                random.seed(7), np.random.seed(7), torch.manual_seed(7)
+                self.draws()
+                np.random.standard_normal()  # leaves the second of a pair behind
+                if raises:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            pass
+        assert self.draws() == expected[1]
+
+    @pytest.mark.parametrize("raises", [False, True])
+    def test_each_module_gets_its_own_mode_back(self, raises):
+        module = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Dropout()))
+        module[1].eval()
+        module[1][0].train()
+        before = [submodule.training for submodule in module.modules()]
+        assert before == [True, True, False, True, False]
+        try:
+            with eval_mode(module):
+                assert not any(submodule.training for submodule in module.modules())
+                module.eval()  # as predict() of an SB3 policy does
+                if raises:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            pass
+        assert [submodule.training for submodule in module.modules()] == before
+
+
+def influence(scores, ids=None, **about):
+    provenance = {"target": "Return()", "objective": "PPOClip()", "engine": "ghost", "engine_reason": "all layers"}
+    return Influence(
+        scores,
+        torch.arange(len(scores)) if ids is None else ids,
+        Provenance(**provenance | {"parameters": ("a.weight", "a.bias")} | about),
+    )
+
+
+class TestInfluenceOnDisk:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_round_trip(self, tmp_path, dtype):
+        saved = influence(
+            torch.randn(6, dtype=dtype)[::2],  # not contiguous
+            torch.tensor([7, 3, 2**40]),
+            records="ab12",
+            versions={"torch": "2.6"},
+        )
+        saved.save(tmp_path / "new" / "round.safetensors")
+        found = Influence.load(tmp_path / "new" / "round.safetensors")
+        assert found.provenance == saved.provenance
+        assert isinstance(found.provenance.parameters, tuple)
+        assert found.scores.dtype == dtype
+        assert torch.equal(found.scores, saved.scores)
+        assert torch.equal(found.record_ids, saved.record_ids)
+        assert files(tmp_path) == ["new/round.safetensors"]
+
+    def test_what_was_loaded_still_adds_to_what_was_not(self, tmp_path):
+        saved = influence(torch.tensor([1.0, 2.0]), records="ab12")
+        saved.save(tmp_path / "i")
+        assert (Influence.load(tmp_path / "i") + saved).scores.tolist() == [2.0, 4.0]
+        with pytest.raises(InvalidInfluence, match="differ in their records"):
+            Influence.load(tmp_path / "i") + influence(torch.tensor([1.0, 2.0]), records="cd34")
+
+    @pytest.mark.parametrize(
+        ("metadata", "marked"),
+        [
+            (None, "None, version None"),
+            ({"format": "pt"}, "'pt', version None"),
+            ({"format": "whence-influence", "version": "2"}, "'whence-influence', version '2'"),
+        ],
+    )
+    def test_a_foreign_file_is_refused(self, tmp_path, metadata, marked):
+        tensors = {"scores": torch.ones(2), "record_ids": torch.arange(2)}
+        save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
+        with pytest.raises(InvalidInfluence, match=rf"model\.safetensors is marked {marked}; .*Influence\.save"):
+            Influence.load(tmp_path / "model.safetensors")
+
+
+def test_temporary_names_of_two_processes_differ(tmp_path, monkeypatch):
+    with written_atomically(tmp_path / "a") as mine:
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with written_atomically(tmp_path / "a") as theirs:
+            assert mine != theirs
+            theirs.write_text("theirs")
+        mine.write_text("mine")
+    assert files(tmp_path) == ["a"]

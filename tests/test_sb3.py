@@ -1,0 +1,354 @@
+"""Reading SB3's policies and buffers, and the contract with SB3 that this rests on."""
+
+import copy
+import inspect
+import random
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from stable_baselines3 import A2C, DQN, PPO
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.policies import ActorCriticPolicy
+from torch import Tensor
+
+import whence
+from toys import Toy, model
+from whence import InvalidRecords, Return, Selection, Unsupported, WhenceError, attribute
+from whence.policies import as_view
+from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
+from whence.sb3.buffer import minibatches, selected
+from whence.sb3.episodes import STATE, Ongoing, number_episodes
+
+
+@pytest.mark.parametrize("observation", ["vector", "image", "discrete"])
+@pytest.mark.parametrize("action", ["discrete", "box"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_view_says_what_evaluate_actions_says(observation: str, action: str, shared: bool) -> None:
+    policy = model(observation=observation, action=action, shared=shared).policy
+    records = collect(model(observation=observation, action=action, shared=shared))
+    view = as_view(policy)
+    outputs = view(view.parameters(), view.prepare(records))
+    value, log_prob, entropy = policy.evaluate_actions(records.observations, records.actions)
+    assert torch.equal(outputs.log_prob, log_prob)
+    assert torch.equal(outputs.value, value.flatten())
+    assert torch.equal(outputs.entropy, entropy)
+    torch.testing.assert_close(log_prob, records.log_probs)
+
+
+def test_a_view_reads_the_parameters_it_is_given_and_puts_the_policys_own_back() -> None:
+    # One features extractor stands under three names here.
+    policy = model(observation="image").policy
+    records = collect(model(observation="image"))
+    before = {name: (id(p), p.requires_grad) for name, p in policy.named_parameters()}
+    view = as_view(policy)
+    assert set(view.parameters()) == set(dict(policy.named_parameters()))
+    zeros = {name: torch.zeros_like(p) for name, p in view.parameters().items()}
+    for _ in range(2):
+        outputs = view(zeros, view.prepare(records))
+        torch.testing.assert_close(outputs.log_prob, torch.full((len(records),), 1 / 3).log())
+    assert {name: (id(p), p.requires_grad) for name, p in policy.named_parameters()} == before
+
+
+class Snoop(InfluenceCallback):
+    """Keep a copy of the buffer as it was when the rollout ended."""
+
+    def _on_rollout_end(self) -> None:
+        self.raw = {name: array.copy() for name, array in vars(self.model.rollout_buffer).items() if name in ARRAYS}
+        super()._on_rollout_end()
+
+
+ARRAYS = ("observations", "actions", "rewards", "advantages", "returns", "episode_starts", "log_probs", "values")
+
+
+def test_a_snapshot_is_environment_by_environment_and_ids_are_time_steps() -> None:
+    toy = model(n_envs=3, n_steps=16, batch_size=16)
+    callback = Snoop(whence.KeepAll())
+    toy.learn(96, callback=callback)
+    assert callback.round is not None
+    records = callback.round.records
+    for environment in range(3):
+        for step in (0, 7, 15):
+            row = environment * 16 + step
+            assert int(records.ids[row]) == 48 + step * 3 + environment
+            assert records.env_index is not None
+            assert int(records.env_index[row]) == environment
+            for name in ARRAYS:
+                mine = getattr(records, name)[row]
+                theirs = torch.as_tensor(callback.raw[name][step, environment])
+                assert torch.equal(mine.reshape(-1).float(), theirs.reshape(-1).float()), name
+    assert (records.gamma, records.gae_lambda) == (0.99, 0.95)
+
+
+def test_rows_are_in_the_order_of_the_flattened_buffer() -> None:
+    toy = model(n_envs=3, n_steps=16, batch_size=16)
+    callback = Snoop(whence.KeepAll())
+    toy.learn(48, callback=callback)
+    assert callback.round is not None
+    flat = toy.rollout_buffer  # flattened by train()
+    assert torch.equal(callback.round.records.advantages, torch.from_numpy(flat.advantages[:, 0]))
+    assert torch.equal(callback.round.records.observations, torch.from_numpy(flat.observations))
+
+
+def test_episodes_are_numbered_and_carried_into_the_next_rollout() -> None:
+    starts = np.array([[1, 0], [0, 0], [1, 0], [0, 1]], dtype=bool)
+    ids, steps, ongoing = number_episodes(starts, None)
+    assert ids[:, 0].tolist() == [0, 0, 1, 1]
+    assert ids[:, 1].tolist() == [2, 2, 2, 3]
+    assert steps[:, 0].tolist() == [0, 1, 0, 1]
+    assert steps[:, 1].tolist() == [-1, -1, -1, 0]
+    assert ongoing.next_id == 4
+    ids, steps, ongoing = number_episodes(np.array([[0, 0], [1, 0]], dtype=bool), ongoing)
+    assert ids.T.tolist() == [[1, 4], [3, 3]]
+    assert steps.T.tolist() == [[2, 0], [1, 2]]
+    assert ongoing.lengths.tolist() == [1, 3]
+    unknown = number_episodes(np.zeros((2, 1), bool), Ongoing.unknown(1))[2]
+    assert unknown.lengths.tolist() == [-1]
+
+
+def test_a_buffer_that_is_not_full_or_was_trained_on_is_refused() -> None:
+    toy = model()
+    with pytest.raises(InvalidRecords, match=r"holds 0 of 32 steps.*on_rollout_end.*collect"):
+        snapshot(toy)
+    toy.learn(32)
+    with pytest.raises(InvalidRecords, match=r"flattened by train\(\)"):
+        snapshot(toy)
+
+
+def test_a_diverged_reward_is_refused_with_its_record() -> None:
+    class Broken(Toy):
+        def step(self, action: Any) -> Any:
+            observation, _, *rest = super().step(action)
+            return observation, float("nan"), *rest
+
+    toy = PPO("MlpPolicy", Broken(), n_steps=16, batch_size=16, device="cpu")
+    with pytest.raises(InvalidRecords, match=r"is nan at record 0 \(16 of 16"):
+        collect(toy)
+
+
+def test_collect_trains_nothing_and_leaves_the_buffer() -> None:
+    toy = model(n_envs=2)
+    before = copy.deepcopy(toy.policy.state_dict())
+    first, second = collect(toy), collect(toy)
+    assert all(torch.equal(before[name], tensor) for name, tensor in toy.policy.state_dict().items())
+    assert not toy.rollout_buffer.full
+    assert first.ids.max() + 1 == second.ids.min() == 64
+    assert not torch.equal(first.observations, second.observations)
+    assert attribute(toy.policy, second, target=Return()).scores.shape == (64,)
+
+
+def test_collect_without_an_environment_is_refused(tmp_path: Any) -> None:
+    model().save(tmp_path / "model")
+    with pytest.raises(WhenceError, match="set_env"):
+        collect(PPO.load(tmp_path / "model", device="cpu"))
+
+
+class OwnTrain(PPO):
+    def train(self) -> None:
+        super().train()
+
+
+class OwnPolicy(ActorCriticPolicy):
+    def evaluate_actions(self, obs: Any, actions: Tensor) -> Any:
+        return super().evaluate_actions(obs, actions)
+
+
+class OwnBuffer(RolloutBuffer):
+    def get(self, batch_size: int | None = None) -> Any:
+        return super().get(batch_size)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DQN("MlpPolicy", Toy(), buffer_size=10), "DQN is not supported: it is not on-policy"),
+        (lambda: OwnTrain("MlpPolicy", Toy()), r"OwnTrain overrides train\(\).*Use PPO"),
+        (lambda: PPO(OwnPolicy, Toy()), "OwnPolicy overrides evaluate_actions.*ModuleView"),
+        (lambda: PPO("MlpPolicy", Toy(), rollout_buffer_class=OwnBuffer), "rollout buffer OwnBuffer"),
+        (lambda: model(action="box", use_sde=True), "gSDE"),
+        (lambda: model(observation="dict"), "observation space Dict is not supported yet"),
+        (lambda: model(action="multidiscrete"), "action space MultiDiscrete is not supported yet"),
+        (lambda: model(action="multibinary"), "action space MultiBinary is not supported yet"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name_before_training(make: Any, message: str) -> None:
+    unsupported = make()
+    with pytest.raises(Unsupported, match=message):
+        unsupported.learn(16, callback=InfluenceCallback(whence.KeepAll()))
+    assert unsupported.num_timesteps == 0
+    for function in (snapshot, collect):
+        with pytest.raises(Unsupported, match=message):
+            function(unsupported)
+
+
+def all_state(toy: Any) -> dict[str, Any]:
+    """Everything that scoring must leave as it is, as bytes and plain values."""
+    policy, buffer = toy.policy, toy.rollout_buffer
+    optimizer = policy.optimizer.state_dict()["state"]
+    return {
+        "parameters": {name: p.detach().numpy().tobytes() for name, p in policy.named_parameters()},
+        "gradients": {n: None if p.grad is None else p.grad.numpy().tobytes() for n, p in policy.named_parameters()},
+        "requires_grad": {name: p.requires_grad for name, p in policy.named_parameters()},
+        "identity": {name: id(p) for name, p in policy.named_parameters(remove_duplicate=False)},
+        "modes": [module.training for module in policy.modules()],
+        "hooks": [(len(module._forward_hooks), len(module._backward_hooks)) for module in policy.modules()],
+        "tensor hooks": [p._backward_hooks for p in policy.parameters()],
+        "optimizer": {(k, n): torch.as_tensor(v).numpy().tobytes() for k, s in optimizer.items() for n, v in s.items()},
+        "buffer": {name: getattr(buffer, name).tobytes() for name in ARRAYS},
+        "buffer attributes": set(vars(buffer)),
+        "model attributes": set(vars(toy)),
+        "class": type(toy),
+        "generators": (random.getstate(), str(np.random.get_state()), torch.get_rng_state().numpy().tobytes()),
+        "dist": set(vars(policy.action_dist)),
+    }
+
+
+@pytest.mark.parametrize("engine", ["ghost", "forward", "loop"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_scoring_changes_nothing_also_when_it_raises(engine: str, fails: bool) -> None:
+    toy = model(observation="image", action="box")
+    toy.learn(64)  # so that the optimiser has a state and parameters have gradients
+    records = collect(toy)
+    toy.policy.train()
+    toy.policy.mlp_extractor.policy_net[0].eval()
+    calls = []
+
+    def target(view: whence.PolicyView, params: Any, records: whence.RecordBatch) -> Tensor:
+        random.random(), np.random.rand(), torch.rand(1)
+        calls.append(None)
+        log_prob = view(params, view.prepare(records)).log_prob
+        if fails:
+            log_prob[3] /= 0  # not finite: raises after the passes over the records
+        return log_prob.mean()
+
+    before = all_state(toy)
+    if fails:
+        with pytest.raises(whence.NonFinite):
+            attribute(toy.policy, records, target=target, engine=engine)
+    else:
+        attribute(toy.policy, records, target={"a": target, "b": Return()}, engine=engine)
+    assert calls
+    assert all_state(toy) == before
+    copy.deepcopy(toy.policy)
+
+
+def test_an_error_inside_the_policy_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = model()
+    records = collect(toy)
+    before = all_state(toy)
+    forward = toy.policy.action_net.forward
+
+    def broken(x: Tensor) -> Tensor:
+        raise RuntimeError("broken layer")
+
+    toy.policy.action_net.forward = broken
+    with pytest.raises(RuntimeError, match="broken layer"):
+        attribute(toy.policy, records, target=Return())
+    del toy.policy.action_net.forward
+    assert toy.policy.action_net.forward == forward
+    assert all_state(toy) == before
+
+
+def keeping(rows: list[int], n: int) -> Selection:
+    keep = torch.zeros(n, dtype=torch.bool)
+    keep[rows] = True
+    return Selection.dropping(keep, "test")
+
+
+def filled(n_steps: int = 32, **kwargs: Any) -> Any:
+    toy = model(n_steps=n_steps, batch_size=n_steps, **kwargs)
+    toy.learn(n_steps * toy.n_envs)
+    return toy
+
+
+def test_get_yields_the_kept_records_in_sb3s_order() -> None:
+    buffer = filled(n_envs=2).rollout_buffer
+    rows = [3, 10, 11, 40, 41, 63, 7]
+    np.random.seed(5)
+    order = np.random.permutation(64)
+    after_permutation = np.random.get_state()[1].tobytes()
+    expected = [row for row in order if row in rows]
+    with selected(buffer, keeping(rows, 64)):
+        np.random.seed(5)
+        batches = list(buffer.get(3))
+        assert np.random.get_state()[1].tobytes() == after_permutation
+    assert [len(batch.advantages) for batch in batches] == [3, 4]  # the last one, alone, joined
+    got = torch.cat([batch.advantages for batch in batches])
+    assert torch.equal(got, torch.from_numpy(buffer.advantages[expected, 0]))
+    assert vars(buffer).keys() == vars(filled().rollout_buffer).keys()
+
+
+def test_weights_that_differ_become_sampling_probabilities() -> None:
+    buffer = filled().rollout_buffer
+    weights = torch.zeros(32)
+    weights[4], weights[9] = 1, 3
+    selection = Selection(weights > 0, weights, [None if w else "no" for w in weights])
+    with selected(buffer, selection):
+        np.random.seed(0)
+        draws = torch.cat([b.advantages for _ in range(50) for b in buffer.get(8)])
+    assert len(draws) == 50 * 32
+    share = (draws == float(buffer.advantages[9, 0])).float().mean()
+    assert set(draws.tolist()) == {float(buffer.advantages[row, 0]) for row in (4, 9)}
+    assert float(share) == pytest.approx(0.75, abs=0.03)
+
+
+def test_the_buffers_own_get_is_back_after_an_exception() -> None:
+    buffer = filled().rollout_buffer
+    with pytest.raises(KeyError), selected(buffer, keeping([1, 2], 32)):
+        raise KeyError
+    assert "get" not in vars(buffer)
+    assert len(next(buffer.get(32)).advantages) == 32
+
+
+@pytest.mark.parametrize(
+    ("kept", "last", "join", "sizes"),
+    [
+        (65, "keep", True, [65]),
+        (65, "drop", True, [64]),
+        (65, "keep", False, [64, 1]),
+        (66, "keep", True, [64, 2]),
+        (129, "keep", True, [64, 65]),
+        (130, "drop", True, [64, 64]),
+        (128, "drop", True, [64, 64]),
+        (2, "keep", True, [2]),
+        (2, "drop", True, [2]),
+        (1, "keep", True, [1]),
+    ],
+)
+def test_minibatches(kept: int, last: Any, join: bool, sizes: list[int]) -> None:
+    batches = minibatches(np.arange(kept), 64, last=last, join=join)
+    assert [len(batch) for batch in batches] == sizes
+    assert np.concatenate(batches).tolist() == list(range(sum(sizes)))
+
+
+def test_resets_are_recorded_without_being_changed() -> None:
+    def play(env: gym.Env[Any, Any]) -> tuple[list[Any], list[str]]:
+        observations, states = [], []
+        for seed in (7, None, None):
+            observation, info = env.reset(seed=seed)
+            observations.append(observation)
+            states.append(info.get(STATE))
+        return observations, states
+
+    plain, _ = play(Toy())
+    wrapped, states = play(RecordResets(Toy()))
+    assert all((a == b).all() for a, b in zip(plain, wrapped, strict=True))
+    assert states[0] == '{"seed": 7}'
+    assert "PCG64" in states[1]
+
+
+def test_the_seams_in_sb3_that_whence_relies_on() -> None:
+    """An upgrade of SB3 that moves one of these must fail here, not in somebody's training."""
+    assert list(inspect.signature(RolloutBuffer.get).parameters) == ["self", "batch_size"]
+    assert list(inspect.signature(RolloutBuffer._get_samples).parameters) == ["self", "batch_inds", "env"]
+    get, collecting = inspect.getsource(RolloutBuffer.get), inspect.getsource(PPO.collect_rollouts)
+    assert get.count("np.random.permutation") == 1
+    assert "self._get_samples(indices[" in get
+    assert collecting.index("compute_returns_and_advantage") < collecting.index("callback.on_rollout_end()")
+    assert "self.rollout_buffer.get(self.batch_size)" in inspect.getsource(PPO.train)
+    assert "self.rollout_buffer.get(batch_size=None)" in inspect.getsource(A2C.train)
+    assert "rollout_buffer" in PPO._excluded_save_params(model())
+    assert isinstance(model().observation_space, spaces.Box)

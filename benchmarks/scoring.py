@@ -72,6 +72,15 @@ def plain_pass(model: PPO, records: whence.RecordBatch) -> Callable[[], None]:
     return run
 
 
+def scoring_pass(model: PPO, records: whence.RecordBatch, engine: str) -> Callable[[], None]:
+    """Return one scoring of the records."""
+
+    def run() -> None:
+        whence.attribute(model.policy, records, target=whence.Return(), engine=engine)
+
+    return run
+
+
 def median_seconds(*runs: Callable[[], Any], repeats: int) -> tuple[list[float], list[float]]:
     """Let `runs` take turns; return their median seconds, and the median ratio of each to the first of its turn."""
     turns = []
@@ -114,9 +123,7 @@ def main(
         records = collect(model)
         model.learn(N)  # fills the model's own buffer, for train()
         for engine in ("ghost", "forward"):
-            score = lambda engine=engine: whence.attribute(  # noqa: E731
-                model.policy, records, target=whence.Return(), engine=engine
-            )
+            score = scoring_pass(model, records, engine)
             (plain, scoring), (_, ratio) = median_seconds(plain_pass(model, records), score, repeats=repeats)
             share = scoring / optimisation_seconds(model, 5)
             cells = (f"{plain * 1e3:.2f} ms", f"{scoring * 1e3:.2f} ms", f"{ratio:.2f}", f"{share:.2%}")

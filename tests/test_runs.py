@@ -274,15 +274,20 @@ class TestWrittenAtomically:
         assert path.read_text() == "new"
         assert files(tmp_path) == ["a/b.txt"]
 
+    @staticmethod
+    def fail_halfway(path, failure):
+        with written_atomically(path) as temporary:
+            temporary.write_text("half of the n")
+            raise failure
+
     @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("there", [True, False])
     def test_a_failure_leaves_what_was_there_and_nothing_else(self, tmp_path, failure, there):
         path = tmp_path / "b.txt"
         if there:
             path.write_text("old")
-        with pytest.raises(failure), written_atomically(path) as temporary:
-            temporary.write_text("half of the n")
-            raise failure
+        with pytest.raises(failure):
+            self.fail_halfway(path, failure)
         assert files(tmp_path) == (["b.txt"] if there else [])
         assert not there or path.read_text() == "old"
 

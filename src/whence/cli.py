@@ -17,7 +17,7 @@ except ImportError as missing:
     raise Unsupported("The command `whence` needs its extra: pip install 'whence[cli]'.") from missing
 
 from whence import experiments
-from whence.report.page import METRICS, READING, cell, write_report
+from whence.report.page import METRICS, READING, cell, column_heading, write_report
 
 app = typer.Typer(
     help="Which records of a rollout helped the policy, which harmed it; and training on the right ones.",
@@ -86,7 +86,7 @@ def _table(title: str, summary: Mapping[str, Any]) -> Table:
     table = Table(title=title)
     table.add_column("metric")
     for arm in summary:
-        table.add_column(f"{arm} (null)" if arm == "ppo" else arm, justify="right")
+        table.add_column(column_heading(arm), justify="right")
     for metric, heading in METRICS.items():
         table.add_row(heading, *(" ".join(cell(metric, entry[metric])).strip() for entry in summary.values()))
     return table

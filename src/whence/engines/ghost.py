@@ -40,11 +40,11 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
     layers = covered_layers(problem.view.module, problem.own)
     chunks = list(problem.chunks())
     if len(chunks) == 1:
-        tape = _record(problem, layers, chunks[0])
+        tape = _recorded_pass(problem, layers, chunks[0])
         shared = _shared_products(problem, tape)
         return _products(problem, tape, target_gradients(problem)) if shared is None else shared
     gradients = target_gradients(problem)
-    return torch.cat([_products(problem, _record(problem, layers, c), gradients) for c in chunks], dim=1)
+    return torch.cat([_products(problem, _recorded_pass(problem, layers, c), gradients) for c in chunks], dim=1)
 
 
 def covered_layers(policy: nn.Module, own: dict[str, Tensor]) -> list[Layer]:
@@ -98,7 +98,7 @@ class _Tape:
     plain: list[str] = field(default_factory=list)
 
 
-def _record(problem: Problem, layers: Sequence[Layer], chunk: slice) -> _Tape:
+def _recorded_pass(problem: Problem, layers: Sequence[Layer], chunk: slice) -> _Tape:
     calls: list[_Call] = []
     size = chunk.stop - chunk.start
 
@@ -114,12 +114,10 @@ def _record(problem: Problem, layers: Sequence[Layer], chunk: slice) -> _Tape:
     finally:
         for handle in handles:
             handle.remove()
-    used, accounted = (
-        _uses(outputs, problem.params),
-        Counter(n for call in calls for n in call.layer.names.values()),
-    )
+    used = _uses(outputs, problem.params)
+    seen = Counter(name for call in calls for name in call.layer.names.values())
     layered = {name for layer in layers for name in layer.names.values()}
-    if outside := sorted(name for name in layered if used[name] > accounted[name]):
+    if outside := sorted(name for name in layered if used[name] > seen[name]):
         raise Refused(
             f"The parameter `{outside[0]}` is used outside its layer's own call, where the ghost engine cannot see "
             "it. Use engine='forward' (or 'auto')."

@@ -95,6 +95,26 @@ def compare(
     return Comparison(path, configs, summary)
 
 
+def load(path: Path) -> Comparison:
+    """Read a finished comparison.
+
+    Raises:
+        WhenceError: there is none.
+    """
+    summary = path / "summary.json"
+    if not summary.exists():
+        raise WhenceError(
+            f"{path} holds no summary.json, so it is no finished comparison. Run whence compare --out {path}."
+        )
+    configs = [
+        RunConfig.from_json(RunDirectory.open(run.parent).config) for run in sorted(path.glob("runs/*/*/config.json"))
+    ]
+    content = json.loads(summary.read_text(encoding="utf-8"))
+    arms = [*next(iter(content.values()))]
+    configs.sort(key=lambda config: (config.seed, arms.index(config.arm)))
+    return Comparison(path, configs, content)
+
+
 def _curves(configs: Sequence[RunConfig], path: Path) -> dict[str, dict[int, Curve]]:
     curves: dict[str, dict[int, Curve]] = {}
     for config in configs:

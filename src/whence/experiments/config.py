@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Self
 
 from whence.errors import WhenceError, nearest
 from whence.experiments.arms import ARMS
@@ -60,6 +60,15 @@ class RunConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the configuration in JSON types; an infinite number as the string "inf"."""
         return _json(asdict(self))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the configuration that `to_json` gave."""
+        hyperparameters = {
+            name: float(value) if value in ("inf", "-inf") else value
+            for name, value in values["hyperparameters"].items()
+        }
+        return cls(**{**values, "hyperparameters": hyperparameters})
 
 
 def _json(value: Any) -> Any:

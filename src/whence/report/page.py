@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 import plotly.io
 
-from whence.experiments import Comparison
+from whence.experiments import STANDARD, Comparison
 from whence.guards import written_atomically
 from whence.report import figures
 
@@ -45,6 +45,11 @@ def cell(metric: str, entry: Mapping[str, Any]) -> tuple[str, str]:
     return text(entry["mean"]), interval
 
 
+def column_heading(arm: str) -> str:
+    """Return an arm's name as a column's heading; what stands under the standard arm is the null."""
+    return f"{arm} (null)" if arm == STANDARD else arm
+
+
 def write_report(comparison: Comparison, path: Path) -> None:
     """Write the page, atomically."""
     with written_atomically(path) as temporary:
@@ -61,10 +66,13 @@ def _html(comparison: Comparison) -> str:
     return template.render(
         title=f"{env}: {', '.join(arms)}",
         subtitle=f"{seeds} seeds, {first.rounds} rounds, {first.eval_episodes} evaluation episodes after each round.",
-        headings=list(METRICS.values()),
+        arms=[column_heading(arm) for arm in arms],
         rows=[
-            {"arm": arm, "cells": [dict(zip(("mean", "range"), cell(m, entry[m]), strict=True)) for m in METRICS]}
-            for arm, entry in arms.items()
+            {
+                "metric": heading,
+                "cells": [dict(zip(("mean", "range"), cell(m, e[m]), strict=True)) for e in arms.values()],
+            }
+            for m, heading in METRICS.items()
         ],
         reading=READING,
         figures=_figures(comparison),

@@ -1,0 +1,293 @@
+"""Put one fault at a time into a copy of the sources; a named test must fail for each.
+
+Run: `python tests/mutants.py [part of a name]`, or `make mutants`. A mutant that survives, a test that fails without
+the fault, or a text that is no longer in the file ends the run with an error.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` becomes `new` in a file below src/whence, and `test` must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+ATTRIBUTION, ENGINES, OBJECTIVES = "test_attribution.py", "test_engines.py", "test_objectives.py"
+SB3, CALLBACK, SELECTION = "test_sb3.py", "test_callback.py", "test_selection.py"
+ON_PAPER = f"{ATTRIBUTION}::test_two_records_of_a_softmax_policy_on_paper"
+LEFT_OUT = f"{ATTRIBUTION}::test_score_is_the_limit_of_leaving_the_record_out_of_one_sgd_step"
+
+MUTANTS = (
+    Mutant("sign of the target", "targets.py", "(outputs.log_prob * records", "(-outputs.log_prob * records", ON_PAPER),
+    Mutant(
+        "sum for mean in the target", "targets.py", "records.advantages).mean()", "records.advantages).sum()", ON_PAPER
+    ),
+    Mutant("mean for sum in a layer", "engines/rules.py", "weighted.sum(0)", "weighted.mean(0)", ENGINES),
+    Mutant(
+        "no Bessel's correction",
+        "objectives.py",
+        "correction=1",
+        "correction=0",
+        f"{OBJECTIVES}::test_normalisation_over_the_buffer_has_bessels_correction",
+    ),
+    Mutant(
+        "no clipping",
+        "objectives.py",
+        "clipped * records.advantages)",
+        "ratio * records.advantages)",
+        f"{OBJECTIVES}::test_clipped_surrogate_by_hand",
+    ),
+    Mutant(
+        "sign of the value term",
+        "objectives.py",
+        "values - self.vf_coef",
+        "values + self.vf_coef",
+        f"{OBJECTIVES}::test_entropy_and_value_terms_by_hand",
+    ),
+    Mutant(
+        "target reads normalised advantages",
+        "attribution.py",
+        "Problem(view, own, params, records,",
+        "Problem(view, own, params, prepared,",
+        ON_PAPER,
+    ),
+    Mutant("ghost forgets the bias", "engines/rules.py", "linear(x, weight, bias))", "linear(x, weight))", ENGINES),
+    Mutant(
+        "ghost scores with the target's weights", "engines/ghost.py", "rows.append(own * ", "rows.append(w * ", ENGINES
+    ),
+    Mutant(
+        "ghost leaves out direct parameters",
+        "engines/ghost.py",
+        "if along else 0.0",
+        "if not along else 0.0",
+        f"{ENGINES}::test_parameters_used_directly",
+    ),
+    Mutant(
+        "ghost does not look for use outside a layer",
+        "engines/ghost.py",
+        "used[name] > seen[name]",
+        "False",
+        f"{ENGINES}::test_ghost_refuses_what_it_would_get_wrong",
+    ),
+    Mutant(
+        "groups ignored",
+        "engines/rules.py",
+        "layer.dilation, layer.groups)",
+        "layer.dilation, 1)",
+        f"{ENGINES}::test_convolutions",
+    ),
+    Mutant(
+        "aliases swapped back wrongly",
+        "policies.py",
+        "slot.holder[slot.key] = slot.parameter",
+        "pass",
+        f"{SB3}::test_a_view_reads_the_parameters_it_is_given_and_puts_the_policys_own_back",
+    ),
+    Mutant(
+        "environment order",
+        "sb3/buffer.py",
+        "array.swapaxes(0, 1).reshape",
+        "array.reshape",
+        f"{SB3}::test_rows_are_in_the_order_of_the_flattened_buffer",
+    ),
+    Mutant(
+        "off-by-one record id",
+        "sb3/buffer.py",
+        "model.num_timesteps - steps * envs",
+        "model.num_timesteps - steps * envs + 1",
+        f"{SB3}::test_a_snapshot_is_environment_by_environment_and_ids_are_time_steps",
+    ),
+    Mutant(
+        "stale advantages",
+        "sb3/buffer.py",
+        "advantages=_flat(buffer.advantages)",
+        "advantages=_flat(buffer.returns)",
+        f"{SB3}::test_rows_are_in_the_order_of_the_flattened_buffer",
+    ),
+    Mutant(
+        "permutation of the kept only",
+        "sb3/buffer.py",
+        "order = order[keep[order]]",
+        "order = np.flatnonzero(keep)",
+        f"{SB3}::test_get_yields_the_kept_records_in_sb3s_order",
+    ),
+    Mutant(
+        "the dropped are trained on",
+        "sb3/buffer.py",
+        "order = order[keep[order]]",
+        "order = order[~keep[order]]",
+        f"{CALLBACK}::test_rounds_that_keep_few_records_train_or_are_skipped",
+    ),
+    Mutant(
+        "a last record alone stays alone",
+        "sb3/buffer.py",
+        "len(batches[-1]) == 1 and join",
+        "False",
+        f"{SB3}::test_minibatches",
+    ),
+    Mutant(
+        "filter not removed",
+        "sb3/buffer.py",
+        "del buffer.get ",
+        "pass ",
+        f"{SB3}::test_the_buffers_own_get_is_back_after_an_exception",
+    ),
+    Mutant(
+        "a selection outlives its rollout",
+        "sb3/training.py",
+        "if self.rollout_buffer.rewards is rollout:",
+        "if True:",
+        f"{CALLBACK}::test_a_selection_does_not_outlive_a_rollout_that_was_never_trained_on",
+    ),
+    Mutant(
+        "a round of one is trained on",
+        "sb3/callback.py",
+        "            if kept >= 2:\n",
+        "            if kept >= 1:\n",
+        f"{CALLBACK}::test_rounds_that_keep_few_records_train_or_are_skipped",
+    ),
+    Mutant(
+        "NumPy's generator not restored",
+        "guards.py",
+        "np.random.set_state(array)",
+        "array",
+        f"{SB3}::test_scoring_changes_nothing_also_when_it_raises",
+    ),
+    Mutant(
+        "modes not restored",
+        "guards.py",
+        "submodule.training = True",
+        "pass",
+        f"{SB3}::test_scoring_changes_nothing_also_when_it_raises",
+    ),
+    Mutant(
+        "IIF drops the highest",
+        "selection.py",
+        "keep[ascending(scores, ",
+        "keep[ascending(-scores, ",
+        f"{SELECTION}::test_iif_drops_the_lowest_of_the_negative",
+    ),
+    Mutant(
+        "zero counts as negative",
+        "selection.py",
+        "(scores < 0).sum()",
+        "(scores <= 0).sum()",
+        f"{SELECTION}::test_all_negative_are_dropped_at_one_and_zero_is_not_negative",
+    ),
+    Mutant(
+        "share not rounded before it is cut off",
+        "selection.py",
+        "math.floor(round(drop * int((scores < 0).sum()), 9))",
+        "math.floor(drop * int((scores < 0).sum()))",
+        f"{SELECTION}::test_the_share_is_rounded_down_and_not_by_floating_point",
+    ),
+    Mutant(
+        "ties by position",
+        "influence.py",
+        "by_id = record_ids.argsort()",
+        "by_id = torch.arange(len(record_ids))",
+        f"{SELECTION}::test_of_equal_scores_the_lower_id_goes_first",
+    ),
+    Mutant(
+        "never reached counts as R",
+        "experiments/metrics.py",
+        "else curve.rounds + 1",
+        "else curve.rounds",
+        "test_metrics.py",
+    ),
+    Mutant(
+        "untrained policy counts as a round",
+        "experiments/metrics.py",
+        "curve.returns[1:] >= level",
+        "curve.returns >= level",
+        "test_metrics.py",
+    ),
+    Mutant(
+        "a seed is its own null",
+        "experiments/metrics.py",
+        "np.fill_diagonal(values, np.nan)",
+        "pass",
+        "test_metrics.py",
+    ),
+    Mutant(
+        "generators of evaluation not guarded",
+        "experiments/environments.py",
+        "with kept_generators(), eval_mode(model.policy):",
+        "with eval_mode(model.policy):",
+        "test_experiments.py -k evaluate",
+    ),
+)
+
+
+def run(sources: Path, test: str) -> subprocess.CompletedProcess[str]:
+    """Run a test on the sources in a directory."""
+    path, *rest = test.split(" ", 1)
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/{path}"]
+    environment = {**os.environ, "PYTHONPATH": str(sources / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    found = rest[0].split() if rest else []
+    return subprocess.run([*command, *found], cwd=sources, env=environment, capture_output=True, text=True, check=False)
+
+
+def copied(directory: Path) -> Path:
+    """Copy what the tests need, so that neither the mutant nor pytest touches the tree."""
+    for name in ("src", "tests"):
+        shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, directory / name)
+    return directory
+
+
+def verdict(mutant: Mutant) -> str | None:
+    """Return what is wrong with a mutant, or None where its test caught it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        sources = copied(Path(temporary))
+        file = sources / "src" / "whence" / mutant.file
+        text = file.read_text(encoding="utf-8")
+        if text.count(mutant.old) < 1:
+            return f"{mutant.file} no longer holds {mutant.old!r}"
+        file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        outcome = run(sources, mutant.test)
+    if outcome.returncode == 0:
+        return f"{mutant.test} does not notice"
+    if outcome.returncode != 1 or "\nFAILED tests" not in outcome.stdout:
+        return f"{mutant.test} did not run: {outcome.stdout[-400:]}{outcome.stderr[-400:]}"
+    return None
+
+
+def main(chosen: Sequence[str]) -> int:
+    """Try the mutants whose name holds one of the words; return the number that were not caught."""
+    mutants = [m for m in MUTANTS if not chosen or any(word in m.name for word in chosen)]
+    with tempfile.TemporaryDirectory() as temporary:
+        sources = copied(Path(temporary))
+        for test in track(sorted({m.test for m in mutants}), "tests without a fault"):
+            if (outcome := run(sources, test)).returncode:
+                print(f"{test} fails without a fault:\n{outcome.stdout[-2000:]}{outcome.stderr[-1000:]}")
+                return 1
+    survivors = 0
+    for mutant in track(mutants, "mutants"):
+        if problem := verdict(mutant):
+            survivors += 1
+            print(f"SURVIVED {mutant.name}: {problem}")
+    print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))

@@ -1,0 +1,253 @@
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from whence import cli
+from whence.experiments import ARMS, RunConfig, load, presets
+from whence.report.page import METRICS, READING, cell
+from whence.runs import RunDirectory
+
+# Two runs one after the other, of a few seconds each.
+LAKE = ["FrozenLake-v1", "--arms", "ppo,iif", "--seeds", "1", "--rounds", "2", "--eval-episodes", "4", "--workers", "1"]
+
+
+def words(text):
+    """The text without frames and line breaks, which depend on the terminal's width."""
+    return " ".join(text.translate({ord(char): " " for char in "│╭╮╰╯─┃┏┓┡┩┳╇━└┘┴"}).split())
+
+
+def stamps(path):
+    return {str(file.relative_to(path)): file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def whence(monkeypatch, capsys):
+    """Call the command in this process; returns exit code, stdout and stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["whence", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code, *map(words, capsys.readouterr())
+
+    return call
+
+
+def started(*arguments):
+    """Start the command in a process group of its own."""
+    # A test run in the background may have been started with Ctrl-C ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "whence.cli", *map(str, arguments)],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True},
+            env=os.environ | {"COLUMNS": "200"},
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def ended(process):
+    """Wait for the end of a process and all its children; returns exit code, stdout and stderr."""
+    try:
+        # The children hold the same pipes: this returns when the last of them has gone.
+        out, err = process.communicate(timeout=120)
+        return process.returncode, words(out), words(err)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+class TestHelp:
+    def test_commands(self):
+        found = CliRunner().invoke(cli.app, ["--help"])
+        assert found.exit_code == 0
+        assert "compare Train each arm on each seed" in words(found.output)
+
+    def test_compare_names_arms_and_presets(self):
+        found = CliRunner().invoke(cli.app, ["compare", "--help"])
+        assert found.exit_code == 0
+        text = words(found.output)
+        for name, arm in ARMS.items():
+            assert f"{name}: {arm.about}" in text
+        for name in presets():
+            assert name in text
+        for option in ("seeds", "rounds", "drop", "eval-episodes", "n-envs", "workers", "out"):
+            assert f"--{option}" in text
+
+    def test_no_command_shows_the_help(self):
+        assert "compare Train each arm on each seed" in words(CliRunner().invoke(cli.app, []).output)
+
+    def test_whence_is_this_command(self):
+        (script,) = entry_points(group="console_scripts", name="whence")
+        assert script.load() is cli.main
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["FrozenLke-v1"], "No environment 'FrozenLke-v1' is registered in Gymnasium. Did you mean FrozenLake-v1,"),
+            ([], "Give either an environment, such as LunarLander-v3, or --preset NAME; not both, not none."),
+            (["FrozenLake-v1", "--preset", "lda-code/frozenlake"], "not both, not none"),
+            (["--preset", "frozenlake"], "The preset 'frozenlake' is unknown. Did you mean lda-code/frozenlake?"),
+            (["FrozenLake-v1", "--arms", "ppo,iff"], "The arm 'iff' is unknown. Did you mean iif?"),
+            (["FrozenLake-v1", "--arms", "iif,random"], "The arms iif, random lack 'ppo'"),
+            (["FrozenLake-v1", "--arms", " , "], "arms is ''; name each arm once. Known: ppo, iif, random."),
+            (["FrozenLake-v1", "--seeds", "0"], "seeds is 0; at least 1 is needed"),
+            (["FrozenLake-v1", "--rounds", "0"], "rounds is 0; at least 1 is needed."),
+            (["FrozenLake-v1", "--eval-episodes", "1"], "eval_episodes is 1; at least 2 is needed."),
+            (["FrozenLake-v1", "--n-envs", "0"], "n_envs is 0; at least 1 is needed."),
+            (["FrozenLake-v1", "--drop", "2"], "drop is 2.0;"),
+            (["FrozenLake-v1", "--workers", "0"], "workers is 0; at least 1 is needed."),
+        ],
+    )
+    def test_what_whence_refuses(self, whence, tmp_path, arguments, message):
+        code, out, err = whence("compare", *arguments, "--out", tmp_path / "out")
+        assert code == 2
+        assert err.startswith("Error: ")
+        assert message in err
+        assert "Traceback" not in err
+        assert out == ""
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["compare", "FrozenLake-v1", "--sedes", "3"], "No such option: --sedes"),
+            (["compare", "FrozenLake-v1", "--seeds", "three"], "Invalid value for '--seeds'"),
+            (["compare", "FrozenLake-v1", "Acrobot-v1"], "unexpected extra argument"),
+            (["compere"], "No such command 'compere'"),
+        ],
+    )
+    def test_what_the_command_line_refuses(self, whence, monkeypatch, tmp_path, arguments, message):
+        monkeypatch.chdir(tmp_path)
+        code, out, err = whence(*arguments)
+        assert code == 2
+        assert message in err
+        assert "Traceback" not in err
+        assert out == ""
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_directory_of_another_comparison_is_refused(self, whence, tmp_path):
+        other = RunConfig(env="Acrobot-v1", arm="iif", seed=0, rounds=2, eval_episodes=4)
+        RunDirectory.create(tmp_path / "runs" / "iif" / "seed_0", other.to_json())
+        before = stamps(tmp_path)
+        code, out, err = whence("compare", *LAKE, "--out", tmp_path)
+        assert (code, out) == (2, "")
+        assert "holds a run of another configuration (env was 'Acrobot-v1', now 'FrozenLake-v1')" in err
+        assert stamps(tmp_path) == before
+
+    def test_as_a_process(self, tmp_path):
+        code, out, err = ended(started("compare", "FrozenLke-v1", "--out", tmp_path / "out"))
+        assert (code, out) == (2, "")
+        assert err.startswith("Error: No environment 'FrozenLke-v1' is registered in Gymnasium. Did you mean FrozenLak")
+        assert "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("compare") / "lake"
+
+
+@pytest.fixture(scope="module")
+def interrupted(out):
+    """Interrupt the command in its second run; returns what `ended` does, and the files there then."""
+    process = started("compare", *LAKE, "--out", out)
+    try:
+        until = time.monotonic() + 120
+        while not (out / "runs" / "iif" / "seed_0" / "evaluations.parquet").exists():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+    finally:
+        result = ended(process)
+    return *result, stamps(out)
+
+
+@pytest.fixture(scope="module")
+def finished(out, interrupted):
+    """Give the same command again; returns what `ended` does."""
+    return ended(started("compare", *LAKE, "--out", out))
+
+
+class TestCompare:
+    def test_ctrl_c_ends_it(self, interrupted):
+        code, out, err, _ = interrupted
+        assert code == 130
+        assert out == ""
+        assert "Traceback" not in err
+
+    def test_ctrl_c_keeps_what_is_finished_and_ends_what_is_not(self, interrupted):
+        *_, files = interrupted
+        assert "runs/ppo/seed_0/policies/round_00003.safetensors" in files
+        assert "runs/iif/seed_0/policies/round_00003.safetensors" not in files
+        assert "summary.json" not in files
+
+    def test_the_same_command_then_finishes(self, out, interrupted, finished):
+        code, _, err = finished
+        assert code == 0
+        assert "Traceback" not in err
+        for arm in ("ppo", "iif"):
+            assert f"{arm}, seed 0: 2 rounds done" in err
+        now = stamps(out)
+        kept = {name: stamp for name, stamp in interrupted[-1].items() if name.startswith("runs/ppo/")}
+        assert len(kept) == 11
+        assert kept.items() <= now.items()
+        assert {"summary.json", "report.html", "runs/iif/seed_0/policies/round_00003.safetensors"} <= now.keys()
+
+    def test_it_prints_the_table(self, out, finished):
+        _, text, _ = finished
+        (summary,) = json.loads((out / "summary.json").read_text(encoding="utf-8")).values()
+        assert text.startswith("FrozenLake-v1, 1 seeds, 2 rounds metric ppo (null) iif")
+        for metric, heading in METRICS.items():
+            numbers = " ".join(" ".join(cell(metric, summary[arm][metric])) for arm in ("ppo", "iif"))
+            assert words(f"{heading} {numbers}") in text
+        assert words(READING) in text
+        assert f"Numbers: {out / 'summary.json'}" in text
+        assert f"Page: {out / 'report.html'}" in text
+
+    def test_it_writes_the_page(self, out, finished):
+        page = (out / "report.html").read_text(encoding="utf-8")
+        assert "<h1>FrozenLake-v1: ppo, iif</h1>" in page
+
+    def test_it_runs_what_it_was_told_to(self, out, finished):
+        comparison = load(out)
+        assert comparison.configs == [
+            RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=2, eval_episodes=4) for arm in ("ppo", "iif")
+        ]
+        assert comparison.table("metrics")["records"].to_list() == [2048] * 4
+
+    def test_a_finished_comparison_is_told_again_without_training(self, whence, out, finished):
+        before = stamps(out / "runs")
+        code, text, err = whence("compare", *LAKE, "--out", out)
+        assert code == 0
+        assert "ppo, seed 0: 2 rounds done" in err
+        assert "metric ppo (null) iif" in text
+        assert stamps(out / "runs") == before
+
+
+def test_on_a_terminal_bars_count_all_rounds(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(cli, "errors", Console(file=terminal, force_terminal=True, width=100))
+    configs = [RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=3) for arm in ("ppo", "iif")]
+    with cli._Bars(configs) as bars:
+        for config, rounds in ((0, 3), (1, 0), (1, 1), (1, 2)):
+            bars.update(configs[config], rounds)
+        bars._progress.refresh()
+        assert "5/6" in terminal.getvalue()
+        assert "iif, seed 0" in terminal.getvalue()
+        bars.update(configs[1], 3)
+    assert "6/6" in terminal.getvalue()
+    assert "rounds done" not in terminal.getvalue()

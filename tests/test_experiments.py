@@ -1,0 +1,699 @@
+import json
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+from dataclasses import replace
+
+import gymnasium as gym
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from gymnasium import spaces
+from polars.testing import assert_frame_equal
+from stable_baselines3 import PPO
+
+from whence.errors import RunDirectoryError, WhenceError
+from whence.experiments import ARMS, Comparison, RunConfig, compare, load, plan, presets
+from whence.experiments.compare import run_path
+from whence.experiments.environments import default_policy, evaluate, evaluation_env
+from whence.experiments.training import curve, is_finished, run
+from whence.guards import kept_generators
+from whence.runs import RunDirectory
+
+# Small enough that a policy that knows nothing finds the goal now and then: returns differ.
+LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
+PPO_SMALL = {"n_steps": 64, "batch_size": 32, "n_epochs": 4, "learning_rate": 0.01}
+ROUNDS, ARM_NAMES = 2, ["ppo", "iif", "random"]
+TIMED = {"rt_peak", "rt_peak_paper"}
+
+
+def planned(**changed):
+    values = {"env": "FrozenLake-v1", "env_kwargs": LAKE, "hyperparameters": PPO_SMALL, "arms": ARM_NAMES, "seeds": 2}
+    return plan(**values | {"rounds": ROUNDS, "eval_episodes": 20} | changed)
+
+
+def one(arm="ppo", **changed):
+    return planned(arms=[arm], seeds=1, **changed)[0]
+
+
+def stamps(path):
+    return {file.relative_to(path): file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()}
+
+
+def generators():
+    """The states of the global generators, to compare."""
+    name, words, *rest = np.random.get_state()
+    return random.getstate(), name, words.tolist(), rest, torch.get_rng_state().tolist()
+
+
+def assert_same_results(mine, other):
+    """Two finished runs hold the same in every file but the timings."""
+    for table in ("metrics", "evaluations"):
+        assert_frame_equal(mine.table(table), other.table(table), check_exact=True)
+    assert mine.rounds() == other.rounds() == [1, 2]
+    for number in mine.rounds():
+        for name in ("records", "episodes"):
+            assert_frame_equal(mine.round(name, number), other.round(name, number), check_exact=True)
+    for number in (1, 2, 3):
+        assert_same_tensors(mine.policy(number), other.policy(number))
+
+
+def assert_same_tensors(mine, other):
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What `progress` was told while `one_worker` ran."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def one_worker(tmp_path_factory, told) -> Comparison:
+    path = tmp_path_factory.mktemp("one") / "worker"
+    return compare(planned(), path, workers=1, progress=lambda config, rounds: told.append((config, rounds)))
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory) -> Comparison:
+    return compare(planned(), tmp_path_factory.mktemp("two"), workers=2)
+
+
+@pytest.fixture
+def registered():
+    """Register environments for one test."""
+    names = []
+
+    def register(name, entry_point):
+        gym.register(name, entry_point)
+        names.append(name)
+        return name
+
+    yield register
+    for name in names:
+        del gym.registry[name]
+
+
+class Still(gym.Env):
+    """Nothing happens; `space` is observed."""
+
+    def __init__(self, space, fault=None):
+        if fault:
+            raise OSError(fault)
+        self.observation_space, self.action_space = space, spaces.Discrete(2)
+
+
+class TestPlan:
+    def test_a_preset_is_what_the_published_code_runs(self):
+        (config,) = plan(preset="lda-code/frozenlake", arms=["iif"], seeds=1)
+        assert config.to_json() == {
+            "env": "FrozenLake-v1",
+            "env_kwargs": {"map_name": "4x4", "is_slippery": False},
+            "n_envs": 1,
+            "policy": "MlpPolicy",
+            "optimizer": "SGD",
+            "hyperparameters": {
+                **{"learning_rate": 5e-3, "n_steps": 2048, "batch_size": 64, "n_epochs": 10, "gamma": 0.99},
+                **{"gae_lambda": 0.95, "clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": "inf"},
+            },
+            "arm": "iif",
+            "drop": 0.5,
+            "rounds": 50,
+            "eval_episodes": 1000,
+            "seed": 0,
+        }
+        assert config.hyperparameters["max_grad_norm"] == math.inf
+
+    @pytest.mark.parametrize("name", list(presets()))
+    def test_every_preset_is_a_run(self, name):
+        config = RunConfig(arm="ppo", seed=0, **presets()[name])
+        assert json.loads(json.dumps(config.to_json(), allow_nan=False)) == config.to_json()
+        # PPO knows every hyperparameter by name.
+        PPO("MlpPolicy", gym.make("FrozenLake-v1"), device="cpu", **config.hyperparameters)
+
+    @pytest.mark.parametrize("name", list(presets()))
+    def test_a_configuration_comes_back_from_json(self, name):
+        config = replace(RunConfig(arm="iif", seed=3, **presets()[name]), env_kwargs={"name": "inf"})
+        assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+    def test_overrides_replace_what_the_preset_says_and_none_does_not(self):
+        (config,) = plan(
+            preset="lda-code/frozenlake", arms=["iif"], seeds=1, rounds=3, drop=0.25, eval_episodes=None, n_envs=None
+        )
+        assert (config.rounds, config.drop, config.eval_episodes, config.n_envs) == (3, 0.25, 1000, 1)
+        assert config.optimizer == "SGD"
+
+    def test_an_environment_is_trained_with_sb3s_defaults(self):
+        (config,) = plan(env="CartPole-v1", arms=["ppo"], seeds=1)
+        assert config == RunConfig(env="CartPole-v1", arm="ppo", seed=0)
+        assert (config.optimizer, dict(config.hyperparameters)) == ("Adam", {})
+        assert (config.rounds, config.eval_episodes, config.drop, config.n_envs) == (50, 100, 0.5, 1)
+
+    def test_runs_come_arm_by_arm_within_each_seed(self):
+        found = [(config.seed, config.arm) for config in planned(arms=["random", "ppo"], seeds=3)]
+        assert found == [(0, "random"), (0, "ppo"), (1, "random"), (1, "ppo"), (2, "random"), (2, "ppo")]
+
+    @pytest.mark.parametrize(
+        ("space", "policy"),
+        [
+            (spaces.Box(0, 255, (36, 36, 3), np.uint8), "CnnPolicy"),
+            (spaces.Box(0, 255, (1, 36, 36), np.uint8), "CnnPolicy"),
+            (spaces.Box(0, 1, (36, 36, 3), np.float32), "MlpPolicy"),
+            (spaces.Box(0, 255, (36,), np.uint8), "MlpPolicy"),
+            (spaces.Box(-1, 1, (4,), np.float32), "MlpPolicy"),
+            (spaces.Discrete(5), "MlpPolicy"),
+        ],
+    )
+    def test_the_policy_follows_from_what_is_observed(self, registered, space, policy):
+        env = registered("WhenceStill-v0", Still)
+        assert default_policy(space) == policy
+        assert {c.policy for c in plan(env=env, env_kwargs={"space": space}, arms=["ppo", "iif"], seeds=1)} == {policy}
+
+    def test_a_policy_that_is_named_stays(self, registered):
+        env = registered("WhenceStill-v0", Still)
+        space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
+        (config,) = plan(env=env, env_kwargs={"space": space}, policy="MlpPolicy", arms=["ppo"], seeds=1)
+        assert config.policy == "MlpPolicy"
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"env": "FrozenLke-v1"}, r"No environment 'FrozenLke-v1' is registered.*Did you mean FrozenLake-v1, "),
+            ({"env": "LunarLander-v99"}, r"No environment 'LunarLander-v99'.*Did you mean LunarLander-v3"),
+            ({"preset": "frozenlake"}, r"preset 'frozenlake' is unknown\. Did you mean lda-code/frozenlake\?"),
+            ({"preset": "zzzzzzzz"}, r"preset 'zzzzzzzz' is unknown\. Known: .*lda-code/frozenlake"),
+            ({"env": "CartPole-v1", "preset": "lda-code/frozenlake"}, "Give either an environment.* not both, not non"),
+            ({}, "Give either an environment.* not both, not none"),
+            ({"env": "CartPole-v1", "arms": ["ppo", "if"]}, r"arm 'if' is unknown\. Did you mean iif\?"),
+            ({"env": "CartPole-v1", "arms": ["zzz"]}, r"arm 'zzz' is unknown\. Known: iif, ppo, random\."),
+            ({"env": "CartPole-v1", "arms": []}, r"arms is ''; name each arm once\. Known: ppo, iif, random\."),
+            ({"env": "CartPole-v1", "arms": ["ppo", "iif", "ppo"]}, "arms is 'ppo,iif,ppo'; name each arm once"),
+            ({"env": "CartPole-v1", "optimizer": "SDG"}, r"optimizer 'SDG' is unknown\. Did you mean SGD\?"),
+            ({"env": "CartPole-v1", "optimizer": "sgd"}, r"optimizer 'sgd' is unknown\. .*SGD"),
+            ({"env": "CartPole-v1", "seeds": 0}, "seeds is 0; at least 1 is needed, and 2 for intervals"),
+            ({"env": "CartPole-v1", "rounds": 0}, "rounds is 0; at least 1 is needed"),
+            ({"env": "CartPole-v1", "eval_episodes": 1}, "eval_episodes is 1; at least 2 is needed"),
+            ({"env": "CartPole-v1", "n_envs": 0}, "n_envs is 0; at least 1 is needed"),
+            ({"env": "CartPole-v1", "drop": 0.0}, r"drop is 0\.0; .* in \(0, 1\]"),
+            ({"env": "CartPole-v1", "drop": 1.01}, r"drop is 1\.01; .* in \(0, 1\]"),
+            ({"env": "CartPole-v1", "drop": math.nan}, r"drop is nan; .* in \(0, 1\]"),
+            (
+                {"env": "CartPole-v1", "env_kwargs": {"wings": 2}},
+                "'CartPole-v1' cannot be made with .'wings': 2.: .*wings",
+            ),
+            ({"env": "no_such_module:Foo-v0"}, "'no_such_module:Foo-v0' cannot be made with .*no_such_module"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, given, message):
+        with pytest.raises(WhenceError, match=message):
+            plan(**{"arms": ["ppo"], "seeds": 1} | given)
+
+    @pytest.mark.parametrize("edge", [{"rounds": 1}, {"eval_episodes": 2}, {"drop": 1.0}, {"drop": 1e-9}])
+    def test_what_is_just_in_range_is_taken(self, edge):
+        ((name, value),) = edge.items()
+        assert getattr(one(**edge), name) == value
+
+    def test_a_seed_is_not_negative(self):
+        with pytest.raises(WhenceError, match="seed is -1; at least 0 is needed"):
+            RunConfig(env="CartPole-v1", arm="ppo", seed=-1)
+
+    def test_an_environment_that_cannot_be_made_says_why(self, registered):
+        env = registered("WhenceStill-v0", Still)
+        with pytest.raises(WhenceError, match=r"'WhenceStill-v0' cannot be made with .*: the pump is dry") as caught:
+            plan(env=env, env_kwargs={"space": None, "fault": "the pump is dry"}, arms=["ppo"], seeds=1)
+        assert isinstance(caught.value.__cause__, OSError)
+
+    def test_planning_touches_no_generator(self):
+        before = generators()
+        planned()
+        assert generators() == before
+
+
+class Draw(gym.Env):
+    """One step, whose reward is drawn when the episode begins and does not depend on the action."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (1,), np.float32), spaces.Discrete(2)
+
+    def __init__(self, broken=False):
+        self.broken = broken
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.reward = float(self.np_random.integers(100))
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        if self.broken:
+            raise RuntimeError("the pump is dry")
+        return np.zeros(1, np.float32), self.reward, True, False, {}
+
+
+class TestEvaluate:
+    STILL_LAKE = LAKE | {"is_slippery": False}
+
+    @pytest.fixture
+    def model(self):
+        return PPO("MlpPolicy", gym.make("FrozenLake-v1", **self.STILL_LAKE), device="cpu", seed=0)
+
+    @pytest.fixture
+    def env(self):
+        env = evaluation_env("FrozenLake-v1", self.STILL_LAKE, 40)
+        yield env
+        env.close()
+
+    def test_a_seed_decides_the_figures_whatever_came_before(self, model, env):
+        first = evaluate(model, env, episodes=40, seed=5)
+        random.random(), np.random.random(), torch.rand(3)
+        evaluate(model, env, episodes=7, seed=1)
+        assert evaluate(model, env, episodes=40, seed=5) == first
+        fresh = evaluation_env("FrozenLake-v1", self.STILL_LAKE, 40)
+        assert evaluate(model, fresh, episodes=40, seed=5) == first
+        assert len({evaluate(model, env, episodes=40, seed=seed)[0] for seed in range(6)}) > 1
+
+    def test_the_environments_own_chance_follows_the_seed(self, model):
+        env = evaluation_env("FrozenLake-v1", LAKE, 3)
+        with torch.no_grad():
+            model.policy.action_net.weight.zero_()
+            model.policy.action_net.bias.copy_(torch.tensor([0.0, 0.0, 100.0, 0.0]))  # always to the right
+        found = [evaluate(model, env, episodes=30, seed=seed) for seed in (0, 1, 2, 3, 0, 1, 2, 3)]
+        assert found[:4] == found[4:]
+        assert len(set(found)) > 1
+
+    def test_actions_are_sampled(self, model, env):
+        # The lake is not slippery, so that a policy without chance would reach the goal always or never.
+        mean, error = evaluate(model, env, episodes=40, seed=5)
+        assert 0 < mean < 1
+        assert error > 0
+
+    def test_mean_and_standard_error_by_hand(self, registered):
+        name = registered("WhenceDraw-v0", Draw)
+        model = PPO("MlpPolicy", gym.make(name), device="cpu")
+        env = evaluation_env(name, {}, 5)
+        assert env.num_envs == 5
+        draws = [int(gym.utils.seeding.np_random(11 + index)[0].integers(100)) for index in range(5)]
+        assert len(set(draws)) == 5
+        mean = sum(draws) / 5
+        error = math.sqrt(sum((draw - mean) ** 2 for draw in draws) / 4 / 5)
+        assert evaluate(model, env, episodes=5, seed=11) == pytest.approx((mean, error), rel=1e-12)
+
+    @pytest.mark.parametrize("broken", [False, True])
+    def test_generators_and_modes_are_as_before(self, registered, broken):
+        name = registered("WhenceDraw-v0", Draw)
+        model = PPO("MlpPolicy", gym.make(name), device="cpu", seed=0)
+        model.policy.set_training_mode(True)
+        model.policy.mlp_extractor.eval()
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+        np.random.standard_normal()  # leaves the second of a pair behind
+
+        def state():
+            modes = [module.training for module in model.policy.modules()]
+            return generators(), modes
+
+        before, parameters = state(), [parameter.clone() for parameter in model.policy.parameters()]
+        env = evaluation_env(name, {"broken": broken}, 4)
+        if broken:
+            with pytest.raises(RuntimeError, match="the pump is dry"):
+                evaluate(model, env, episodes=4, seed=9)
+        else:
+            evaluate(model, env, episodes=4, seed=9)
+        assert state() == before
+        assert all(map(torch.equal, parameters, model.policy.parameters()))
+
+
+class TestComparison:
+    def test_results_do_not_depend_on_the_number_of_workers(self, one_worker, two_workers):
+        assert one_worker.configs == two_workers.configs
+        for config in one_worker.configs:
+            assert_same_results(one_worker.run(config), two_workers.run(config))
+
+    def test_nor_does_the_summary_but_for_times(self, one_worker, two_workers):
+        (mine,), (other,) = one_worker.summary.values(), two_workers.summary.values()
+        assert mine.keys() == other.keys() == set(ARM_NAMES)
+        for arm, metrics in mine.items():
+            untimed = metrics.keys() - TIMED
+            assert len(untimed) >= 8
+            assert {name: metrics[name] for name in untimed} == {name: other[arm][name] for name in untimed}
+
+    def test_nor_on_other_runs_of_the_same_process(self, one_worker, tmp_path):
+        config = one_worker.configs[4]
+        assert (config.arm, config.seed) == ("iif", 1)
+        with kept_generators():
+            run(config, tmp_path / "alone")
+        assert_same_results(RunDirectory.open(tmp_path / "alone"), one_worker.run(config))
+
+    def test_summary_json(self, one_worker):
+        summary = json.loads((one_worker.path / "summary.json").read_text(encoding="utf-8"))
+        assert summary == one_worker.summary
+        assert list(summary) == ["FrozenLake-v1"]
+        assert list(summary["FrozenLake-v1"]) == ARM_NAMES
+        for metrics in summary["FrozenLake-v1"].values():
+            for name in ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "auc", "final_return", "peak_return"):
+                entry = metrics[name]
+                assert {"mean", "low", "high", "per_seed", "null"} <= entry.keys()
+                assert len(entry["per_seed"]) == 2
+                for value in (entry["mean"], entry["low"], entry["high"], entry["null"], *entry["per_seed"]):
+                    assert value is None or math.isfinite(value)
+            for name in ("auc", "final_return", "peak_return"):
+                assert None not in metrics[name]["per_seed"]
+                assert metrics[name]["null"] == 0
+
+    def test_the_summary_is_that_of_the_evaluations(self, one_worker):
+        (summary,) = one_worker.summary.values()
+        assert len({str(metrics["final_return"]["per_seed"]) for metrics in summary.values()}) > 1
+        for arm, metrics in summary.items():
+            for seed in (0, 1):
+                config = next(c for c in one_worker.configs if (c.arm, c.seed) == (arm, seed))
+                returns = one_worker.run(config).table("evaluations")["test_return"].to_list()
+                assert metrics["final_return"]["per_seed"][seed] == returns[2]
+                assert metrics["peak_return"]["per_seed"][seed] == max(returns)
+                assert metrics["auc"]["per_seed"][seed] == pytest.approx(
+                    (returns[0] / 2 + returns[1] + returns[2] / 2) / 2
+                )
+
+    def test_a_finished_run_holds_these_files_and_no_others(self, one_worker):
+        names = {"config.json", "metrics.parquet", "timings.parquet", "evaluations.parquet"}
+        names |= {f"{folder}/round_0000{n}.parquet" for folder in ("records", "episodes") for n in (1, 2)}
+        names |= {f"policies/round_0000{n}.safetensors" for n in (1, 2, 3)}
+        for arm in ARM_NAMES:
+            for seed in (0, 1):
+                assert {str(name) for name in stamps(one_worker.path / "runs" / arm / f"seed_{seed}")} == names
+        top = {entry.name for entry in one_worker.path.iterdir()}
+        assert top == {"runs", "summary.json"}
+
+    def test_each_run_says_what_it_is(self, one_worker):
+        for config in one_worker.configs:
+            directory = one_worker.run(config)
+            assert directory.config == config.to_json()
+            assert directory.config["env_kwargs"] == LAKE
+            assert set(directory.versions) >= {"whence", "torch", "stable-baselines3", "gymnasium"}
+
+    def test_tables_of_all_runs_below_each_other(self, one_worker):
+        evaluations = one_worker.table("evaluations")
+        assert evaluations.columns == ["round", "test_return", "standard_error", "episodes", "arm", "seed"]
+        assert evaluations.select("arm", "seed", "round").rows() == [
+            (arm, seed, number) for seed in (0, 1) for arm in ARM_NAMES for number in (0, 1, 2)
+        ]
+        assert set(evaluations["episodes"]) == {20}
+        metrics = one_worker.table("metrics")
+        assert metrics.select("arm", "seed", "round").rows() == [
+            (arm, seed, number) for seed in (0, 1) for arm in ARM_NAMES for number in (1, 2)
+        ]
+        # Nothing is scored for an arm that needs no scores.
+        unscored = metrics.filter(metrics["arm"] == "ppo")
+        assert unscored["q50"].null_count() == len(unscored)
+        assert metrics.filter(metrics["arm"] != "ppo")["q50"].null_count() == 0
+        assert metrics["train/policy_gradient_loss"].null_count() == 0
+
+    def test_timings_are_of_each_round_and_stage(self, one_worker):
+        timings = one_worker.table("timings")
+        stages = [
+            f"{stage}_{clock}" for stage in ("collection", "scoring", "optimisation") for clock in ("cpu", "wall")
+        ]
+        assert timings.columns == ["round", *stages, "arm", "seed"]
+        assert timings.height == 12
+        assert all(value > 0 for stage in ("collection_wall", "optimisation_wall") for value in timings[stage])
+
+    def test_seconds_count_scoring_only_where_it_is_the_arms_own(self, one_worker):
+        for config in one_worker.configs:
+            timings = one_worker.run(config).table("timings")
+            expected = timings["collection_cpu"] + timings["optimisation_cpu"]
+            if config.arm == "iif":
+                expected = expected + timings["scoring_cpu"]
+            found = curve(config, run_path(one_worker.path, config))
+            assert found.seconds.tolist() == expected.to_list()
+            assert found.returns.shape == found.standard_errors.shape == (3,)
+
+    def test_arms_of_a_seed_start_alike(self, one_worker):
+        for seed in (0, 1):
+            runs = [one_worker.run(config) for config in one_worker.configs if config.seed == seed]
+            first, *others = ((r.policy(1), r.table("evaluations").row(0), r.round("records", 1)) for r in runs)
+            for policy, evaluation, records in others:
+                assert_same_tensors(policy, first[0])
+                assert evaluation == first[1]
+                columns = ["record_id", "episode_id", "observation", "action", "reward", "advantage"]
+                assert_frame_equal(records.select(columns), first[2].select(columns), check_exact=True)
+            trained = [r.policy(3)["action_net.weight"] for r in runs]
+            assert not torch.equal(trained[0], trained[1])
+            assert not torch.equal(trained[1], trained[2])
+
+    def test_arms_drop_what_they_say(self, one_worker):
+        for config in one_worker.configs:
+            for number in (1, 2):
+                records = one_worker.run(config).round("records", number)
+                dropped = records.filter(~records["keep"])
+                if config.arm == "ppo":
+                    assert dropped.height == 0
+                    continue
+                negative = (records["score"] < 0).sum()
+                assert dropped.height == negative // 2 > 0
+                if config.arm == "iif":
+                    assert dropped["score"].max() <= records.filter(records["keep"])["score"].min()
+                else:
+                    assert (dropped["score"] >= 0).any()
+                assert dropped["weight"].to_list() == [0] * dropped.height
+
+    def test_progress_is_told_of_every_round(self, one_worker, told):
+        for config in one_worker.configs:
+            rounds = [number for about, number in told if about == config]
+            assert rounds == [0, 0, 1, 2]
+
+    def test_finished_runs_are_not_repeated(self, one_worker):
+        before, told = stamps(one_worker.path / "runs"), []
+        again = compare(
+            planned(), one_worker.path, workers=2, progress=lambda config, rounds: told.append((config, rounds))
+        )
+        assert stamps(one_worker.path / "runs") == before
+        assert len(before) == 66
+        assert told == [(config, 2) for config in planned()]
+        assert again.summary == one_worker.summary
+
+    def test_it_is_read_again_as_it_was(self, one_worker):
+        found = load(one_worker.path)
+        assert found.path == one_worker.path
+        assert found.configs == one_worker.configs
+        assert found.summary == one_worker.summary
+        assert_frame_equal(found.table("evaluations"), one_worker.table("evaluations"), check_exact=True)
+
+    def test_what_is_not_finished_cannot_be_read(self, one_worker, tmp_path):
+        shutil.copytree(one_worker.path / "runs", tmp_path / "runs")
+        with pytest.raises(WhenceError, match=r"holds no summary\.json, so it is no finished comparison"):
+            load(tmp_path)
+
+
+class TestRun:
+    @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+    def test_the_ppo_arm_is_plain_ppo(self, optimizer, tmp_path):
+        config = one(optimizer=optimizer)
+        with kept_generators():
+            run(config, tmp_path / "run")
+            kwargs = {} if optimizer == "Adam" else {"policy_kwargs": {"optimizer_class": torch.optim.SGD}}
+            plain = PPO("MlpPolicy", gym.make("FrozenLake-v1", **LAKE), seed=0, device="cpu", **PPO_SMALL, **kwargs)
+            untrained = {name: tensor.clone() for name, tensor in plain.policy.state_dict().items()}
+            plain.learn(ROUNDS * 64)
+        found = RunDirectory.open(tmp_path / "run")
+        assert_same_tensors(found.policy(1), untrained)
+        assert_same_tensors(found.policy(3), dict(plain.policy.named_parameters()))
+        assert not torch.equal(found.policy(3)["action_net.weight"], untrained["action_net.weight"])
+
+    def test_the_ppo_arm_of_a_comparison_is_plain_ppo(self, one_worker):
+        for config in one_worker.configs:
+            if config.arm == "ppo":
+                env = gym.make("FrozenLake-v1", **LAKE)
+                with kept_generators():
+                    plain = PPO("MlpPolicy", env, seed=config.seed, device="cpu", **PPO_SMALL).learn(ROUNDS * 64)
+                assert_same_tensors(one_worker.run(config).policy(3), dict(plain.policy.named_parameters()))
+
+    def test_the_number_of_evaluation_episodes_does_not_change_training(self, one_worker, tmp_path):
+        with kept_generators():
+            run(one("iif", eval_episodes=3), tmp_path / "run")
+        found, other = RunDirectory.open(tmp_path / "run"), one_worker.run(one_worker.configs[1])
+        assert_same_tensors(found.policy(3), other.policy(3))
+        assert set(found.table("evaluations")["episodes"]) == {3}
+
+    def test_an_unfinished_run_is_started_over_and_a_finished_one_is_not(self, one_worker, tmp_path):
+        config = one_worker.configs[2]
+        path, told = tmp_path / "run", []
+        shutil.copytree(run_path(one_worker.path, config), path)
+        assert is_finished(config, path)
+        before = stamps(path)
+        run(config, path, told.append)
+        assert stamps(path) == before
+        assert told == [2]
+        found = RunDirectory.open(path).table("evaluations")
+        found.head(2).write_parquet(path / "evaluations.parquet")  # stopped before the last evaluation
+        (path / "records" / "round_00009.parquet").write_bytes(b"of another time")
+        assert not is_finished(config, path)
+        with pytest.raises(RunDirectoryError, match="holds an unfinished run; run it again to finish it"):
+            curve(config, path)
+        with kept_generators():
+            run(config, path, told.append)
+        assert told == [2, 0, 1, 2]
+        assert is_finished(config, path)
+        assert_same_results(RunDirectory.open(path), one_worker.run(config))
+
+    def test_another_run_in_its_place_is_refused(self, one_worker):
+        config = one_worker.configs[0]
+        path = run_path(one_worker.path, config)
+        before = stamps(path)
+        with pytest.raises(RunDirectoryError, match=r"drop was 0\.5, now 0\.25"):
+            run(one(drop=0.25), path)
+        assert stamps(path) == before
+
+    def test_a_directory_that_is_not_there_is_not_finished(self, tmp_path):
+        assert not is_finished(one(), tmp_path / "nowhere")
+
+
+class TestRefusals:
+    def test_runs_of_another_configuration_are_refused_before_anything_is_trained(self, tmp_path):
+        # The last of the runs to come, so that all the others would have been trained before it.
+        config = planned(drop=0.25)[-1]
+        RunDirectory.create(run_path(tmp_path, config), config.to_json())
+        before, told = stamps(tmp_path), []
+        with pytest.raises(RunDirectoryError, match=r"random.seed_1 holds a run .*drop was 0\.25, now 0\.5"):
+            compare(planned(), tmp_path, workers=1, progress=lambda *about: told.append(about))
+        assert stamps(tmp_path) == before
+        assert told == []
+
+    def test_arms_without_the_standard_are_refused(self, tmp_path):
+        with pytest.raises(WhenceError, match="The arms iif, random lack 'ppo', which the others are measured against"):
+            compare(planned(arms=["iif", "random"]), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("workers", [0, -1])
+    def test_no_workers_are_refused(self, tmp_path, workers):
+        with pytest.raises(WhenceError, match=f"workers is {workers}; at least 1 is needed"):
+            compare(planned(), tmp_path / "out", workers=workers)
+        assert not (tmp_path / "out").exists()
+
+    def test_every_arm_is_data(self):
+        assert next(iter(ARMS)) == "ppo"
+        assert {name: (repr(arm.rule(0.3, 7)), arm.counts_scoring) for name, arm in ARMS.items()} == {
+            "ppo": ("KeepAll()", False),
+            "iif": ("IIF(drop=0.3)", True),
+            "random": ("RandomDrop(drop=0.3, seed=7)", False),
+        }
+
+
+PUMP = """
+import pathlib
+import gymnasium as gym
+import numpy as np
+
+
+class Pump(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (1,), np.float32), gym.spaces.Discrete(2)
+
+    def __init__(self, fault):
+        self.fault = pathlib.Path(fault)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.dry = getattr(self, "dry", False) or self.fault.exists() and self.fault.read_text() == str(seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        if self.dry:
+            raise RuntimeError("the pump is dry")
+        return np.zeros(1, np.float32), float(self.np_random.random()), True, False, {}
+
+
+gym.register("Pump-v0", Pump)
+"""
+"""An environment that fails in the runs of the seed that a file names."""
+
+
+def test_a_run_that_fails_is_named_and_what_is_finished_stays(tmp_path, monkeypatch):
+    (tmp_path / "whence_test_pump.py").write_text(PUMP)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    fault, out = tmp_path / "fault", tmp_path / "out"
+    try:
+        configs = planned(env="whence_test_pump:Pump-v0", env_kwargs={"fault": str(fault)}, arms=["ppo", "iif"])
+        standards = [config for config in configs if config.arm == "ppo"]
+        with kept_generators():
+            for config in standards:
+                run(config, run_path(out, config))
+        before = stamps(out)
+        fault.write_text("1")
+        with pytest.raises(WhenceError, match=r"The run of arm iif, seed 1, failed: .*the pump is dry") as caught:
+            compare(configs, out, workers=1)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert multiprocessing.active_children() == []
+        assert before.items() <= stamps(out).items()
+        assert not (out / "summary.json").exists()
+        assert [is_finished(config, run_path(out, config)) for config in configs] == [True, True, True, False]
+        fault.unlink()
+        with kept_generators():
+            run(configs[3], run_path(out, configs[3]))
+        assert set(compare(configs, out).summary) == {"whence_test_pump:Pump-v0"}
+    finally:
+        gym.registry.pop("Pump-v0", None)
+        sys.modules.pop("whence_test_pump", None)
+
+
+# Holes and goals around: episodes are short, and many.
+HOLES = {"desc": ["SFG", "FFH", "HFG"], "is_slippery": True}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one environment", "two environments"])
+def episodes(request, tmp_path_factory):
+    """Each episode's row of `episodes`, with its records in order."""
+    path = tmp_path_factory.mktemp("replay") / "run"
+    with kept_generators():
+        run(one("iif", n_envs=request.param, env_kwargs=HOLES), path)
+    directory = RunDirectory.open(path)
+    assert directory.rounds() == [1, 2]
+    records = pl.concat([directory.round("records", k).with_columns(round=k) for k in directory.rounds()])
+    rows = pl.concat([directory.round("episodes", k) for k in directory.rounds()]).to_dicts()
+    return [(row, records.filter(pl.col("episode_id") == row["episode_id"]).sort("step")) for row in rows]
+
+
+def replayed(generator_state, actions):
+    """Play these actions from a generator's state; return observations, rewards and whether the episode ended."""
+    env, state = gym.make("FrozenLake-v1", **HOLES), json.loads(generator_state)
+    if "seed" in state:
+        observation, _ = env.reset(seed=state["seed"])
+    else:
+        env.reset()
+        env.unwrapped.np_random.bit_generator.state = state
+        observation, _ = env.reset()
+    observations, rewards, ended = [], [], False
+    for action in actions:
+        if ended:
+            break
+        observations.append(observation)
+        observation, reward, terminated, truncated, _ = env.step(action)
+        rewards.append(reward)
+        ended = terminated or truncated
+    return observations, rewards, ended
+
+
+class TestReplay:
+    def test_an_episode_is_played_again_from_its_generators_state(self, episodes):
+        last = {row["env_index"]: row["episode_id"] for row, _ in episodes}
+        for row, records in episodes:
+            assert records["step"].to_list() == list(range(len(records)))
+            assert set(records["env_index"]) == {row["env_index"]}
+            observations, rewards, ended = replayed(row["generator_state"], records["action"])
+            assert observations == records["observation"].to_list()
+            assert rewards == records["reward"].to_list()
+            assert ended or row["episode_id"] == last[row["env_index"]]
+
+    def test_and_from_that_state_only(self, episodes):
+        longest, records = max(episodes, key=lambda episode: len(episode[1]))
+        others = [row["generator_state"] for row, _ in episodes if row is not longest]
+        found = [replayed(state, records["action"])[0] for state in others]
+        assert records["observation"].to_list() not in found
+
+    def test_the_episodes_are_all_there_and_of_all_kinds(self, episodes):
+        assert len(episodes) >= 10
+        assert sorted(row["episode_id"] for row, _ in episodes) == list(range(len(episodes)))
+        assert len({row["generator_state"] for row, _ in episodes}) == len(episodes)
+        assert any(records["round"].n_unique() == 2 for _, records in episodes)
+        assert 0 < sum(records["reward"].sum() for _, records in episodes) < len(episodes)

@@ -1,0 +1,30 @@
+"""What the README shows is what runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.timeout(60)
+def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    (block,) = blocks("python")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    assert "record_id" in capsys.readouterr().out
+    assert len(list((tmp_path / "runs/lake/records").glob("*.parquet"))) == 10
+
+
+def test_the_commands_are_the_makefiles() -> None:
+    shown = "\n".join(blocks("bash"))
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert f"make {target}" in shown
+        assert f"\n{target}:" in makefile

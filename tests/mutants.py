@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "target reads normalised advantages",
         "attribution.py",
-        "Problem(view, own, params, records,",
-        "Problem(view, own, params, prepared,",
+        "Problem(view, modules, own, params, records,",
+        "Problem(view, modules, own, params, prepared,",
         ON_PAPER,
     ),
     Mutant("ghost forgets the bias", "engines/rules.py", "linear(x, weight, bias))", "linear(x, weight))", ENGINES),
@@ -173,7 +173,7 @@ MUTANTS = (
     Mutant(
         "modes not restored",
         "guards.py",
-        "submodule.training = True",
+        "module.training = True",
         "pass",
         f"{SB3}::test_scoring_changes_nothing_also_when_it_raises",
     ),
@@ -229,8 +229,8 @@ MUTANTS = (
     Mutant(
         "generators of evaluation not guarded",
         "experiments/environments.py",
-        "with kept_generators(), eval_mode(model.policy):",
-        "with eval_mode(model.policy):",
+        "with kept_generators(), eval_mode(model.policy.modules()):",
+        "with eval_mode(model.policy.modules()):",
         "test_experiments.py -k evaluate",
     ),
 )

@@ -195,7 +195,7 @@ def test_provenance_says_what_was_done() -> None:
     assert (influence.target, influence.engine) == ("Return()", "ghost")
     assert "ghost rule" in influence.engine_reason
     assert influence.provenance.parameters == ("0.weight", "0.bias", "2.weight", "2.bias")
-    assert influence.provenance.records == records.fingerprint()
+    assert influence.provenance.records == records.fingerprint
     assert set(influence.provenance.versions) == {"whence", "torch"}
 
 

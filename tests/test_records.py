@@ -43,10 +43,10 @@ def test_ids_follow_records_through_take() -> None:
 
 def test_fingerprint_tells_rounds_apart() -> None:
     batch = RecordBatch(**columns())
-    assert batch.fingerprint() == RecordBatch(**columns()).fingerprint()
-    assert batch.fingerprint() != batch.with_advantages(batch.advantages * 2).fingerprint()
-    assert batch.fingerprint() != RecordBatch(**columns(log_probs=np.full(4, -0.8))).fingerprint()
-    assert batch.fingerprint() != RecordBatch(**columns(record_ids=[0, 1, 3, 2])).fingerprint()
+    assert batch.fingerprint == RecordBatch(**columns()).fingerprint
+    assert batch.fingerprint != batch.with_advantages(batch.advantages * 2).fingerprint
+    assert batch.fingerprint != RecordBatch(**columns(log_probs=np.full(4, -0.8))).fingerprint
+    assert batch.fingerprint != RecordBatch(**columns(record_ids=[0, 1, 3, 2])).fingerprint
 
 
 def test_table_has_nulls_for_the_unknown_and_arrays_for_vectors() -> None:

@@ -13,7 +13,7 @@ def scored(scores: list[float], ids: list[int] | None = None) -> tuple[RecordBat
     records = RecordBatch(
         observations=zeros, actions=zeros, log_probs=zeros, advantages=zeros, record_ids=ids or list(range(n))
     )
-    provenance = Provenance("f", "l", "loop", "", (), records.fingerprint())
+    provenance = Provenance("f", "l", "loop", "", (), records.fingerprint)
     return records, Influence(torch.tensor(scores), records.ids, provenance)
 
 

@@ -1,5 +1,6 @@
 """Which records raise a target, which lower it (LDA §3)."""
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -8,7 +9,7 @@ from typing import overload
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from whence.engines import Gradient, Problem, record_gradient, solve, target_gradients
 from whence.errors import NonFinite, WhenceError
@@ -79,8 +80,9 @@ def attribute(
         raise WhenceError(f"chunk_size is {chunk_size}; at least one record has to fit into a pass.")
     view, objective = as_view(policy), as_objective(objective)
     asked = [as_target(one) for one in targets.values()]
-    with kept_generators(), eval_mode(view.module), torch.inference_mode(False), torch.enable_grad():
-        problem = _problem(view, records, objective, asked, chunk_size)
+    modules = dict(view.module.named_modules())
+    with kept_generators(), eval_mode(modules.values()), torch.inference_mode(False), torch.enable_grad():
+        problem = _problem(view, modules, records, objective, asked, chunk_size)
         products, used, reason = solve(problem, engine)
         _check_scores(products, problem)
     influences = {
@@ -93,7 +95,7 @@ def attribute(
                 engine=used,
                 engine_reason=reason,
                 parameters=tuple(problem.params),
-                records=records.fingerprint(),
+                records=records.fingerprint,
                 versions=dict(_versions()),
             ),
         )
@@ -103,7 +105,12 @@ def attribute(
 
 
 def _problem(
-    view: PolicyView, records: RecordBatch, objective: Objective, targets: list[Target], chunk_size: int
+    view: PolicyView,
+    modules: Mapping[str, nn.Module],
+    records: RecordBatch,
+    objective: Objective,
+    targets: list[Target],
+    chunk_size: int,
 ) -> Problem:
     # Fresh leaves that share the parameters' memory: hooks and gradients of the user's own never see our graphs.
     own = view.parameters()
@@ -117,7 +124,7 @@ def _problem(
     records = records.to(device)
     prepared = objective.prepare(records)
     inputs = map_tree(lambda tensor: tensor.detach(), view.prepare(records))
-    return Problem(view, own, params, records, prepared, inputs, objective, targets, chunk_size)
+    return Problem(view, modules, own, params, records, prepared, inputs, objective, targets, chunk_size)
 
 
 @cache
@@ -126,7 +133,7 @@ def _versions() -> Mapping[str, str]:
 
 
 def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> None:
-    if torch.isfinite(products.sum()):  # finite only where every term is, and cheaper to look at
+    if math.isfinite(products.sum()):  # finite only where every term is, and cheaper to look at
         return
     finite = torch.isfinite(products).all(dim=0)
     if finite.all():

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,16 +27,16 @@ def kept_generators() -> Iterator[None]:
 
 
 @contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put `module` and all its submodules in eval mode, and each back in its own mode on exit."""
-    training = [submodule for submodule in module.modules() if submodule.training]
+def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules in eval mode, and each back in its own mode on exit. Submodules have to be listed too."""
+    training = [module for module in modules if module.training]
     try:
-        for submodule in training:
-            submodule.training = False
+        for module in training:
+            module.training = False
         yield
     finally:
-        for submodule in training:
-            submodule.training = True
+        for module in training:
+            module.training = True
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class Provenance:
     engine: str
     engine_reason: str
     parameters: tuple[str, ...]
-    records: str | None = None  # RecordBatch.fingerprint() of the whole batch
+    records: str | None = None  # RecordBatch.fingerprint of the whole batch
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import cached_property
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -135,8 +136,10 @@ class RecordBatch:
         # Past __post_init__: the columns were copied and checked once, and `loop` takes records one by one.
         batch = object.__new__(type(self))
         batch.__dict__.update(self.__dict__ | columns)
+        batch.__dict__.pop("fingerprint", None)
         return batch
 
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of ids, log-probs and advantages: tells two rounds apart even where their ids agree."""
         digest = hashlib.sha256()

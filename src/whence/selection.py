@@ -136,7 +136,7 @@ def scores_for(records: RecordBatch, influence: Influence | None) -> Float[Tenso
     if influence is None:
         raise InvalidInfluence("This rule needs an influence: pass attribute(policy, records, target=Return()).")
     theirs, digest = influence.record_ids, influence.provenance.records
-    if not torch.equal(theirs, records.ids.cpu()) or (digest is not None and digest != records.fingerprint()):
+    if not torch.equal(theirs, records.ids.cpu()) or (digest is not None and digest != records.fingerprint):
         raise InvalidInfluence(
             f"The influence holds {len(influence)} scores of other records than the {len(records)} to select from. "
             "Score these records: attribute(policy, records, ...), and pass the whole influence, not top() or bottom()."

@@ -125,6 +125,6 @@ def as_target(target: Target) -> Target:
     return target
 
 
-def name_of(target: Target) -> str:
+def name_of(target: object) -> str:
     """Name a target for provenance and tables."""
     return getattr(target, "__name__", None) or repr(target)

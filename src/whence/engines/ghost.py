@@ -1,8 +1,9 @@
 """Per-record products from each layer's input and output gradient; no per-record gradient is ever formed."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from whence.engines.forward import directional
 from whence.engines.problem import Gradient, Problem, Refused, Seeds, added, checked, pullback, seeds, target_gradients
 from whence.engines.rules import LayerRule, Own, rule_for, ruled_types
 from whence.policies import Outputs
-from whence.targets import BatchTarget, Target
+from whence.targets import BatchTarget
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
         Refused: a layer without a rule, a parameter used outside its layer, or a layer whose first axis is not the
             records'.
     """
-    layers = covered_layers(problem.view.module, problem.own)
+    layers = covered_layers(problem.modules, problem.own)
     chunks = list(problem.chunks())
     if len(chunks) == 1:
         tape = _recorded_pass(problem, layers, chunks[0])
@@ -47,7 +48,7 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
     return torch.cat([_products(problem, _recorded_pass(problem, layers, c), gradients) for c in chunks], dim=1)
 
 
-def covered_layers(policy: nn.Module, own: dict[str, Tensor]) -> list[Layer]:
+def covered_layers(modules: Mapping[str, nn.Module], own: Mapping[str, Tensor]) -> list[Layer]:
     """Return the layers that hold trainable parameters; `own` are these, by the policy's names for them.
 
     Parameters of the policy itself, or of modules that only hold others (an SB3 policy's `log_std`), belong to no
@@ -58,7 +59,7 @@ def covered_layers(policy: nn.Module, own: dict[str, Tensor]) -> list[Layer]:
     """
     canonical = {id(parameter): name for name, parameter in own.items()}
     layers = []
-    for path, module in policy.named_modules():
+    for path, module in modules.items():
         names = {key: canonical[id(p)] for key, p in module._parameters.items() if id(p) in canonical}
         if not names:
             continue
@@ -166,28 +167,23 @@ def _uses(outputs: Outputs, params: dict[str, Tensor]) -> Counter[str]:
 
 def _shared_products(problem: Problem, tape: _Tape) -> Tensor | None:
     """Return the products from one backward pass of unit seeds, or None where more than log-probs is read."""
-    own = _of_log_prob(seeds(lambda outputs: problem.objective_values(outputs, tape.chunk), tape.outputs))
-    found = [_target_weights(problem, target, tape.outputs) for target in problem.targets]
-    weights = [w for w in found if w is not None]
-    if own is None or len(weights) < len(found):
+    targets: list[BatchTarget] = [target for target in problem.targets if isinstance(target, BatchTarget)]
+    if len(targets) < len(problem.targets):
         return None
+    of_targets = [partial(target.from_outputs, records=problem.records) for target in targets]
+    found = seeds([partial(problem.objective_values, chunk=tape.chunk), *of_targets], tape.outputs)
+    read = [
+        seed.log_prob for seed in found if seed.value is None and seed.entropy is None and seed.log_prob is not None
+    ]
+    if len(read) < len(found):
+        return None
+    own, *weights = read
     g = pullback(tape.outputs, Seeds(torch.ones_like(own)), [call.edge for call in tape.calls], retain=bool(tape.plain))
     rows = []
-    for target, w in zip(problem.targets, weights, strict=True):
+    for target, w in zip(targets, weights, strict=True):
         gradient = checked(_weighted_gradient(problem, tape, g, w), target)
         rows.append(own * _layer_products(tape, g, gradient) + _plain(problem, tape, gradient))
     return torch.stack(rows)
-
-
-def _target_weights(problem: Problem, target: Target, outputs: Outputs) -> Tensor | None:
-    """Return the target's derivative in each record's log-prob, or None where it reads anything else."""
-    if not isinstance(target, BatchTarget):
-        return None
-    return _of_log_prob(seeds(lambda o: target.from_outputs(o, problem.records), outputs))
-
-
-def _of_log_prob(seed: Seeds) -> Tensor | None:
-    return seed.log_prob if seed.value is None and seed.entropy is None else None
 
 
 def _weighted_gradient(problem: Problem, tape: _Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:
@@ -206,7 +202,7 @@ def _weighted_gradient(problem: Problem, tape: _Tape, g: list[Tensor | None], we
 
 def _products(problem: Problem, tape: _Tape, gradients: Sequence[Gradient]) -> Tensor:
     """Return the products with gradients already known."""
-    own = seeds(lambda outputs: problem.objective_values(outputs, tape.chunk), tape.outputs)
+    (own,) = seeds([partial(problem.objective_values, chunk=tape.chunk)], tape.outputs)
     g = pullback(tape.outputs, own, [call.edge for call in tape.calls], retain=False)
     return torch.stack([_layer_products(tape, g, gradient) + _plain(problem, tape, gradient) for gradient in gradients])
 
@@ -225,8 +221,8 @@ def _layer_products(tape: _Tape, g: list[Tensor | None], gradient: Gradient) -> 
 
 def _blocks(x: Tensor, g: Tensor) -> list[slice]:
     """Cut the records so that what a rule makes of a block stays in the processor's cache; small layers stay whole."""
-    size = max(1, _BLOCK_BYTES // max(x[0].nbytes, g[0].nbytes))
-    return [slice(start, start + size) for start in range(0, len(x), size)]
+    size = _BLOCK_BYTES // max(x.nbytes // len(x), g.nbytes // len(x), 1) or 1
+    return [slice(None)] if size >= len(x) else [slice(start, start + size) for start in range(0, len(x), size)]
 
 
 _BLOCK_BYTES = 2**21

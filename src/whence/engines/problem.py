@@ -1,13 +1,13 @@
 """One round to be scored, and the gradients of targets that every engine starts from."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from whence.errors import WhenceError
 from whence.objectives import Objective
@@ -32,6 +32,7 @@ class Problem:
 
     Attributes:
         view: the policy.
+        modules: its module and all submodules by their names, each once.
         own: its parameters, as it holds them; they tell whose parameter is whose, and no graph touches them.
         params: the same as fresh leaves that share their memory.
         records: the records as they came, on the parameters' device; targets read these.
@@ -43,6 +44,7 @@ class Problem:
     """
 
     view: PolicyView
+    modules: Mapping[str, nn.Module]
     own: dict[str, Tensor]
     params: dict[str, Tensor]
     records: RecordBatch
@@ -107,15 +109,17 @@ def map_outputs(function: Callable[[Tensor], Tensor], outputs: Outputs) -> Outpu
     return Outputs(function(log_prob), *(None if column is None else function(column) for column in rest))
 
 
-def seeds(function: Callable[[Outputs], Tensor], outputs: Outputs) -> Seeds:
-    """Return the derivative of `function(outputs).sum()` in each output; None where it does not depend on it."""
-    apart = map_outputs(lambda column: column.detach().requires_grad_(), outputs)
-    value = function(apart).sum()
-    if not value.requires_grad:
-        return Seeds()
-    present = [column for column in apart if column is not None]
-    derivatives = iter(torch.autograd.grad(value, present, allow_unused=True))
-    return Seeds(*(None if column is None else next(derivatives) for column in apart))
+def seeds(functions: Sequence[Callable[[Outputs], Tensor]], outputs: Outputs) -> list[Seeds]:
+    """Return, for each function, the derivative of `function(outputs).sum()` in each output."""
+    apart = [map_outputs(lambda column: column.detach().requires_grad_(), outputs) for _ in functions]
+    sums = [function(own).sum() for function, own in zip(functions, apart, strict=True)]
+    wanted = [column for own in apart for column in own if column is not None]
+    dependent = [value for value in sums if value.requires_grad]
+    if not dependent:
+        return [Seeds() for _ in functions]
+    # Each function has leaves of its own, so that one backward pass serves all.
+    found = iter(torch.autograd.grad(dependent, wanted, allow_unused=True))
+    return [Seeds(*(None if column is None else next(found) for column in own)) for own in apart]
 
 
 def pullback(outputs: Outputs, seed: Seeds, wanted: Sequence[object], *, retain: bool) -> list[Tensor | None]:
@@ -144,7 +148,7 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
         parts = [problem.outputs(chunk) for chunk in problem.chunks()]
     columns = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
     whole = Outputs(*columns)
-    seed = seeds(lambda outputs: target.from_outputs(outputs, problem.records), whole)
+    (seed,) = seeds([lambda outputs: target.from_outputs(outputs, problem.records)], whole)
     names, total = list(problem.params), Gradient()
     for chunk in problem.chunks():
         part = Seeds(*(None if column is None else column[chunk] for column in seed))
@@ -172,7 +176,7 @@ def added(total: Gradient, part: dict[str, Tensor | None]) -> Gradient:
     return total | {name: total[name] + tensor if name in total else tensor for name, tensor in present.items()}
 
 
-def checked(gradient: Gradient, target: Target) -> Gradient:
+def checked(gradient: Gradient, target: object) -> Gradient:
     """Return `gradient` where it has an entry.
 
     Raises:

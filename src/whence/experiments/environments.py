@@ -57,7 +57,7 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
     Environments and torch's generator are seeded, so the same policy gives the same figures; the global generators and
     the policy's mode are as before afterwards.
     """
-    with kept_generators(), eval_mode(model.policy):
+    with kept_generators(), eval_mode(model.policy.modules()):
         torch.manual_seed(seed)
         env.seed(seed)
         found, _ = evaluate_policy(model, env, episodes, deterministic=False, return_episode_rewards=True)

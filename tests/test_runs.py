@@ -423,7 +423,7 @@ class TestGuards:
         before = [submodule.training for submodule in module.modules()]
         assert before == [True, True, False, True, False]
         try:
-            with eval_mode(module):
+            with eval_mode(module.modules()):
                 assert not any(submodule.training for submodule in module.modules())
                 module.eval()  # as predict() of an SB3 policy does
                 if raises:

@@ -1,6 +1,6 @@
 """The command `whence`."""
 
-import multiprocessing
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,22 +11,38 @@ from whence.errors import Unsupported, WhenceError
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
     from rich.table import Table
+    from typer.core import TyperGroup
 except ImportError as missing:
     raise Unsupported("The command `whence` needs its extra: pip install 'whence[cli]'.") from missing
 
 from whence import experiments
 from whence.report.page import METRICS, READING, cell, column_heading, write_report
 
+console = Console()
+errors = Console(stderr=True)
+
+
+class _Commands(TyperGroup):
+    """Typer's own answer to Ctrl-C says nothing of what is kept."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            errors.print("Interrupted. Finished runs are kept; the same command goes on from there.", soft_wrap=True)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Which records of a rollout helped the policy, which harmed it; and training on the right ones.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-console = Console()
-errors = Console(stderr=True)
 
 
 @app.callback()
@@ -50,16 +66,16 @@ def compare(
     preset: Annotated[str | None, typer.Option(help=f"A built-in set-up instead of ENV. Known: {_presets()}.")] = None,
     arms: Annotated[str, typer.Option(help=f"Ways to train, separated by commas. {_arms()}.")] = "ppo,iif,random",
     seeds: Annotated[int, typer.Option(help="Runs per arm, with seeds 0, 1, ...")] = 3,
-    rounds: Annotated[int | None, typer.Option(help="Rollouts to train on. [default: the preset's, or 50]")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rollouts to train on. (default: the preset's, or 50)")] = None,
     drop: Annotated[
         float | None,
-        typer.Option(help="Share of the records that score below 0 to drop. [default: the preset's, or 0.5]"),
+        typer.Option(help="Share of the records that score below 0 to drop. (default: the preset's, or 0.5)"),
     ] = None,
     eval_episodes: Annotated[
-        int | None, typer.Option(help="Episodes of each evaluation. [default: the preset's, or 100]")
+        int | None, typer.Option(help="Episodes of each evaluation. (default: the preset's, or 100)")
     ] = None,
-    n_envs: Annotated[int | None, typer.Option(help="Environments stepped side by side. [default: 1]")] = None,
-    workers: Annotated[int | None, typer.Option(help="Runs at a time. [default: one per core]")] = None,
+    n_envs: Annotated[int | None, typer.Option(help="Environments stepped side by side. (default: 1)")] = None,
+    workers: Annotated[int | None, typer.Option(help="Runs at a time. (default: one per core)")] = None,
     out: Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")] = Path(
         "out/compare"
     ),
@@ -79,11 +95,12 @@ def compare(
     ((name, summary),) = comparison.summary.items()
     console.print(_table(f"{name}, {seeds} seeds, {configs[0].rounds} rounds", summary))
     console.print(READING, style="dim")
-    console.print(f"\nNumbers: {out / 'summary.json'}\nPage:    {out / 'report.html'}")
+    for name, file in (("Numbers", "summary.json"), ("Page", "report.html")):
+        console.print(f"{name}: {out / file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(title: str, summary: Mapping[str, Any]) -> Table:
-    table = Table(title=title)
+    table = Table(title=escape(title))
     table.add_column("metric")
     for arm in summary:
         table.add_column(column_heading(arm), justify="right")
@@ -124,15 +141,12 @@ class _Bars:
 
 def main() -> None:
     """Run the command; errors that whence raises are shown without a traceback."""
-    multiprocessing.freeze_support()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # unwinds, so that workers end too
     try:
         app()
     except WhenceError as error:
-        errors.print(f"[bold red]Error[/]: {error}", highlight=False, markup=True)
+        errors.print(f"[bold red]Error[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        errors.print("Interrupted. Finished runs are kept; the same command goes on from there.")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ class RunDirectoryError(WhenceError):
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     """Return ' Did you mean ...?' with the known names nearest to `name`, or the known names where none is near."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=limit, cutoff=0.5)
+    by_lower = {known_name.lower(): known_name for known_name in names}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
     if close:
-        return f" Did you mean {', '.join(close)}?"
+        return f" Did you mean {', '.join(by_lower[lower] for lower in close)}?"
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     return f" Known: {shown}."

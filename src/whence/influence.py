@@ -8,7 +8,7 @@ from typing import Self
 import polars as pl
 import torch
 from jaxtyping import Float, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -115,7 +115,11 @@ class Influence:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote."""
-        with safe_open(path, framework="pt") as file:
+        try:
+            opened = safe_open(path, framework="pt")
+        except SafetensorError as broken:
+            raise InvalidInfluence(f"{path} cannot be read as safetensors: {broken}") from None
+        with opened as file:
             metadata = file.metadata() or {}
             if (metadata.get("format"), metadata.get("version")) != ("whence-influence", "1"):
                 raise InvalidInfluence(

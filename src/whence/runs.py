@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import polars as pl
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -60,17 +61,23 @@ class RunDirectory:
             versions: of the libraries in use; told, but not compared.
 
         Raises:
-            RunDirectoryError: the directory holds a run of another configuration, or files that are no run.
+            RunDirectoryError: the directory holds a run of another configuration, or files that are no run; or the
+                configuration is not JSON.
         """
         path = Path(path)
-        plain = json.loads(json.dumps(config, allow_nan=False))
+        try:
+            plain = json.loads(json.dumps(config, allow_nan=False))
+        except (TypeError, ValueError) as wrong:
+            raise RunDirectoryError(
+                f"The configuration is not JSON ({wrong}): {config}. Write numbers like inf as text."
+            ) from None
         if (path / "config.json").exists():
             cls.open(path).check_same(plain)
             for name in (*get_args(PerRound), "policies"):
                 shutil.rmtree(path / name, ignore_errors=True)
             for name in get_args(Table):
                 (path / f"{name}.parquet").unlink(missing_ok=True)
-        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        elif path.exists() and (not path.is_dir() or any(not _is_leftover(file) for file in path.iterdir())):
             raise RunDirectoryError(
                 f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
             )
@@ -89,7 +96,7 @@ class RunDirectory:
         path = Path(path)
         try:
             document = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise RunDirectoryError(
                 f"{path} holds no config.json, so it is no run directory. Give the directory that was passed as `run`."
             ) from None
@@ -104,7 +111,13 @@ class RunDirectory:
                 f"{path / 'config.json'} is marked {found[0]!r}, version {found[1]!r}; this version of whence reads "
                 f"{FORMAT!r}, version {VERSION}."
             )
-        return cls(path, document["config"], document["versions"])
+        config, versions = document.get("config"), document.get("versions")
+        if not isinstance(config, dict) or not isinstance(versions, dict):
+            raise RunDirectoryError(
+                f"{path / 'config.json'} needs the objects `config` and `versions`. whence writes both, so something "
+                "else changed the file: restore it, or run again into a new directory."
+            )
+        return cls(path, config, versions)
 
     def check_same(self, config: Mapping[str, Any]) -> None:
         """Refuse a configuration, in JSON types, that is not this run's.
@@ -123,7 +136,9 @@ class RunDirectory:
 
     def append(self, table: Table, row: Mapping[str, Any]) -> None:
         """Add a row to a table and write the table."""
-        rows = self._rows.setdefault(table, [])
+        if table not in self._rows:
+            self._rows[table] = self.table(table).to_dicts()
+        rows = self._rows[table]
         rows.append(dict(row))
         _write(pl.DataFrame(rows, infer_schema_length=None), self.path / f"{table}.parquet")
 
@@ -148,7 +163,10 @@ class RunDirectory:
         """Read the policy that collected round `number`."""
         path = self._of_round("policies", number, "safetensors")
         self._check_there(path)
-        return load_file(path)
+        try:
+            return load_file(path)
+        except SafetensorError as broken:
+            raise RunDirectoryError(f"{path} cannot be read as safetensors: {broken}") from None
 
     def rounds(self) -> list[int]:
         """List the rounds whose records are there."""
@@ -162,7 +180,7 @@ class RunDirectory:
             return pl.DataFrame()
         self._check_there(path)
         try:
-            return pl.read_parquet(path)
+            return pl.read_parquet(path, glob=False)
         except pl.exceptions.PolarsError as broken:
             raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
 
@@ -171,6 +189,11 @@ class RunDirectory:
             rounds = self.rounds()
             there = f"rounds {rounds[0]} to {rounds[-1]}" if rounds else "no rounds"
             raise RunDirectoryError(f"{path} is not there; {self.path} holds {there}.")
+
+
+def _is_leftover(file: Path) -> bool:
+    # Of a process that was killed while it wrote; see `written_atomically`.
+    return file.name.startswith(".") and file.name.endswith(".tmp")
 
 
 def _write(table: pl.DataFrame, path: Path) -> None:

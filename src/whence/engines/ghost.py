@@ -1,7 +1,7 @@
 """Per-record products from each layer's input and output gradient; no per-record gradient is ever formed."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -167,10 +167,11 @@ def _uses(outputs: Outputs, params: dict[str, Tensor]) -> Counter[str]:
 
 def _shared_products(problem: Problem, tape: _Tape) -> Tensor | None:
     """Return the products from one backward pass of unit seeds, or None where more than log-probs is read."""
-    targets: list[BatchTarget] = [target for target in problem.targets if isinstance(target, BatchTarget)]
-    if len(targets) < len(problem.targets):
-        return None
-    of_targets = [partial(target.from_outputs, records=problem.records) for target in targets]
+    of_targets: list[Callable[[Outputs], Tensor]] = []
+    for target in problem.targets:
+        if not isinstance(target, BatchTarget):
+            return None
+        of_targets.append(partial(target.from_outputs, records=problem.records))
     found = seeds([partial(problem.objective_values, chunk=tape.chunk), *of_targets], tape.outputs)
     read = [
         seed.log_prob for seed in found if seed.value is None and seed.entropy is None and seed.log_prob is not None
@@ -180,7 +181,7 @@ def _shared_products(problem: Problem, tape: _Tape) -> Tensor | None:
     own, *weights = read
     g = pullback(tape.outputs, Seeds(torch.ones_like(own)), [call.edge for call in tape.calls], retain=bool(tape.plain))
     rows = []
-    for target, w in zip(targets, weights, strict=True):
+    for target, w in zip(problem.targets, weights, strict=True):
         gradient = checked(_weighted_gradient(problem, tape, g, w), target)
         rows.append(own * _layer_products(tape, g, gradient) + _plain(problem, tape, gradient))
     return torch.stack(rows)

@@ -2,8 +2,11 @@
 
 import json
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ class Comparison:
     """A finished comparison.
 
     Attributes:
-        path: its directory; the runs are in `runs/ARM/seed_S`.
+        path: its directory; `comparison.json` lists the runs, which are in `runs/ARM/seed_S`.
         configs: the runs.
         summary: `{env: {arm: {metric: {"mean", "low", "high", "per_seed", "null", ...}}}}`; see `summarise`.
     """
@@ -90,9 +93,14 @@ def compare(
     if todo:
         _run_all(todo, path, min(workers or multiprocessing.cpu_count(), len(todo)), progress)
     summary = {configs[0].env: summarise(_curves(configs, path), standard=STANDARD)}
-    with written_atomically(path / "summary.json") as temporary:
-        temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    _write_json(path / "comparison.json", [config.to_json() for config in configs])
+    _write_json(path / "summary.json", summary)
     return Comparison(path, configs, summary)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    with written_atomically(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> Comparison:
@@ -101,18 +109,15 @@ def load(path: Path) -> Comparison:
     Raises:
         WhenceError: there is none.
     """
-    summary = path / "summary.json"
-    if not summary.exists():
-        raise WhenceError(
-            f"{path} holds no summary.json, so it is no finished comparison. Run whence compare --out {path}."
+    try:
+        configs, summary = (
+            json.loads((path / name).read_text(encoding="utf-8")) for name in ("comparison.json", "summary.json")
         )
-    configs = [
-        RunConfig.from_json(RunDirectory.open(run.parent).config) for run in sorted(path.glob("runs/*/*/config.json"))
-    ]
-    content = json.loads(summary.read_text(encoding="utf-8"))
-    arms = [*next(iter(content.values()))]
-    configs.sort(key=lambda config: (config.seed, arms.index(config.arm)))
-    return Comparison(path, configs, content)
+    except FileNotFoundError as missing:
+        raise WhenceError(
+            f"{missing.filename} is not there: {path} holds no finished comparison. Run whence compare."
+        ) from None
+    return Comparison(path, [RunConfig.from_json(config) for config in configs], summary)
 
 
 def _curves(configs: Sequence[RunConfig], path: Path) -> dict[str, dict[int, Curve]]:
@@ -137,8 +142,13 @@ def _run_all(configs: Sequence[RunConfig], path: Path, workers: int, progress: P
                 number, finished = rounds.get()
                 progress(configs[number], finished)
             for job in done:
-                if (failure := job.exception()) is not None:
-                    config = jobs[job]
+                failure, config = job.exception(), jobs[job]
+                if isinstance(failure, BrokenProcessPool):
+                    raise WhenceError(
+                        "A worker process was killed from outside, perhaps for want of memory: try fewer --workers. "
+                        "Finished runs are kept."
+                    ) from failure
+                if failure is not None:
                     raise WhenceError(
                         f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}"
                     ) from failure
@@ -158,6 +168,14 @@ def _start_worker(rounds: Any) -> None:
     global _rounds
     _rounds = rounds
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    # A worker whose parent was killed would wait for work for ever.
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(number: int, config: RunConfig, path: Path) -> None:

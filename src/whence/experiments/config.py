@@ -1,9 +1,10 @@
 """What one training run is, and how it follows from a preset or an environment's name."""
 
+import copy
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Self
@@ -58,23 +59,29 @@ class RunConfig:
         IIF(self.drop)  # refuses a share outside (0, 1]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the configuration in JSON types; an infinite number as the string "inf"."""
+        """Return the configuration in JSON types; a number that is not finite as the string "inf", "-inf" or "nan"."""
         return _json(asdict(self))  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return the configuration that `to_json` gave."""
-        hyperparameters = {
-            name: float(value) if value in ("inf", "-inf") else value
-            for name, value in values["hyperparameters"].items()
-        }
-        return cls(**{**values, "hyperparameters": hyperparameters})
+        return cls(**_from_json(values))
 
 
 def _json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _from_json(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_from_json(entry) for entry in value]
+    return float(value) if isinstance(value, str) and value in ("inf", "-inf", "nan") else value
 
 
 @cache
@@ -106,8 +113,11 @@ def plan(
         raise WhenceError(f"arms is {','.join(arms)!r}; name each arm once. Known: {', '.join(ARMS)}.")
     if preset is not None and preset not in presets():
         raise WhenceError(f"The preset {preset!r} is unknown.{nearest(preset, presets())}")
+    known = [field.name for field in fields(RunConfig) if field.name not in ("env", "arm", "seed")]
+    if unknown := [name for name in overrides if name not in known]:
+        raise WhenceError(f"A run has no {unknown[0]!r}.{nearest(unknown[0], known)}")
     given = {name: value for name, value in overrides.items() if value is not None}
-    values = {**presets()[preset], **given} if preset is not None else {"env": env, **given}
+    values = copy.deepcopy({**presets()[preset], **given} if preset is not None else {"env": env, **given})
     first = RunConfig(arm=arms[0], seed=0, **values)
     space = check_environment(first.env, first.env_kwargs)
     if "policy" not in values:

@@ -42,13 +42,17 @@ def run(config: RunConfig, path: Path, on_round: Callable[[int], None] = lambda 
         env,
         seed=config.seed,
         device="cpu",
-        policy_kwargs=_policy_kwargs(config),
+        policy_kwargs={"optimizer_class": getattr(torch.optim, config.optimizer)},
         **config.hyperparameters,
     )
     rule = ARMS[config.arm].rule(config.drop, config.seed)
-    callbacks = [_Evaluation(config, test, directory, on_round), InfluenceCallback(rule, run=directory)]
+    evaluation = _Evaluation(config, test, directory, on_round)
     try:
-        model.learn(config.rounds * model.n_steps * config.n_envs, callback=callbacks)
+        model.learn(
+            config.rounds * model.n_steps * config.n_envs,
+            callback=[evaluation, InfluenceCallback(rule, run=directory)],
+        )
+        evaluation.evaluate()  # last of all, since a run with its last evaluation counts as finished
     finally:
         env.close()
         test.close()
@@ -83,17 +87,12 @@ def curve(config: RunConfig, path: Path) -> Curve:
     )
 
 
-def _policy_kwargs(config: RunConfig) -> dict[str, Any]:
-    # SB3 gives its default Adam an eps of 1e-5, but not an Adam that is asked for by name.
-    return {} if config.optimizer == "Adam" else {"optimizer_class": getattr(torch.optim, config.optimizer)}
-
-
 def _versions() -> dict[str, str]:
     return {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
 
 
 class _Evaluation(BaseCallback):
-    """Evaluate before the first round and after each, on environments of its own."""
+    """Evaluate before each round, on environments of its own."""
 
     def __init__(self, config: RunConfig, env: Any, directory: RunDirectory, on_round: Callable[[int], None]) -> None:
         super().__init__()
@@ -104,12 +103,10 @@ class _Evaluation(BaseCallback):
         return True
 
     def _on_rollout_start(self) -> None:
-        self._evaluate()
+        self.evaluate()
 
-    def _on_training_end(self) -> None:
-        self._evaluate()
-
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
+        """Evaluate the policy as it is, and write the figures."""
         seed = int(np.random.SeedSequence([self._config.seed, self._done]).generate_state(1)[0])
         mean, error = evaluate(self.model, self._env, episodes=self._config.eval_episodes, seed=seed)
         row = {

@@ -5,8 +5,10 @@ from itertools import cycle
 import plotly.graph_objects as go
 import polars as pl
 
+from whence.experiments import STANDARD
+
 COLOURS = ("#4c566a", "#d1495b", "#2a7f9e", "#e9a03b", "#6a994e", "#8e6c8a", "#b08968", "#577590")
-"""One per arm, in the order of the arms; the standard arm comes first and is grey."""
+"""The standard arm's, and then one per arm in their order."""
 
 
 def learning_curves(evaluations: pl.DataFrame) -> go.Figure:
@@ -52,7 +54,9 @@ def seconds_by_stage(timings: pl.DataFrame) -> go.Figure:
 
 def _over_rounds(table: pl.DataFrame, column: str, title: str) -> go.Figure:
     figure = _figure(title)
-    for arm, colour in zip(_arms(table), cycle(COLOURS), strict=False):
+    others = cycle(COLOURS[1:])
+    for arm in _arms(table):
+        colour = COLOURS[0] if arm == STANDARD else next(others)
         stated = (
             table.filter(pl.col("arm") == arm)
             .group_by("round")

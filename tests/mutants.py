@@ -70,13 +70,13 @@ MUTANTS = (
     ),
     Mutant("ghost forgets the bias", "engines/rules.py", "linear(x, weight, bias))", "linear(x, weight))", ENGINES),
     Mutant(
-        "ghost scores with the target's weights", "engines/ghost.py", "rows.append(own * ", "rows.append(w * ", ENGINES
+        "ghost scores with the target's weights", "engines/ghost.py", "_with_plain(own * ", "_with_plain(w * ", ENGINES
     ),
     Mutant(
         "ghost leaves out direct parameters",
         "engines/ghost.py",
-        "if along else 0.0",
-        "if not along else 0.0",
+        "if along else products",
+        "if not along else products",
         f"{ENGINES}::test_parameters_used_directly",
     ),
     Mutant(

@@ -177,7 +177,7 @@ def test_rules_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="Scale"):
         attribute(view, records, target=Return(), engine="ghost")
     rule = LayerRule(
-        product=lambda layer, x, g, direction: (g * x * direction["weight"]).sum(1),
+        product=lambda layer, direction, x, g: (g * x * direction["weight"]).sum(1),
         gradient=lambda layer, x, g, weights: {"weight": (g * x * weights[:, None]).sum(0)},
     )
     register_rule(Scale, rule)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,8 @@ from whence.engines.problem import Gradient, Problem, Refused, Seeds, added, che
 from whence.engines.rules import LayerRule, Own, rule_for, ruled_types
 from whence.policies import Outputs
 from whence.targets import BatchTarget
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,10 @@ def _recorded_pass(problem: Problem, layers: Sequence[Layer], chunk: slice) -> _
     calls: list[_Call] = []
     size = chunk.stop - chunk.start
 
-    def hook_of(layer: Layer) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            calls.append(_call(layer, args, output, size))
+    def noting(layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        calls.append(_call(layer, args, output, size))
 
-        return hook
-
-    handles = [layer.module.register_forward_hook(hook_of(layer)) for layer in layers]
+    handles = [layer.module.register_forward_hook(partial(noting, layer)) for layer in layers]
     try:
         outputs = problem.outputs(chunk)
     finally:
@@ -183,7 +182,7 @@ def _shared_products(problem: Problem, tape: _Tape) -> Tensor | None:
     rows = []
     for target, w in zip(problem.targets, weights, strict=True):
         gradient = checked(_weighted_gradient(problem, tape, g, w), target)
-        rows.append(own * _layer_products(tape, g, gradient) + _plain(problem, tape, gradient))
+        rows.append(_with_plain(own * _layer_products(tape, g, gradient), problem, tape, gradient))
     return torch.stack(rows)
 
 
@@ -193,8 +192,7 @@ def _weighted_gradient(problem: Problem, tape: _Tape, g: list[Tensor | None], we
     for call, of_output in zip(tape.calls, g, strict=True):
         if of_output is None:
             continue
-        for block in _blocks(call.x, of_output):
-            own = call.layer.rule.gradient(call.layer.module, call.x[block], of_output[block], weights[block])
+        for own in _by_blocks(partial(call.layer.rule.gradient, call.layer.module), call.x, of_output, weights):
             total = added(total, {name: own[key] for key, name in call.layer.names.items()})
     plain = [problem.params[name] for name in tape.plain]
     found = pullback(tape.outputs, Seeds(weights), plain, retain=True)
@@ -205,30 +203,32 @@ def _products(problem: Problem, tape: _Tape, gradients: Sequence[Gradient]) -> T
     """Return the products with gradients already known."""
     (own,) = seeds([partial(problem.objective_values, chunk=tape.chunk)], tape.outputs)
     g = pullback(tape.outputs, own, [call.edge for call in tape.calls], retain=False)
-    return torch.stack([_layer_products(tape, g, gradient) + _plain(problem, tape, gradient) for gradient in gradients])
+    return torch.stack([_with_plain(_layer_products(tape, g, one), problem, tape, one) for one in gradients])
 
 
 def _layer_products(tape: _Tape, g: list[Tensor | None], gradient: Gradient) -> Tensor:
-    total = torch.zeros_like(tape.outputs.log_prob)
+    products = []
     with torch.no_grad():
         for call, of_output in zip(tape.calls, g, strict=True):
             direction: Own = {key: gradient[name] for key, name in call.layer.names.items() if name in gradient}
-            if of_output is None or not direction:
-                continue
-            for block in _blocks(call.x, of_output):
-                total[block] += call.layer.rule.product(call.layer.module, call.x[block], of_output[block], direction)
-    return total
+            if of_output is not None and direction:
+                product = partial(call.layer.rule.product, call.layer.module, direction)
+                products.append(torch.cat(_by_blocks(product, call.x, of_output)))
+    return torch.stack(products).sum(0) if products else torch.zeros_like(tape.outputs.log_prob)
 
 
-def _blocks(x: Tensor, g: Tensor) -> list[slice]:
-    """Cut the records so that what a rule makes of a block stays in the processor's cache; small layers stay whole."""
-    size = _BLOCK_BYTES // max(x.nbytes // len(x), g.nbytes // len(x), 1) or 1
-    return [slice(None)] if size >= len(x) else [slice(start, start + size) for start in range(0, len(x), size)]
+def _by_blocks(rule: Callable[..., T], x: Tensor, g: Tensor, *more: Tensor) -> list[T]:
+    """Apply a rule to blocks of records, so that what it makes of one stays in the processor's cache."""
+    size = max(1, _BLOCK_BYTES * len(x) // max(x.nbytes, g.nbytes))
+    if size >= len(x):
+        return [rule(x, g, *more)]
+    return [rule(*block) for block in zip(*(tensor.split(size) for tensor in (x, g, *more)), strict=True)]
 
 
 _BLOCK_BYTES = 2**21
 
 
-def _plain(problem: Problem, tape: _Tape, gradient: Gradient) -> Tensor | float:
+def _with_plain(products: Tensor, problem: Problem, tape: _Tape, gradient: Gradient) -> Tensor:
+    """Add the share of the parameters that belong to no layer."""
     along = gradient.keys() & set(tape.plain)
-    return directional(problem, gradient, tape.chunk, along=along) if along else 0.0
+    return products + directional(problem, gradient, tape.chunk, along=along) if along else products

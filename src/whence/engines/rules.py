@@ -20,14 +20,14 @@ class LayerRule:
     `x` is the layer's input and `g` the gradient of something in its output, both with n records first.
 
     Attributes:
-        product: `product(layer, x, g, direction)` is, for each record, the product of its gradient in the layer's
+        product: `product(layer, direction, x, g)` is, for each record, the product of its gradient in the layer's
             parameters with `direction`, (n,): the record's `g` times the change of its output when the parameters
             move along `direction`. `direction` may lack a parameter, which then counts as zero.
         gradient: `gradient(layer, x, g, weights)` is the sum of the records' gradients in the layer's parameters,
             each times its weight, (n,).
     """
 
-    product: Callable[[Any, Tensor, Tensor, Own], Tensor]
+    product: Callable[[Any, Own, Tensor, Tensor], Tensor]
     gradient: Callable[[Any, Tensor, Tensor, Tensor], Own]
 
 
@@ -52,7 +52,7 @@ def ruled_types() -> list[str]:
     return sorted(layer_type.__name__ for layer_type in _RULES)
 
 
-def _linear_product(layer: nn.Linear, x: Tensor, g: Tensor, direction: Own) -> Tensor:
+def _linear_product(layer: nn.Linear, direction: Own, x: Tensor, g: Tensor) -> Tensor:
     weight, bias = direction.get("weight"), direction.get("bias")
     # Whichever side leaves the smaller matrix.
     if weight is not None and weight.shape[0] <= weight.shape[1]:
@@ -80,7 +80,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _conv2d_product(layer: nn.Conv2d, x: Tensor, g: Tensor, direction: Own) -> Tensor:
+def _conv2d_product(layer: nn.Conv2d, direction: Own, x: Tensor, g: Tensor) -> Tensor:
     weight = direction.get("weight")
     if weight is None:
         weight = torch.zeros_like(layer.weight)

@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,16 @@ class TestHelp:
         for option in ("seeds", "rounds", "drop", "eval-episodes", "n-envs", "workers", "out"):
             assert f"--{option}" in text
 
+    def test_compare_tells_every_default(self):
+        text = words(CliRunner().invoke(cli.app, ["compare", "--help"]).output)
+        for about in (
+            *("Rollouts to train on. (default: the preset's, or 50)", "to drop. (default: the preset's, or 0.5)"),
+            *("Episodes of each evaluation. (default: the preset's, or 100)", "side by side. (default: 1)"),
+            *("Runs at a time. (default: one per core)", "[default: ppo,iif,random]", "[default: 3]"),
+            "[default: out/compare]",
+        ):
+            assert about in text
+
     def test_no_command_shows_the_help(self):
         assert "compare Train each arm on each seed" in words(CliRunner().invoke(cli.app, []).output)
 
@@ -148,6 +159,19 @@ class TestErrors:
         assert "holds a run of another configuration (env was 'Acrobot-v1', now 'FrozenLake-v1')" in err
         assert stamps(tmp_path) == before
 
+    def test_the_directory_is_named_as_it_is(self, whence, tmp_path):
+        out = tmp_path / f"lake[b]{'long' * 20}"
+        RunDirectory.create(out / "runs" / "ppo" / "seed_0", {"env": "another"})
+        code, _, err = whence("compare", *LAKE, "--out", out)
+        assert code == 2
+        assert f"{out / 'runs' / 'ppo' / 'seed_0'} holds a run of another configuration" in err
+
+    @pytest.mark.parametrize("text", ["x[/b]", "[bold]x[/bold]", "a[box2d]"])
+    def test_markup_in_an_error_stays_text(self, whence, tmp_path, text):
+        code, _, err = whence("compare", f"no_module{text}:Foo-v0", "--out", tmp_path / "out")
+        assert code == 2
+        assert f"The environment 'no_module{text}:Foo-v0' cannot be made" in err
+
     def test_as_a_process(self, tmp_path):
         code, out, err = ended(started("compare", "FrozenLke-v1", "--out", tmp_path / "out"))
         assert (code, out) == (2, "")
@@ -160,20 +184,25 @@ def out(tmp_path_factory):
     return tmp_path_factory.mktemp("compare") / "lake"
 
 
-@pytest.fixture(scope="module")
-def interrupted(out):
-    """Interrupt the command in its second run; returns what `ended` does, and the files there then."""
+def stopped(out, arm, sent):
+    """Send the command a signal in the run of an arm; returns what `ended` does."""
     process = started("compare", *LAKE, "--out", out)
     try:
         until = time.monotonic() + 120
-        while not (out / "runs" / "iif" / "seed_0" / "evaluations.parquet").exists():
+        while not (out / "runs" / arm / "seed_0" / "evaluations.parquet").exists():
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
     finally:
         result = ended(process)
-    return *result, stamps(out)
+    return result
+
+
+@pytest.fixture(scope="module")
+def interrupted(out):
+    """Interrupt the command in its second run; returns what `ended` does, and the files there then."""
+    return *stopped(out, "iif", signal.SIGINT), stamps(out)
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +216,7 @@ class TestCompare:
         code, out, err, _ = interrupted
         assert code == 130
         assert out == ""
+        assert err.endswith("Interrupted. Finished runs are kept; the same command goes on from there.")
         assert "Traceback" not in err
 
     def test_ctrl_c_keeps_what_is_finished_and_ends_what_is_not(self, interrupted):
@@ -205,7 +235,8 @@ class TestCompare:
         kept = {name: stamp for name, stamp in interrupted[-1].items() if name.startswith("runs/ppo/")}
         assert len(kept) == 11
         assert kept.items() <= now.items()
-        assert {"summary.json", "report.html", "runs/iif/seed_0/policies/round_00003.safetensors"} <= now.keys()
+        assert {"comparison.json", "summary.json", "report.html"} <= now.keys()
+        assert "runs/iif/seed_0/policies/round_00003.safetensors" in now
 
     def test_it_prints_the_table(self, out, finished):
         _, text, _ = finished
@@ -236,6 +267,22 @@ class TestCompare:
         assert "ppo, seed 0: 2 rounds done" in err
         assert "metric ppo (null) iif" in text
         assert stamps(out / "runs") == before
+
+    def test_paths_are_printed_whole_and_as_they_are(self, whence, tmp_path, out, finished):
+        long = tmp_path / f"lake[b]{'long' * 20}"
+        shutil.copytree(out / "runs", long / "runs")
+        code, text, _ = whence("compare", *LAKE, "--out", long)
+        assert code == 0
+        assert f"Numbers: {long / 'summary.json'} Page: {long / 'report.html'}" in text
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_command_that_is_ended_leaves_no_worker(tmp_path, sent, code):
+    found, out, err = stopped(tmp_path, "ppo", sent)  # returns when the last worker has gone
+    assert (found, out) == (code, "")
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs" / "iif").exists()
+    assert not (tmp_path / "summary.json").exists()
 
 
 def test_on_a_terminal_bars_count_all_rounds(monkeypatch):

@@ -137,10 +137,39 @@ class TestPlan:
         # PPO knows every hyperparameter by name.
         PPO("MlpPolicy", gym.make("FrozenLake-v1"), device="cpu", **config.hyperparameters)
 
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {},
+            {"env_kwargs": {"limits": [math.inf, {"low": -math.inf}], "name": "infinite"}},
+            {"hyperparameters": {"target_kl": -math.inf}},
+            {"hyperparameters": {"policy_kwargs": {"log_std_init": math.inf, "net_arch": [64]}}},
+        ],
+    )
     @pytest.mark.parametrize("name", list(presets()))
-    def test_a_configuration_comes_back_from_json(self, name):
-        config = replace(RunConfig(arm="iif", seed=3, **presets()[name]), env_kwargs={"name": "inf"})
-        assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    def test_a_configuration_comes_back_from_json(self, name, changed):
+        config = replace(RunConfig(arm="iif", seed=3, **presets()[name]), **changed)
+        assert RunConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False))) == config
+
+    def test_nan_comes_back_from_json_too(self):
+        config = RunConfig(env="CartPole-v1", arm="ppo", seed=0, env_kwargs={"gravity": math.nan})
+        assert config.to_json()["env_kwargs"] == {"gravity": "nan"}
+        assert math.isnan(RunConfig.from_json(config.to_json()).env_kwargs["gravity"])
+
+    def test_what_is_done_to_a_configuration_does_not_reach_its_preset(self):
+        def first():
+            return plan(preset="lda-code/frozenlake", arms=["ppo"], seeds=1)[0]
+
+        found, expected = first(), first().to_json()
+        found.hyperparameters["n_steps"] = 1
+        found.env_kwargs["map_name"] = "8x8"
+        assert first().to_json() == expected
+
+    def test_what_is_done_to_an_override_afterwards_does_not_reach_the_configuration(self):
+        lake = {"desc": list(LAKE["desc"])}
+        config = one(env_kwargs=lake)
+        lake["desc"].append("FFF")
+        assert config.env_kwargs == {"desc": LAKE["desc"]}
 
     def test_overrides_replace_what_the_preset_says_and_none_does_not(self):
         (config,) = plan(
@@ -185,6 +214,7 @@ class TestPlan:
         ("given", "message"),
         [
             ({"env": "FrozenLke-v1"}, r"No environment 'FrozenLke-v1' is registered.*Did you mean FrozenLake-v1, "),
+            ({"env": "cartpole-v1"}, r"No environment 'cartpole-v1' is registered.*Did you mean CartPole-v1"),
             ({"env": "LunarLander-v99"}, r"No environment 'LunarLander-v99'.*Did you mean LunarLander-v3"),
             ({"preset": "frozenlake"}, r"preset 'frozenlake' is unknown\. Did you mean lda-code/frozenlake\?"),
             ({"preset": "zzzzzzzz"}, r"preset 'zzzzzzzz' is unknown\. Known: .*lda-code/frozenlake"),
@@ -195,7 +225,9 @@ class TestPlan:
             ({"env": "CartPole-v1", "arms": []}, r"arms is ''; name each arm once\. Known: ppo, iif, random\."),
             ({"env": "CartPole-v1", "arms": ["ppo", "iif", "ppo"]}, "arms is 'ppo,iif,ppo'; name each arm once"),
             ({"env": "CartPole-v1", "optimizer": "SDG"}, r"optimizer 'SDG' is unknown\. Did you mean SGD\?"),
-            ({"env": "CartPole-v1", "optimizer": "sgd"}, r"optimizer 'sgd' is unknown\. .*SGD"),
+            ({"env": "CartPole-v1", "optimizer": "sgd"}, r"optimizer 'sgd' is unknown\. Did you mean SGD\?"),
+            ({"env": "CartPole-v1", "n_evns": 2}, r"A run has no 'n_evns'\. Did you mean n_envs"),
+            ({"env": "CartPole-v1", "seed": 2}, r"A run has no 'seed'\."),
             ({"env": "CartPole-v1", "seeds": 0}, "seeds is 0; at least 1 is needed, and 2 for intervals"),
             ({"env": "CartPole-v1", "rounds": 0}, "rounds is 0; at least 1 is needed"),
             ({"env": "CartPole-v1", "eval_episodes": 1}, "eval_episodes is 1; at least 2 is needed"),
@@ -384,7 +416,11 @@ class TestComparison:
             for seed in (0, 1):
                 assert {str(name) for name in stamps(one_worker.path / "runs" / arm / f"seed_{seed}")} == names
         top = {entry.name for entry in one_worker.path.iterdir()}
-        assert top == {"runs", "summary.json"}
+        assert top == {"runs", "comparison.json", "summary.json"}
+
+    def test_comparison_json_lists_the_runs(self, one_worker):
+        text = (one_worker.path / "comparison.json").read_text(encoding="utf-8")
+        assert json.loads(text) == [config.to_json() for config in planned()]
 
     def test_each_run_says_what_it_is(self, one_worker):
         for config in one_worker.configs:
@@ -480,10 +516,21 @@ class TestComparison:
         assert found.summary == one_worker.summary
         assert_frame_equal(found.table("evaluations"), one_worker.table("evaluations"), check_exact=True)
 
-    def test_what_is_not_finished_cannot_be_read(self, one_worker, tmp_path):
-        shutil.copytree(one_worker.path / "runs", tmp_path / "runs")
-        with pytest.raises(WhenceError, match=r"holds no summary\.json, so it is no finished comparison"):
-            load(tmp_path)
+    @pytest.mark.parametrize("which", [{"arms": ["ppo", "iif"]}, {"seeds": 1}], ids=["fewer arms", "fewer seeds"])
+    def test_a_smaller_comparison_of_the_same_runs_is_read_as_it_was_made(self, one_worker, tmp_path, which):
+        shutil.copytree(one_worker.path, tmp_path / "again")
+        made = compare(planned(**which), tmp_path / "again")  # nothing is left to run, so that no process starts
+        found = load(tmp_path / "again")
+        assert found.configs == made.configs == planned(**which)
+        assert found.summary == made.summary
+        assert_frame_equal(found.table("evaluations"), made.table("evaluations"), check_exact=True)
+
+    @pytest.mark.parametrize("missing", ["comparison.json", "summary.json"])
+    def test_what_is_not_finished_cannot_be_read(self, one_worker, tmp_path, missing):
+        shutil.copytree(one_worker.path, tmp_path / "again")
+        (tmp_path / "again" / missing).unlink()
+        with pytest.raises(WhenceError, match=rf"{missing} is not there: .*again holds no finished comparison\."):
+            load(tmp_path / "again")
 
 
 class TestRun:
@@ -536,6 +583,29 @@ class TestRun:
         assert told == [2, 0, 1, 2]
         assert is_finished(config, path)
         assert_same_results(RunDirectory.open(path), one_worker.run(config))
+
+    def test_a_run_stopped_before_its_last_policy_is_not_finished(self, one_worker, tmp_path, monkeypatch):
+        config, path, write_policy = one_worker.configs[0], tmp_path / "run", RunDirectory.write_policy
+
+        def stop(directory, number, tensors):
+            if number == ROUNDS + 1:
+                raise KeyboardInterrupt
+            write_policy(directory, number, tensors)
+
+        with monkeypatch.context() as patch, kept_generators():
+            patch.setattr(RunDirectory, "write_policy", stop)
+            with pytest.raises(KeyboardInterrupt):
+                run(config, path)
+        assert not is_finished(config, path)
+        with kept_generators():
+            run(config, path)
+        assert_same_results(RunDirectory.open(path), one_worker.run(config))
+
+    def test_a_configuration_with_tuples_is_the_run_that_it_started(self, tmp_path):
+        config = one(env_kwargs={"desc": tuple(LAKE["desc"])}, rounds=1, eval_episodes=2)
+        with kept_generators():
+            run(config, tmp_path / "run")
+        assert is_finished(config, tmp_path / "run")
 
     def test_another_run_in_its_place_is_refused(self, one_worker):
         config = one_worker.configs[0]

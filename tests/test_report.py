@@ -236,6 +236,12 @@ class TestFigures:
         assert list(figure.data[5].y) == [0, 3, 4]
         assert [trace.fill for trace in figure.data[:3]] == [None, "tonexty", None]
 
+    @pytest.mark.parametrize("arms", [["iif", "ppo", "random"], ["iif", "random", "ppo"]])
+    def test_the_standard_arm_has_its_colour_wherever_it_stands(self, arms):
+        figure = learning_curves(pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}))
+        colours = {trace.name: trace.line.color for trace in figure.data[2::3]}
+        assert colours == {"ppo": COLOURS[0], "iif": COLOURS[1], "random": COLOURS[2]}
+
     def test_rows_in_any_order_give_the_same_figure(self, tmp_path):
         table = by_hand(tmp_path).table("evaluations")
         turned = pl.concat([part.reverse() for part in table.partition_by("arm", "seed", maintain_order=True)])
@@ -266,3 +272,4 @@ class TestFigures:
         arms = [f"arm {number}" for number in range(len(COLOURS) + 2)]
         figure = learning_curves(pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}))
         assert [trace.name for trace in figure.data[2::3]] == arms
+        assert [trace.line.color for trace in figure.data[2::3]] == [*COLOURS[1:], *COLOURS[1:4]]

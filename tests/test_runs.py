@@ -68,6 +68,23 @@ class TestRoundTrips:
             run.append("metrics", {"round": number, "kept": 10 * number})
             assert RunDirectory.open(run.path).table("metrics").rows() == [(k, 10 * k) for k in range(1, number + 1)]
 
+    def test_a_run_that_is_opened_goes_on_where_it_was(self, run):
+        run.append("metrics", {"round": 1})
+        opened = RunDirectory.open(run.path)
+        for number in (2, 3):
+            opened.append("metrics", {"round": number, "kept": 10 * number})
+        assert RunDirectory.open(run.path).table("metrics").rows() == [(1, None), (2, 20), (3, 30)]
+
+    @pytest.mark.parametrize(("name", "other"), [("lake[1]", "lake1"), ("l?ke", "lake"), ("l*ke", "lake")])
+    def test_a_path_is_no_pattern(self, tmp_path, name, other):
+        for place, number in ((other, 77), (name, 1)):
+            run = RunDirectory.create(tmp_path / place, CONFIG)
+            run.append("metrics", {"round": number})
+            run.write_round("records", number, records(2 * number))
+        assert run.table("metrics").rows() == [(1,)]
+        assert run.rounds() == [1]
+        assert_frame_equal(run.round("records", 1), records(2))
+
     def test_tables_are_apart(self, run):
         run.append("metrics", {"round": 1})
         run.append("timings", {"seconds": 0.5})
@@ -144,6 +161,11 @@ class TestCreate:
         again.append("metrics", {"round": 5})
         assert again.table("metrics").rows() == [(5,)]
 
+    def test_what_a_killed_process_left_behind_does_not_stand_in_the_way(self, tmp_path):
+        (tmp_path / ".config.json.4711.tmp").write_text('{"form')
+        RunDirectory.create(tmp_path, CONFIG)
+        assert RunDirectory.open(tmp_path).config == CONFIG
+
     @pytest.mark.parametrize(
         ("changed", "message"),
         [
@@ -169,12 +191,13 @@ class TestCreate:
         RunDirectory.create(tmp_path, {"net_arch": [64, 64]})
         RunDirectory.create(tmp_path, {"net_arch": (64, 64)})
 
-    def test_a_directory_with_foreign_files_is_refused_and_left_alone(self, tmp_path):
-        (tmp_path / "thesis.tex").write_text("ten years of work")
+    @pytest.mark.parametrize("name", ["thesis.tex", "thesis.tmp", ".thesis"])
+    def test_a_directory_with_foreign_files_is_refused_and_left_alone(self, tmp_path, name):
+        (tmp_path / name).write_text("ten years of work")
         with pytest.raises(RunDirectoryError, match=r"holds no config\.json.*new or empty directory"):
             RunDirectory.create(tmp_path, CONFIG)
-        assert files(tmp_path) == ["thesis.tex"]
-        assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
+        assert files(tmp_path) == [name]
+        assert (tmp_path / name).read_text() == "ten years of work"
 
     def test_a_file_in_its_place_is_refused(self, tmp_path):
         (tmp_path / "run").write_text("a file")
@@ -190,15 +213,15 @@ class TestCreate:
             RunDirectory.create(tmp_path, CONFIG)
         assert files(tmp_path) == ["config.json", "records/mine.txt"]
 
-    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-    def test_numbers_that_json_lacks_are_refused_and_nothing_is_made(self, tmp_path, value):
-        with pytest.raises(ValueError, match=r"(?i)out of range|finite|inf|nan"):
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, {1, 2}, np.float32(1)])
+    def test_what_json_lacks_is_refused_and_nothing_is_made(self, tmp_path, value):
+        with pytest.raises(RunDirectoryError, match=r"The configuration is not JSON .*max_grad_norm.* inf as text"):
             RunDirectory.create(tmp_path / "run", {"hyperparameters": {"max_grad_norm": value}})
         assert not (tmp_path / "run").exists()
 
     def test_refused_numbers_leave_the_run_that_is_there(self, run):
         run.append("metrics", {"round": 1})
-        with pytest.raises(ValueError, match=r"(?i)out of range|finite|inf|nan"):
+        with pytest.raises(RunDirectoryError, match=r"The configuration is not JSON"):
             RunDirectory.create(run.path, CONFIG | {"drop": math.nan})
         assert RunDirectory.open(run.path).table("metrics").rows() == [(1,)]
 
@@ -208,6 +231,11 @@ class TestOpen:
     def test_no_config(self, tmp_path, place):
         with pytest.raises(RunDirectoryError, match=r"holds no config\.json.*passed as `run`"):
             RunDirectory.open(tmp_path / place)
+
+    def test_a_file_is_no_run(self, tmp_path):
+        (tmp_path / "run").write_text("a file")
+        with pytest.raises(RunDirectoryError, match=r"holds no config\.json.*passed as `run`"):
+            RunDirectory.open(tmp_path / "run")
 
     @pytest.mark.parametrize("content", [b"", b'{"format": "whence-run", "ver', b"\xff\xfe\x00", b"PAR1"])
     def test_a_broken_config(self, tmp_path, content):
@@ -229,6 +257,13 @@ class TestOpen:
         (tmp_path / "config.json").write_text(json.dumps(document))
         with pytest.raises(RunDirectoryError, match=f"marked {marked}; this version .* reads 'whence-run', version 1"):
             RunDirectory.open(tmp_path)
+
+    @pytest.mark.parametrize("about", [{}, {"config": {}}, {"versions": {}}, {"config": [1], "versions": {}}])
+    def test_a_config_json_that_lacks_its_parts(self, tmp_path, about):
+        (tmp_path / "config.json").write_text(json.dumps({"format": "whence-run", "version": 1} | about))
+        for read in (lambda: RunDirectory.open(tmp_path), lambda: RunDirectory.create(tmp_path, {})):
+            with pytest.raises(RunDirectoryError, match=r"config\.json needs the objects `config` and `versions`"):
+                read()
 
 
 class TestWhatIsNotThere:
@@ -259,6 +294,14 @@ class TestWhatIsNotThere:
             file.write_bytes(file.read_bytes()[:cut])
             with pytest.raises(RunDirectoryError, match=rf"{file.name} cannot be read as Parquet"):
                 read()
+
+    @pytest.mark.parametrize("cut", [0, 3, 40, -1])
+    def test_a_broken_policy_names_the_file(self, run, cut):
+        run.write_policy(1, {"w": torch.ones(100)})
+        file = run.path / "policies" / "round_00001.safetensors"
+        file.write_bytes(file.read_bytes()[:cut])
+        with pytest.raises(RunDirectoryError, match=r"round_00001\.safetensors cannot be read as safetensors"):
+            run.policy(1)
 
 
 class TestWrittenAtomically:
@@ -480,6 +523,14 @@ class TestInfluenceOnDisk:
         save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
         with pytest.raises(InvalidInfluence, match=rf"model\.safetensors is marked {marked}; .*Influence\.save"):
             Influence.load(tmp_path / "model.safetensors")
+
+    @pytest.mark.parametrize("cut", [0, 3, 40, -1])
+    def test_a_broken_file_is_named(self, tmp_path, cut):
+        influence(torch.ones(100)).save(tmp_path / "round.influence")
+        whole = (tmp_path / "round.influence").read_bytes()
+        (tmp_path / "round.influence").write_bytes(whole[:cut])
+        with pytest.raises(InvalidInfluence, match=r"round\.influence cannot be read as safetensors"):
+            Influence.load(tmp_path / "round.influence")
 
 
 def test_temporary_names_of_two_processes_differ(tmp_path, monkeypatch):

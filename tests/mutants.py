@@ -233,6 +233,50 @@ MUTANTS = (
         "with eval_mode(model.policy.modules()):",
         "test_experiments.py -k evaluate",
     ),
+    Mutant(
+        "evaluation draws from the training's generators",
+        "experiments/environments.py",
+        "with kept_generators(), eval_mode",
+        "with eval_mode",
+        "test_experiments.py -k plain_ppo",
+    ),
+    Mutant(
+        "generator's state noted after the reset",
+        "sb3/episodes.py",
+        """        before = {"seed": seed} if seed is not None else self.env.unwrapped.np_random.bit_generator.state
+        observation, info = self.env.reset(seed=seed, options=options)
+""",
+        """        observation, info = self.env.reset(seed=seed, options=options)
+        before = {"seed": seed} if seed is not None else self.env.unwrapped.np_random.bit_generator.state
+""",
+        "test_experiments.py -k Replay",
+    ),
+    Mutant(
+        "an unfinished run counts as finished",
+        "experiments/training.py",
+        "== config.rounds + 1",
+        ">= 1",
+        "test_experiments.py -k TestRun",
+    ),
+    Mutant(
+        "files written in place",
+        "guards.py",
+        """    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+""",
+        "    yield path\n",
+        "test_runs.py::test_a_killed_writer_leaves_a_run_that_opens_and_reads",
+    ),
+    Mutant(
+        "text in pages not escaped",
+        "report/page.py",
+        "autoescape=True",
+        "autoescape=False",
+        "test_report.py::TestPage::test_hostile_text_stays_text",
+    ),
 )
 
 

@@ -296,6 +296,18 @@ def test_a_diverged_policy_is_named_at_the_round_it_diverges() -> None:
         toy.learn(32, callback=InfluenceCallback(IIF(0.5)))
 
 
+class Short(KeepAll):
+    def select(self, records: RecordBatch, influence: Any = None) -> Selection:
+        return super().select(records.take(slice(0, 5)), influence)
+
+
+def test_a_rule_that_returns_a_selection_of_other_records_is_refused() -> None:
+    toy = model()
+    with pytest.raises(WhenceError, match=r"Short.*selection of 5 records for a rollout of 32"):
+        toy.learn(32, callback=InfluenceCallback(Short()))
+    assert pristine(toy)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

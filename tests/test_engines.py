@@ -1,5 +1,6 @@
 """Each engine against the plain loop over records, and what an engine must refuse rather than get wrong."""
 
+import copy
 import itertools
 
 import pytest
@@ -65,6 +66,61 @@ def test_convolutions(options: dict[str, object], engine: str) -> None:
     network(torch.zeros(1, 4, 6, 6))
     view = categorical_view(network)
     against_loop(view, records_for(view, features=(4, 6, 6)), engine)
+
+
+@pytest.mark.parametrize("options", [{"stride": 2}, {"padding": "same", "padding_mode": "circular"}, {"groups": 2}])
+@pytest.mark.parametrize("engine", ["ghost", "forward"])
+def test_convolutions_of_sequences(options: dict[str, object], engine: str) -> None:
+    network = nn.Sequential(nn.Conv1d(4, 8, 3, **options), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))  # type: ignore[arg-type]
+    network(torch.zeros(1, 4, 9))
+    view = categorical_view(network)
+    against_loop(view, records_for(view, features=(4, 9)), engine)
+
+
+NORMS = [
+    ((8,), nn.LayerNorm(8)),
+    ((6, 8), nn.LayerNorm(8)),
+    ((6, 8), nn.LayerNorm((6, 8))),
+    ((6, 8), nn.LayerNorm(8, bias=False)),
+    ((6,), nn.GroupNorm(2, 6)),
+    ((6, 4, 4), nn.GroupNorm(3, 6)),
+]
+
+
+@pytest.mark.parametrize(("features", "norm"), NORMS)
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+def test_normalisation_layers(features: tuple[int, ...], norm: nn.Module, frozen: str | None) -> None:
+    norm = copy.deepcopy(norm)
+    for name, parameter in norm.named_parameters():
+        nn.init.normal_(parameter).requires_grad_(name != frozen)
+    network = nn.Sequential(norm, nn.Flatten(), nn.Tanh(), nn.LazyLinear(3))
+    network(torch.zeros(2, *features))
+    view = categorical_view(network)
+    against_loop(view, records_for(view, features=features))
+
+
+class Words(nn.Module):
+    """Token ids to logits."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(6, 4, **options), nn.Linear(12, 3)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embed((x.abs() * 3).long().clamp(max=5)).flatten(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}])
+def test_embeddings(options: dict[str, object]) -> None:
+    view = categorical_view(Words(**options))
+    against_loop(view, records_for(view, features=3))
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_embeddings_that_mix_records_or_rewrite_themselves_have_no_rule(options: dict[str, object]) -> None:
+    view = categorical_view(Words(**options))
+    with pytest.raises(Refused, match="Embedding"):
+        attribute(view, records_for(view, features=3), target=Return(), engine="ghost")
 
 
 def test_a_linear_layer_wider_than_its_input_and_one_narrower() -> None:
@@ -133,13 +189,13 @@ def test_dropout_is_off_while_scoring() -> None:
 
 
 def test_a_layer_without_a_rule_is_refused_by_name_and_auto_goes_forward() -> None:
-    view = categorical_view(nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)))
+    view = categorical_view(nn.Sequential(nn.Linear(5, 8), nn.PReLU(8), nn.Linear(8, 3)))
     records = records_for(view)
-    with pytest.raises(Refused, match=r"no rule for the layer `1` \(LayerNorm\); it knows Conv2d, Linear"):
+    with pytest.raises(Refused, match=r"no rule for the layer `1` \(PReLU\); it knows Conv1d, Conv2d, Embedding"):
         attribute(view, records, target=Return(), engine="ghost")
     influence = attribute(view, records, target=Return())
     assert influence.engine == "forward"
-    assert "LayerNorm" in influence.engine_reason
+    assert "PReLU" in influence.engine_reason
     against_loop(view, records, "forward")
 
 
@@ -257,7 +313,7 @@ class NoForwardMode(torch.autograd.Function):
 class BackwardOnly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.layer = nn.LayerNorm(5), nn.Linear(5, 3)
+        self.norm, self.layer = nn.PReLU(5), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return NoForwardMode.apply(self.layer(self.norm(x)))
@@ -268,7 +324,7 @@ def test_auto_falls_back_to_the_loop_where_a_kernel_has_no_forward_mode() -> Non
     records = records_for(view)
     influence = attribute(view, records, target=Return())
     assert influence.engine == "loop"
-    assert "LayerNorm" in influence.engine_reason
+    assert "PReLU" in influence.engine_reason
     assert "Forward mode" in influence.engine_reason
 
 

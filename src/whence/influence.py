@@ -121,10 +121,11 @@ class Influence:
             raise InvalidInfluence(f"{path} cannot be read as safetensors: {broken}") from None
         with opened as file:
             metadata = file.metadata() or {}
-            if (metadata.get("format"), metadata.get("version")) != ("whence-influence", "1"):
+            marks = metadata.get("format"), metadata.get("version")
+            if marks != ("whence-influence", "1") or "provenance" not in metadata:
                 raise InvalidInfluence(
-                    f"{path} is marked {metadata.get('format')!r}, version {metadata.get('version')!r}; a file "
-                    "written by Influence.save (whence-influence, version 1) is needed."
+                    f"{path} is marked {marks[0]!r}, version {marks[1]!r}; a file written by Influence.save "
+                    "(whence-influence, version 1, with its provenance) is needed."
                 )
             provenance = json.loads(metadata["provenance"])
             provenance["parameters"] = tuple(provenance["parameters"])

@@ -96,7 +96,7 @@ class RunDirectory:
         path = Path(path)
         try:
             document = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise RunDirectoryError(
                 f"{path} holds no config.json, so it is no run directory. Give the directory that was passed as `run`."
             ) from None

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.linalg import vecdot
-from torch.nn.grad import conv2d_weight
+from torch.nn.grad import conv1d_weight, conv2d_weight
 
 Own: TypeAlias = dict[str, Tensor]
 """Tensors by a layer's own parameter names ("weight", "bias")."""
@@ -25,10 +25,12 @@ class LayerRule:
             move along `direction`. `direction` may lack a parameter, which then counts as zero.
         gradient: `gradient(layer, x, g, weights)` is the sum of the records' gradients in the layer's parameters,
             each times its weight, (n,).
+        covers: whether the rule holds for this very layer.
     """
 
     product: Callable[[Any, Own, Tensor, Tensor], Tensor]
     gradient: Callable[[Any, Tensor, Tensor, Tensor], Own]
+    covers: Callable[[Any], bool] = lambda layer: True
 
 
 _RULES: dict[type[nn.Module], LayerRule] = {}
@@ -40,10 +42,11 @@ def register_rule(layer_type: type[nn.Module], rule: LayerRule) -> None:
 
 
 def rule_for(layer: nn.Module) -> LayerRule | None:
-    """Return the rule of a layer; a subclass with a `forward` of its own has none until it is registered."""
+    """Return the rule that holds for a layer; a subclass with a `forward` of its own has none until registered."""
     for base in type(layer).__mro__:
         if base in _RULES:
-            return _RULES[base] if type(layer).forward is base.forward else None
+            rule = _RULES[base]
+            return rule if type(layer).forward is base.forward and rule.covers(layer) else None
     return None
 
 
@@ -80,7 +83,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _conv2d_product(layer: nn.Conv2d, direction: Own, x: Tensor, g: Tensor) -> Tensor:
+def _conv_product(layer: nn.Conv1d | nn.Conv2d, direction: Own, x: Tensor, g: Tensor) -> Tensor:
     weight = direction.get("weight")
     if weight is None:
         weight = torch.zeros_like(layer.weight)
@@ -90,19 +93,75 @@ def _conv2d_product(layer: nn.Conv2d, direction: Own, x: Tensor, g: Tensor) -> T
     return product
 
 
-def _conv2d_gradient(layer: nn.Conv2d, x: Tensor, g: Tensor, weights: Tensor) -> Own:
+def _conv_gradient(layer: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, weights: Tensor) -> Own:
     padding: Any = layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x, padding = nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=mode), 0
+    by_record = weights.reshape(-1, *[1] * (g.ndim - 1))
     if x[0].numel() < g[0].numel():
-        x, bias = x * weights[:, None, None, None], weights @ g.sum((2, 3))
+        x, bias = x * by_record, weights @ g.flatten(2).sum(2)
     else:
-        g = g * weights[:, None, None, None]
-        bias = g.sum((0, 2, 3))
-    weight = conv2d_weight(x, list(layer.weight.shape), g, layer.stride, padding, layer.dilation, layer.groups)
+        g = g * by_record
+        bias = g.flatten(2).sum((0, 2))
+    of_weight: Any = conv1d_weight if isinstance(layer, nn.Conv1d) else conv2d_weight
+    weight = of_weight(x, list(layer.weight.shape), g, layer.stride, padding, layer.dilation, layer.groups)
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": bias}
 
 
+def _embedding_product(layer: nn.Embedding, direction: Own, x: Tensor, g: Tensor) -> Tensor:
+    product: Tensor = vecdot(_without_padding(layer, x, g).flatten(1), direction["weight"][x].flatten(1))
+    return product
+
+
+def _embedding_gradient(layer: nn.Embedding, x: Tensor, g: Tensor, weights: Tensor) -> Own:
+    g = _without_padding(layer, x, g) * weights.reshape(-1, *[1] * (g.ndim - 1))
+    return {"weight": g.new_zeros(layer.weight.shape).index_add_(0, x.reshape(-1), _rows(g))}
+
+
+def _without_padding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Tensor:
+    # The padding entry takes no gradient.
+    return g if layer.padding_idx is None else g * (x != layer.padding_idx)[..., None]
+
+
+def _plain_embedding(layer: nn.Embedding) -> bool:
+    # max_norm rewrites the weight while it runs, scale_grad_by_freq mixes records, sparse gradients do not add up here.
+    return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+
+
+def _norm_product(layer: nn.LayerNorm | nn.GroupNorm, direction: Own, x: Tensor, g: Tensor) -> Tensor:
+    normalised, lead = _normalised(layer, x)
+    total = g.new_zeros(len(g))
+    if "weight" in direction:
+        total = total + vecdot((g * normalised).flatten(1), _spread(direction["weight"], g, lead))
+    if "bias" in direction:
+        total = total + vecdot(g.flatten(1), _spread(direction["bias"], g, lead))
+    return total
+
+
+def _norm_gradient(layer: nn.LayerNorm | nn.GroupNorm, x: Tensor, g: Tensor, weights: Tensor) -> Own:
+    normalised, lead = _normalised(layer, x)
+    g = g * weights.reshape(-1, *[1] * (g.ndim - 1))
+    axes = [axis for axis in range(g.ndim) if not lead <= axis < lead + layer.weight.ndim]
+    return {"weight": (g * normalised).sum(axes), "bias": g.sum(axes)}
+
+
+def _normalised(layer: nn.LayerNorm | nn.GroupNorm, x: Tensor) -> tuple[Tensor, int]:
+    """Return the input before scale and shift, and the axis at which these begin."""
+    if isinstance(layer, nn.GroupNorm):
+        return nn.functional.group_norm(x, layer.num_groups, eps=layer.eps), 1
+    return nn.functional.layer_norm(x, layer.normalized_shape, eps=layer.eps), x.ndim - layer.weight.ndim
+
+
+def _spread(parameter: Tensor, g: Tensor, lead: int) -> Tensor:
+    """Expand a scale or shift to the records, flattened as `g.flatten(1)` is."""
+    trailing = [1] * (g.ndim - lead - parameter.ndim)
+    return parameter.reshape(*parameter.shape, *trailing).expand(g.shape).flatten(1)
+
+
 register_rule(nn.Linear, LayerRule(_linear_product, _linear_gradient))
-register_rule(nn.Conv2d, LayerRule(_conv2d_product, _conv2d_gradient))
+register_rule(nn.Conv1d, LayerRule(_conv_product, _conv_gradient))
+register_rule(nn.Conv2d, LayerRule(_conv_product, _conv_gradient))
+register_rule(nn.Embedding, LayerRule(_embedding_product, _embedding_gradient, _plain_embedding))
+register_rule(nn.LayerNorm, LayerRule(_norm_product, _norm_gradient))
+register_rule(nn.GroupNorm, LayerRule(_norm_product, _norm_gradient))

@@ -139,6 +139,12 @@ class InfluenceCallback(BaseCallback):
         self._read_at = self.model.num_timesteps
         influence = self._influence(records)
         selection = self.rule.select(records, influence)
+        if not isinstance(selection, Selection) or len(selection.keep) != len(records):
+            got = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
+            raise WhenceError(
+                f"{self.rule!r}.select() returned a selection of {got} for a rollout of {len(records)}; it must return "
+                "a whence.Selection with one entry per record."
+            )
         seconds = {"collection": collection, "scoring": scoring.seconds()}
         kept = int(selection.keep.sum())
         self._rounds += 1
@@ -148,6 +154,7 @@ class InfluenceCallback(BaseCallback):
                 f"Round {self._rounds} keeps {kept} of {len(records)} records, and one needs two to train on. Drop "
                 "less, or pass strict=False to skip such rounds."
             )
+        self.skipped_rounds += kept < 2
         metrics = _metrics(self.round)
         self._log(metrics, seconds["scoring"]["wall"])
         self._write_round(self.round)
@@ -160,8 +167,6 @@ class InfluenceCallback(BaseCallback):
             seconds["optimisation"] = optimisation.seconds()
             self._write_rows(metrics, seconds)
 
-        if kept < 2:
-            self.skipped_rounds += 1
         around_next_train(self.model, train)
 
     def _on_training_end(self) -> None:
@@ -184,7 +189,7 @@ class InfluenceCallback(BaseCallback):
             if metrics.get(name) is not None:
                 self.logger.record(f"influence/{name}", metrics[name])
         self.logger.record("influence/seconds", seconds)
-        self.logger.record("influence/skipped_rounds", self.skipped_rounds + (metrics["kept"] < 2))
+        self.logger.record("influence/skipped_rounds", self.skipped_rounds)
         if self.verbose:
             skipped = ": skipped, two are needed" if metrics["kept"] < 2 else ""
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")

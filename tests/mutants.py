@@ -73,6 +73,13 @@ MUTANTS = (
         "ghost scores with the target's weights", "engines/ghost.py", "_with_plain(own * ", "_with_plain(w * ", ENGINES
     ),
     Mutant(
+        "ghost divides by weights of zero",
+        "engines/ghost.py",
+        "if len(weights) == 1 and _far_from_zero(weights[0]):",
+        "if len(weights) == 1:",
+        f"{ENGINES}::test_records_that_the_target_gives_no_weight_are_scored_all_the_same",
+    ),
+    Mutant(
         "ghost leaves out direct parameters",
         "engines/ghost.py",
         "if along else products",

@@ -159,6 +159,15 @@ def test_layers_called_twice_and_tied_weights(engine: str) -> None:
     against_loop(view, records_for(view), engine)
 
 
+@pytest.mark.parametrize("advantage", [0.0, 1e-30])
+def test_records_that_the_target_gives_no_weight_are_scored_all_the_same(advantage: float) -> None:
+    view = mlp_view()
+    records = records_for(view)
+    advantages = records.advantages.clone()
+    advantages[3] = advantage
+    against_loop(view, records.with_advantages(advantages))
+
+
 class OwnParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -178,12 +178,30 @@ def _shared_products(problem: Problem, tape: _Tape) -> Tensor | None:
     if len(read) < len(found):
         return None
     own, *weights = read
+    if len(weights) == 1 and _far_from_zero(weights[0]):
+        gradient, g = _gradient_and_seeds(problem, tape, weights[0])
+        checked(gradient, problem.targets[0])
+        products = own / weights[0] * _layer_products(tape, g, gradient)
+        return _with_plain(products, problem, tape, gradient)[None]
     g = pullback(tape.outputs, Seeds(torch.ones_like(own)), [call.edge for call in tape.calls], retain=bool(tape.plain))
     rows = []
     for target, w in zip(problem.targets, weights, strict=True):
         gradient = checked(_weighted_gradient(problem, tape, g, w), target)
         rows.append(_with_plain(own * _layer_products(tape, g, gradient), problem, tape, gradient))
     return torch.stack(rows)
+
+
+def _far_from_zero(weights: Tensor) -> bool:
+    """Tell whether a record's log-prob gradient can be had from its weighted one by division."""
+    sizes = weights.abs()
+    return bool(sizes.min() > 1e-12 * sizes.max())
+
+
+def _gradient_and_seeds(problem: Problem, tape: _Tape, weights: Tensor) -> tuple[Gradient, list[Tensor | None]]:
+    """Return the target's gradient and the layers' output gradients, weighted, from the one pass that gives both."""
+    edges = [call.edge for call in tape.calls]
+    found = pullback(tape.outputs, Seeds(weights), [*edges, *problem.params.values()], retain=False)
+    return added({}, dict(zip(problem.params, found[len(edges) :], strict=True))), found[: len(edges)]
 
 
 def _weighted_gradient(problem: Problem, tape: _Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:
@@ -225,7 +243,7 @@ def _by_blocks(rule: Callable[..., T], x: Tensor, g: Tensor, *more: Tensor) -> l
     return [rule(*block) for block in zip(*(tensor.split(size) for tensor in (x, g, *more)), strict=True)]
 
 
-_BLOCK_BYTES = 2**21
+_BLOCK_BYTES = 2**20
 
 
 def _with_plain(products: Tensor, problem: Problem, tape: _Tape, gradient: Gradient) -> Tensor:

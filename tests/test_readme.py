@@ -12,7 +12,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(30)
 def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     (block,) = blocks("python")
     monkeypatch.chdir(tmp_path)

@@ -73,6 +73,13 @@ MUTANTS = (
         "ghost scores with the target's weights", "engines/ghost.py", "_with_plain(own * ", "_with_plain(w * ", ENGINES
     ),
     Mutant(
+        "ghost keeps the target's weights in the scores",
+        "engines/ghost.py",
+        "products = own / weights[0] * ",
+        "products = own * ",
+        LEFT_OUT,
+    ),
+    Mutant(
         "ghost divides by weights of zero",
         "engines/ghost.py",
         "if len(weights) == 1 and _far_from_zero(weights[0]):",

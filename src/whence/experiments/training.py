@@ -1,7 +1,6 @@
 """One training run, from its configuration to its directory."""
 
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from whence.experiments.environments import evaluate, evaluation_env, training_e
 from whence.experiments.metrics import Curve
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
+from whence.sb3.callback import library_versions
 
 
 def run(config: RunConfig, path: Path, on_round: Callable[[int], None] = lambda number: None) -> None:
@@ -33,7 +33,7 @@ def run(config: RunConfig, path: Path, on_round: Callable[[int], None] = lambda 
     if is_finished(config, path):
         on_round(config.rounds)
         return
-    directory = RunDirectory.create(path, config.to_json(), versions=_versions())
+    directory = RunDirectory.create(path, config.to_json(), versions=library_versions())
     torch.manual_seed(config.seed)
     env = training_env(config.env, config.env_kwargs, config.n_envs)
     test = evaluation_env(config.env, config.env_kwargs, config.eval_episodes)
@@ -85,10 +85,6 @@ def curve(config: RunConfig, path: Path) -> Curve:
         standard_errors=evaluations["standard_error"].to_numpy(),
         seconds=seconds.to_numpy(),
     )
-
-
-def _versions() -> dict[str, str]:
-    return {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
 
 
 class _Evaluation(BaseCallback):

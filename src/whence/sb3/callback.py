@@ -109,7 +109,7 @@ class InfluenceCallback(BaseCallback):
     def _init_callback(self) -> None:
         check_model(self.model)
         if self._run is None and isinstance(self._run_path, str | Path):
-            self._run = RunDirectory.create(self._run_path, self._config(), versions=_versions())
+            self._run = RunDirectory.create(self._run_path, self._config(), versions=library_versions())
 
     def _on_training_start(self) -> None:
         # learn() resets the environments unless it goes on where it stopped: then the episodes under way go on too,
@@ -281,7 +281,8 @@ def _tensors(policy: Any) -> dict[str, Tensor]:
     return {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
 
 
-def _versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
+    """Return the versions that a run's results depend on."""
     return {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
 
 

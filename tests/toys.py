@@ -7,9 +7,10 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import Tensor, nn
 
 import whence
@@ -23,7 +24,15 @@ class Toy(gym.Env[Any, Any]):
             "vector": spaces.Box(-3, 3, (5,), np.float32),
             "image": spaces.Box(0, 255, (3, 8, 8), np.uint8),
             "discrete": spaces.Discrete(7),
-            "dict": spaces.Dict({"a": spaces.Box(-1, 1, (2,), np.float32)}),
+            "multidiscrete": spaces.MultiDiscrete([3, 4]),
+            "multibinary": spaces.MultiBinary(4),
+            "dict": spaces.Dict(
+                {
+                    "vector": spaces.Box(-1, 1, (2,), np.float32),
+                    "image": spaces.Box(0, 255, (3, 36, 36), np.uint8),
+                    "discrete": spaces.Discrete(3),
+                }
+            ),
         }[observation]
         self.action_space = {
             "discrete": spaces.Discrete(3),
@@ -32,12 +41,16 @@ class Toy(gym.Env[Any, Any]):
             "multibinary": spaces.MultiBinary(3),
         }[action]
 
-    def _observe(self) -> Any:
-        space = self.observation_space
+    def _observe(self, space: Any = None) -> Any:
+        space = self.observation_space if space is None else space
+        if isinstance(space, spaces.Dict):
+            return {key: self._observe(part) for key, part in space.items()}
         if isinstance(space, spaces.Discrete):
             return int(self.np_random.integers(space.n))
-        if isinstance(space, spaces.Dict):
-            return {"a": self.np_random.uniform(-1, 1, 2).astype(np.float32)}
+        if isinstance(space, spaces.MultiDiscrete):
+            return self.np_random.integers(space.nvec)
+        if isinstance(space, spaces.MultiBinary):
+            return self.np_random.integers(0, 2, space.n).astype(np.int8)
         return self.np_random.uniform(space.low, space.high).astype(space.dtype)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -47,6 +60,20 @@ class Toy(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         reward = float(np.sum(action)) + float(self.np_random.normal())
         return self._observe(), reward, bool(self.np_random.random() < 0.1), False, {}
+
+
+class MaskedToy(Toy):
+    """Some actions are forbidden, others at each step."""
+
+    def action_masks(self) -> Any:
+        space = self.action_space
+        if isinstance(space, spaces.Discrete):
+            sizes = [int(space.n)]
+        else:
+            sizes = list(space.nvec) if isinstance(space, spaces.MultiDiscrete) else [2] * space.n
+        masks = self.np_random.random(sum(sizes)) < 0.6
+        masks[np.cumsum([0, *sizes[:-1]])] = True  # at least one action is allowed in each part
+        return masks
 
 
 class SmallCNN(BaseFeaturesExtractor):
@@ -67,7 +94,7 @@ class SmallCNN(BaseFeaturesExtractor):
 
 
 def model(
-    algorithm: type[PPO] | type[A2C] = PPO,
+    algorithm: Any = PPO,
     *,
     observation: str = "vector",
     action: str = "discrete",
@@ -75,25 +102,33 @@ def model(
     n_envs: int = 1,
     n_steps: int = 32,
     seed: int = 0,
+    normalised: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return a small SB3 model on the toy environment."""
-    env = DummyVecEnv([lambda: Toy(observation, action)] * n_envs)
+    """Return a small SB3 model on the toy environment; actions "gsde" and "squashed" are boxes explored with gSDE."""
     policy_kwargs: dict[str, Any] = {"net_arch": {"pi": [8], "vf": [8]}, "share_features_extractor": shared}
+    if action in ("gsde", "squashed"):
+        kwargs |= {"use_sde": True, "sde_sample_freq": 4}
+        policy_kwargs |= {"squash_output": action == "squashed", "log_std_init": -1.0}
+        action = "box"
     if observation == "image":
         policy_kwargs["features_extractor_class"] = SmallCNN
+    if observation == "dict":
+        policy_kwargs["features_extractor_kwargs"] = {"cnn_output_dim": 4}
     policy_kwargs |= kwargs.pop("policy_kwargs", {})
+    toy = MaskedToy if algorithm is MaskablePPO else Toy
+    env: Any = DummyVecEnv([lambda: toy(observation, action)] * n_envs)
+    if normalised:
+        env = VecNormalize(env)
     policy = {"image": "CnnPolicy", "dict": "MultiInputPolicy"}.get(observation, "MlpPolicy")
-    if algorithm is PPO:
+    if algorithm is not A2C:
         kwargs = {"batch_size": 16, "n_epochs": 2, **kwargs}
     return algorithm(policy, env, n_steps=n_steps, policy_kwargs=policy_kwargs, seed=seed, device="cpu", **kwargs)
 
 
 def moved(records: whence.RecordBatch, spread: float = 0.3) -> whence.RecordBatch:
     """Return the records as if another policy had collected them: ratios away from 1, some of them clipped."""
-    columns = {name: getattr(records, name) for name in ("observations", "actions", "advantages", "values", "returns")}
-    log_probs = records.log_probs + spread * torch.randn(len(records))
-    return whence.RecordBatch(**columns, log_probs=log_probs, record_ids=records.record_ids)
+    return records.with_columns({"log_probs": records.log_probs + spread * torch.randn(len(records))})
 
 
 class Softmax(nn.Module):

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from whence.attribution import attribute as attribute
+from whence.checks import check_engines as check_engines
 from whence.errors import InvalidInfluence as InvalidInfluence
 from whence.errors import InvalidRecords as InvalidRecords
 from whence.errors import NonFinite as NonFinite

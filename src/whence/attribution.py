@@ -16,8 +16,8 @@ from whence.errors import NonFinite, WhenceError
 from whence.guards import eval_mode, kept_generators
 from whence.influence import Influence, Provenance
 from whence.objectives import Objective, as_objective
-from whence.policies import PolicyView, as_view
-from whence.records import RecordBatch, map_tree
+from whence.policies import PolicyView, as_view, check_batch_norm
+from whence.records import RecordBatch
 from whence.targets import Target, as_target, name_of
 
 
@@ -29,7 +29,8 @@ def attribute(
     target: Mapping[str, Target],
     objective: Objective | None = ...,
     engine: str = ...,
-    chunk_size: int = ...,
+    chunk_size: int | None = ...,
+    memory: int = ...,
 ) -> dict[str, Influence]: ...
 @overload
 def attribute(
@@ -39,7 +40,8 @@ def attribute(
     target: Target,
     objective: Objective | None = ...,
     engine: str = ...,
-    chunk_size: int = ...,
+    chunk_size: int | None = ...,
+    memory: int = ...,
 ) -> Influence: ...
 def attribute(
     policy: object,
@@ -48,7 +50,8 @@ def attribute(
     target: Target | Mapping[str, Target],
     objective: Objective | None = None,
     engine: str = "auto",
-    chunk_size: int = 4096,
+    chunk_size: int | None = None,
+    memory: int = 2**31,
 ) -> Influence | dict[str, Influence]:
     """Score every record by `<grad target, grad objective_i>` at the policy as it is (LDA §3.3; snapshot).
 
@@ -62,28 +65,31 @@ def attribute(
         target: what to raise: `Return()`, `Action(...)`, a function `(view, params, records) -> scalar`; or a mapping
             of such, which shares one pass over the records.
         objective: what the round's optimisation raises, one value per record. None: `PPOClip()`.
-        engine: "auto", "ghost", "forward" or "loop".
-        chunk_size: the most records in one pass; bounds memory, does not change scores.
+        engine: "auto", "ghost", "forward", "vmap" or "loop"; see docs/concepts.md.
+        chunk_size: the most records in one pass; None: as many as `memory` holds. Scores do not depend on it.
+        memory: bytes that scoring may hold at a time, beside the policy and the records. The cost of a record is
+            measured on a few of them, once per policy. What a target makes that runs the policy itself is not counted.
 
     Returns:
         The `Influence`, scores (n,) on the CPU in the policy's dtype; for a mapping of targets a dict of them.
 
     Raises:
-        Unsupported: the policy is of no kind whence can read.
+        Unsupported: the policy is of no kind whence can read, or holds a BatchNorm layer in training mode.
         NonFinite: a gradient or score is not finite; record and parameter are named.
         WhenceError: a target that depends on no parameter, an unknown engine, or an engine that refuses the policy.
     """
     targets = dict(target) if isinstance(target, Mapping) else {"": target}
     if not targets:
         raise WhenceError("target is an empty mapping; name at least one target, such as {'return': Return()}.")
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise WhenceError(f"chunk_size is {chunk_size}; at least one record has to fit into a pass.")
     view, objective = as_view(policy), as_objective(objective)
     asked = [as_target(one) for one in targets.values()]
     modules = dict(view.module.named_modules())
+    check_batch_norm(modules)
     with kept_generators(), eval_mode(modules.values()), torch.inference_mode(False), torch.enable_grad():
-        problem = _problem(view, modules, records, objective, asked, chunk_size)
-        products, used, reason = solve(problem, engine)
+        problem = _problem(view, modules, records, objective, asked, chunk_size or len(records))
+        products, used, reason = solve(problem, engine, memory if chunk_size is None else None)
         _check_scores(products, problem)
     influences = {
         name: Influence(
@@ -123,8 +129,7 @@ def _problem(
     device = next(iter(params.values())).device
     records = records.to(device)
     prepared = objective.prepare(records)
-    inputs = map_tree(lambda tensor: tensor.detach(), view.prepare(records))
-    return Problem(view, modules, own, params, records, prepared, inputs, objective, targets, chunk_size)
+    return Problem(view, modules, own, params, records, prepared, objective, targets, chunk_size)
 
 
 @cache

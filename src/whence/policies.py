@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from whence.errors import Unsupported
 from whence.records import RecordBatch, Tree, map_tree
@@ -166,3 +167,18 @@ def as_view(policy: object) -> PolicyView:
         f"Pass a policy of {', '.join(sorted(_VIEWS)) or 'a registered library'}, or wrap your own: "
         "whence.ModuleView(module, lambda module, inputs: log_probs)."
     )
+
+
+def check_batch_norm(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse BatchNorm layers that normalise by the statistics of the records at hand.
+
+    Raises:
+        Unsupported: naming the layer.
+    """
+    for path, module in modules.items():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise Unsupported(
+                f"The layer `{path}` ({type(module).__name__}) is in training mode: what it makes of a record depends "
+                "on the other records of the minibatch, so no record has an objective of its own. Put it in eval "
+                "mode, where its statistics are constants, if it is trained so; or use LayerNorm or GroupNorm."
+            )

@@ -116,26 +116,29 @@ class RecordBatch:
 
     def take(self, index: Tensor | slice) -> Self:
         """Return the records at `index` (positions, mask or slice), each with its id."""
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        return self._derived({name: take(column, index) for name, column in columns.items() if column is not None})
+        return self.with_columns(take(self.columns, index))
 
     def to(self, device: torch.device | str) -> Self:
         """Return the records on a device; these same where they are there already."""
         if self.log_probs.device == torch.device(device):
             return self
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        return self._derived(
-            {name: map_tree(lambda t: t.to(device), column) for name, column in columns.items() if column is not None}
-        )
+        return self.with_columns(map_tree(lambda t: t.to(device), self.columns))
 
     def with_advantages(self, advantages: Float[Tensor, " n"]) -> Self:
         """Return the same records with other advantages, (n,)."""
-        return self._derived({"advantages": advantages})
+        return self.with_columns({"advantages": advantages})
 
-    def _derived(self, columns: dict[str, Tree]) -> Self:
-        # Past __post_init__: the columns were copied and checked once, and `loop` takes records one by one.
+    @property
+    def columns(self) -> dict[str, Tree]:
+        """The columns that are there, by name."""
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        return {name: column for name, column in columns.items() if column is not None}
+
+    def with_columns(self, columns: Mapping[str, Tree]) -> Self:
+        """Return the records with these columns in the place of theirs, neither copied nor checked."""
+        # Past __post_init__: columns were copied and checked once, and `loop` takes records one by one.
         batch = object.__new__(type(self))
-        batch.__dict__.update(self.__dict__ | columns)
+        batch.__dict__.update(self.__dict__, **columns)
         batch.__dict__.pop("fingerprint", None)
         return batch
 
@@ -187,6 +190,7 @@ _IN_TABLES = {
     "returns": "return",
     "rewards": "reward",
     "episode_starts": "episode_start",
+    "action_masks": "action_mask",
 }
 
 

@@ -61,10 +61,12 @@ class Action:
     Attributes:
         observation: one observation, shaped as the policy's observation space; or m of them, first axis m.
         action: one action, or m of them.
+        action_mask: where the policy takes masks, what was allowed there, shaped as in the records; None: all.
     """
 
     observation: Any
     action: Any
+    action_mask: Any = None
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
@@ -75,14 +77,19 @@ class Action:
         # Whether one state or a set came shows in the number of axes: a record's observation has one less.
         observation = _like("observation", self.observation, like.observations)
         action = _like("action", self.action, like.actions)
-        counts = {len(leaf) for _, leaf in [*leaves(observation), *leaves(action)]}
+        columns = {"observations": observation, "actions": action}
+        if self.action_mask is not None:
+            if like.action_masks is None:
+                raise WhenceError("Action() got an action_mask, but the records have none: leave it out.")
+            columns["action_masks"] = _like("action_mask", self.action_mask, like.action_masks)
+        counts = {len(leaf) for _, leaf in leaves(columns)}
         if len(counts) > 1:
             raise WhenceError(
                 f"Action() got sets of different sizes, {sorted(counts)}: give one observation and one action, or "
                 "as many actions as observations."
             )
-        zeros = torch.zeros(counts.pop())
-        return RecordBatch(observations=observation, actions=action, log_probs=zeros, advantages=zeros)
+        zeros = torch.zeros(counts.pop(), device=like.log_probs.device)
+        return RecordBatch(**columns, log_probs=zeros, advantages=zeros)
 
     def __repr__(self) -> str:
         count = len(torch.as_tensor(self.action).reshape(-1))
@@ -95,7 +102,7 @@ def _like(name: str, given: Tree, column: Tree) -> Tree:
         if not isinstance(given, dict) or given.keys() != column.keys():
             raise WhenceError(f"The {name} of Action() needs the keys {sorted(column)}, as the records have.")
         return {key: _like(f"{name}.{key}", given[key], column[key]) for key in column}
-    tensor = torch.as_tensor(given).to(column.dtype)
+    tensor = torch.as_tensor(given).to(column)
     shape = column.shape[1:]
     if tensor.shape == shape or (tensor.ndim == 0 and shape.numel() == 1):
         return tensor.reshape(1, *shape)

@@ -3,33 +3,59 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from whence.engines.forward import forward
 from whence.engines.ghost import ghost
 from whence.engines.loop import loop
-from whence.engines.problem import Engine, Problem, Refused
+from whence.engines.memory import fitted
+from whence.engines.problem import Engine, Problem, Refused, target_gradients
+from whence.engines.vmap import vmap
 from whence.errors import WhenceError, nearest
 
-ENGINES: Mapping[str, Engine] = MappingProxyType({"ghost": ghost, "forward": forward, "loop": loop})
+ENGINES: Mapping[str, Engine] = MappingProxyType({"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop})
 
 
-def solve(problem: Problem, engine: str) -> tuple[Float[Tensor, "targets n"], str, str]:
+def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tensor, "targets n"], str, str]:
     """Run an engine; return the products, the engine that gave them and why it was taken.
 
-    "auto" looks at the layers first: ghost where each has a rule, else forward. An engine that finds while running
-    that it does not cover the policy raises rather than guess, and the next takes over; the loop covers everything.
+    "auto" looks at the layers first: ghost where each has a rule, else forward, else vmap. An engine that finds while
+    running that it does not cover the policy raises rather than guess, and the next takes over; the loop covers
+    everything.
+
+    Args:
+        problem: what to score.
+        engine: "auto" or a key of `ENGINES`.
+        memory: bytes that set the problem's chunk size; None: it stands as it is.
     """
     if engine in ENGINES:
-        return ENGINES[engine](problem), engine, "asked for"
+        return _run(problem, engine, memory), engine, "asked for"
     if engine != "auto":
         raise WhenceError(f"engine is {engine!r}.{nearest(engine, ['auto', *ENGINES])}")
     try:
-        return ghost(problem), "ghost", "every trainable layer has a ghost rule"
+        return _run(problem, "ghost", memory), "ghost", "every trainable layer has a ghost rule"
     except Refused as refusal:
         reason = str(refusal)
     try:
-        return forward(problem), "forward", reason
+        return _run(problem, "forward", memory), "forward", reason
     except NotImplementedError as missing:  # torch's word for a kernel without forward mode
-        return loop(problem), "loop", f"{reason} Forward mode: {str(missing).splitlines()[0]}"
+        reason += f" Forward mode: {_first_line(missing)}"
+    try:
+        return _run(problem, "vmap", memory), "vmap", reason
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as missing:  # functorch's only word for whatever it cannot do; the loop meets what is amiss
+        return _run(problem, "loop", memory), "loop", f"{reason} vmap: {_first_line(missing)}"
+
+
+def _run(problem: Problem, engine: str, memory: int | None) -> Float[Tensor, "targets n"]:
+    run = ENGINES[engine]
+    # The loop's own passes hold one record.
+    held = target_gradients if run is loop else run
+    return run(problem if memory is None else fitted(problem, held, memory))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

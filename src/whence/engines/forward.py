@@ -1,7 +1,6 @@
 """Forward-mode differentiation: the objective's derivative along the target's gradient, all records at once."""
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -19,22 +18,18 @@ def forward(problem: Problem) -> Float[Tensor, "targets n"]:
     """
     gradients = target_gradients(problem)
     return torch.cat(
-        [torch.stack([directional(problem, gradient, chunk) for gradient in gradients]) for chunk in problem.chunks()],
-        dim=1,
+        [torch.stack([directional(part, gradient) for gradient in gradients]) for part in problem.parts()], dim=1
     )
 
 
-def directional(
-    problem: Problem, direction: Gradient, chunk: slice, *, along: Collection[str] | None = None
-) -> Float[Tensor, " chunk"]:
-    """Return each record's derivative along `direction`, restricted to the parameters `along`, on one chunk."""
+def directional(problem: Problem, direction: Gradient, *, along: Collection[str] | None = None) -> Float[Tensor, " n"]:
+    """Return each record's derivative along `direction`, restricted to the parameters `along`."""
     names = direction.keys() if along is None else direction.keys() & along
     with torch.no_grad(), fwAD.dual_level():
         params = {
             name: fwAD.make_dual(p.detach(), direction[name]) if name in names else p.detach()
             for name, p in problem.params.items()
         }
-        dual = replace(problem, params=params)
-        values = dual.objective_values(dual.outputs(chunk), chunk)
+        values = problem.objective_values(problem.outputs(params))
         primal, tangent = fwAD.unpack_dual(values)
         return torch.zeros_like(primal) if tangent is None else tangent.clone()

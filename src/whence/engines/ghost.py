@@ -1,7 +1,7 @@
 """Per-record products from each layer's input and output gradient; no per-record gradient is ever formed."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from whence.engines.forward import directional
-from whence.engines.problem import Gradient, Problem, Refused, Seeds, added, checked, pullback, seeds, target_gradients
+from whence.engines.problem import (
+    Gradient,
+    Problem,
+    Refused,
+    Seeds,
+    added,
+    checked,
+    plain_target_gradient,
+    pullback,
+    seeds,
+    target_gradients,
+)
 from whence.engines.rules import LayerRule, Own, rule_for, ruled_types
 from whence.policies import Outputs
 from whence.targets import BatchTarget
@@ -33,21 +44,23 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
     """Return all products from one recorded pass over the records.
 
     A record's share of a layer's product is its output gradient times the change of the layer's output along the
-    target's gradient. Where objective and targets read nothing but the log-probs of these records, the pass is one
-    forward and one backward: both gradients are then the same log-prob gradients, weighted.
+    target's gradient. Where objective and target read nothing but the log-probs of these records, the pass is one
+    forward and one backward: both gradients are then the same log-prob gradients, weighted. Each further target costs
+    its gradient and the products, not another pass.
 
     Raises:
         Refused: a layer without a rule, a parameter used outside its layer, or a layer whose first axis is not the
             records'.
     """
     layers = covered_layers(problem.modules, problem.own)
-    chunks = list(problem.chunks())
-    if len(chunks) == 1:
-        tape = _recorded_pass(problem, layers, chunks[0])
-        shared = _shared_products(problem, tape)
-        return _products(problem, tape, target_gradients(problem)) if shared is None else shared
-    gradients = target_gradients(problem)
-    return torch.cat([_products(problem, _recorded_pass(problem, layers, c), gradients) for c in chunks], dim=1)
+    if len(problem.records) <= problem.chunk_size:
+        return _whole_products(_recorded_pass(problem, layers))
+    gradients, rows = target_gradients(problem), []
+    for part in problem.parts():
+        tape = _recorded_pass(part, layers)
+        (own,) = seeds([part.objective_values], tape.outputs)
+        rows.append(_products(tape, gradients, own))
+    return torch.cat(rows, dim=1)
 
 
 def covered_layers(modules: Mapping[str, nn.Module], own: Mapping[str, Tensor]) -> list[Layer]:
@@ -93,24 +106,24 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Tape:
-    """A recorded forward pass over one chunk."""
+    """A recorded forward pass over the records of a problem, all at once."""
 
-    chunk: slice
+    problem: Problem
     outputs: Outputs
     calls: list[_Call] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
 
 
-def _recorded_pass(problem: Problem, layers: Sequence[Layer], chunk: slice) -> _Tape:
+def _recorded_pass(problem: Problem, layers: Sequence[Layer]) -> _Tape:
     calls: list[_Call] = []
-    size = chunk.stop - chunk.start
+    size = len(problem.records)
 
     def noting(layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls.append(_call(layer, args, output, size))
 
     handles = [layer.module.register_forward_hook(partial(noting, layer)) for layer in layers]
     try:
-        outputs = problem.outputs(chunk)
+        outputs = problem.outputs()
     finally:
         for handle in handles:
             handle.remove()
@@ -124,7 +137,7 @@ def _recorded_pass(problem: Problem, layers: Sequence[Layer], chunk: slice) -> _
         )
     if any(call.x._version != call.version for call in calls):
         raise Refused("A layer's input was changed in place after the layer ran. Use engine='forward' (or 'auto').")
-    return _Tape(chunk, outputs, calls, [name for name in problem.params if used[name] and name not in layered])
+    return _Tape(problem, outputs, calls, [name for name in problem.params if used[name] and name not in layered])
 
 
 def _call(layer: Layer, args: tuple[Any, ...], output: Any, size: int) -> _Call:
@@ -164,31 +177,41 @@ def _uses(outputs: Outputs, params: dict[str, Tensor]) -> Counter[str]:
     return counts
 
 
-def _shared_products(problem: Problem, tape: _Tape) -> Tensor | None:
-    """Return the products from one backward pass of unit seeds, or None where more than log-probs is read."""
+def _whole_products(tape: _Tape) -> Tensor:
+    """Return the products where one pass holds all records, so that it also holds the batch targets' gradients."""
+    problem = tape.problem
     of_targets: list[Callable[[Outputs], Tensor]] = []
     for target in problem.targets:
-        if not isinstance(target, BatchTarget):
-            return None
-        of_targets.append(partial(target.from_outputs, records=problem.records))
-    found = seeds([partial(problem.objective_values, chunk=tape.chunk), *of_targets], tape.outputs)
-    read = [
-        seed.log_prob for seed in found if seed.value is None and seed.entropy is None and seed.log_prob is not None
+        if isinstance(target, BatchTarget):
+            of_targets.append(partial(target.from_outputs, records=problem.records))  # noqa: PERF401  # mypy narrows
+    own, *found = seeds([problem.objective_values, *of_targets], tape.outputs)
+    weights = [seed.log_prob for seed in found if seed.log_prob is not None]
+    if own.log_prob is None or any(_reads_more(seed) for seed in (own, *found)) or len(weights) < len(found):
+        params = list(problem.params.values())
+        passes = (pullback(tape.outputs, seed, params, retain=True) for seed in found)
+        gradients = _in_order(problem, (added({}, dict(zip(problem.params, one, strict=True))) for one in passes))
+        return _products(tape, gradients, own)
+    # Objective and targets move the log-probs alone, each record with weights of its own.
+    if len(problem.targets) == 1 and weights and _far_from_zero(weights[0]):
+        gradient, g = _gradient_and_seeds(tape, weights[0])
+        gradients, own_weights = _in_order(problem, iter([gradient])), own.log_prob / weights[0]
+    else:
+        edges, unit = [call.edge for call in tape.calls], Seeds(torch.ones_like(own.log_prob))
+        g = pullback(tape.outputs, unit, edges, retain=bool(tape.plain))
+        gradients, own_weights = _in_order(problem, (_weighted_gradient(tape, g, w) for w in weights)), own.log_prob
+    return torch.stack([_with_plain(own_weights * _layer_products(tape, g, one), tape, one) for one in gradients])
+
+
+def _reads_more(seed: Seeds) -> bool:
+    return seed.value is not None or seed.entropy is not None
+
+
+def _in_order(problem: Problem, of_batch: Iterator[Gradient]) -> list[Gradient]:
+    """Return every target's gradient; those of batch targets come from `of_batch`, one after the other."""
+    return [
+        checked(next(of_batch), target) if isinstance(target, BatchTarget) else plain_target_gradient(problem, target)
+        for target in problem.targets
     ]
-    if len(read) < len(found):
-        return None
-    own, *weights = read
-    if len(weights) == 1 and _far_from_zero(weights[0]):
-        gradient, g = _gradient_and_seeds(problem, tape, weights[0])
-        checked(gradient, problem.targets[0])
-        products = own / weights[0] * _layer_products(tape, g, gradient)
-        return _with_plain(products, problem, tape, gradient)[None]
-    g = pullback(tape.outputs, Seeds(torch.ones_like(own)), [call.edge for call in tape.calls], retain=bool(tape.plain))
-    rows = []
-    for target, w in zip(problem.targets, weights, strict=True):
-        gradient = checked(_weighted_gradient(problem, tape, g, w), target)
-        rows.append(_with_plain(own * _layer_products(tape, g, gradient), problem, tape, gradient))
-    return torch.stack(rows)
 
 
 def _far_from_zero(weights: Tensor) -> bool:
@@ -197,14 +220,14 @@ def _far_from_zero(weights: Tensor) -> bool:
     return bool(sizes.min() > 1e-12 * sizes.max())
 
 
-def _gradient_and_seeds(problem: Problem, tape: _Tape, weights: Tensor) -> tuple[Gradient, list[Tensor | None]]:
+def _gradient_and_seeds(tape: _Tape, weights: Tensor) -> tuple[Gradient, list[Tensor | None]]:
     """Return the target's gradient and the layers' output gradients, weighted, from the one pass that gives both."""
     edges = [call.edge for call in tape.calls]
-    found = pullback(tape.outputs, Seeds(weights), [*edges, *problem.params.values()], retain=False)
-    return added({}, dict(zip(problem.params, found[len(edges) :], strict=True))), found[: len(edges)]
+    found = pullback(tape.outputs, Seeds(weights), [*edges, *tape.problem.params.values()], retain=False)
+    return added({}, dict(zip(tape.problem.params, found[len(edges) :], strict=True))), found[: len(edges)]
 
 
-def _weighted_gradient(problem: Problem, tape: _Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:
+def _weighted_gradient(tape: _Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:
     """Sum the records' log-prob gradients, each with its weight, layer by layer."""
     total = Gradient()
     for call, of_output in zip(tape.calls, g, strict=True):
@@ -212,16 +235,15 @@ def _weighted_gradient(problem: Problem, tape: _Tape, g: list[Tensor | None], we
             continue
         for own in _by_blocks(partial(call.layer.rule.gradient, call.layer.module), call.x, of_output, weights):
             total = added(total, {name: own[key] for key, name in call.layer.names.items()})
-    plain = [problem.params[name] for name in tape.plain]
+    plain = [tape.problem.params[name] for name in tape.plain]
     found = pullback(tape.outputs, Seeds(weights), plain, retain=True)
     return added(total, dict(zip(tape.plain, found, strict=True)))
 
 
-def _products(problem: Problem, tape: _Tape, gradients: Sequence[Gradient]) -> Tensor:
-    """Return the products with gradients already known."""
-    (own,) = seeds([partial(problem.objective_values, chunk=tape.chunk)], tape.outputs)
+def _products(tape: _Tape, gradients: Sequence[Gradient], own: Seeds) -> Tensor:
+    """Return the products with gradients already known; `own` are the objective's derivatives in the outputs."""
     g = pullback(tape.outputs, own, [call.edge for call in tape.calls], retain=False)
-    return torch.stack([_with_plain(_layer_products(tape, g, one), problem, tape, one) for one in gradients])
+    return torch.stack([_with_plain(_layer_products(tape, g, one), tape, one) for one in gradients])
 
 
 def _layer_products(tape: _Tape, g: list[Tensor | None], gradient: Gradient) -> Tensor:
@@ -246,7 +268,7 @@ def _by_blocks(rule: Callable[..., T], x: Tensor, g: Tensor, *more: Tensor) -> l
 _BLOCK_BYTES = 2**20
 
 
-def _with_plain(products: Tensor, problem: Problem, tape: _Tape, gradient: Gradient) -> Tensor:
+def _with_plain(products: Tensor, tape: _Tape, gradient: Gradient) -> Tensor:
     """Add the share of the parameters that belong to no layer."""
     along = gradient.keys() & set(tape.plain)
-    return products + directional(problem, gradient, tape.chunk, along=along) if along else products
+    return products + directional(tape.problem, gradient, along=along) if along else products

@@ -4,23 +4,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.engines.problem import Gradient, Problem, plain_target_gradient
+from whence.engines.problem import Gradient, Problem, plain_target_gradient, target_gradients
 
 
 def loop(problem: Problem) -> Float[Tensor, "targets n"]:
     """Differentiate every record on its own and multiply: n forward and backward passes of one record."""
-    gradients = [plain_target_gradient(problem, target) for target in problem.targets]
+    if len(problem.records) <= problem.chunk_size:
+        gradients = [plain_target_gradient(problem, target) for target in problem.targets]
+    else:
+        gradients = target_gradients(problem)
     columns = []
-    for position in range(len(problem.records)):
-        own = record_gradient(problem, position)
-        columns.append(torch.stack([_product(gradient, own, problem) for gradient in gradients]))
+    for part in problem.parts():
+        part.inputs  # noqa: B018  # prepared once for the part, not record by record
+        for position in range(len(part.records)):
+            own = record_gradient(part, position)
+            columns.append(torch.stack([_product(gradient, own, problem) for gradient in gradients]))
     return torch.stack(columns, dim=1)
 
 
 def record_gradient(problem: Problem, position: int) -> Gradient:
     """Return the gradient of one record's objective."""
-    only = slice(position, position + 1)
-    value = problem.objective_values(problem.outputs(only), only).sum()
+    one = problem.part(slice(position, position + 1))
+    value = one.objective_values(one.outputs()).sum()
     if not value.requires_grad:
         return {}
     found = torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)

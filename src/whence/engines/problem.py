@@ -1,7 +1,7 @@
 """One round to be scored, and the gradients of targets that every engine starts from."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from whence.errors import WhenceError
 from whence.objectives import Objective
-from whence.policies import COLUMNS, ModuleView, Outputs, PolicyView
-from whence.records import RecordBatch, Tree, take
+from whence.policies import COLUMNS, ModuleView, Outputs, Params, PolicyView
+from whence.records import RecordBatch, Tree, map_tree, take
 from whence.targets import BatchTarget, Target, name_of
 
 Gradient = dict[str, Tensor]
@@ -28,7 +28,7 @@ class Refused(WhenceError):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What an engine is given.
+    """What an engine is given: a round's records, or a part of them.
 
     Attributes:
         view: the policy.
@@ -37,10 +37,10 @@ class Problem:
         params: the same as fresh leaves that share their memory.
         records: the records as they came, on the parameters' device; targets read these.
         prepared: the records as the objective reads them (normalised advantages).
-        inputs: `view.prepare(records)`.
         objective: one value per record.
         targets: one or more.
         chunk_size: the most records in one pass.
+        known_inputs: the records' inputs where they are at hand.
     """
 
     view: PolicyView
@@ -49,10 +49,10 @@ class Problem:
     params: dict[str, Tensor]
     records: RecordBatch
     prepared: RecordBatch
-    inputs: Tree
     objective: Objective
     targets: Sequence[Target]
     chunk_size: int
+    known_inputs: Tree = None
 
     @cached_property
     def columns(self) -> frozenset[str]:
@@ -60,22 +60,35 @@ class Problem:
         readers = [self.objective, *(target for target in self.targets if isinstance(target, BatchTarget))]
         return frozenset().union(*(getattr(reader, "reads", COLUMNS) for reader in readers))
 
-    def chunks(self) -> Iterator[slice]:
-        """Yield slices of at most `chunk_size` records."""
+    @cached_property
+    def inputs(self) -> Tree:
+        """`view.prepare(records)`, when it is first asked for: only the part at hand takes memory."""
+        if self.known_inputs is not None:
+            return self.known_inputs
+        return map_tree(lambda tensor: tensor.detach(), self.view.prepare(self.records))
+
+    def part(self, index: slice) -> "Problem":
+        """Return the problem of the records at `index`, for the same targets."""
+        known = take(self.inputs, index) if "inputs" in self.__dict__ else None
+        records, prepared = self.records.take(index), self.prepared.take(index)
+        return replace(self, records=records, prepared=prepared, known_inputs=known)
+
+    def parts(self) -> "Iterator[Problem]":
+        """Yield parts of at most `chunk_size` records; the problem itself where it fits into one."""
+        if len(self.records) <= self.chunk_size:
+            yield self
+            return
         for start in range(0, len(self.records), self.chunk_size):
-            yield slice(start, min(start + self.chunk_size, len(self.records)))
+            yield self.part(slice(start, start + self.chunk_size))
 
-    def _is_all(self, chunk: slice) -> bool:
-        return chunk == slice(0, len(self.records))
-
-    def outputs(self, chunk: slice) -> Outputs:
-        """Evaluate the policy on a chunk, with a graph."""
-        inputs = self.inputs if self._is_all(chunk) else take(self.inputs, chunk)
+    def outputs(self, params: Params | None = None) -> Outputs:
+        """Evaluate the policy on the records, at `params` where given, with a graph."""
+        params = self.params if params is None else params
         if isinstance(self.view, ModuleView):
-            outputs = self.view.only(self.columns, self.params, inputs)
+            outputs = self.view.only(self.columns, params, self.inputs)
         else:
-            outputs = self.view(self.params, inputs)
-        expected = (len(self.prepared.log_probs[chunk]),)
+            outputs = self.view(params, self.inputs)
+        expected = (len(self.records),)
         for name, column in zip(Outputs._fields, outputs, strict=True):
             if column is not None and column.shape != expected:
                 raise WhenceError(
@@ -84,9 +97,9 @@ class Problem:
                 )
         return outputs
 
-    def objective_values(self, outputs: Outputs, chunk: slice) -> Float[Tensor, " chunk"]:
-        """Evaluate the objective on a chunk."""
-        values = self.objective(outputs, self.prepared if self._is_all(chunk) else self.prepared.take(chunk))
+    def objective_values(self, outputs: Outputs) -> Float[Tensor, " n"]:
+        """Evaluate the objective of each record."""
+        values = self.objective(outputs, self.prepared)
         if values.shape != outputs.log_prob.shape:
             raise WhenceError(
                 f"The objective returned shape {tuple(values.shape)} for {len(outputs.log_prob)} records; it must "
@@ -145,16 +158,14 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
     if not isinstance(target, BatchTarget):
         return plain_target_gradient(problem, target)
     with torch.no_grad():
-        parts = [problem.outputs(chunk) for chunk in problem.chunks()]
-    columns = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
-    whole = Outputs(*columns)
-    (seed,) = seeds([lambda outputs: target.from_outputs(outputs, problem.records)], whole)
-    names, total = list(problem.params), Gradient()
-    for chunk in problem.chunks():
-        part = Seeds(*(None if column is None else column[chunk] for column in seed))
-        outputs = problem.outputs(chunk)
-        found = pullback(outputs, part, list(problem.params.values()), retain=False)
-        total = added(total, dict(zip(names, found, strict=True)))
+        pieces = [part.outputs() for part in problem.parts()]
+    columns = (None if column[0] is None else torch.cat(column) for column in zip(*pieces, strict=True))
+    (seed,) = seeds([lambda outputs: target.from_outputs(outputs, problem.records)], Outputs(*columns))
+    splits = [[None] * len(pieces) if column is None else column.split(problem.chunk_size) for column in seed]
+    total = Gradient()
+    for part, of_part in zip(problem.parts(), zip(*splits, strict=True), strict=True):
+        found = pullback(part.outputs(), Seeds(*of_part), list(problem.params.values()), retain=False)
+        total = added(total, dict(zip(problem.params, found, strict=True)))
     return checked(total, target)
 
 

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vecdot
 from torch.nn.grad import conv1d_weight, conv2d_weight
+from torch.nn.modules.batchnorm import _BatchNorm
 
 Own: TypeAlias = dict[str, Tensor]
 """Tensors by a layer's own parameter names ("weight", "bias")."""
+
+_Norm: TypeAlias = nn.LayerNorm | nn.GroupNorm | _BatchNorm
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def rule_for(layer: nn.Module) -> LayerRule | None:
 
 def ruled_types() -> list[str]:
     """Name the layer types that have a rule."""
-    return sorted(layer_type.__name__ for layer_type in _RULES)
+    return sorted(layer_type.__name__.lstrip("_") for layer_type in _RULES)
 
 
 def _linear_product(layer: nn.Linear, direction: Own, x: Tensor, g: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ def _plain_embedding(layer: nn.Embedding) -> bool:
     return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
 
 
-def _norm_product(layer: nn.LayerNorm | nn.GroupNorm, direction: Own, x: Tensor, g: Tensor) -> Tensor:
+def _norm_product(layer: _Norm, direction: Own, x: Tensor, g: Tensor) -> Tensor:
     normalised, lead = _normalised(layer, x)
     total = g.new_zeros(len(g))
     if "weight" in direction:
@@ -139,18 +142,24 @@ def _norm_product(layer: nn.LayerNorm | nn.GroupNorm, direction: Own, x: Tensor,
     return total
 
 
-def _norm_gradient(layer: nn.LayerNorm | nn.GroupNorm, x: Tensor, g: Tensor, weights: Tensor) -> Own:
+def _norm_gradient(layer: _Norm, x: Tensor, g: Tensor, weights: Tensor) -> Own:
     normalised, lead = _normalised(layer, x)
     g = g * weights.reshape(-1, *[1] * (g.ndim - 1))
     axes = [axis for axis in range(g.ndim) if not lead <= axis < lead + layer.weight.ndim]
     return {"weight": (g * normalised).sum(axes), "bias": g.sum(axes)}
 
 
-def _normalised(layer: nn.LayerNorm | nn.GroupNorm, x: Tensor) -> tuple[Tensor, int]:
+def _normalised(layer: _Norm, x: Tensor) -> tuple[Tensor, int]:
     """Return the input before scale and shift, and the axis at which these begin."""
+    if isinstance(layer, _BatchNorm):
+        return nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps), 1
     if isinstance(layer, nn.GroupNorm):
         return nn.functional.group_norm(x, layer.num_groups, eps=layer.eps), 1
     return nn.functional.layer_norm(x, layer.normalized_shape, eps=layer.eps), x.ndim - layer.weight.ndim
+
+
+def _constant_statistics(layer: _BatchNorm) -> bool:
+    return not layer.training and layer.running_mean is not None
 
 
 def _spread(parameter: Tensor, g: Tensor, lead: int) -> Tensor:
@@ -165,3 +174,4 @@ register_rule(nn.Conv2d, LayerRule(_conv_product, _conv_gradient))
 register_rule(nn.Embedding, LayerRule(_embedding_product, _embedding_gradient, _plain_embedding))
 register_rule(nn.LayerNorm, LayerRule(_norm_product, _norm_gradient))
 register_rule(nn.GroupNorm, LayerRule(_norm_product, _norm_gradient))
+register_rule(_BatchNorm, LayerRule(_norm_product, _norm_gradient, _constant_statistics))

@@ -10,17 +10,28 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from torch import Tensor
 
 from whence.errors import InvalidRecords, Unsupported, WhenceError, nearest
-from whence.records import RecordBatch
+from whence.records import RecordBatch, Tree
+from whence.sb3.contrib import (
+    MaskableDictRolloutBuffer,
+    MaskablePPO,
+    MaskableRolloutBuffer,
+    RecurrentPPO,
+    is_masking_supported,
+)
 from whence.sb3.episodes import Ongoing, number_episodes
 from whence.sb3.policy import check_policy
 from whence.selection import Selection
 
 Last: TypeAlias = Literal["keep", "drop"]
+
+
+_ALGORITHMS = (PPO, A2C, MaskablePPO)
+_BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
 
 
 def check_model(model: Any) -> None:
@@ -30,18 +41,28 @@ def check_model(model: Any) -> None:
         Unsupported: see the message.
     """
     name = type(model).__name__
-    base = next((algorithm for algorithm in (PPO, A2C) if isinstance(model, algorithm)), None)
+    if isinstance(model, RecurrentPPO):
+        raise Unsupported(
+            f"{name} is not supported: a record's log-prob runs through the hidden states of the records before it, "
+            "and train() cuts its minibatches out of whole sequences, so one record cannot be left out while the "
+            "others stay as they are. Use PPO with stacked frames (VecFrameStack), whose records stand alone."
+        )
+    base = next((algorithm for algorithm in _ALGORITHMS if isinstance(model, algorithm)), None)
     if base is None:
         why = "its loss is not known to whence" if isinstance(model, OnPolicyAlgorithm) else "it is not on-policy"
-        raise Unsupported(f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are.")
+        raise Unsupported(
+            f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are, and MaskablePPO of sb3-contrib."
+        )
     if type(model).train is not base.train:
         raise Unsupported(
             f"{name} overrides train(), so whence cannot know which records it trains on. Use {base.__name__}."
         )
     check_policy(model.policy)
-    if type(model.rollout_buffer).get is not RolloutBuffer.get:
+    buffer = type(model.rollout_buffer)
+    if not any(buffer.get is getattr(known, "get", None) for known in _BUFFERS):
         raise Unsupported(
-            f"The rollout buffer {type(model.rollout_buffer).__name__} is not supported yet; RolloutBuffer is."
+            f"The rollout buffer {buffer.__name__} overrides get(), so whence cannot know what it yields. Use SB3's "
+            "own (rollout_buffer_class=None)."
         )
 
 
@@ -53,10 +74,10 @@ def snapshot(model: Any) -> RecordBatch:
     of a time limit, as in SB3.
 
     Args:
-        model: an SB3 PPO or A2C, inside `on_rollout_end` (or after `collect_rollouts`).
+        model: an SB3 PPO or A2C, or a MaskablePPO, inside `on_rollout_end` (or after `collect_rollouts`).
 
     Raises:
-        Unsupported: another algorithm, policy or space.
+        Unsupported: another algorithm, policy or buffer.
         InvalidRecords: the buffer is not full, or `train()` has flattened it.
     """
     check_model(model)
@@ -69,10 +90,10 @@ def collect(model: Any) -> RecordBatch:
     The environment steps and the random generators move on, as in any rollout; the model's own buffer stays as it is.
 
     Args:
-        model: an SB3 PPO or A2C with an environment.
+        model: an SB3 PPO or A2C, or a MaskablePPO, with an environment.
 
     Raises:
-        Unsupported: another algorithm, policy or space.
+        Unsupported: another algorithm, policy or buffer.
         WhenceError: the model has no environment.
     """
     check_model(model)
@@ -83,7 +104,9 @@ def collect(model: Any) -> RecordBatch:
     else:
         callback = model._init_callback(None)
     buffer = copy.deepcopy(model.rollout_buffer)
-    model.collect_rollouts(model.env, callback, buffer, n_rollout_steps=model.n_steps)
+    # Whether a MaskablePPO was trained with masks it does not say; learn() uses them unless told otherwise.
+    masked = {"use_masking": is_masking_supported(model.env)} if isinstance(model, MaskablePPO) else {}
+    model.collect_rollouts(model.env, callback, buffer, n_rollout_steps=model.n_steps, **masked)
     return read(model, buffer)[0]
 
 
@@ -106,9 +129,13 @@ def read(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = None) -> t
     actions = _flat(buffer.actions)
     if isinstance(model.action_space, spaces.Discrete):
         actions = actions.reshape(-1)
-    observations = _flat(buffer.observations)
-    if isinstance(model.observation_space, spaces.Discrete):
-        observations = observations.reshape(-1)
+    if isinstance(buffer.observations, dict):
+        observations: Tree = {key: _flat(array) for key, array in buffer.observations.items()}
+    else:
+        observations = _flat(buffer.observations)
+        if isinstance(model.observation_space, spaces.Discrete):
+            observations = observations.reshape(-1)
+    masks = getattr(buffer, "action_masks", None)
     episode_ids, positions, ongoing = number_episodes(buffer.episode_starts.astype(bool), ongoing)
     records = RecordBatch(
         observations=observations,
@@ -123,6 +150,7 @@ def read(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = None) -> t
         env_index=torch.arange(envs).repeat_interleave(steps),
         episode_ids=_flat(episode_ids),
         steps=_flat(positions),
+        action_masks=None if masks is None else _flat(masks),
         gamma=buffer.gamma,
         gae_lambda=buffer.gae_lambda,
     )

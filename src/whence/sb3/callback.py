@@ -23,6 +23,7 @@ from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.sb3.buffer import Last, check_last, check_model, read, selected
+from whence.sb3.contrib import MaskablePPO
 from whence.sb3.episodes import STATE, Ongoing
 from whence.sb3.training import around_next_train, cancel
 from whence.selection import Selection, SelectionRule
@@ -252,7 +253,7 @@ def model_objective(model: Any) -> Objective:
     At the policy that collected the rollout every ratio is 1, so a scheduled clip range does not matter.
     """
     norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
-    if isinstance(model, PPO):
+    if isinstance(model, PPO | MaskablePPO):
         clip_range = float(model.clip_range(model._current_progress_remaining))  # type: ignore[operator]
         return objectives.PPOClip(clip_range=clip_range, ent_coef=model.ent_coef, advantage_norm=norm)
     assert isinstance(model, A2C)  # check_model lets no other pass

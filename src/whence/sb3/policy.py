@@ -1,46 +1,57 @@
-"""SB3's actor-critic policies as views, and the refusal of what cannot be read yet."""
+"""SB3's actor-critic policies as views, and the refusal of what cannot be read."""
 
 import copy
 from typing import Any
 
 from gymnasium import spaces
-from stable_baselines3.common.distributions import DiagGaussianDistribution, Distribution
+from stable_baselines3.common.distributions import (
+    DiagGaussianDistribution,
+    Distribution,
+    StateDependentNoiseDistribution,
+)
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from whence.errors import Unsupported
 from whence.policies import LazyOutputs, ModuleView
 from whence.records import RecordBatch, Tree, map_tree
+from whence.sb3.contrib import MaskableActorCriticPolicy
 
 # What `_outputs` does in their stead; a subclass that overrides one of them computes something else.
 _READ = ("evaluate_actions", "extract_features", "_get_action_dist_from_latent")
 
 
 def actor_critic_view(policy: Any) -> ModuleView:
-    """Return a view of an SB3 `ActorCriticPolicy` (Mlp and Cnn; any features extractor, shared or not).
+    """Return a view of an SB3 `ActorCriticPolicy`, or of sb3-contrib's maskable one.
+
+    All of SB3's observation and action spaces, features extractors shared or not, gSDE and squashed actions. Records
+    with `action_masks` are read with them where the policy is maskable.
 
     Raises:
-        Unsupported: another policy, space or exploration; the message says which.
+        Unsupported: another policy; the message says which, and why.
     """
     check_policy(policy)
 
     def prepare(records: RecordBatch) -> Tree:
         dtype = next(policy.parameters()).dtype
         observations = preprocess_obs(records.observations, policy.observation_space, policy.normalize_images)
-        actions = records.actions
-        if isinstance(policy.action_space, spaces.Discrete):
-            actions = actions.long().flatten()
-        return {"observations": map_tree(lambda t: t.to(dtype), observations), "actions": actions}
+        discrete = isinstance(policy.action_space, spaces.Discrete)
+        actions = records.actions.long().flatten() if discrete else records.actions.to(dtype)
+        inputs = {"observations": map_tree(lambda t: t.to(dtype), observations), "actions": actions}
+        if records.action_masks is not None and isinstance(policy, MaskableActorCriticPolicy):
+            inputs["masks"] = records.action_masks
+        return inputs
 
     return ModuleView(policy, _outputs, prepare)
 
 
-def _outputs(policy: ActorCriticPolicy, inputs: Tree) -> LazyOutputs:
+def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
     """What `policy.evaluate_actions` returns, on prepared observations and without touching `policy.action_dist`."""
     observations, extractor = inputs["observations"], policy.mlp_extractor
     pi_features = policy.pi_features_extractor(observations)
-    distribution = _distribution(policy, policy.action_net(extractor.forward_actor(pi_features)))
+    distribution = _distribution(policy, extractor.forward_actor(pi_features), inputs.get("masks"))
 
     def value() -> Tensor:
         shared = policy.share_features_extractor
@@ -51,12 +62,18 @@ def _outputs(policy: ActorCriticPolicy, inputs: Tree) -> LazyOutputs:
     return LazyOutputs(distribution.log_prob(inputs["actions"]), value, distribution.entropy)
 
 
-def _distribution(policy: ActorCriticPolicy, parameters: Tensor) -> Distribution:
+def _distribution(policy: Any, latent: Tensor, masks: Tensor | None) -> Distribution:
     # A copy: the policy's own object would keep our tensors, and deepcopy(policy) would then raise.
     distribution = copy.copy(policy.action_dist)
+    parameters = policy.action_net(latent)
     if isinstance(distribution, DiagGaussianDistribution):
         return distribution.proba_distribution(parameters, policy.log_std)
-    return distribution.proba_distribution(action_logits=parameters)
+    if isinstance(distribution, StateDependentNoiseDistribution):
+        return distribution.proba_distribution(parameters, policy.log_std, latent)
+    distribution.proba_distribution(action_logits=parameters)
+    if masks is not None:
+        distribution.apply_masking(masks)
+    return distribution  # type: ignore[no-any-return]
 
 
 def check_policy(policy: Any) -> None:
@@ -66,25 +83,22 @@ def check_policy(policy: Any) -> None:
         Unsupported: see the message.
     """
     name = type(policy).__name__
-    if not isinstance(policy, ActorCriticPolicy):
+    base = next((known for known in (ActorCriticPolicy, MaskableActorCriticPolicy) if isinstance(policy, known)), None)
+    if base is None:
         raise Unsupported(
-            f"{name} is no actor-critic policy: whence scores on-policy records by their log-probs. Use PPO or A2C "
-            "with MlpPolicy or CnnPolicy."
+            f"{name} is no actor-critic policy: whence scores on-policy records by their log-probs. Use PPO, A2C or "
+            "MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
         )
-    changed = [method for method in _READ if getattr(type(policy), method) is not getattr(ActorCriticPolicy, method)]
+    changed = [method for method in _READ if getattr(type(policy), method) is not getattr(base, method)]
     if changed:
         raise Unsupported(
             f"{name} overrides {', '.join(changed)}, so whence cannot know its log-probs from SB3's own code. Wrap it: "
             "whence.ModuleView(policy, lambda policy, inputs: whence.Outputs(...))."
         )
-    if policy.use_sde:
-        raise Unsupported(f"{name} uses gSDE (use_sde=True), which whence does not read yet. Train with use_sde=False.")
-    if not isinstance(policy.observation_space, spaces.Box | spaces.Discrete):
-        raise Unsupported(
-            f"The observation space {type(policy.observation_space).__name__} is not supported yet; Box and Discrete "
-            "are. Flatten it with gymnasium.wrappers.FlattenObservation."
-        )
-    if not isinstance(policy.action_space, spaces.Box | spaces.Discrete):
-        raise Unsupported(
-            f"The action space {type(policy.action_space).__name__} is not supported yet; Discrete and Box are."
-        )
+    for path, module in policy.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise Unsupported(
+                f"The policy's layer `{path}` is a {type(module).__name__}, which train() puts in training mode: what "
+                "it makes of a record then depends on the other records of the minibatch, so no record has an "
+                "objective of its own. Use LayerNorm or GroupNorm in the features extractor."
+            )

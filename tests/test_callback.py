@@ -94,7 +94,7 @@ class Fixed:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def select(self, records: RecordBatch, influence: Any) -> Selection:
+    def select(self, records: RecordBatch, influence: Any, progress: whence.Progress) -> Selection:
         return Selection.dropping(torch.arange(len(records)) < self.count, "test")
 
 
@@ -297,7 +297,7 @@ def test_a_diverged_policy_is_named_at_the_round_it_diverges() -> None:
 
 
 class Short(KeepAll):
-    def select(self, records: RecordBatch, influence: Any = None) -> Selection:
+    def select(self, records: RecordBatch, influence: Any = None, progress: Any = None) -> Selection:
         return super().select(records.take(slice(0, 5)), influence)
 
 
@@ -321,3 +321,30 @@ def test_a_rule_that_returns_a_selection_of_other_records_is_refused() -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(WhenceError, match=message):
         InfluenceCallback(arguments.pop("rule"), **arguments)
+
+
+def test_a_rule_is_told_how_far_training_has_come() -> None:
+    seen = []
+
+    class Watching(KeepAll):
+        def select(self, records: RecordBatch, influence: Any = None, progress: Any = None) -> Selection:
+            seen.append((progress.round, progress.remaining))
+            return super().select(records, influence)
+
+    toy = model()
+    callback = InfluenceCallback(Watching())
+    toy.learn(4 * 32, callback=callback)
+    assert seen == [(1, 0.75), (2, 0.5), (3, 0.25), (4, 0.0)]
+    # train() sees the same figure, one rollout later than the model's attribute has it in on_rollout_end.
+    assert toy._current_progress_remaining == 0.0
+    toy.learn(2 * 32, callback=callback)
+    assert seen[4:] == [(5, 0.5), (6, 0.0)]
+    toy.learn(2 * 32, callback=callback, reset_num_timesteps=False)
+    assert seen[6:] == [(7, 0.25), (8, 0.0)]
+
+
+def test_a_run_with_a_schedule_can_be_started_over(tmp_path: Path) -> None:
+    for _ in range(2):
+        toy = model()
+        toy.learn(64, callback=InfluenceCallback(IIF(drop=lambda left: left, warmup=1), run=tmp_path))
+    assert RunDirectory.open(tmp_path).table("metrics")["kept"].to_list()[0] == 32

@@ -3,7 +3,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whence import IIF, Influence, InvalidInfluence, KeepAll, RandomDrop, RecordBatch, Selection, WhenceError
+from whence import (
+    IIF,
+    BelowMean,
+    Influence,
+    InvalidInfluence,
+    KeepAll,
+    NegativeRandom,
+    NonPositive,
+    Progress,
+    RandomDrop,
+    RecordBatch,
+    Selection,
+    WhenceError,
+)
 from whence.influence import Provenance
 
 
@@ -42,6 +55,58 @@ def test_the_share_is_rounded_down_and_not_by_floating_point(drop: float, negati
     records, influence = scored([-1.0] * negative + [1.0] * 5)
     for rule in (IIF(drop), RandomDrop(drop)):
         assert int((~rule.select(records, influence).keep).sum()) == dropped
+
+
+def test_below_mean_drops_the_lowest_of_those_below_the_mean() -> None:
+    # The mean is 2; five lie below it, two of them above 0: floor(0.8 * 5) = 4 are dropped, not 0.8 of the negative 3.
+    records, influence = scored([-1, 9, 1, 1.5, -3, -2, 8.5])
+    selection = BelowMean(drop=0.8).select(records, influence)
+    assert selection.keep.tolist() == [False, True, False, True, False, False, True]
+    assert selection.reasons[0] == "influence among the lowest 0.8 of those below the mean"
+
+
+def test_nonpositive_drops_zero_too() -> None:
+    records, influence = scored([-1, 0, 1, -2, 3])
+    assert NonPositive().select(records, influence).keep.tolist() == [False, False, True, False, True]
+
+
+def test_negative_random_draws_from_the_negative_alone() -> None:
+    records, influence = scored([-1.0] * 60 + [1.0] * 40)
+    state = torch.get_rng_state()
+    keep = NegativeRandom(0.5, seed=1).select(records, influence).keep
+    assert torch.equal(torch.get_rng_state(), state)
+    assert int((~keep).sum()) == 30
+    assert keep[60:].all()
+    assert torch.equal(keep, NegativeRandom(0.5, seed=1).select(records, influence).keep)
+    assert not torch.equal(keep, NegativeRandom(0.5, seed=2).select(records, influence).keep)
+    # Not the lowest: rank plays no part.
+    ranked, graded = scored([float(score) for score in range(-60, 40)])
+    dropped = ~NegativeRandom(0.5, seed=1).select(ranked, graded).keep
+    assert dropped[30:60].any()
+
+
+@pytest.mark.parametrize("rule", [IIF, BelowMean, NonPositive, RandomDrop, NegativeRandom])
+def test_nothing_is_dropped_while_warming_up(rule: type[IIF]) -> None:
+    records, influence = scored([-4, -3, -2, -1, 5])
+    for number, drops in ((1, False), (2, False), (3, True)):
+        keep = rule(warmup=2).select(records, influence, Progress(round=number)).keep
+        assert bool((~keep).any()) is drops, number
+
+
+@pytest.mark.parametrize("rule", [IIF, BelowMean, RandomDrop, NegativeRandom])
+def test_the_share_may_follow_the_progress_remaining(rule: type[IIF]) -> None:
+    records, influence = scored([-4, -3, -2, -1, 10])
+    for remaining, dropped in ((1.0, 4), (0.5, 2), (0.25, 1), (0.0, 0)):
+        keep = rule(drop=lambda remaining: remaining).select(records, influence, Progress(1, remaining)).keep
+        assert int((~keep).sum()) == dropped
+    with pytest.raises(WhenceError, match=r"drop schedule gives -0\.5 at 0\.5 remaining"):
+        rule(drop=lambda remaining: -remaining).select(records, influence, Progress(1, 0.5))
+
+
+@pytest.mark.parametrize("rule", [IIF, BelowMean, NonPositive, RandomDrop, NegativeRandom])
+def test_a_negative_warmup_is_refused(rule: type[IIF]) -> None:
+    with pytest.raises(WhenceError, match="warmup is -1; it is a number of rounds"):
+        rule(warmup=-1)
 
 
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=40), st.floats(0.01, 1))

@@ -24,7 +24,11 @@ from whence.policies import register_view
 from whence.records import RecordBatch as RecordBatch
 from whence.runs import RunDirectory as RunDirectory
 from whence.selection import IIF as IIF
+from whence.selection import BelowMean as BelowMean
 from whence.selection import KeepAll as KeepAll
+from whence.selection import NegativeRandom as NegativeRandom
+from whence.selection import NonPositive as NonPositive
+from whence.selection import Progress as Progress
 from whence.selection import RandomDrop as RandomDrop
 from whence.selection import Selection as Selection
 from whence.selection import SelectionRule as SelectionRule

@@ -1,13 +1,14 @@
 """Which records of a round train, and how much (LDA §5.1)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import InvalidInfluence, WhenceError
@@ -51,6 +52,23 @@ class Selection:
         return cls(keep, keep.float(), [None if kept else reason for kept in keep.tolist()])
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come.
+
+    Attributes:
+        round: the round under way, from 1.
+        remaining: the share of all time steps that lies ahead, from 1 down to 0: what SB3's schedules are given.
+    """
+
+    round: int = 1
+    remaining: float = 1.0
+
+
+Share: TypeAlias = float | Callable[[float], float]
+"""A share in [0, 1], or a schedule that makes one of `Progress.remaining`."""
+
+
 @runtime_checkable
 class SelectionRule(Protocol):
     """Decides which records train. Nothing is scored for a rule that does not need it."""
@@ -60,9 +78,12 @@ class SelectionRule(Protocol):
         """Whether `select` reads the influence; if not, it is None."""
         ...
 
-    def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress) -> Selection:
         """Return the selection for one round."""
         ...
+
+
+_START = Progress()
 
 
 @dataclass(frozen=True)
@@ -71,9 +92,11 @@ class KeepAll:
 
     needs_influence = False
 
-    def select(self, records: RecordBatch, influence: Influence | None = None) -> Selection:
+    def select(
+        self, records: RecordBatch, influence: Influence | None = None, progress: Progress = _START
+    ) -> Selection:
         """Keep all."""
-        return Selection.dropping(torch.ones(len(records), dtype=torch.bool), "")
+        return _dropping([], len(records), "")
 
 
 @dataclass(frozen=True)
@@ -83,22 +106,72 @@ class IIF:
     Of equal scores the record with the lower id is dropped first.
 
     Attributes:
-        drop: share of the negatively scored records to drop, in (0, 1]. LDA's best: 0.5 for FrozenLake, Acrobot and
-            Highway, 0.125 for MiniGrid and LunarLander, 0.0625 for BipedalWalker.
+        drop: share of the negatively scored records to drop, in (0, 1]; or a function of the progress remaining, as
+            SB3's schedules are. LDA's best: 0.5 for FrozenLake, Acrobot and Highway, 0.125 for MiniGrid and
+            LunarLander, 0.0625 for BipedalWalker.
+        warmup: rounds at the start in which nothing is dropped; they are scored all the same.
     """
 
-    drop: float = 0.5
+    drop: Share = 0.5
+    warmup: int = 0
     needs_influence = True
 
     def __post_init__(self) -> None:
-        _check_share(self.drop)
+        _check(self.drop, self.warmup)
 
-    def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
         """Drop the lowest."""
+        scores, share = scores_for(records, influence), _share(self.drop, self.warmup, progress)
+        lowest = ascending(scores, records.ids.cpu())[: _count(share, scores < 0)]
+        return _dropping(lowest, len(records), f"influence among the lowest {share:g} of the negative")
+
+
+@dataclass(frozen=True)
+class BelowMean:
+    """IIF with another threshold: drop the `floor(drop * m)` lowest of the m scores below the mean score.
+
+    With the mean loss PPO uses, leaving a record out of one SGD step raises the target if it scores below the mean,
+    not below 0.
+
+    Attributes:
+        drop: as in `IIF`, of the records below the mean.
+        warmup: as in `IIF`.
+    """
+
+    drop: Share = 0.5
+    warmup: int = 0
+    needs_influence = True
+
+    def __post_init__(self) -> None:
+        _check(self.drop, self.warmup)
+
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
+        """Drop the lowest."""
+        scores, share = scores_for(records, influence).double(), _share(self.drop, self.warmup, progress)
+        lowest = ascending(scores, records.ids.cpu())[: _count(share, scores < scores.mean())]
+        return _dropping(lowest, len(records), f"influence among the lowest {share:g} of those below the mean")
+
+
+@dataclass(frozen=True)
+class NonPositive:
+    """Drop every record that does not score above 0 (LDA §5.3, for RLHF).
+
+    Attributes:
+        warmup: as in `IIF`.
+    """
+
+    warmup: int = 0
+    needs_influence = True
+
+    def __post_init__(self) -> None:
+        _check(1.0, self.warmup)
+
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
+        """Drop what is not positive."""
         scores = scores_for(records, influence)
-        keep = torch.ones(len(records), dtype=torch.bool)
-        keep[ascending(scores, records.ids.cpu())[: _count_to_drop(self.drop, scores)]] = False
-        return Selection.dropping(keep, f"influence among the lowest {self.drop:g} of the negative")
+        warm = progress.round <= self.warmup
+        dropped = [] if warm else (scores <= 0).nonzero().flatten().tolist()
+        return _dropping(dropped, len(records), "influence not above 0")
 
 
 @dataclass(frozen=True)
@@ -108,23 +181,50 @@ class RandomDrop:
     Attributes:
         drop: IIF's share, which sets how many to drop.
         seed: of the rule's own generator; no global generator is used. Rounds differ by their record ids.
+        warmup: as in `IIF`.
     """
 
-    drop: float = 0.5
+    drop: Share = 0.5
     seed: int = 0
+    warmup: int = 0
     needs_influence = True
 
     def __post_init__(self) -> None:
-        _check_share(self.drop)
+        _check(self.drop, self.warmup)
 
-    def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
         """Drop at random."""
-        scores = scores_for(records, influence)
-        generator = np.random.default_rng([self.seed, int(records.ids.min())])
-        chosen = generator.choice(len(records), size=_count_to_drop(self.drop, scores), replace=False)
-        keep = torch.ones(len(records), dtype=torch.bool)
-        keep[torch.from_numpy(chosen)] = False
-        return Selection.dropping(keep, "drawn at random")
+        scores, share = scores_for(records, influence), _share(self.drop, self.warmup, progress)
+        chosen = _drawn(len(records), _count(share, scores < 0), self.seed, records)
+        return _dropping(chosen, len(records), "drawn at random")
+
+
+@dataclass(frozen=True)
+class NegativeRandom:
+    """The control between IIF and chance: drop as many as IIF would, drawn at random from the negatively scored.
+
+    It keeps the sign of the score and throws its rank away.
+
+    Attributes:
+        drop: IIF's share.
+        seed: as in `RandomDrop`.
+        warmup: as in `IIF`.
+    """
+
+    drop: Share = 0.5
+    seed: int = 0
+    warmup: int = 0
+    needs_influence = True
+
+    def __post_init__(self) -> None:
+        _check(self.drop, self.warmup)
+
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
+        """Drop at random among the negative."""
+        scores, share = scores_for(records, influence), _share(self.drop, self.warmup, progress)
+        negative = (scores < 0).nonzero().flatten().numpy()
+        chosen = negative[_drawn(len(negative), _count(share, scores < 0), self.seed, records)]
+        return _dropping(chosen, len(records), "drawn at random from the negative")
 
 
 def scores_for(records: RecordBatch, influence: Influence | None) -> Float[Tensor, " n"]:
@@ -144,11 +244,37 @@ def scores_for(records: RecordBatch, influence: Influence | None) -> Float[Tenso
     return influence.scores
 
 
-def _count_to_drop(drop: float, scores: Tensor) -> int:
+def _share(drop: Share, warmup: int, progress: Progress) -> float:
+    if progress.round <= warmup:
+        return 0.0
+    if not callable(drop):
+        return drop
+    share = float(drop(progress.remaining))
+    if not 0 <= share <= 1:
+        raise WhenceError(f"The drop schedule gives {share} at {progress.remaining:g} remaining; a share is in [0, 1].")
+    return share
+
+
+def _count(share: float, candidates: Tensor) -> int:
     # 0.29 * 100 is 28.999...96 in floating point: the product is rounded before it is cut off.
-    return math.floor(round(drop * int((scores < 0).sum()), 9))
+    return math.floor(round(share * int(candidates.sum()), 9))
 
 
-def _check_share(drop: float) -> None:
-    if not 0 < drop <= 1:
-        raise WhenceError(f"drop is {drop}; it is the share of negatively scored records to drop, in (0, 1].")
+def _drawn(total: int, size: int, seed: int, records: RecordBatch) -> NDArray[np.int64]:
+    generator = np.random.default_rng([seed, int(records.ids.min())])
+    return generator.choice(total, size=size, replace=False)
+
+
+def _dropping(dropped: Tensor | NDArray[np.int64] | Sequence[int], total: int, reason: str) -> Selection:
+    keep = torch.ones(total, dtype=torch.bool)
+    keep[torch.as_tensor(dropped, dtype=torch.int64)] = False
+    return Selection.dropping(keep, reason)
+
+
+def _check(drop: Share, warmup: int) -> None:
+    if not callable(drop) and not 0 < drop <= 1:
+        raise WhenceError(
+            f"drop is {drop}; it is the share of records to drop, in (0, 1], or a function of the progress remaining."
+        )
+    if warmup < 0:
+        raise WhenceError(f"warmup is {warmup}; it is a number of rounds, 0 or more.")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from whence.selection import IIF, KeepAll, RandomDrop, SelectionRule
+from whence.selection import IIF, BelowMean, KeepAll, NegativeRandom, NonPositive, RandomDrop, SelectionRule
 
 
 @dataclass(frozen=True)
@@ -31,5 +31,12 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         STANDARD: Arm(lambda drop, seed: KeepAll(), False, "PPO as it is: every record trains"),
         "iif": Arm(lambda drop, seed: IIF(drop), True, "drop the share `drop` of the records that score below 0"),
         "random": Arm(lambda drop, seed: RandomDrop(drop, seed), False, "drop as many as iif would, at random"),
+        "negative-random": Arm(
+            lambda drop, seed: NegativeRandom(drop, seed), True, "drop as many as iif would, at random below 0"
+        ),
+        "mean": Arm(
+            lambda drop, seed: BelowMean(drop), True, "drop the share `drop` of the records below the mean score"
+        ),
+        "nonpositive": Arm(lambda drop, seed: NonPositive(), True, "drop every record that scores 0 or less"),
     }
 )

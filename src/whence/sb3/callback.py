@@ -1,6 +1,7 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from whence.sb3.buffer import Last, check_last, check_model, read, selected
 from whence.sb3.contrib import MaskablePPO
 from whence.sb3.episodes import STATE, Ongoing
 from whence.sb3.training import around_next_train, cancel
-from whence.selection import Selection, SelectionRule
+from whence.selection import Progress, Selection, SelectionRule
 from whence.targets import Return, Target, as_target, name_of
 
 
@@ -59,7 +60,7 @@ class InfluenceCallback(BaseCallback):
     and `influence/seconds`, so TensorBoard, CSV and W&B show them.
 
     Args:
-        rule: which records train: `IIF(drop=0.5)`, `RandomDrop(...)`, `KeepAll()`, or a `SelectionRule` of your own.
+        rule: which records train: `IIF(drop=0.5)`, another rule of `whence`, or a `SelectionRule` of your own.
         target: what to raise; None: `Return()`.
         objective: None: the model's own, without its value term (clip range, entropy coefficient, and whether it
             normalises advantages are read from the model).
@@ -139,7 +140,7 @@ class InfluenceCallback(BaseCallback):
         records, self._ongoing = read(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
         self._read_at = self.model.num_timesteps
         influence = self._influence(records)
-        selection = self.rule.select(records, influence)
+        selection = self.rule.select(records, influence, self._progress())
         if not isinstance(selection, Selection) or len(selection.keep) != len(records):
             got = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
             raise WhenceError(
@@ -180,6 +181,11 @@ class InfluenceCallback(BaseCallback):
             return None
         objective = self.objective or model_objective(self.model)
         return attribute(self.model.policy, records, target=self.target, objective=objective, engine=self.engine)
+
+    def _progress(self) -> Progress:
+        # The model's own figure is still that of the round before; train() will see this one.
+        remaining = 1 - self.model.num_timesteps / self.model._total_timesteps
+        return Progress(self._rounds + 1, max(0.0, remaining))
 
     def _states(self) -> list[str | None]:
         # The infos of the environments' last resets; there only where the environments are wrapped in RecordResets.
@@ -239,7 +245,7 @@ class InfluenceCallback(BaseCallback):
             "hyperparameters": {
                 name: v if math.isfinite(v) else str(v) for name, v in values.items() if isinstance(v, int | float)
             },
-            "rule": repr(self.rule),
+            "rule": re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule)),  # a schedule's address differs from run to run
             "target": name_of(self.target),
             "objective": "the model's" if self.objective is None else repr(self.objective),
             "engine": self.engine,

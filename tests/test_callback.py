@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sb3_contrib import MaskablePPO
+from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback
 from stable_baselines3.common.logger import configure
-from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import VecNormalize
 
 import whence
-from toys import Toy, model
+from toys import model
 from whence import IIF, KeepAll, RandomDrop, RecordBatch, Return, RunDirectory, Selection, WhenceError
 from whence.sb3 import InfluenceCallback
 from whence.sb3.callback import model_objective
@@ -35,42 +37,98 @@ class Guarded(EvalCallback):
             return super()._on_step()
 
 
-def evaluating(observation: str = "vector", action: str = "discrete", **_: Any) -> EvalCallback:
-    return Guarded(
-        Monitor(Toy(observation, action)), n_eval_episodes=2, eval_freq=20, deterministic=False, verbose=0, warn=False
-    )
+class GuardedMaskable(MaskableEvalCallback):
+    def _on_step(self) -> bool:
+        with whence.guards.kept_generators():
+            return super()._on_step()
 
 
+def evaluating(algorithm: Any, **kwargs: Any) -> EvalCallback:
+    env = model(algorithm, **kwargs).get_env()
+    if isinstance(env, VecNormalize):
+        env.training = env.norm_reward = False
+    kind = GuardedMaskable if algorithm is MaskablePPO else Guarded
+    return kind(env, n_eval_episodes=2, eval_freq=20, deterministic=False, verbose=0, warn=False)
+
+
+EIGHT = {"n_envs": 8, "n_steps": 8}
+KINDS: list[dict[str, Any]] = [{}, {"observation": "dict"}, {"action": "gsde"}, {"normalised": True}]
 VARIANTS = [
-    (PPO, {}),
-    (PPO, {"n_envs": 3}),
+    *(
+        (algorithm, kind | envs)
+        for algorithm in (PPO, A2C, MaskablePPO)
+        for kind in KINDS
+        for envs in ({}, EIGHT)
+        if not (algorithm is MaskablePPO and "action" in kind)
+    ),
+    (PPO, {"action": "squashed", "ent_coef": 0.01}),
+    (MaskablePPO, {"action": "multidiscrete", "ent_coef": 0.01}),
     (PPO, {"action": "box", "ent_coef": 0.01, "clip_range_vf": 0.2}),
     (PPO, {"observation": "image", "shared": False}),
     (PPO, {"n_steps": 33, "batch_size": 16}),  # SB3 then trains on a minibatch of one record
     (PPO, {"target_kl": 1e-4, "normalize_advantage": False}),
-    (A2C, {}),
     (A2C, {"n_envs": 3, "normalize_advantage": True}),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
-@pytest.mark.parametrize(("algorithm", "kwargs"), VARIANTS)
-def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: dict[str, Any]) -> None:
-    class ScoreAndKeepAll(KeepAll):
-        needs_influence = True
+def named(value: Any) -> str | None:
+    if isinstance(value, dict):
+        return ",".join(f"{key}={entry}" for key, entry in value.items()) or "plain"
+    return getattr(value, "__name__", None)
 
+
+class ScoreAndKeepAll(KeepAll):
+    needs_influence = True
+
+
+@pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+@pytest.mark.parametrize(("algorithm", "kwargs"), VARIANTS, ids=named)
+def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: dict[str, Any]) -> None:
     trained = []
     for callback in (None, InfluenceCallback(KeepAll()), InfluenceCallback(ScoreAndKeepAll())):
+        evaluation = evaluating(algorithm, **kwargs)
         toy = model(algorithm, **kwargs)
-        rollout = toy.n_steps * toy.n_envs
         for rounds in (3, 2):
-            toy.learn(
-                rounds * rollout, callback=CallbackList([evaluating(**kwargs), *([callback] if callback else [])])
-            )
+            steps = rounds * toy.n_steps * toy.n_envs
+            toy.learn(steps, callback=CallbackList([evaluation, *([callback] if callback else [])]))
+        assert evaluation.n_calls > 0
         trained.append(parameters(toy))
     assert identical(trained[0], trained[1])
     assert identical(trained[0], trained[2])
     assert not identical(trained[0], parameters(model(algorithm, **kwargs)))
+
+
+class Failing(BaseCallback):
+    """Break training off when the second rollout ends, without whence."""
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        if self.model.num_timesteps > self.model.n_steps * self.model.n_envs:  # type: ignore[attr-defined]
+            raise KeyError("broken off")
+
+
+@pytest.mark.parametrize("algorithm", [PPO, A2C, MaskablePPO])
+@pytest.mark.parametrize("kind", KINDS[:1] + KINDS[1:2] + KINDS[3:], ids=named)
+def test_an_exception_inside_scoring_leaves_training_as_without_whence(algorithm: Any, kind: dict[str, Any]) -> None:
+    calls = []
+
+    def target(view: Any, params: Any, records: Any) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == 2:
+            torch.rand(3), np.random.rand(3)
+            raise KeyError("broken off")
+        return view(params, view.prepare(records)).log_prob.mean()
+
+    trained = []
+    for callback in (Failing(), InfluenceCallback(ScoreAndKeepAll(), target=target)):
+        toy = model(algorithm, **kind)
+        with pytest.raises(KeyError, match="broken off"):
+            toy.learn(3 * 32, callback=callback)
+        toy.learn(2 * 32)
+        trained.append(parameters(toy))
+    assert identical(*trained)
 
 
 @pytest.mark.parametrize("rule", [IIF(0.5), RandomDrop(0.5, seed=3)])

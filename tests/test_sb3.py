@@ -10,33 +10,72 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from sb3_contrib import TRPO, MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
-from torch import Tensor
+from stable_baselines3.common.torch_layers import FlattenExtractor
+from stable_baselines3.common.vec_env import VecNormalize
+from torch import Tensor, nn
 
 import whence
 from toys import Toy, model
 from whence import InvalidRecords, Return, Selection, Unsupported, WhenceError, attribute
 from whence.policies import as_view
+from whence.records import leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
 from whence.sb3.buffer import minibatches, selected
 from whence.sb3.episodes import STATE, Ongoing, number_episodes
 
 
-@pytest.mark.parametrize("observation", ["vector", "image", "discrete"])
-@pytest.mark.parametrize("action", ["discrete", "box"])
+@pytest.mark.parametrize("observation", ["vector", "image", "discrete", "multidiscrete", "multibinary", "dict"])
+@pytest.mark.parametrize("action", ["discrete", "box", "multidiscrete", "multibinary", "gsde", "squashed"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_view_says_what_evaluate_actions_says(observation: str, action: str, shared: bool) -> None:
-    policy = model(observation=observation, action=action, shared=shared).policy
-    records = collect(model(observation=observation, action=action, shared=shared))
-    view = as_view(policy)
-    outputs = view(view.parameters(), view.prepare(records))
-    value, log_prob, entropy = policy.evaluate_actions(records.observations, records.actions)
+    toy = model(observation=observation, action=action, shared=shared)
+    rollout = Sampled()
+    toy.learn(32, callback=rollout)
+    check_view(model(observation=observation, action=action, shared=shared).policy, rollout)
+
+
+@pytest.mark.parametrize("observation", ["vector", "dict"])
+@pytest.mark.parametrize("action", ["discrete", "multidiscrete", "multibinary"])
+def test_the_view_of_a_maskable_policy_reads_the_masks(observation: str, action: str) -> None:
+    toy = model(MaskablePPO, observation=observation, action=action)
+    rollout = Sampled()
+    toy.learn(32, callback=rollout)
+    assert rollout.records.action_masks is not None
+    assert not rollout.records.action_masks.all()
+    check_view(model(MaskablePPO, observation=observation, action=action).policy, rollout, masks=True)
+
+
+class Sampled(InfluenceCallback):
+    """Keep the rollout as records, and as SB3's own `get` yields it to `train()`."""
+
+    def __init__(self) -> None:
+        super().__init__(whence.KeepAll())
+
+    def _on_rollout_end(self) -> None:
+        super()._on_rollout_end()
+        assert self.round is not None
+        self.records = self.round.records
+        buffer = copy.deepcopy(self.model.rollout_buffer)
+        with whence.guards.kept_generators():
+            list(buffer.get(2))  # flattens the arrays
+        self.samples = buffer._get_samples(np.arange(len(self.records)))
+
+
+def check_view(policy: Any, rollout: Any, masks: bool = False) -> None:
+    """Hold the view on records against `evaluate_actions` on what `train()` would give it."""
+    view, samples = as_view(policy), rollout.samples
+    outputs = view(view.parameters(), view.prepare(rollout.records))
+    actions = samples.actions.long().flatten() if isinstance(policy.action_space, spaces.Discrete) else samples.actions
+    more = {"action_masks": samples.action_masks} if masks else {}
+    value, log_prob, entropy = policy.evaluate_actions(samples.observations, actions, **more)
     assert torch.equal(outputs.log_prob, log_prob)
     assert torch.equal(outputs.value, value.flatten())
-    assert torch.equal(outputs.entropy, entropy)
-    torch.testing.assert_close(log_prob, records.log_probs)
+    assert (entropy is None and outputs.entropy is None) or torch.equal(outputs.entropy, entropy)
+    torch.testing.assert_close(log_prob, rollout.records.log_probs)
 
 
 def test_a_view_reads_the_parameters_it_is_given_and_puts_the_policys_own_back() -> None:
@@ -156,6 +195,12 @@ class OwnPolicy(ActorCriticPolicy):
         return super().evaluate_actions(obs, actions)
 
 
+class Normed(FlattenExtractor):
+    def __init__(self, observation_space: spaces.Box) -> None:
+        super().__init__(observation_space)
+        self.norm = nn.BatchNorm1d(self.features_dim)
+
+
 class OwnBuffer(RolloutBuffer):
     def get(self, batch_size: int | None = None) -> Any:
         return super().get(batch_size)
@@ -167,11 +212,10 @@ class OwnBuffer(RolloutBuffer):
         (lambda: DQN("MlpPolicy", Toy(), buffer_size=10), "DQN is not supported: it is not on-policy"),
         (lambda: OwnTrain("MlpPolicy", Toy()), r"OwnTrain overrides train\(\).*Use PPO"),
         (lambda: PPO(OwnPolicy, Toy()), "OwnPolicy overrides evaluate_actions.*ModuleView"),
-        (lambda: PPO("MlpPolicy", Toy(), rollout_buffer_class=OwnBuffer), "rollout buffer OwnBuffer"),
-        (lambda: model(action="box", use_sde=True), "gSDE"),
-        (lambda: model(observation="dict"), "observation space Dict is not supported yet"),
-        (lambda: model(action="multidiscrete"), "action space MultiDiscrete is not supported yet"),
-        (lambda: model(action="multibinary"), "action space MultiBinary is not supported yet"),
+        (lambda: PPO("MlpPolicy", Toy(), rollout_buffer_class=OwnBuffer), r"OwnBuffer overrides get\(\).*SB3's own"),
+        (lambda: RecurrentPPO("MlpLstmPolicy", Toy()), "RecurrentPPO.*hidden states of the records before.*stacked"),
+        (lambda: TRPO("MlpPolicy", Toy()), "TRPO is not supported: its loss is not known to whence"),
+        (lambda: PPO("MlpPolicy", Toy(), policy_kwargs={"features_extractor_class": Normed}), "BatchNorm1d.*LayerNorm"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name_before_training(make: Any, message: str) -> None:
@@ -197,19 +241,36 @@ def all_state(toy: Any) -> dict[str, Any]:
         "hooks": [(len(module._forward_hooks), len(module._backward_hooks)) for module in policy.modules()],
         "tensor hooks": [p._backward_hooks for p in policy.parameters()],
         "optimizer": {(k, n): torch.as_tensor(v).numpy().tobytes() for k, s in optimizer.items() for n, v in s.items()},
-        "buffer": {name: getattr(buffer, name).tobytes() for name in ARRAYS},
+        "buffer": {
+            (name, leaf): array.tobytes() for name in ARRAYS for leaf, array in leaves(getattr(buffer, name), name)
+        },
         "buffer attributes": set(vars(buffer)),
         "model attributes": set(vars(toy)),
         "class": type(toy),
         "generators": (random.getstate(), str(np.random.get_state()), torch.get_rng_state().numpy().tobytes()),
         "dist": set(vars(policy.action_dist)),
+        "exploration": getattr(policy.action_dist, "exploration_mat", torch.zeros(0)).detach().numpy().tobytes(),
+        "statistics": toy.env.obs_rms.mean.tobytes() if isinstance(toy.env, VecNormalize) else None,
     }
 
 
-@pytest.mark.parametrize("engine", ["ghost", "forward", "loop"])
+PURE: list[tuple[Any, dict[str, Any]]] = [
+    (PPO, {"observation": "image", "action": "box"}),
+    (PPO, {"n_envs": 8, "n_steps": 8}),
+    (A2C, {"normalised": True}),
+    (MaskablePPO, {"action": "multidiscrete"}),
+    (PPO, {"observation": "dict", "action": "gsde"}),
+    (A2C, {"action": "squashed", "n_envs": 8, "n_steps": 8}),
+]
+
+
+@pytest.mark.parametrize("engine", ["ghost", "forward", "vmap", "loop"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_scoring_changes_nothing_also_when_it_raises(engine: str, fails: bool) -> None:
-    toy = model(observation="image", action="box")
+@pytest.mark.parametrize(("algorithm", "kwargs"), PURE)
+def test_scoring_changes_nothing_also_when_it_raises(
+    algorithm: Any, kwargs: dict[str, Any], engine: str, fails: bool
+) -> None:
+    toy = model(algorithm, **kwargs)
     toy.learn(64)  # so that the optimiser has a state and parameters have gradients
     records = collect(toy)
     toy.policy.train()
@@ -232,7 +293,8 @@ def test_scoring_changes_nothing_also_when_it_raises(engine: str, fails: bool) -
         attribute(toy.policy, records, target={"a": target, "b": Return()}, engine=engine)
     assert calls
     assert all_state(toy) == before
-    copy.deepcopy(toy.policy)
+    if not toy.use_sde:  # gSDE's noise carries a graph in SB3 itself, scored or not
+        copy.deepcopy(toy.policy)
 
 
 def test_an_error_inside_the_policy_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

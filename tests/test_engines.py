@@ -15,7 +15,7 @@ import whence
 from toys import categorical_view, difference, mlp_view, model, moved, records_for
 from whence import A2C, Action, PPOClip, Return, attribute
 from whence.engines import LayerRule, Refused, register_rule
-from whence.sb3 import collect
+from whence.sb3 import InfluenceCallback, collect
 
 OBSERVATIONS = ("vector", "image", "discrete", "multidiscrete", "multibinary", "dict")
 ACTIONS = ("discrete", "box", "multidiscrete", "multibinary", "gsde", "squashed")
@@ -353,3 +353,57 @@ def test_records_of_another_width_meet_torchs_own_error() -> None:
     view = mlp_view()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         attribute(view, records_for(mlp_view((6, 3)), features=6), target=Return())
+
+
+def batch_normed() -> nn.Module:
+    network = nn.Sequential(nn.Conv1d(4, 6, 2), nn.BatchNorm1d(6), nn.Flatten(), nn.Linear(24, 8), nn.BatchNorm1d(8))
+    network = nn.Sequential(network, nn.Tanh(), nn.Linear(8, 3))
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            for tensor in (module.weight, module.bias, module.running_mean):
+                nn.init.normal_(tensor)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    return network
+
+
+def test_batch_norm_in_eval_mode_is_a_layer_like_others() -> None:
+    view = categorical_view(batch_normed().eval())
+    records = records_for(view, features=(4, 5))
+    for engine in ENGINES_BESIDE_LOOP:
+        against_loop(view, records, engine)
+    assert attribute(view, records, target=Return()).engine == "ghost"
+
+
+@pytest.mark.parametrize("engine", ["auto", *ENGINES_BESIDE_LOOP, "loop"])
+def test_batch_norm_in_training_mode_is_refused_with_the_reason(engine: str) -> None:
+    view = categorical_view(batch_normed().eval())
+    records = records_for(view, features=(4, 5))
+    view.module.train()
+    message = r"`0\.1` \(BatchNorm1d\) is in training mode: what it makes of a record depends on the other records"
+    with pytest.raises(whence.Unsupported, match=message):
+        attribute(view, records, target=Return(), engine=engine)
+    without = categorical_view(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, track_running_stats=False)).eval())
+    with pytest.raises(whence.Unsupported, match="BatchNorm1d"):
+        attribute(without, records_for(without), target=Return(), engine=engine)
+
+
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize(("observation", "action"), [("vector", "box"), ("dict", "discrete"), ("image", "gsde")])
+def test_a_models_device_is_where_it_is_scored(device: str, observation: str, action: str) -> None:
+    toy = model(observation=observation, action=action, device=device)
+    callback = InfluenceCallback(whence.IIF(0.5))
+    toy.learn(64, callback=callback)
+    records = collect(toy)
+    assert records.log_probs.device.type == "cpu"
+    few = records.take(slice(0, 2))
+    targets = {"return": Return(), "action": Action(few.observations, few.actions)}
+    truth = attribute(toy.policy, records, target=targets, engine="loop")
+    for engine in ENGINES_BESIDE_LOOP:
+        scored = attribute(toy.policy, records, target=targets, engine=engine)
+        for name in targets:
+            assert scored[name].scores.device.type == "cpu"
+            assert difference(scored[name], truth[name]) <= 1e-5
+    assert next(toy.policy.parameters()).device.type == device

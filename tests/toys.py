@@ -102,6 +102,7 @@ def model(
     n_envs: int = 1,
     n_steps: int = 32,
     seed: int = 0,
+    device: str = "cpu",
     normalised: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -123,7 +124,7 @@ def model(
     policy = {"image": "CnnPolicy", "dict": "MultiInputPolicy"}.get(observation, "MlpPolicy")
     if algorithm is not A2C:
         kwargs = {"batch_size": 16, "n_epochs": 2, **kwargs}
-    return algorithm(policy, env, n_steps=n_steps, policy_kwargs=policy_kwargs, seed=seed, device="cpu", **kwargs)
+    return algorithm(policy, env, n_steps=n_steps, policy_kwargs=policy_kwargs, seed=seed, device=device, **kwargs)
 
 
 def moved(records: whence.RecordBatch, spread: float = 0.3) -> whence.RecordBatch:

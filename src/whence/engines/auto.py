@@ -52,9 +52,13 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
 
 def _run(problem: Problem, engine: str, memory: int | None) -> Float[Tensor, "targets n"]:
     run = ENGINES[engine]
-    # The loop's own passes hold one record.
-    held = target_gradients if run is loop else run
-    return run(problem if memory is None else fitted(problem, held, memory))
+    return run(problem if memory is None else fitted(problem, _what_grows_in_loop if run is loop else run, memory))
+
+
+def _what_grows_in_loop(problem: Problem) -> None:
+    # The passes over one record after the other hold no more for many records than for one.
+    target_gradients(problem)
+    problem.inputs  # noqa: B018
 
 
 def _first_line(error: Exception) -> str:

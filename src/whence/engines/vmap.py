@@ -1,5 +1,6 @@
 """Per-record gradients by vectorised reverse mode, then their products: many records a pass, much memory."""
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -29,7 +30,10 @@ def _products(problem: Problem, gradients: list[Gradient]) -> Tensor:
         return one.objective_values(one.outputs(params)).sum()
 
     params = {name: parameter.detach() for name, parameter in problem.params.items()}
-    own = over_records(grad(value), in_dims=(None, 0, 0))(params, problem.inputs, problem.prepared.columns)
+    with warnings.catch_warnings():
+        # Kernels without a batching rule run record by record: slower, and still what was asked for.
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+        own = over_records(grad(value), in_dims=(None, 0, 0))(params, problem.inputs, problem.prepared.columns)
     with torch.no_grad():
         return torch.stack([_product(gradient, own) for gradient in gradients])
 

@@ -1,0 +1,92 @@
+"""`check_engines` on policies of several kinds, and what it prints."""
+
+import polars as pl
+import pytest
+from torch import Tensor, nn
+
+import whence
+from toys import categorical_view, mlp_view, model, records_for
+from whence import Action, Return, WhenceError, attribute, check_engines
+from whence.sb3 import collect
+
+
+class Attention(nn.Module):
+    """A transformer layer, whose fused kernel has no forward mode, over a few tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(self.into(x)).mean(1))
+
+
+class Recurrent(nn.Module):
+    """A recurrent features extractor: the sequence lies within a record."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.out = kind(5, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("network", "auto"),
+    [(Attention(), "vmap"), (Recurrent(nn.GRU), "forward"), (Recurrent(nn.LSTM), "vmap")],
+    ids=["attention", "gru", "lstm"],
+)
+def test_networks_beyond_ghost_are_scored_right_or_refused(network: nn.Module, auto: str) -> None:
+    view = categorical_view(network)
+    records = records_for(view, features=(4, 5))
+    table = check_engines(view, records, verbose=False)
+    scored = table.filter(table["refused"].is_null())
+    assert (scored["difference"] <= 1e-5).all()
+    assert auto in scored["engine"].to_list()
+    assert scored["seconds"].min() > 0
+    ghost = table.row(by_predicate=pl.col("engine") == "ghost", named=True)
+    assert "engine='forward'" in ghost["refused"]
+    influence = attribute(view, records, target=Return())
+    assert influence.engine == auto
+    assert ghost["refused"] in influence.engine_reason
+
+
+def test_all_engines_cover_an_sb3_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    toy = model(observation="image")
+    table = check_engines(toy.policy, collect(toy), objective=whence.PPOClip(vf_coef=0.5))
+    assert table["engine"].to_list() == ["ghost", "forward", "vmap", "loop"]
+    assert table["refused"].null_count() == 4
+    assert table["difference"].max() <= 1e-5
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*table["engine"], "difference", "seconds", "refused"))
+
+
+def test_a_wrong_rule_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = whence.engines.rules
+    own = rules._RULES[nn.Linear]
+    wrong = whence.engines.LayerRule(lambda *args: 1.1 * own.product(*args), own.gradient)
+    monkeypatch.setitem(rules._RULES, nn.Linear, wrong)
+    view = mlp_view()
+    table = check_engines(view, records_for(view), engines=["ghost"], verbose=False)
+    assert table["difference"].to_list() == [pytest.approx(0.1, rel=1e-4)]
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    view = mlp_view()
+    with pytest.raises(WhenceError, match=r"engines holds 'gohst'.*ghost"):
+        check_engines(view, records_for(view), engines=["gohst"])
+
+
+def test_the_target_is_the_users() -> None:
+    view = mlp_view()
+    records = records_for(view)
+    seen = []
+
+    def target(view: whence.PolicyView, params: whence.policies.Params, records: whence.RecordBatch) -> Tensor:
+        seen.append(None)
+        return Action(records.observations[0], records.actions[0])(view, params, records)
+
+    assert check_engines(view, records, target=target, verbose=False)["difference"].max() <= 1e-5
+    assert len(seen) == 7  # loop once, the others twice

@@ -19,23 +19,21 @@ MIB = 2**20
 
 def most_held(policy: object, records: whence.RecordBatch, **options: object) -> int:
     """Return the most bytes that scoring holds in tensors of its own."""
-    meter = memory._Meter()
-    with meter:
-        attribute(policy, records, target=Return(), **options)
-    return max(meter.held)
+    return max(memory.bytes_held(lambda: attribute(policy, records, target=Return(), **options)))
 
 
 def test_the_meter_counts_what_lives() -> None:
     before = torch.zeros(1000)
-    meter = memory._Meter()
-    with meter:
+
+    def run() -> None:
         view = before[:500]  # no memory of its own
         first = before * 2
         second = first.view(10, 100).t()
         del first
         third = second.contiguous()
         del second, third, view
-    assert meter.held == [0, 4000, 8000, 4000, 0]
+
+    assert memory.bytes_held(run) == [0, 4000, 8000, 4000, 0]
 
 
 @pytest.mark.parametrize("engine", ["ghost", "forward", "vmap"])

@@ -96,7 +96,7 @@ class Snoop(InfluenceCallback):
     """Keep a copy of the buffer as it was when the rollout ended."""
 
     def _on_rollout_end(self) -> None:
-        self.raw = {name: array.copy() for name, array in vars(self.model.rollout_buffer).items() if name in ARRAYS}
+        self.raw = copy.deepcopy({n: array for n, array in vars(self.model.rollout_buffer).items() if n in ARRAYS})
         super()._on_rollout_end()
 
 
@@ -122,14 +122,17 @@ def test_a_snapshot_is_environment_by_environment_and_ids_are_time_steps() -> No
     assert (records.gamma, records.gae_lambda) == (0.99, 0.95)
 
 
-def test_rows_are_in_the_order_of_the_flattened_buffer() -> None:
-    toy = model(n_envs=3, n_steps=16, batch_size=16)
+@pytest.mark.parametrize("observation", ["vector", "dict"])
+def test_rows_are_in_the_order_of_the_flattened_buffer(observation: str) -> None:
+    toy = model(observation=observation, n_envs=3, n_steps=16, batch_size=16)
     callback = Snoop(whence.KeepAll())
     toy.learn(48, callback=callback)
     assert callback.round is not None
     flat = toy.rollout_buffer  # flattened by train()
     assert torch.equal(callback.round.records.advantages, torch.from_numpy(flat.advantages[:, 0]))
-    assert torch.equal(callback.round.records.observations, torch.from_numpy(flat.observations))
+    mine, theirs = leaves(callback.round.records.observations), leaves(flat.observations)
+    for (name, tensor), (_, array) in zip(mine, theirs, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array)), name
 
 
 def test_episodes_are_numbered_and_carried_into_the_next_rollout() -> None:

@@ -34,6 +34,10 @@ class BatchTarget(Protocol):
         """Return the target from the outputs of all records."""
         ...
 
+    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the target, running the policy: what an engine does that has no outputs at hand."""
+        ...
+
 
 @dataclass(frozen=True)
 class Return:

@@ -19,6 +19,7 @@ from whence.engines.problem import (
     Seeds,
     added,
     checked,
+    of_outputs,
     plain_target_gradient,
     pullback,
     seeds,
@@ -180,11 +181,7 @@ def _uses(outputs: Outputs, params: dict[str, Tensor]) -> Counter[str]:
 def _whole_products(tape: _Tape) -> Tensor:
     """Return the products where one pass holds all records, so that it also holds the batch targets' gradients."""
     problem = tape.problem
-    of_targets: list[Callable[[Outputs], Tensor]] = []
-    for target in problem.targets:
-        if isinstance(target, BatchTarget):
-            of_targets.append(partial(target.from_outputs, records=problem.records))  # noqa: PERF401  # mypy narrows
-    own, *found = seeds([problem.objective_values, *of_targets], tape.outputs)
+    own, *found = seeds([problem.objective_values, *of_outputs(problem)], tape.outputs)
     weights = [seed.log_prob for seed in found if seed.log_prob is not None]
     if own.log_prob is None or any(_reads_more(seed) for seed in (own, *found)) or len(weights) < len(found):
         params = list(problem.params.values())

@@ -4,7 +4,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from whence.engines.problem import Problem
 from whence.errors import WhenceError
+from whence.policies import COLUMNS, Outputs
 from whence.records import RecordBatch, leaves
 from whence.targets import BatchTarget
 
@@ -53,8 +54,7 @@ def fitted(problem: Problem, engine: Callable[[Problem], object], memory: int) -
     """Return the problem with the largest `chunk_size` for which the engine stays within `memory` bytes.
 
     The engine runs on 8 and on 16 of the records. Each tensor it makes is taken to grow in proportion, so the most
-    that is held at a time is known for any number. The records themselves are not counted, nor what a target makes
-    that is no `BatchTarget`.
+    that is held at a time is known for any number. The records themselves are not counted, nor what targets make.
 
     Args:
         problem: what to score.
@@ -91,25 +91,49 @@ def _kind(problem: Problem, engine: Callable[[Problem], object]) -> Hashable:
 
 
 def _measured(problem: Problem, engine: Callable[[Problem], object]) -> _Cost:
-    few, more = (_bytes_held(problem, engine, size) for size in _PROBES)
+    few, more = (_probed(problem, engine, size) for size in _PROBES)
     if len(few) != len(more):  # the two runs took different ways; what they held at most is all there is to compare
         few, more = few.max(keepdims=True), more.max(keepdims=True)
     each = (more - few) / (_PROBES[1] - _PROBES[0])
     return _Cost(few - each * _PROBES[0], each)
 
 
-def _bytes_held(problem: Problem, engine: Callable[[Problem], object], size: int) -> NDArray[np.float64]:
-    targets = [target if isinstance(target, BatchTarget) else _cheap for target in problem.targets]
-    probe = replace(problem.part(slice(0, size)), targets=targets, chunk_size=size)
+def bytes_held(run: Callable[[], object]) -> list[int]:
+    """Return the bytes in tensors made by `run`, after each allocation and each release."""
     meter = _Meter()
     with meter:
-        engine(probe)
-    return np.array(meter.held, dtype=np.float64)
+        run()
+    return meter.held
 
 
-def _cheap(view: Any, params: Mapping[str, Tensor], records: RecordBatch) -> Tensor:
-    # Stands in for a target that runs the policy on what it likes, and reads who knows what of all the records.
+def _probed(problem: Problem, engine: Callable[[Problem], object], size: int) -> NDArray[np.float64]:
+    targets = [_of_outputs(target) if isinstance(target, BatchTarget) else _of_parameters for target in problem.targets]
+    probe = replace(problem.part(slice(0, size)), targets=targets, chunk_size=size)
+    return np.array(bytes_held(lambda: engine(probe)), dtype=np.float64)
+
+
+# Stand-ins for the user's targets, which may hold something for each record of the round, or run the policy on what
+# they like.
+
+
+def _of_parameters(view: Any, params: Mapping[str, Tensor], records: RecordBatch) -> Tensor:
     return torch.stack([parameter.sum() for parameter in params.values()]).sum()
+
+
+@dataclass(frozen=True)
+class _OfOutputs:
+    reads: frozenset[str]
+
+    def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Tensor:
+        columns = (getattr(outputs, name) for name in self.reads)
+        return torch.stack([column.mean() for column in columns if column is not None]).sum()
+
+    def __call__(self, view: Any, params: Mapping[str, Tensor], records: RecordBatch) -> Tensor:
+        return self.from_outputs(view(params, view.prepare(records)), records)
+
+
+def _of_outputs(target: BatchTarget) -> _OfOutputs:
+    return _OfOutputs(frozenset(getattr(target, "reads", COLUMNS)))
 
 
 class _Meter(TorchDispatchMode):

@@ -149,6 +149,15 @@ def pullback(outputs: Outputs, seed: Seeds, wanted: Sequence[object], *, retain:
     return list(found)
 
 
+def of_outputs(problem: Problem) -> list[Callable[[Outputs], Tensor]]:
+    """Return the batch targets as functions of the outputs of all records."""
+
+    def bound(target: BatchTarget) -> Callable[[Outputs], Tensor]:
+        return lambda outputs: target.from_outputs(outputs, problem.records)
+
+    return [bound(target) for target in problem.targets if isinstance(target, BatchTarget)]
+
+
 def target_gradients(problem: Problem) -> list[Gradient]:
     """Return the gradient of every target, chunk by chunk where the target reads the records' outputs alone."""
     return [_target_gradient(problem, target) for target in problem.targets]
@@ -159,8 +168,9 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
         return plain_target_gradient(problem, target)
     with torch.no_grad():
         pieces = [part.outputs() for part in problem.parts()]
-    columns = (None if column[0] is None else torch.cat(column) for column in zip(*pieces, strict=True))
-    (seed,) = seeds([lambda outputs: target.from_outputs(outputs, problem.records)], Outputs(*columns))
+    log_probs, *others = zip(*pieces, strict=True)
+    whole = Outputs(torch.cat(log_probs), *(None if column[0] is None else torch.cat(column) for column in others))
+    (seed,) = seeds(of_outputs(replace(problem, targets=[target])), whole)
     splits = [[None] * len(pieces) if column is None else column.split(problem.chunk_size) for column in seed]
     total = Gradient()
     for part, of_part in zip(problem.parts(), zip(*splits, strict=True), strict=True):

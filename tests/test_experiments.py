@@ -127,6 +127,14 @@ class TestPlan:
             "rounds": 50,
             "eval_episodes": 1000,
             "seed": 0,
+            **{
+                "policy_kwargs": {},
+                "warmup": 0,
+                "target": "return",
+                "target_args": {},
+                "engine": "auto",
+                "device": "cpu",
+            },
         }
         assert config.hyperparameters["max_grad_norm"] == math.inf
 
@@ -143,7 +151,7 @@ class TestPlan:
             {},
             {"env_kwargs": {"limits": [math.inf, {"low": -math.inf}], "name": "infinite"}},
             {"hyperparameters": {"target_kl": -math.inf}},
-            {"hyperparameters": {"policy_kwargs": {"log_std_init": math.inf, "net_arch": [64]}}},
+            {"policy_kwargs": {"log_std_init": math.inf, "net_arch": [64]}},
         ],
     )
     @pytest.mark.parametrize("name", list(presets()))
@@ -221,16 +229,16 @@ class TestPlan:
             ({"env": "CartPole-v1", "preset": "lda-code/frozenlake"}, "Give either an environment.* not both, not non"),
             ({}, "Give either an environment.* not both, not none"),
             ({"env": "CartPole-v1", "arms": ["ppo", "if"]}, r"arm 'if' is unknown\. Did you mean iif\?"),
-            ({"env": "CartPole-v1", "arms": ["zzz"]}, r"arm 'zzz' is unknown\. Known: iif, ppo, random\."),
-            ({"env": "CartPole-v1", "arms": []}, r"arms is ''; name each arm once\. Known: ppo, iif, random\."),
+            ({"env": "CartPole-v1", "arms": ["zzz"]}, r"arm 'zzz' is unknown\. Known: iif, mean, negative-random,"),
+            ({"env": "CartPole-v1", "arms": []}, r"arms is ''; name each arm once\. Known: ppo, iif, "),
             ({"env": "CartPole-v1", "arms": ["ppo", "iif", "ppo"]}, "arms is 'ppo,iif,ppo'; name each arm once"),
             ({"env": "CartPole-v1", "optimizer": "SDG"}, r"optimizer 'SDG' is unknown\. Did you mean SGD\?"),
             ({"env": "CartPole-v1", "optimizer": "sgd"}, r"optimizer 'sgd' is unknown\. Did you mean SGD\?"),
             ({"env": "CartPole-v1", "n_evns": 2}, r"A run has no 'n_evns'\. Did you mean n_envs"),
-            ({"env": "CartPole-v1", "seed": 2}, r"A run has no 'seed'\."),
+            ({"env": "CartPole-v1", "seed": 2}, r"A comparison has no 'seed': `seeds` says"),
             ({"env": "CartPole-v1", "seeds": 0}, "seeds is 0; at least 1 is needed, and 2 for intervals"),
             ({"env": "CartPole-v1", "rounds": 0}, "rounds is 0; at least 1 is needed"),
-            ({"env": "CartPole-v1", "eval_episodes": 1}, "eval_episodes is 1; at least 2 is needed"),
+            ({"env": "CartPole-v1", "eval_episodes": 1}, "eval_episodes is 1; a standard error needs 2"),
             ({"env": "CartPole-v1", "n_envs": 0}, "n_envs is 0; at least 1 is needed"),
             ({"env": "CartPole-v1", "drop": 0.0}, r"drop is 0\.0; .* in \(0, 1\]"),
             ({"env": "CartPole-v1", "drop": 1.01}, r"drop is 1\.01; .* in \(0, 1\]"),
@@ -569,7 +577,7 @@ class TestRun:
         shutil.copytree(run_path(one_worker.path, config), path)
         assert is_finished(config, path)
         before = stamps(path)
-        run(config, path, told.append)
+        run(config, path, lambda number, metrics: told.append(number))
         assert stamps(path) == before
         assert told == [2]
         found = RunDirectory.open(path).table("evaluations")
@@ -579,7 +587,7 @@ class TestRun:
         with pytest.raises(RunDirectoryError, match="holds an unfinished run; run it again to finish it"):
             curve(config, path)
         with kept_generators():
-            run(config, path, told.append)
+            run(config, path, lambda number, metrics: told.append(number))
         assert told == [2, 0, 1, 2]
         assert is_finished(config, path)
         assert_same_results(RunDirectory.open(path), one_worker.run(config))
@@ -643,10 +651,14 @@ class TestRefusals:
 
     def test_every_arm_is_data(self):
         assert next(iter(ARMS)) == "ppo"
-        assert {name: (repr(arm.rule(0.3, 7)), arm.counts_scoring) for name, arm in ARMS.items()} == {
+        made = {name: RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2).rule() for name in ARMS}
+        assert {name: (repr(rule), ARMS[name].counts_scoring) for name, rule in made.items()} == {
             "ppo": ("KeepAll()", False),
-            "iif": ("IIF(drop=0.3)", True),
-            "random": ("RandomDrop(drop=0.3, seed=7)", False),
+            "iif": ("IIF(drop=0.3, warmup=2)", True),
+            "mean": ("BelowMean(drop=0.3, warmup=2)", True),
+            "nonpositive": ("NonPositive(warmup=2)", True),
+            "negative-random": ("NegativeRandom(drop=0.3, seed=7, warmup=2)", True),
+            "random": ("RandomDrop(drop=0.3, seed=7, warmup=2)", False),
         }
 
 

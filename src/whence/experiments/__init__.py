@@ -6,8 +6,14 @@ from whence.experiments.arms import Arm as Arm
 from whence.experiments.compare import Comparison as Comparison
 from whence.experiments.compare import compare as compare
 from whence.experiments.compare import load as load
+from whence.experiments.config import HYPERPARAMETERS as HYPERPARAMETERS
+from whence.experiments.config import TARGETS as TARGETS
 from whence.experiments.config import RunConfig as RunConfig
-from whence.experiments.config import plan as plan
 from whence.experiments.config import presets as presets
 from whence.experiments.metrics import Curve as Curve
 from whence.experiments.metrics import summarise as summarise
+from whence.experiments.plan import configure as configure
+from whence.experiments.plan import plan as plan
+from whence.experiments.replay import load_round as load_round
+from whence.experiments.training import is_finished as is_finished
+from whence.experiments.training import run as run

@@ -3,8 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from whence.selection import IIF, BelowMean, KeepAll, NegativeRandom, NonPositive, RandomDrop, SelectionRule
+
+if TYPE_CHECKING:
+    from whence.experiments.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -12,13 +16,13 @@ class Arm:
     """One way to train.
 
     Attributes:
-        rule: makes the selection rule from the share to drop and the run's seed.
+        rule: makes the selection rule of a run.
         counts_scoring: whether the time of scoring is the arm's own. A control that scores only to know how much to
             drop is not charged for it.
         about: one line for people.
     """
 
-    rule: Callable[[float, int], SelectionRule]
+    rule: Callable[["RunConfig"], SelectionRule]
     counts_scoring: bool
     about: str
 
@@ -28,15 +32,15 @@ STANDARD = "ppo"
 
 ARMS: Mapping[str, Arm] = MappingProxyType(
     {
-        STANDARD: Arm(lambda drop, seed: KeepAll(), False, "PPO as it is: every record trains"),
-        "iif": Arm(lambda drop, seed: IIF(drop), True, "drop the share `drop` of the records that score below 0"),
-        "random": Arm(lambda drop, seed: RandomDrop(drop, seed), False, "drop as many as iif would, at random"),
+        STANDARD: Arm(lambda run: KeepAll(), False, "PPO as it is: every record trains"),
+        "iif": Arm(lambda run: IIF(run.drop, run.warmup), True, "drop the share `drop` of the records below 0"),
+        "mean": Arm(lambda run: BelowMean(run.drop, run.warmup), True, "drop the share `drop` of those below the mean"),
+        "nonpositive": Arm(lambda run: NonPositive(run.warmup), True, "drop every record that scores 0 or less"),
         "negative-random": Arm(
-            lambda drop, seed: NegativeRandom(drop, seed), True, "drop as many as iif would, at random below 0"
+            lambda run: NegativeRandom(run.drop, run.seed, run.warmup), True, "as many as iif, at random below 0"
         ),
-        "mean": Arm(
-            lambda drop, seed: BelowMean(drop), True, "drop the share `drop` of the records below the mean score"
+        "random": Arm(
+            lambda run: RandomDrop(run.drop, run.seed, run.warmup), False, "as many as iif, at random among all"
         ),
-        "nonpositive": Arm(lambda drop, seed: NonPositive(), True, "drop every record that scores 0 or less"),
     }
 )

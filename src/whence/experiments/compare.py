@@ -1,6 +1,7 @@
 """Several arms over several seeds, in worker processes, and what comes of it."""
 
 import json
+import logging
 import multiprocessing
 import os
 import threading
@@ -168,6 +169,7 @@ def _start_worker(rounds: Any) -> None:
     global _rounds
     _rounds = rounds
     torch.set_num_threads(1)
+    logging.getLogger("whence").setLevel(logging.ERROR)  # advice stands in the page; here it would break the bars
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -179,4 +181,4 @@ def _end_with_parent() -> None:
 
 
 def _work(number: int, config: RunConfig, path: Path) -> None:
-    run(config, path, lambda finished: _rounds.put((number, finished)))
+    run(config, path, lambda finished, metrics: _rounds.put((number, finished)))

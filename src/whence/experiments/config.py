@@ -1,21 +1,44 @@
 """What one training run is, and how it follows from a preset or an environment's name."""
 
-import copy
+import inspect
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, Self
 
+from stable_baselines3 import PPO
+
+from whence.engines import ENGINES
 from whence.errors import WhenceError, nearest
 from whence.experiments.arms import ARMS
-from whence.experiments.environments import check_environment, default_policy
-from whence.selection import IIF
+from whence.selection import IIF, SelectionRule
+from whence.targets import Action, Return, Target
 
 OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "SGD")
 """Names in torch.optim."""
+
+POLICIES = tuple(PPO.policy_aliases)
+"""SB3's names."""
+
+TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Return, "action": Action})
+
+HYPERPARAMETERS: Mapping[str, Any] = MappingProxyType(
+    {
+        name: parameter.default
+        for name, parameter in inspect.signature(PPO).parameters.items()
+        if name
+        in (
+            *("learning_rate", "n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range"),
+            *("clip_range_vf", "normalize_advantage", "ent_coef", "vf_coef", "max_grad_norm", "target_kl"),
+            *("use_sde", "sde_sample_freq"),
+        )
+    }
+)
+"""PPO's hyper-parameters by SB3's names, with SB3's defaults."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +50,18 @@ class RunConfig:
         env_kwargs: passed to `gymnasium.make`.
         n_envs: environments stepped side by side.
         policy: SB3's name of the policy.
+        policy_kwargs: passed to the policy, JSON types (`net_arch`, ...).
         optimizer: its name in torch.optim.
         hyperparameters: PPO's, by SB3's names; what is missing has SB3's default.
         arm: a key of `ARMS`.
         drop: the share of negatively scored records to drop.
+        warmup: rounds at the start in which nothing is dropped.
+        target: a key of `TARGETS`.
+        target_args: passed to the target.
+        engine: see `whence.attribute`.
+        device: where the policy is trained, by torch's name.
         rounds: rollouts to train on.
-        eval_episodes: episodes of each evaluation.
+        eval_episodes: episodes of each evaluation; 0: none is made.
         seed: of everything random in the run.
     """
 
@@ -42,21 +71,57 @@ class RunConfig:
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     n_envs: int = 1
     policy: str = "MlpPolicy"
+    policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "Adam"
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     drop: float = 0.5
+    warmup: int = 0
+    target: str = "return"
+    target_args: Mapping[str, Any] = field(default_factory=dict)
+    engine: str = "auto"
     rounds: int = 50
     eval_episodes: int = 100
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.arm not in ARMS:
-            raise WhenceError(f"The arm {self.arm!r} is unknown.{nearest(self.arm, ARMS)}")
-        if self.optimizer not in OPTIMIZERS:
-            raise WhenceError(f"The optimizer {self.optimizer!r} is unknown.{nearest(self.optimizer, OPTIMIZERS)}")
-        for name, least in (("rounds", 1), ("eval_episodes", 2), ("n_envs", 1), ("seed", 0)):
+        for what, name, known in (
+            ("arm", self.arm, ARMS),
+            ("policy", self.policy, POLICIES),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("target", self.target, TARGETS),
+            ("engine", self.engine, ("auto", *ENGINES)),
+        ):
+            if name not in known:
+                raise WhenceError(f"The {what} {name!r} is unknown.{nearest(name, known)}")
+        if unknown := [name for name in self.hyperparameters if name not in HYPERPARAMETERS]:
+            raise WhenceError(f"PPO has no hyper-parameter {unknown[0]!r}.{nearest(unknown[0], HYPERPARAMETERS)}")
+        for name, least in (("rounds", 1), ("eval_episodes", 0), ("n_envs", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
-        IIF(self.drop)  # refuses a share outside (0, 1]
+        if self.eval_episodes == 1:
+            raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
+        self.rule()
+        self.make_target()
+
+    def rule(self) -> SelectionRule:
+        """Return the arm's selection rule.
+
+        Raises:
+            WhenceError: the share to drop or the warm-up is out of range.
+        """
+        IIF(self.drop, self.warmup)  # refuses what is out of range also where the arm's own rule does not read it
+        return ARMS[self.arm].rule(self)
+
+    def make_target(self) -> Target:
+        """Return the target.
+
+        Raises:
+            WhenceError: its arguments are not what it takes.
+        """
+        try:
+            return TARGETS[self.target](**self.target_args)
+        except TypeError as wrong:
+            raise WhenceError(f"The target {self.target!r} does not take {dict(self.target_args)}: {wrong}.") from None
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration in JSON types; a number that is not finite as the string "inf", "-inf" or "nan"."""
@@ -88,38 +153,3 @@ def _from_json(value: Any) -> Any:
 def presets() -> Mapping[str, Mapping[str, Any]]:
     """Return the built-in presets by name."""
     return tomllib.loads((files("whence.experiments") / "presets.toml").read_text(encoding="utf-8"))
-
-
-def plan(
-    *, env: str | None = None, preset: str | None = None, arms: list[str], seeds: int, **overrides: Any
-) -> list[RunConfig]:
-    """Return the runs of a comparison, arm by arm within each seed.
-
-    Args:
-        env: a Gymnasium id, trained with SB3's defaults; or
-        preset: the name of a preset.
-        arms: keys of `ARMS`.
-        seeds: how many; they are 0 ... seeds - 1.
-        overrides: fields of `RunConfig`; None leaves a field as it is.
-
-    Raises:
-        WhenceError: a name that is not known (the nearest are given), or a value out of range.
-    """
-    if (env is None) == (preset is None):
-        raise WhenceError("Give either an environment, such as LunarLander-v3, or --preset NAME; not both, not none.")
-    if seeds < 1:
-        raise WhenceError(f"seeds is {seeds}; at least 1 is needed, and 2 for intervals.")
-    if not arms or len(set(arms)) < len(arms):
-        raise WhenceError(f"arms is {','.join(arms)!r}; name each arm once. Known: {', '.join(ARMS)}.")
-    if preset is not None and preset not in presets():
-        raise WhenceError(f"The preset {preset!r} is unknown.{nearest(preset, presets())}")
-    known = [field.name for field in fields(RunConfig) if field.name not in ("env", "arm", "seed")]
-    if unknown := [name for name in overrides if name not in known]:
-        raise WhenceError(f"A run has no {unknown[0]!r}.{nearest(unknown[0], known)}")
-    given = {name: value for name, value in overrides.items() if value is not None}
-    values = copy.deepcopy({**presets()[preset], **given} if preset is not None else {"env": env, **given})
-    first = RunConfig(arm=arms[0], seed=0, **values)
-    space = check_environment(first.env, first.env_kwargs)
-    if "policy" not in values:
-        first = replace(first, policy=default_policy(space))
-    return [replace(first, arm=arm, seed=seed) for seed in range(seeds) for arm in arms]

@@ -37,6 +37,8 @@ def check_environment(env: str, kwargs: Mapping[str, Any]) -> gym.Space[Any]:
 
 def default_policy(space: gym.Space[Any]) -> str:
     """Return SB3's name of the policy for an observation space."""
+    if isinstance(space, gym.spaces.Dict):
+        return "MultiInputPolicy"
     return "CnnPolicy" if is_image_space(space) else "MlpPolicy"
 
 

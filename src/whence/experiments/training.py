@@ -1,6 +1,7 @@
 """One training run, from its configuration to its directory."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import numpy as np
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecEnv
 
-from whence.errors import RunDirectoryError
+from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.arms import ARMS
 from whence.experiments.config import RunConfig
 from whence.experiments.environments import evaluate, evaluation_env, training_env
@@ -18,48 +20,75 @@ from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 from whence.sb3.callback import library_versions
 
+Seen = Callable[[int, Mapping[str, Any]], None]
+"""Called with the number of rounds done, from 0, and the last one's metrics."""
 
-def run(config: RunConfig, path: Path, on_round: Callable[[int], None] = lambda number: None) -> None:
+
+def run(
+    config: RunConfig,
+    path: Path,
+    on_round: Seen = lambda number, metrics: None,
+    *,
+    tensorboard: Path | None = None,
+) -> None:
     """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
 
     Args:
         config: what to run.
         path: the run's directory.
-        on_round: called with the number of rounds done, from 0.
+        on_round: told of every round.
+        tensorboard: directory for TensorBoard's files; None: none are written.
 
     Raises:
         RunDirectoryError: the directory holds another run.
+        WhenceError: PPO refuses the settings.
     """
     if is_finished(config, path):
-        on_round(config.rounds)
+        on_round(config.rounds, {})
         return
     directory = RunDirectory.create(path, config.to_json(), versions=library_versions())
     torch.manual_seed(config.seed)
     env = training_env(config.env, config.env_kwargs, config.n_envs)
-    test = evaluation_env(config.env, config.env_kwargs, config.eval_episodes)
-    model = PPO(
-        config.policy,
-        env,
-        seed=config.seed,
-        device="cpu",
-        policy_kwargs={"optimizer_class": getattr(torch.optim, config.optimizer)},
-        **config.hyperparameters,
-    )
-    rule = ARMS[config.arm].rule(config.drop, config.seed)
-    evaluation = _Evaluation(config, test, directory, on_round)
+    test = evaluation_env(config.env, config.env_kwargs, config.eval_episodes) if config.eval_episodes else None
     try:
-        model.learn(
-            config.rounds * model.n_steps * config.n_envs,
-            callback=[evaluation, InfluenceCallback(rule, run=directory)],
-        )
+        model = make_model(config, env, tensorboard=tensorboard)
+        selection = InfluenceCallback(config.rule(), target=config.make_target(), engine=config.engine, run=directory)
+        evaluation = _Evaluation(config, test, directory, on_round, selection)
+        model.learn(config.rounds * model.n_steps * config.n_envs, callback=[evaluation, selection])
         evaluation.evaluate()  # last of all, since a run with its last evaluation counts as finished
     finally:
         env.close()
-        test.close()
+        if test is not None:
+            test.close()
+
+
+def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = None) -> PPO:
+    """Return the untrained model of a run.
+
+    Raises:
+        WhenceError: PPO refuses the settings; SB3's reason is given.
+    """
+    policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **config.policy_kwargs}
+    try:
+        with warnings.catch_warnings():
+            # The last minibatch of a round is shorter than the others where sizes do not divide; nothing is amiss.
+            warnings.filterwarnings("ignore", "You have specified a mini-batch size")
+            return PPO(
+                config.policy,
+                env,
+                seed=config.seed,
+                device=config.device,
+                policy_kwargs=policy_kwargs,
+                tensorboard_log=None if tensorboard is None else str(tensorboard),
+                **config.hyperparameters,
+            )
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as refused:
+        reason = str(refused) or type(refused).__name__
+        raise WhenceError(f"Stable-Baselines3's PPO refuses these settings: {reason}") from refused
 
 
 def is_finished(config: RunConfig, path: Path) -> bool:
-    """Tell whether a directory holds this very run, with its last evaluation.
+    """Tell whether a directory holds this very run, with its last round and evaluation.
 
     Raises:
         RunDirectoryError: it holds another run.
@@ -68,6 +97,8 @@ def is_finished(config: RunConfig, path: Path) -> bool:
         return False
     directory = RunDirectory.open(path)
     directory.check_same(config.to_json())
+    if not config.eval_episodes:
+        return directory.table("timings").height == config.rounds
     return directory.table("evaluations").height == config.rounds + 1
 
 
@@ -88,11 +119,19 @@ def curve(config: RunConfig, path: Path) -> Curve:
 
 
 class _Evaluation(BaseCallback):
-    """Evaluate before each round, on environments of its own."""
+    """Evaluate before each round, on environments of its own, and tell of the round before."""
 
-    def __init__(self, config: RunConfig, env: Any, directory: RunDirectory, on_round: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        env: VecEnv | None,
+        directory: RunDirectory,
+        on_round: Seen,
+        selection: InfluenceCallback,
+    ) -> None:
         super().__init__()
         self._config, self._env, self._directory, self._on_round = config, env, directory, on_round
+        self._selection = selection
         self._done = 0
 
     def _on_step(self) -> bool:
@@ -103,14 +142,17 @@ class _Evaluation(BaseCallback):
 
     def evaluate(self) -> None:
         """Evaluate the policy as it is, and write the figures."""
-        seed = int(np.random.SeedSequence([self._config.seed, self._done]).generate_state(1)[0])
-        mean, error = evaluate(self.model, self._env, episodes=self._config.eval_episodes, seed=seed)
-        row = {
-            "round": self._done,
-            "test_return": mean,
-            "standard_error": error,
-            "episodes": self._config.eval_episodes,
-        }
-        self._directory.append("evaluations", row)
-        self._on_round(self._done)
+        last = dict(self._selection.metrics[-1]) if self._selection.metrics else {}
+        if self._env is not None:
+            seed = int(np.random.SeedSequence([self._config.seed, self._done]).generate_state(1)[0])
+            mean, error = evaluate(self.model, self._env, episodes=self._config.eval_episodes, seed=seed)
+            row = {
+                "round": self._done,
+                "test_return": mean,
+                "standard_error": error,
+                "episodes": self._config.eval_episodes,
+            }
+            self._directory.append("evaluations", row)
+            last |= {"test_return": mean}
+        self._on_round(self._done, last)
         self._done += 1

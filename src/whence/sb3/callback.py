@@ -1,5 +1,6 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
+import logging
 import math
 import re
 import time
@@ -16,6 +17,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from torch import Tensor
 
 from whence import objectives
+from whence.advice import advice
 from whence.attribution import attribute
 from whence.engines import ENGINES
 from whence.errors import WhenceError, nearest
@@ -29,6 +31,8 @@ from whence.sb3.episodes import STATE, Ongoing
 from whence.sb3.training import around_next_train, cancel
 from whence.selection import Progress, Selection, SelectionRule
 from whence.targets import Return, Target, as_target, name_of
+
+log = logging.getLogger("whence")
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class InfluenceCallback(BaseCallback):
     trained on; it is logged and counted.
 
     The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores)
-    and `influence/seconds`, so TensorBoard, CSV and W&B show them.
+    and `influence/seconds`, so TensorBoard, CSV and W&B show them. What a practitioner should know goes once each to
+    the logger "whence" of Python's logging. `round` is the last round, `metrics` has a row for each.
 
     Args:
         rule: which records train: `IIF(drop=0.5)`, another rule of `whence`, or a `SelectionRule` of your own.
@@ -100,7 +105,9 @@ class InfluenceCallback(BaseCallback):
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
         self.round: Round | None = None
+        self.metrics: list[dict[str, Any]] = []
         self.skipped_rounds = 0
+        self._advised: set[str] = set()
         self._run_path = run
         self._run = run if isinstance(run, RunDirectory) else None
         self._rounds = 0
@@ -157,7 +164,7 @@ class InfluenceCallback(BaseCallback):
                 "less, or pass strict=False to skip such rounds."
             )
         self.skipped_rounds += kept < 2
-        metrics = _metrics(self.round)
+        metrics = _metrics(self.round) | {"episode_return": self._episode_return()}
         self._log(metrics, seconds["scoring"]["wall"])
         self._write_round(self.round)
 
@@ -181,6 +188,11 @@ class InfluenceCallback(BaseCallback):
             return None
         objective = self.objective or model_objective(self.model)
         return attribute(self.model.policy, records, target=self.target, objective=objective, engine=self.engine)
+
+    def _episode_return(self) -> float | None:
+        # SB3's own running mean over the last hundred episodes, unshaped; there where environments have a Monitor.
+        ended = [float(episode["r"]) for episode in self.model.ep_info_buffer or ()]
+        return float(np.mean(ended)) if ended else None
 
     def _progress(self) -> Progress:
         # The model's own figure is still that of the round before; train() will see this one.
@@ -224,13 +236,22 @@ class InfluenceCallback(BaseCallback):
         return begun.with_columns(pl.Series("generator_state", states, dtype=pl.String))
 
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
-        if self._run is None:
-            return
         logged = self.model.logger.name_to_value
         trained = {name: float(value) for name, value in logged.items() if name.startswith("train/")}
-        self._run.append("metrics", {**metrics, **trained})
+        self.metrics.append({**metrics, **trained})
+        self._advise()
+        if self._run is None:
+            return
+        self._run.append("metrics", self.metrics[-1])
         flat = {f"{stage}_{clock}": s for stage, clocks in seconds.items() for clock, s in clocks.items()}
         self._run.append("timings", {"round": metrics["round"], **flat})
+
+    def _advise(self) -> None:
+        table = pl.DataFrame(self.metrics, infer_schema_length=None)
+        for one in advice(table, {"optimizer": type(self.model.policy.optimizer).__name__}):
+            if one.kind not in self._advised:
+                self._advised.add(one.kind)
+                log.warning("round %d: %s", one.round, one.text)
 
     def _config(self) -> dict[str, Any]:
         spec = self.training_env.get_attr("spec")[0]

@@ -1,0 +1,91 @@
+"""A round of a finished or unfinished run, as it stood when it was scored."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from gymnasium import spaces
+from stable_baselines3 import PPO
+
+from whence.errors import RunDirectoryError
+from whence.experiments.config import RunConfig
+from whence.experiments.environments import evaluation_env
+from whence.experiments.training import make_model
+from whence.records import RecordBatch, Tree
+from whence.runs import RunDirectory
+
+
+def load_round(run: RunDirectory, number: int) -> tuple[PPO, RecordBatch]:
+    """Return the model that collected a round, and the round's records.
+
+    The model is on the CPU and has the optimiser of an untrained one: it is for scoring, not for training on.
+
+    Args:
+        run: of `whence train` or `whence compare`.
+        number: of the round, from 1.
+
+    Raises:
+        RunDirectoryError: the round is not there, its observations were not kept, or the run was not made by whence's
+            own commands, so that its policy cannot be built again from its configuration.
+    """
+    table = run.round("records", number)
+    try:
+        config = RunConfig.from_json(run.config)
+    except TypeError:
+        raise RunDirectoryError(
+            f"{run.path} was written by an InfluenceCallback in a script, and its configuration does not say how to "
+            "build the policy. Build the model as the script does, load RunDirectory.open(...).policy(round) into it, "
+            "and pass both to whence.attribute."
+        ) from None
+    env = evaluation_env(config.env, config.env_kwargs, 1)
+    try:
+        model = make_model(replace(config, device="cpu", n_envs=1), env)
+    finally:
+        env.close()
+    tensors = run.policy(number)
+    own = {**dict(model.policy.named_parameters()), **dict(model.policy.named_buffers())}
+    if differing := sorted(own.keys() ^ tensors.keys()):
+        raise RunDirectoryError(
+            f"The policy of round {number} in {run.path} does not fit the one its configuration builds: "
+            f"{', '.join(differing[:3])}. Has the policy's code changed since?"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+    return model, _records(table, model, run, number)
+
+
+def _records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) -> RecordBatch:
+    def column(name: str) -> Any:
+        return table[name].to_numpy() if name in table.columns else None
+
+    return RecordBatch(
+        observations=_observations(table, model.observation_space, run, number),
+        actions=column("action"),
+        log_probs=column("log_prob"),
+        advantages=column("advantage"),
+        values=column("value"),
+        returns=column("return"),
+        rewards=column("reward"),
+        episode_starts=column("episode_start"),
+        record_ids=column("record_id"),
+        env_index=column("env_index"),
+    )
+
+
+def _observations(
+    table: pl.DataFrame, space: spaces.Space[Any], run: RunDirectory, number: int, name: str = "observation"
+) -> Tree:
+    if isinstance(space, spaces.Dict):
+        return {key: _observations(table, part, run, number, f"{name}.{key}") for key, part in space.items()}
+    if name not in table.columns:
+        raise RunDirectoryError(
+            f"Round {number} of {run.path} holds no observations: those of more than 4 KiB a record are not "
+            "kept. Score in the run itself (--target), or collect anew with whence.sb3.collect."
+        )
+    array = np.asarray(table[name].to_numpy())
+    if isinstance(space, spaces.Discrete) and name == "observation":
+        return array
+    return array.reshape(len(array), *(space.shape or (1,)))

@@ -49,6 +49,20 @@ def test_the_view_of_a_maskable_policy_reads_the_masks(observation: str, action:
     check_view(model(MaskablePPO, observation=observation, action=action).policy, rollout, masks=True)
 
 
+def test_actions_of_a_box_of_one_may_come_without_their_axis() -> None:
+    class Narrow(Toy):
+        def __init__(self) -> None:
+            super().__init__(action="box")
+            self.action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    toy = PPO("MlpPolicy", Narrow(), n_steps=16, batch_size=16, device="cpu")
+    records = collect(toy)
+    assert records.actions.shape == (16, 1)
+    flat = records.with_columns({"actions": records.actions.flatten()})
+    scores = attribute(toy.policy, records, target=Return()).scores
+    assert torch.equal(attribute(toy.policy, flat, target=Return()).scores, scores)
+
+
 class Sampled(InfluenceCallback):
     """Keep the rollout as records, and as SB3's own `get` yields it to `train()`."""
 

@@ -197,7 +197,7 @@ _IN_TABLES = {
 def _copied(name: str, column: Array) -> Tree:
     if name == "observations":
         return _copied_tree(column)
-    tensor = torch.as_tensor(column).detach()
+    tensor = _as_tensor(column)
     if name in _INTEGER:
         return tensor.to(torch.int64, copy=True)
     if name in _BOOLEAN:
@@ -210,7 +210,13 @@ def _copied(name: str, column: Array) -> Tree:
 def _copied_tree(tree: Array) -> Tree:
     if isinstance(tree, Mapping):
         return {key: _copied_tree(branch) for key, branch in tree.items()}
-    return torch.as_tensor(tree).detach().clone()
+    return _as_tensor(tree).clone()
+
+
+def _as_tensor(array: Array) -> Tensor:
+    # torch warns of arrays that cannot be written to, such as those of a table, although it would only read them.
+    readable = array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array
+    return torch.as_tensor(readable).detach()
 
 
 def _check_lengths(batch: RecordBatch) -> None:

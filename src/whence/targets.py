@@ -96,8 +96,8 @@ class Action:
         return RecordBatch(**columns, log_probs=zeros, advantages=zeros)
 
     def __repr__(self) -> str:
-        count = len(torch.as_tensor(self.action).reshape(-1))
-        return f"Action({self.action})" if count <= 8 else f"Action({count} numbers)"
+        action = torch.as_tensor(self.action)
+        return f"Action({action.tolist()})" if action.numel() <= 8 else f"Action({action.numel()} numbers)"
 
 
 def _like(name: str, given: Tree, column: Tree) -> Tree:

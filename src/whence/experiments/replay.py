@@ -13,7 +13,7 @@ from whence.errors import RunDirectoryError
 from whence.experiments.config import RunConfig
 from whence.experiments.environments import evaluation_env
 from whence.experiments.training import make_model
-from whence.records import RecordBatch, Tree
+from whence.records import UNKNOWN, RecordBatch, Tree
 from whence.runs import RunDirectory
 
 
@@ -61,6 +61,9 @@ def _records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) ->
     def column(name: str) -> Any:
         return table[name].to_numpy() if name in table.columns else None
 
+    def integers(name: str) -> Any:
+        return table[name].fill_null(UNKNOWN).to_numpy() if name in table.columns else None
+
     return RecordBatch(
         observations=_observations(table, model.observation_space, run, number),
         actions=column("action"),
@@ -71,7 +74,9 @@ def _records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) ->
         rewards=column("reward"),
         episode_starts=column("episode_start"),
         record_ids=column("record_id"),
-        env_index=column("env_index"),
+        env_index=integers("env_index"),
+        episode_ids=integers("episode_id"),
+        steps=integers("step"),
     )
 
 

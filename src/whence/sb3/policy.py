@@ -37,8 +37,11 @@ def actor_critic_view(policy: Any) -> ModuleView:
     def prepare(records: RecordBatch) -> Tree:
         dtype = next(policy.parameters()).dtype
         observations = preprocess_obs(records.observations, policy.observation_space, policy.normalize_images)
-        discrete = isinstance(policy.action_space, spaces.Discrete)
-        actions = records.actions.long().flatten() if discrete else records.actions.to(dtype)
+        if isinstance(policy.action_space, spaces.Discrete):
+            actions = records.actions.long().flatten()
+        else:
+            # As SB3's buffer has them; actions (n,) of a box of one would be broadcast to (n, n) without a word.
+            actions = records.actions.to(dtype).reshape(len(records), -1)
         inputs = {"observations": map_tree(lambda t: t.to(dtype), observations), "actions": actions}
         if records.action_masks is not None and isinstance(policy, MaskableActorCriticPolicy):
             inputs["masks"] = records.action_masks

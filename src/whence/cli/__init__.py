@@ -1,0 +1,16 @@
+"""The command `whence`."""
+
+from whence.errors import Unsupported
+
+try:
+    import rich as _rich  # noqa: F401
+    import typer as _typer  # noqa: F401
+except ImportError as missing:
+    raise Unsupported("The command `whence` needs its extra: pip install 'whence[cli]'.") from missing
+
+# Commands are listed in the order of their modules.
+from whence.cli import training as _training  # noqa: F401  isort: skip
+from whence.cli import reading as _reading  # noqa: F401  isort: skip
+from whence.cli import doctor as _doctor  # noqa: F401  isort: skip
+from whence.cli.app import app as app
+from whence.cli.app import main as main

@@ -1,0 +1,292 @@
+"""`whence train` and `whence compare`."""
+
+import importlib.util
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import typer
+from rich.table import Table
+
+from whence import experiments
+from whence.cli.app import app
+from whence.cli.output import (
+    ComparisonBars,
+    RunBar,
+    console,
+    errors,
+    json_object,
+    line,
+    log_to_terminal,
+    parsed_json,
+    print_json,
+    said_of,
+)
+from whence.errors import WhenceError
+from whence.experiments import HYPERPARAMETERS
+from whence.report import write_report, write_run_report
+from whence.report.page import METRICS, READING, cell, column_heading
+from whence.runs import RunDirectory
+
+_PPO = "PPO, by Stable-Baselines3's names"
+
+
+def _presets() -> str:
+    return ", ".join(experiments.presets())
+
+
+def _arms() -> str:
+    return f"{', '.join(experiments.ARMS)}; `whence list arms` tells what they do."
+
+
+def _ppo(name: str, about: str) -> Any:
+    default = HYPERPARAMETERS[name]
+    shown = str(default).lower() if isinstance(default, bool) else default
+    return typer.Option(help=f"{about} (default: {shown})", rich_help_panel=_PPO, show_default=False)
+
+
+# A pair of flags, --x and --no-x, would leave the help no room at 80 columns.
+Truth: TypeAlias = Literal["true", "false"]
+
+Env: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(help="A Gymnasium environment: an id, such as LunarLander-v3, or module:Id.", show_default=False),
+]
+Preset: TypeAlias = Annotated[
+    str | None, typer.Option(help=f"A built-in set-up instead of ENV. Known: {_presets()}.", show_default=False)
+]
+EnvKwargs: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help='Passed to gymnasium.make, as JSON: {"map_name": "8x8"}.', metavar="JSON", show_default=False),
+]
+Drop: TypeAlias = Annotated[
+    float | None,
+    typer.Option(help="Share of the candidates to drop. (default: the preset's, or 0.5)", show_default=False),
+]
+Warmup: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="Rounds at the start in which nothing is dropped. (default: 0)", show_default=False),
+]
+NEnvs: TypeAlias = Annotated[
+    int | None, typer.Option(help="Environments stepped side by side. (default: 1)", show_default=False)
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+@app.command()
+def train(
+    env: Env = None,
+    preset: Preset = None,
+    selection: Annotated[str, typer.Option(help=f"Which records train: {_arms()}")] = "iif",
+    drop: Drop = None,
+    warmup: Warmup = None,
+    target: Annotated[
+        str, typer.Option(help="What a record's score says it raises: return, or action (with the two below).")
+    ] = "return",
+    observation: Annotated[
+        str | None, typer.Option(help="For the target action: one observation.", metavar="JSON", show_default=False)
+    ] = None,
+    action: Annotated[
+        str | None, typer.Option(help="For the target action: one action.", metavar="JSON", show_default=False)
+    ] = None,
+    engine: Annotated[str, typer.Option(help="How scores are computed; see `whence list engines`.")] = "auto",
+    rounds: Annotated[
+        int | None, typer.Option(help="Rollouts to train on. (default: the preset's, or 50)", show_default=False)
+    ] = None,
+    timesteps: Annotated[
+        int | None, typer.Option(help="Time steps to train on, instead of --rounds.", show_default=False)
+    ] = None,
+    n_envs: NEnvs = None,
+    env_kwargs: EnvKwargs = None,
+    eval_episodes: Annotated[
+        int, typer.Option(help="Episodes of an evaluation after each round; 0 makes none: training's own are recorded.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="The run's directory. (default: runs/ENV-SELECTION-seed0)", show_default=False),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Write TensorBoard's files below this directory.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the policy is trained: cpu, cuda, cuda:1, auto.")] = "cpu",
+    json: AsJson = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="MlpPolicy, CnnPolicy or MultiInputPolicy. (default: what suits the observations)",
+            rich_help_panel=_PPO,
+            show_default=False,
+        ),
+    ] = None,
+    policy_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help='Passed to the policy, as JSON: {"net_arch": [64, 64]}.',
+            metavar="JSON",
+            rich_help_panel=_PPO,
+            show_default=False,
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Adam, AdamW, RMSprop or SGD. (default: the preset's, or Adam)",
+            rich_help_panel=_PPO,
+            show_default=False,
+        ),
+    ] = None,
+    learning_rate: Annotated[float | None, _ppo("learning_rate", "Step size.")] = None,
+    n_steps: Annotated[int | None, _ppo("n_steps", "Steps of each environment in a round.")] = None,
+    batch_size: Annotated[int | None, _ppo("batch_size", "Records in a minibatch.")] = None,
+    n_epochs: Annotated[int | None, _ppo("n_epochs", "Passes over the records of a round.")] = None,
+    gamma: Annotated[float | None, _ppo("gamma", "Discount factor.")] = None,
+    gae_lambda: Annotated[float | None, _ppo("gae_lambda", "Lambda of the advantage estimator.")] = None,
+    clip_range: Annotated[float | None, _ppo("clip_range", "How far the probability ratio may move.")] = None,
+    clip_range_vf: Annotated[float | None, _ppo("clip_range_vf", "How far a value may move.")] = None,
+    normalize_advantage: Annotated[
+        Truth | None, _ppo("normalize_advantage", "Normalise advantages in each minibatch.")
+    ] = None,
+    ent_coef: Annotated[float | None, _ppo("ent_coef", "Weight of the entropy.")] = None,
+    vf_coef: Annotated[float | None, _ppo("vf_coef", "Weight of the value loss.")] = None,
+    max_grad_norm: Annotated[float | None, _ppo("max_grad_norm", "Gradients are clipped to it; inf: never.")] = None,
+    target_kl: Annotated[float | None, _ppo("target_kl", "Stop a round's epochs above this divergence.")] = None,
+    use_sde: Annotated[Truth | None, _ppo("use_sde", "Explore with state-dependent noise.")] = None,
+    sde_sample_freq: Annotated[int | None, _ppo("sde_sample_freq", "Steps between draws of that noise.")] = None,
+) -> None:
+    """Train PPO on the records that help, and keep what happened in a run directory.
+
+    After each rollout its records are scored, a rule selects which of them train, and Stable-Baselines3 optimises on
+    those. The run directory holds scores, records, policies and figures of every round; report.html in it shows them.
+    A finished run is left as it is; an unfinished one is started over.
+
+    Example: whence train LunarLander-v3 --selection iif --drop 0.125 --run runs/lander
+    """
+    named = locals()
+    given = {name: named[name] for name in HYPERPARAMETERS if named[name] is not None}
+    given |= {name: text == "true" for name, text in given.items() if isinstance(HYPERPARAMETERS[name], bool)}
+    if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+        raise WhenceError("--tensorboard needs TensorBoard, which is not installed: pip install 'whence[tensorboard]'.")
+    config = experiments.configure(
+        env=env,
+        preset=preset,
+        arm=selection,
+        seed=seed,
+        env_kwargs=json_object("--env-kwargs", env_kwargs, """'{"map_name": "8x8"}'"""),
+        policy_kwargs=json_object("--policy-kwargs", policy_kwargs, """'{"net_arch": [64, 64]}'"""),
+        hyperparameters=given,
+        **{"drop": drop, "warmup": warmup, "target": target, "target_args": _target_args(target, observation, action)},
+        **{"engine": engine, "n_envs": n_envs, "eval_episodes": eval_episodes, "device": device},
+        **{"policy": policy, "optimizer": optimizer},
+        rounds=_rounds(rounds, timesteps, given, preset, n_envs),
+    )
+    path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', config.env)}-{config.arm}-seed{config.seed}"
+    log_to_terminal()
+    was_finished = experiments.is_finished(config, path)
+    try:
+        with RunBar(config) as bar:
+            experiments.run(config, path, bar.update, tensorboard=tensorboard)
+    except KeyboardInterrupt:
+        errors.print(f"Interrupted after {bar.rounds} of {config.rounds} rounds. They are in {path}:", soft_wrap=True)
+        errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    directory = RunDirectory.open(path)
+    write_run_report(directory, path / "report.html")
+    metrics = directory.table("metrics").to_dicts()[-1]
+    evaluations = directory.table("evaluations")
+    if not evaluations.is_empty():
+        metrics["test_return"] = evaluations["test_return"][-1]
+    if json:
+        print_json({"run": str(path), "config": config.to_json(), "last_round": metrics})
+        return
+    done = "was finished already" if was_finished else f"{config.rounds} rounds done"
+    line(f"{config.env}, {config.arm}, seed {config.seed}: {done}. Last round: {', '.join(said_of(metrics)) or '–'}")
+    line(f"Run:  {path}")
+    line(f"Page: {path / 'report.html'}")
+
+
+def _target_args(target: str, observation: str | None, action: str | None) -> dict[str, Any]:
+    if target != "action":
+        if observation is not None or action is not None:
+            raise WhenceError(f"--observation and --action belong to the target action; the target is {target}.")
+        return {}
+    if observation is None or action is None:
+        raise WhenceError("The target action needs --observation and --action, as JSON: --observation 14 --action 2.")
+    return {
+        "observation": parsed_json("--observation", observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
+        "action": parsed_json("--action", action, "2 or '[0.5, -0.5]'"),
+    }
+
+
+def _rounds(
+    rounds: int | None, timesteps: int | None, given: Mapping[str, Any], preset: str | None, n_envs: int | None
+) -> int | None:
+    if timesteps is None:
+        return rounds
+    if rounds is not None:
+        raise WhenceError("Give --rounds or --timesteps, not both.")
+    values = experiments.presets().get(preset or "", {})
+    n_steps = int({**HYPERPARAMETERS, **values.get("hyperparameters", {}), **given}["n_steps"])
+    return math.ceil(timesteps / max(1, n_steps * (n_envs or int(values.get("n_envs", 1)))))
+
+
+@app.command()
+def compare(
+    env: Env = None,
+    preset: Preset = None,
+    arms: Annotated[str, typer.Option(help=f"Ways to train, separated by commas: {_arms()}")] = "ppo,iif,random",
+    seeds: Annotated[int, typer.Option(help="Runs per arm, with seeds 0, 1, ...")] = 3,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rollouts to train on. (default: the preset's, or 50)", show_default=False)
+    ] = None,
+    drop: Drop = None,
+    warmup: Warmup = None,
+    eval_episodes: Annotated[
+        int | None,
+        typer.Option(help="Episodes of each evaluation. (default: the preset's, or 100)", show_default=False),
+    ] = None,
+    n_envs: NEnvs = None,
+    env_kwargs: EnvKwargs = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")] = Path(
+        "out/compare"
+    ),
+    json: AsJson = False,
+) -> None:
+    """Train each arm on each seed, and tell how many rounds and how much time it saves beside plain PPO.
+
+    Interrupted, the same command goes on where it was. Evaluation samples actions, after every round.
+
+    Example: whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3
+    """
+    names = [name.strip() for name in arms.split(",") if name.strip()]
+    kwargs = json_object("--env-kwargs", env_kwargs, """'{"map_name": "8x8"}'""")
+    overrides: dict[str, Any] = {"rounds": rounds, "drop": drop, "warmup": warmup, "eval_episodes": eval_episodes}
+    configs = experiments.plan(
+        env=env, preset=preset, arms=names, seeds=seeds, n_envs=n_envs, env_kwargs=kwargs, **overrides
+    )
+    with ComparisonBars(configs) as bars:
+        comparison = experiments.compare(configs, out, workers=workers, progress=bars.update)
+    write_report(comparison, out / "report.html")
+    if json:
+        print_json(comparison.summary)
+        return
+    ((name, summary),) = comparison.summary.items()
+    console.print(_table(f"{name}, {seeds} seeds, {configs[0].rounds} rounds", summary))
+    console.print(READING, style="dim")
+    for name, file in (("Numbers", "summary.json"), ("Page", "report.html")):
+        line(f"{name}: {out / file}")
+
+
+def _table(title: str, summary: Mapping[str, Any]) -> Table:
+    made = Table(title=title.replace("[", r"\["))
+    made.add_column("metric")
+    for arm in summary:
+        made.add_column(column_heading(arm), justify="right")
+    for metric, heading in METRICS.items():
+        made.add_row(heading, *(" ".join(cell(metric, entry[metric])).strip() for entry in summary.values()))
+    return made

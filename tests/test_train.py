@@ -1,0 +1,226 @@
+"""`whence train`, and what the other commands make of its run directory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from whence import Influence, Return, RunDirectory, attribute, cli
+from whence.experiments import ARMS, TARGETS, configure, load_round, presets
+from whence.sb3.callback import model_objective
+
+LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", "2", "--optimizer", "SGD"]
+
+
+def whence(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three rounds of a small run."""
+    path = tmp_path_factory.mktemp("runs") / "lake"
+    found = whence("train", *LAKE, "--rounds", 3, "--eval-episodes", 4, "--seed", 2, "--drop", 0.25, "--run", path)
+    assert found.exit_code == 0, found.output
+    assert f"Run:  {path}\nPage: {path / 'report.html'}" in found.output
+    assert "FrozenLake-v1, iif, seed 2: 3 rounds done. Last round: test return" in found.output
+    return path
+
+
+def test_a_run_holds_what_was_asked_for(lake: Path) -> None:
+    run = RunDirectory.open(lake)
+    asked = {"env": "FrozenLake-v1", "arm": "iif", "seed": 2, "drop": 0.25, "rounds": 3, "eval_episodes": 4}
+    assert asked.items() <= run.config.items()
+    assert run.config["hyperparameters"] == {"n_steps": 64, "batch_size": 32, "n_epochs": 2}
+    assert run.rounds() == [1, 2, 3]
+    assert run.table("evaluations").height == 4
+    assert run.table("metrics")["episode_return"].null_count() < 3
+    assert (lake / "report.html").stat().st_size > 100_000
+
+
+def test_a_finished_run_is_left_as_it_is(lake: Path) -> None:
+    before = (lake / "metrics.parquet").stat().st_mtime_ns
+    asked = ("train", *LAKE, "--rounds", 3, "--eval-episodes", 4, "--seed", 2, "--drop", 0.25, "--run", lake)
+    assert "was finished already" in whence(*asked).output
+    assert (lake / "metrics.parquet").stat().st_mtime_ns == before
+
+
+def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
+    found = whence("train", *LAKE, "--timesteps", 100, "--run", tmp_path / "run", "--json")
+    content = json.loads(found.stdout)
+    assert content["config"]["rounds"] == 2  # 100 steps need two rounds of 64
+    assert content["last_round"]["round"] == 2
+    assert content["run"] == str(tmp_path / "run")
+
+
+def test_settings_reach_the_run(tmp_path: Path) -> None:
+    more = ["--policy-kwargs", '{"net_arch": [8]}', "--env-kwargs", '{"is_slippery": false}', "--n-envs", 2]
+    more += ["--normalize-advantage", "false", "--max-grad-norm", "inf", "--warmup", 1, "--engine", "forward"]
+    more += ["--target", "action", "--observation", 3, "--action", 2]
+    assert whence("train", *LAKE, "--rounds", 2, *more, "--run", tmp_path).exit_code == 0
+    run = RunDirectory.open(tmp_path)
+    config = run.config
+    assert (config["policy_kwargs"], config["env_kwargs"]) == ({"net_arch": [8]}, {"is_slippery": False})
+    assert (config["hyperparameters"]["normalize_advantage"], config["n_envs"]) == (False, 2)
+    assert (config["hyperparameters"]["max_grad_norm"], config["engine"]) == ("inf", "forward")
+    assert (config["target"], config["target_args"]) == ("action", {"observation": 3, "action": 2})
+    assert run.table("metrics")["kept"].to_list()[0] == 128
+    assert run.policy(1)["mlp_extractor.policy_net.0.weight"].shape == (8, 16)
+
+
+def test_a_preset_is_changed_where_asked(tmp_path: Path) -> None:
+    asked = ("--preset", "lda-code/frozenlake", "--n-steps", 64, "--rounds", 1, "--run", tmp_path)
+    assert whence("train", *asked).exit_code == 0
+    hyperparameters = RunDirectory.open(tmp_path).config["hyperparameters"]
+    assert (hyperparameters["n_steps"], hyperparameters["learning_rate"]) == (64, 5e-3)
+
+
+def test_a_round_is_scored_again_as_it_was(lake: Path) -> None:
+    run = RunDirectory.open(lake)
+    for number in (1, 3):
+        model, records = load_round(run, number)
+        scores = attribute(model.policy, records, target=Return(), objective=model_objective(model)).scores
+        assert torch.equal(scores, torch.tensor(run.round("records", number)["score"].to_list()))
+        assert records.ids.tolist() == run.round("records", number)["record_id"].to_list()
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "Blackjack-v1"])
+def test_a_round_of_other_spaces_comes_back(env: str, tmp_path: Path) -> None:
+    settings = ("--n-steps", 32, "--batch-size", 32, "--rounds", 2)
+    found = whence("train", env, *settings, "--selection", "nonpositive", "--run", tmp_path)
+    if env == "Blackjack-v1":  # SB3 has no Tuple spaces
+        assert found.exit_code != 0
+        return
+    run = RunDirectory.open(tmp_path)
+    model, records = load_round(run, 2)
+    scores = attribute(model.policy, records, target=Return(), objective=model_objective(model)).scores
+    assert torch.equal(scores, torch.tensor(run.round("records", 2)["score"].to_list()))
+
+
+def test_attribute_shows_both_ends(lake: Path) -> None:
+    found = whence("attribute", lake, "--round", 2, "--top", 3)
+    assert found.exit_code == 0, found.output
+    assert f"Round 2 of {lake}: 64 records, target Return(), engine ghost" in found.output
+    content = json.loads(whence("attribute", lake, "--round", 2, "--top", 3, "--json").stdout)
+    table = RunDirectory.open(lake).round("records", 2).sort("score", "record_id")
+    assert [row["record_id"] for row in content["lowest"]] == table["record_id"].to_list()[:3]
+    assert content["highest"][0]["score"] == pytest.approx(table["score"].max())
+    assert {"observation", "action", "advantage", "step", "episode_id"} <= content["lowest"][0].keys()
+
+
+def test_attribute_explains_the_action_of_a_record(lake: Path) -> None:
+    table = RunDirectory.open(lake).round("records", 3)
+    record, observation, action = table.row(5)[0], table["observation"][5], table["action"][5]
+    by_record = json.loads(whence("attribute", lake, "--target", "action", "--record", record, "--json").stdout)
+    by_hand = ("--observation", observation, "--action", action, "--json")
+    same = json.loads(whence("attribute", lake, "--target", "action", *by_hand).stdout)
+    assert (by_record.pop("target"), same.pop("target")) == (f"Action([{action}])", f"Action({action})")
+    assert by_record == same
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "safetensors"])
+def test_attribute_writes_all_scores(lake: Path, tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / "new" / f"scores.{suffix}"
+    assert f"All scores: {out}" in whence("attribute", lake, "--out", out).output
+    scores = RunDirectory.open(lake).round("records", 3)["score"].to_list()
+    if suffix == "safetensors":
+        assert Influence.load(out).scores.tolist() == scores
+    else:
+        table = pl.read_parquet(out) if suffix == "parquet" else pl.read_csv(out)
+        assert table["score"].to_list() == pytest.approx(scores, rel=1e-6)
+
+
+def test_report_writes_the_page_of_a_run(lake: Path, tmp_path: Path) -> None:
+    found = whence("report", lake, "--out", tmp_path / "page.html")
+    assert found.stdout.strip() == str(tmp_path / "page.html")
+    assert "FrozenLake-v1" in (tmp_path / "page.html").read_text()
+
+
+def test_list_names_all_there_is() -> None:
+    content = json.loads(whence("list", "--json").stdout)
+    assert content.keys() == {"arms", "presets", "engines", "targets"}
+    assert list(content["arms"]) == list(ARMS)
+    assert list(content["presets"]) == list(presets())
+    assert list(content["engines"]) == ["auto", *cli.reading.ENGINES]
+    assert list(content["targets"]) == list(TARGETS)
+    text = whence("list", "arms").output
+    assert "negative-random" in text
+    assert "ghost" not in text
+
+
+def test_doctor_finds_this_installation_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = whence("doctor")
+    assert found.exit_code == 0
+    assert "All engines agree with the loop." in found.output
+    content = json.loads(whence("doctor", "--json").stdout)
+    assert content["sound"] is True
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["extras"]["sb3"]["stable-baselines3"]
+    assert {row["engine"] for row in content["engines"]} == set(cli.reading.ENGINES)
+    rules = sys.modules["whence.engines.rules"]._RULES
+    own = rules[torch.nn.Linear]
+    monkeypatch.setitem(rules, torch.nn.Linear, type(own)(lambda *args: -own.product(*args), own.gradient))
+    wrong = whence("doctor")
+    assert wrong.exit_code == 1
+    assert "An engine is WRONG on this machine" in wrong.output
+
+
+def test_configure_takes_what_the_environment_needs() -> None:
+    assert configure(env="CartPole-v1").policy == "MlpPolicy"
+    state = torch.get_rng_state()
+    configure(env="FrozenLake-v1", arm="random", seed=9, drop=0.125)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Each sends a signal to its own process at one stage of the second round.
+STAGES = {
+    "collection": ("stable_baselines3.common.buffers", "RolloutBuffer", "compute_returns_and_advantage"),
+    "scoring": ("whence.sb3.callback", None, "attribute"),
+    "writing": ("whence.runs", "RunDirectory", "write_policy"),
+    "optimisation": ("torch.nn.utils", None, "clip_grad_norm_"),
+    "evaluation": ("whence.experiments.training", None, "evaluate"),
+}
+DRIVER = """
+import importlib, os, signal, sys
+module, owner, name, number = sys.argv[1:5]
+holder = importlib.import_module(module)
+holder = getattr(holder, owner) if owner != "None" else holder
+own, calls = getattr(holder, name), []
+
+def interrupted(*args, **kwargs):
+    calls.append(None)
+    if len(calls) == 2:
+        os.kill(os.getpid(), int(number))
+    return own(*args, **kwargs)
+
+setattr(holder, name, interrupted)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from whence.cli import main
+sys.argv = ["whence", *sys.argv[5:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
+def test_a_run_that_is_stopped_at_any_stage_can_be_read(stage: str, number: int, code: int, tmp_path: Path) -> None:
+    settings = ["train", *LAKE, "--rounds", "5", "--eval-episodes", "4", "--run", str(tmp_path / "run")]
+    where = [str(part) for part in STAGES[stage]]
+    command = [sys.executable, "-c", DRIVER, *where, str(number), *settings]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    if number == 2:
+        assert f"whence report {tmp_path / 'run'}" in " ".join(ended.stderr.split())
+    run = RunDirectory.open(tmp_path / "run")
+    for number_of_round in run.rounds():
+        assert run.round("records", number_of_round).height == 64
+    for table in ("metrics", "timings", "evaluations"):
+        run.table(table)  # type: ignore[arg-type]
+    assert whence("report", tmp_path / "run").exit_code == 0
+    assert not list((tmp_path / "run").rglob("*.tmp"))

@@ -1,0 +1,117 @@
+"""examples/ppo.py learns, and whence changes nothing in it but the records it trains on."""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import whence
+
+PPO = Path(__file__).parents[1] / "examples" / "ppo.py"
+
+
+@pytest.fixture(scope="module")
+def ppo() -> Any:
+    spec = importlib.util.spec_from_file_location("examples_ppo", PPO)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("selection", [False, True])
+def test_learns(ppo: Any, selection: bool) -> None:
+    curve = ppo.train(rounds=12, selection=selection)
+    assert len(curve) == 12
+    assert curve[0] < 40
+    assert np.mean(curve[-3:]) > 100
+
+
+def test_selection_with_nothing_dropped_is_no_selection(ppo: Any) -> None:
+    without = ppo.train(rounds=4, selection=False)
+    # Of at most 1,024 records, so small a share is not one.
+    assert ppo.train(rounds=4, drop=1e-6) == without
+    assert ppo.train(rounds=4, drop=0.5) != without
+
+
+@pytest.mark.parametrize("selection", [False, True])
+def test_the_seed_decides_everything(ppo: Any, selection: bool) -> None:
+    one = ppo.train(rounds=3, selection=selection, seed=3)
+    assert ppo.train(rounds=3, selection=selection, seed=3) == one
+    assert ppo.train(rounds=3, selection=selection, seed=4) != one
+
+
+def test_minibatches_with_too_few_records_are_left_out(ppo: Any) -> None:
+    curve = ppo.train(rounds=2, drop=1.0, minibatch_size=2, epochs=1)
+    assert np.isfinite(curve).all()
+
+
+@pytest.fixture
+def scored(ppo: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what the first rollout hands to whence, of episodes cut off after 5 steps: no pole has fallen by then."""
+
+    def call(value: Callable[[Tensor], Tensor], **kwargs: Any) -> whence.RecordBatch:
+        def attribute(view: Any, records: whence.RecordBatch, **_: Any) -> None:
+            seen.append(records)
+            raise StopIteration
+
+        seen: list[whence.RecordBatch] = []
+        make = partial(gymnasium.make_vec, max_episode_steps=5)
+        monkeypatch.setattr(ppo, "gym", SimpleNamespace(make_vec=make, spaces=gymnasium.spaces))
+        monkeypatch.setattr(ppo, "attribute", attribute)
+        monkeypatch.setattr(ppo.Agent, "value", lambda agent, observations: value(observations))
+        with pytest.raises(StopIteration):
+            ppo.train(rounds=1, **kwargs)
+        return seen[0]
+
+    return call
+
+
+def test_the_next_state_counts_after_a_time_limit_too(scored: Any) -> None:
+    records = scored(lambda observations: observations[..., 0], gamma=1.0, gae_lambda=0.0)
+    # The value is the cart's position, which moves by 0.02 s times its speed in a step; the reward is 1.
+    torch.testing.assert_close(records.advantages, 1 + 0.02 * records.observations[:, 1], rtol=0, atol=1e-5)
+
+
+def test_advantages_end_with_the_episode(scored: Any) -> None:
+    records = scored(lambda observations: torch.zeros(observations.shape[:-1]), gamma=1.0, gae_lambda=1.0, n_steps=10)
+    assert records.advantages.reshape(10, 4)[:, 0].tolist() == [5, 4, 3, 2, 1, 5, 4, 3, 2, 1]
+
+
+def test_command(ppo: Any) -> None:
+    found = CliRunner().invoke(ppo.app, ["--rounds", "1", "--drop", "0.5", "--seed", "2"])
+    assert found.exit_code == 0, found.output
+    kept, total = found.output.partition("trained on ")[2].split(" records")[0].split(" of ")
+    assert 0 < int(kept) < int(total) == 1024
+    found = CliRunner().invoke(ppo.app, ["--rounds", "1", "--no-selection"])
+    assert found.exit_code == 0, found.output
+    assert "trained on 1024 of 1024 records" in found.output
+
+
+def test_command_and_function_have_the_same_defaults(ppo: Any) -> None:
+    function, command = (inspect.signature(one).parameters for one in (ppo.train, ppo.main))
+    assert {name: one.default for name, one in command.items()} == {name: function[name].default for name in command}
+
+
+def test_command_refuses_other_spaces(ppo: Any) -> None:
+    found = CliRunner().invoke(ppo.app, ["--env-id", "Pendulum-v1"])
+    assert found.exit_code == 2
+    assert "Pendulum-v1 has Box" in found.output
+
+
+def test_help(ppo: Any) -> None:
+    found = CliRunner().invoke(ppo.app, ["--help"], env={"COLUMNS": "120"})
+    assert found.exit_code == 0
+    for option in ("env-id", "selection", "no-selection", "drop", "rounds", "seed", "learning-rate"):
+        assert f"--{option}" in found.output

@@ -5,10 +5,14 @@
     python examples/ppo.py --drop 0.5 --seed 1     # half of the records that harm, another seed
     python examples/ppo.py --env-id Acrobot-v1     # any environment with vector observations and discrete actions
 
-What whence needs is marked with its name: an import, a view of the agent, and three lines in the training loop, which
+What whence needs is marked with its name: an import, a view of the agent, a rule, and three lines in the loop, which
 score the records of each rollout and choose. A positive score means: training on the record raises the target, here the
-expected return. The lowest of the negative scores are dropped. The records that are left agree with each other more, so
-the policy moves further in a round: where returns rise fast and fall back, lower --drop or --learning-rate.
+expected return. The lowest of the negative scores are dropped.
+
+The records that are left agree more, so the policy moves further in a round: where returns rise fast and fall back,
+lower --drop or --learning-rate. Compare with --no-selection. With the defaults and seeds 0 to 3, CartPole-v1 has the
+higher return after 5 rounds and the lower after 40; Acrobot-v1 ends at -500, its lowest return, on two of the four
+seeds, without selection on none.
 """
 
 from collections import deque
@@ -23,7 +27,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from whence import IIF, ModuleView, RecordBatch, Return, attribute
+from whence import IIF, ModuleView, RecordBatch, Return, attribute  # whence
 
 
 def network(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Sequential:
@@ -91,8 +95,9 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     agent = Agent(states.shape[0], int(choices.n), generator)
     optimizer = torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5)
-    # whence: how to read the agent's log-probabilities.
+    # whence: how to read the agent's log-probabilities, and which records to drop.
     view = ModuleView(agent, lambda agent, inputs: agent.log_prob(inputs["observations"], inputs["actions"]))
+    rule = IIF(drop)
 
     observation, _ = envs.reset(seed=seed)
     returns_so_far, finished, curve = np.zeros(n_envs), deque[float](maxlen=20), list[float]()
@@ -137,7 +142,7 @@ def train(
             # whence: these three lines score each record by what training on it does to the return, and choose.
             records = RecordBatch(observations=obs, actions=acts, log_probs=old_log_probs, advantages=advs)
             influence = attribute(view, records, target=Return())
-            keep = IIF(drop).select(records, influence).keep
+            keep = rule.select(records, influence).keep
 
         # 4. Optimise. All n records are permuted, so that what is drawn does not depend on how many are kept.
         for _ in range(epochs):

@@ -2,13 +2,13 @@
 
 import signal
 import sys
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from whence import __version__
 from whence.cli.output import errors, line
 from whence.errors import WhenceError
 
@@ -38,14 +38,14 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        line(f"whence {__version__}")
+        line(f"whence {version('whence')}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[
+    show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:

@@ -1,21 +1,36 @@
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
 import polars as pl
 import pytest
 
-from whence.experiments import Comparison, Curve, RunConfig, compare, plan, summarise
+from whence.experiments import Arm, Comparison, Curve, RunConfig, compare, plan, summarise
 from whence.experiments.compare import run_path
 from whence.experiments.training import run
 from whence.guards import kept_generators
-from whence.report import write_report
-from whence.report.figures import COLOURS, dropped_share, influence_distribution, learning_curves, seconds_by_stage
-from whence.report.page import METRICS, READING, cell
+from whence.report import write_report, write_run_report
+from whence.report.figures import (
+    COLOURS,
+    approximate_kl,
+    arm_colours,
+    influence_distribution,
+    kept_share,
+    learning_curves,
+    over_rounds,
+    policy_entropy,
+    seconds_by_stage,
+)
+from whence.report.page import DEFINITIONS, METRICS, READING, cell, embedded
+from whence.report.records import COLUMNS, ENDS, LONGEST, ROUNDS, browsed, ends, short_text, spread
 from whence.runs import RunDirectory
+from whence.selection import KeepAll
 
 HOSTILE = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(2)>"
+TURNED = "\u202eشَجَرة \u2028</script>\u2029"  # right to left, and separators of lines
+VOID = ("meta", "img", "link", "br", "input")
 
 
 class Page(HTMLParser):
@@ -29,7 +44,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "img", "link", "br"):
+        if tag not in VOID:
             self._open.append(tag)
         if tag == "script":
             self.scripts.append("")
@@ -49,6 +64,18 @@ class Page(HTMLParser):
 
     def tags(self, tag):
         return [attributes for name, attributes in self.elements if name == tag]
+
+    def data(self, name):
+        """What is embedded as JSON under a name; None where there is no such element."""
+        names = [attributes.get("id") for attributes in self.tags("script")]
+        return json.loads(self.scripts[names.index(name)]) if name in names else None
+
+    def facts(self):
+        # Definitions and the run's last figures stand in lists of the same kind, before these.
+        first = self.texts.index(("h2", "What was run"))
+        texts = self.texts[first:]
+        names, values = ([text for name, text in texts if name == tag] for tag in ("dt", "dd"))
+        return dict(zip(names, values, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +116,40 @@ def by_hand(path, *, env="Some-v0", arms=("ppo", "iif"), env_kwargs=None, scored
         for k, value in enumerate(returns):
             directory.append("evaluations", {"round": k, "test_return": value, "standard_error": 0.1, "episodes": 2})
         for k in (1, 2):
-            row = {"round": k, "dropped_share": 0.1 * number}
+            row = {"round": k, "dropped_share": 0.1 * number, "train/entropy_loss": -0.5 * k, "train/approx_kl": 0.01}
             if config.arm in scored:
-                row |= {f"q{level:02d}": level * 1.0 + number for level in (0, 5, 25, 50, 75, 95, 100)}
+                row |= {f"q{level:02d}": level * 1.0 + number for level in (0, 5, 25, 50, 75, 95, 100)} | {"mean": 0.5}
             directory.append("metrics", row)
             stages = {"collection_cpu": 1.0, "scoring_cpu": 2.0 * number, "optimisation_cpu": 3.0}
             directory.append("timings", {"round": k, **stages})
         curves.setdefault(config.arm, {})[config.seed] = Curve(np.array(returns), np.full(3, 0.1), np.ones(2))
     return Comparison(path, configs, {env: summarise(curves)})
+
+
+def records_of(n=60, *, scored=True, reason="too low", **columns) -> pl.DataFrame:
+    """A round's records as a run directory holds them; record i scores 7i mod n, less n/2."""
+    ids = np.arange(n)
+    scores = (7 * ids % n - n / 2).astype(np.float32)
+    keep = scores >= -n / 4
+    table = {"record_id": ids, "env_index": 0 * ids, "episode_id": ids // 10, "step": ids % 10, "action": ids % 4}
+    table |= {name: (ids / 7).astype(np.float32) for name in ("log_prob", "value", "advantage", "return")}
+    table |= {"observation": ids % 16, **columns} | ({"score": scores} if scored else {})
+    table |= {"keep": keep, "reason": [None if kept else reason for kept in keep]}
+    return pl.DataFrame({name: column for name, column in table.items() if column is not None})
+
+
+def run_of(path, config, rounds=(), **columns) -> RunDirectory:
+    """A run's directory with the same records in each of its rounds."""
+    directory = RunDirectory.create(path, config)
+    for number in rounds:
+        directory.write_round("records", number, records_of(**columns))
+        directory.append("metrics", {"round": number, "timestep": 60 * number, "dropped_share": 0.25, "mean": 0.1})
+    return directory
+
+
+def page_of(directory) -> Page:
+    write_run_report(directory, directory.path.parent / "page.html")
+    return Page((directory.path.parent / "page.html").read_text(encoding="utf-8"))
 
 
 class TestPage:
@@ -109,59 +162,132 @@ class TestPage:
     def test_nothing_is_loaded_from_elsewhere(self, html, page):
         loading = ("src", "srcset", "href", "data", "poster", "action", "background")
         for tag, attributes in page.elements:
-            assert tag not in ("link", "iframe", "object", "embed", "base", "form")
-            assert not [name for name in loading if attributes.get(name)], (tag, attributes)
+            assert tag not in ("link", "iframe", "object", "embed", "base", "form", "img")
+            loads = [name for name in loading if not attributes.get(name, "#").startswith("#")]
+            assert not loads, (tag, attributes)
         style = re.search(r"<style>(.*?)</style>", html, re.DOTALL).group(1)
         assert "url(" not in style
         assert "@import" not in style
 
+    def test_the_browser_is_told_to_load_nothing(self, page):
+        (policy,) = [tag["content"] for tag in page.tags("meta") if tag.get("http-equiv") == "Content-Security-Policy"]
+        assert policy.startswith("default-src 'none';")
+        assert "http" not in policy
+        assert "eval" not in policy
+
+    def test_links_lead_to_places_that_are_there(self, page):
+        links = [attributes["href"] for attributes in page.tags("a")]
+        places = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+        assert links == ["#summary", "#advice", "#figures", "#records", "#facts"]
+        assert len(places) == len(set(places))
+        assert {link[1:] for link in links} <= set(places)
+
     def test_the_plotting_library_is_there_exactly_once(self, page):
         assert len([script for script in page.scripts if len(script) > 500_000]) == 1
         assert sum("plotly.js v" in script for script in page.scripts) == 1
-        drawing = [script for script in page.scripts if "Plotly.newPlot" in script and len(script) < 500_000]
-        # Learning curves, records dropped, time by stage, and the influence of the two arms that score.
-        assert len(drawing) == 5
-        library = next(at for at, script in enumerate(page.scripts) if len(script) > 500_000)
-        assert all(page.scripts.index(script) > library for script in drawing)
 
     def test_every_figure_has_a_place_of_its_own(self, page):
-        places = [
-            attributes["id"] for attributes in page.tags("div") if "plotly-graph-div" in attributes.get("class", "")
-        ]
-        assert len(places) == len(set(places)) == 5
+        places = [attributes["id"] for attributes in page.tags("div") if attributes.get("class") == "figure"]
+        assert places == [f"figure-{number}" for number in range(7)]
+        assert len(page.data("figures-data")) == 7
         assert page.of("h2") == [
-            *("What it came to", "Learning curves", "Records dropped", "Time by stage"),
-            *("Influence, iif", "Influence, random", "What was run"),
+            *("What it came to", "Advice", "Learning curves", "Records kept and dropped", "Policy entropy"),
+            *("Approximate KL", "Time by stage", "Influence, iif", "Influence, random", "Records", "What was run"),
+        ]
+
+    def test_bands_are_told_of_where_there_are_any(self, tmp_path, page):
+        assert sum("bands run from" in text for text in page.of("p")) == 1
+        both = by_hand(tmp_path)
+        one = Comparison(tmp_path, [config for config in both.configs if config.seed == 0], both.summary)
+        write_report(one, tmp_path / "report.html")
+        assert not [
+            text for text in Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("p") if "bands" in text
+        ]
+
+    def test_an_arm_has_one_colour_in_all_figures(self, page):
+        curves, kept, entropy, kl, _, iif, random = page.data("figures-data")
+        for figure in (curves, kept, entropy, kl):
+            colours = {trace["name"]: trace["line"]["color"] for trace in figure["data"] if "name" in trace}
+            assert colours == {"ppo": COLOURS[0], "iif": COLOURS[1], "random": COLOURS[2]}
+        assert [figure["data"][-1]["line"]["color"] for figure in (iif, random)] == list(COLOURS[1:3])
+        assert [attributes["style"] for attributes in page.tags("i")] == [f"background:{c}" for c in COLOURS[:3]]
+
+    def test_every_axis_says_what_it_shows(self, page):
+        for figure in page.data("figures-data"):
+            assert figure["layout"]["xaxis"]["title"]["text"]
+        texts = [figure["layout"]["yaxis"]["title"]["text"] for figure in page.data("figures-data")]
+        assert texts == [
+            *("mean test return", "share of records kept", "policy entropy (nats)", "approximate KL (nats)"),
+            *("", "influence (score)", "influence (score)"),  # the bars' names stand at their axis
         ]
 
     def test_the_table_holds_each_arm_and_metric(self, tiny, page):
         (summary,) = tiny.summary.values()
-        assert page.of("th") == ["metric", "ppo (null)", "iif", "random"]
-        rows = [
-            [heading, *(cell(metric, entry[metric])[0] for entry in summary.values())]
-            for metric, heading in METRICS.items()
-        ]
+        assert page.of("th") == ["metric", "ppo (null)", "iif", "random", *METRICS.values()]
+        rows = [[cell(metric, entry[metric])[0] for entry in summary.values()] for metric in METRICS]
         assert page.of("td") == [text for row in rows for text in row]
         ranges = [cell(metric, entry[metric])[1] for metric in METRICS for entry in summary.values()]
         assert page.of("small") == [text for text in ranges if text]
-        assert READING in page.of("p")
+
+    def test_it_says_how_the_figures_are_meant(self, page):
+        assert page.of("dt")[: len(DEFINITIONS)] == list(DEFINITIONS)
+        assert page.of("dd")[: len(DEFINITIONS)] == list(DEFINITIONS.values())
+        assert all(term in READING and meaning in READING for term, meaning in DEFINITIONS.items())
 
     def test_it_says_what_was_run(self, page):
-        assert page.of("h1") == ["FrozenLake-v1: ppo, iif, random"]
+        assert page.of("bdi") == ["FrozenLake-v1: ppo, iif, random"]
         assert page.of("title") == ["FrozenLake-v1: ppo, iif, random · whence"]
         assert "2 seeds, 2 rounds, 20 evaluation episodes after each round." in page.of("p")
-        facts = dict(zip(page.of("dt"), page.of("dd"), strict=True))
+        facts = page.facts()
         assert facts["env"] == "FrozenLake-v1"
-        assert json.loads(facts["env_kwargs"]) == {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
-        assert json.loads(facts["hyperparameters"]) == {"n_steps": 64, "batch_size": 32, "n_epochs": 1}
-        assert (facts["rounds"], facts["drop"], facts["seeds"]) == ("2", "0.5", "[0, 1]")
-        assert "torch" in json.loads(facts["versions"])
+        assert json.loads(facts["desc"]) == ["SFF", "FFF", "FHG"]
+        assert (facts["is_slippery"], facts["n_steps"], facts["batch_size"]) == ("true", "64", "32")
+        assert (facts["rounds"], facts["drop"], facts["seeds"]) == ("2", "0.5", "0, 1")
+        assert facts["arms"] == "ppo, iif, random"
+        assert re.fullmatch(r"\d+\..*", facts["torch"])
+        assert {"configuration", "env_kwargs", "hyperparameters", "versions"} <= set(page.of("h3"))
         assert not {"arm", "seed"} & facts.keys()
 
-    def test_writing_again_gives_the_same_page_but_for_names_of_figures(self, tiny, html, tmp_path):
+    def test_versions_that_differ_are_all_told(self, tmp_path):
+        comparison = by_hand(tmp_path, arms=("ppo",), scored=())
+        path = comparison.run(comparison.configs[1]).path / "config.json"
+        path.write_text(path.read_text(encoding="utf-8").replace('"torch": ', '"numpy": "2.4", "torch": "9", "was": '))
+        write_report(comparison, tmp_path / "report.html")
+        facts = Page((tmp_path / "report.html").read_text(encoding="utf-8")).facts()
+        assert (facts["torch"], facts["numpy"], facts["was"]) == (f"{HOSTILE}, 9", "2.4", HOSTILE)
+
+    def test_advice_stands_once_with_all_places(self, tmp_path):
+        write_report(by_hand(tmp_path, arms=("ppo", "iif", "random"), scored=("iif", "random")), tmp_path / "a.html")
+        page = Page((tmp_path / "a.html").read_text(encoding="utf-8"))
+        assert page.of("h3")[0] == "adaptive optimiser"
+        assert sum("Adam rescales every parameter" in text for text in page.of("p")) == 1
+        where = page.of("li")
+        assert where == ["iif, round 1, seeds 0, 1", "random, round 1, seeds 0, 1"]
+
+    def test_without_advice_there_is_no_place_for_it(self, tmp_path):
+        write_report(by_hand(tmp_path, arms=("ppo",), scored=()), tmp_path / "report.html")
+        page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+        assert "Advice" not in page.of("h2")
+        assert "#advice" not in [attributes["href"] for attributes in page.tags("a")]
+
+    def test_it_holds_the_records_of_one_seed_of_each_arm(self, tiny, page):
+        assert page.of("option") == ["ppo, seed 0", "iif, seed 0", "random, seed 0"]
+        runs = page.data("records-data")
+        assert [run["label"] for run in runs] == page.of("option")
+        assert [[(r["round"], r["records"], r["scored"]) for r in run["rounds"]] for run in runs] == [
+            [(1, 64, False), (2, 64, False)],
+            [(1, 64, True), (2, 64, True)],
+            [(1, 64, True), (2, 64, True)],
+        ]
+        stored = tiny.run(next(c for c in tiny.configs if c.arm == "iif")).round("records", 2).sort("score")
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in runs[1]["rounds"][1]["rows"]]
+        assert [row["record_id"] for row in rows[:5]] == stored["record_id"][:5].to_list()
+        assert [row["score"] for row in rows[-5:]] == pytest.approx(stored["score"][-5:].to_list(), rel=1e-5)
+        assert isinstance(rows[0]["observation"], int)
+
+    def test_writing_again_gives_the_same_page(self, tiny, html, tmp_path):
         write_report(tiny, tmp_path / "again.html")
-        uuid = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-        assert re.sub(uuid, "", (tmp_path / "again.html").read_text(encoding="utf-8")) == re.sub(uuid, "", html)
+        assert (tmp_path / "again.html").read_text(encoding="utf-8") == html
 
     def test_arms_that_score_nothing_have_no_influence_to_show(self, tmp_path):
         write_report(by_hand(tmp_path, arms=("ppo",), scored=()), tmp_path / "report.html")
@@ -176,21 +302,22 @@ class TestPage:
         assert "alert(1)</script>" not in html
         assert not [script for script in page.scripts if "alert(1)" in script]
         assert page.tags("img") == []
-        assert page.of("h1") == [f"{HOSTILE}: ppo, iif"]
+        assert page.of("bdi") == [f"{HOSTILE}: ppo, iif"]
         assert page.of("title") == [f"{HOSTILE}: ppo, iif · whence"]
-        facts = dict(zip(page.of("dt"), page.of("dd"), strict=True))
-        assert facts["env"] == HOSTILE
-        assert json.loads(facts["env_kwargs"]) == {HOSTILE: HOSTILE}
-        assert json.loads(facts["versions"]) == {"torch": HOSTILE}
+        facts = page.facts()
+        assert facts["env"] == facts[HOSTILE] == facts["torch"] == HOSTILE
 
     def test_hostile_names_of_arms_stay_text_in_table_and_figures(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("whence.experiments.config.ARMS", {"ppo": None, "</script><b>": None})
+        arm = Arm(lambda *_: KeepAll(), True, "")
+        monkeypatch.setattr("whence.experiments.config.ARMS", {"ppo": arm, "</script><b>": arm})
         comparison = by_hand(tmp_path, arms=("ppo", "</script><b>"), scored=("</script><b>",))
         write_report(comparison, tmp_path / "report.html")
         page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-        assert page.of("th") == ["metric", "ppo (null)", "</script><b>"]
+        assert page.of("th")[:3] == ["metric", "ppo (null)", "</script><b>"]
         assert page.tags("b") == []
         assert "Influence, </script><b>" in page.of("h2")
+        # Plotly would take tags for formatting.
+        assert page.data("figures-data")[0]["data"][-1]["name"] == "&lt;/script&gt;&lt;b&gt;"
 
     def test_a_failure_leaves_the_page_of_before(self, tmp_path):
         comparison = by_hand(tmp_path / "runs")
@@ -201,6 +328,202 @@ class TestPage:
             write_report(comparison, tmp_path / "report.html")
         assert (tmp_path / "report.html").read_bytes() == before
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["report.html", "runs"]
+
+    def test_a_large_comparison_makes_no_heavy_page(self, tmp_path):
+        arms = ("ppo", "iif", "random")
+        small = by_hand(tmp_path, arms=arms, scored=arms)
+        configs = [RunConfig(env="Some-v0", arm=arm, seed=seed, rounds=50) for seed in range(3) for arm in arms]
+        numbers = np.random.default_rng(0).normal(size=(2048, 8))
+        records = records_of(2048, reason="influence among the lowest 0.5 of the negative", observation=numbers)
+        for config in configs:
+            shutil.rmtree(run_path(tmp_path, config), ignore_errors=True)
+            directory = RunDirectory.create(run_path(tmp_path, config), config.to_json())
+            rounds = {"round": range(50), "test_return": np.random.default_rng(config.seed).normal(size=50)}
+            levels = {f"q{level:02d}": np.random.default_rng(level).normal(size=50) for level in (5, 25, 50, 75, 95)}
+            pl.DataFrame({**rounds, **levels, "dropped_share": 1 / 3}).write_parquet(directory.path / "metrics.parquet")
+            pl.DataFrame(rounds).write_parquet(directory.path / "evaluations.parquet")
+            for number in range(1, 13 if config.seed == 0 else 1):
+                directory.write_round("records", number, records)
+        write_report(Comparison(tmp_path, configs, small.summary), tmp_path / "report.html")
+        page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+        library = max(len(script) for script in page.scripts)
+        assert [len(run["rounds"]) for run in page.data("records-data")] == [ROUNDS] * 3
+        assert (tmp_path / "report.html").stat().st_size - library < 1_000_000
+
+
+class TestRunPage:
+    def test_a_finished_run(self, tiny, tmp_path):
+        config = next(config for config in tiny.configs if (config.arm, config.seed) == ("iif", 1))
+        write_run_report(tiny.run(config), tmp_path / "deep" / "page.html")
+        page = Page((tmp_path / "deep" / "page.html").read_text(encoding="utf-8"))
+        assert page.of("bdi") == ["FrozenLake-v1: iif"]
+        assert "Seed 1, 2 of 2 rounds." in page.of("p")
+        assert page.of("h2") == [
+            *("Advice", "Learning curves", "Records kept and dropped", "Policy entropy", "Approximate KL"),
+            *("Time by stage", "Influence, iif", "Records", "What was run"),
+        ]
+        assert page.of("li") == ["iif, round 1, seed 1"]
+        assert page.of("dt")[0] == "steps"
+        assert page.of("dd")[0] == "128"
+        assert "No rounds yet" not in page.of("h2")
+        assert page.facts()["arm"] == "iif"
+        assert len(page.data("records-data")) == 1
+        assert {"hidden": None} in page.tags("label")  # no run to choose
+        # One seed has no spread.
+        assert [len(figure["data"]) for figure in page.data("figures-data")[:4]] == [1] * 4
+
+    def test_a_run_before_its_first_round(self, tmp_path):
+        page = page_of(run_of(tmp_path / "lake", {"env": "Some-v0", "rule": "IIF(drop=0.5, warmup=0)"}))
+        assert page.of("h2") == ["No rounds yet", "What was run"]
+        assert page.of("bdi") == ["Some-v0: IIF(drop=0.5, warmup=0)"]
+        assert "0 rounds." in page.of("p")
+        assert page.scripts == []
+
+    def test_a_run_that_was_only_evaluated(self, tmp_path):
+        directory = run_of(tmp_path / "lake", {"env": "Some-v0", "arm": "iif", "seed": 3, "rounds": 50})
+        directory.append("evaluations", {"round": 0, "test_return": 1.5, "standard_error": 0.1, "episodes": 2})
+        page = page_of(directory)
+        assert page.of("h2") == ["No rounds yet", "Learning curves", "What was run"]
+        assert "Seed 3, 0 of 50 rounds." in page.of("p")
+        (figure,) = page.data("figures-data")
+        assert (figure["data"][0]["x"], figure["data"][0]["mode"]) == ([0], "lines+markers")
+
+    def test_a_run_that_was_killed_between_records_and_metrics(self, tmp_path):
+        directory = run_of(tmp_path / "lake", {"rule": "IIF(drop=0.5)"}, rounds=(1, 2))
+        directory.write_round("records", 3, records_of())
+        page = page_of(directory)
+        assert page.of("bdi") == ["lake: IIF(drop=0.5)"]
+        assert "2 rounds." in page.of("p")
+        assert [entry["round"] for entry in page.data("records-data")[0]["rounds"]] == [1, 2, 3]
+
+    def test_a_run_of_which_only_records_are_left(self, tmp_path):
+        directory = RunDirectory.create(tmp_path / "lake", {"env": None})
+        directory.write_round("records", 7, records_of())
+        assert page_of(directory).of("h2") == ["Records", "What was run"]
+
+    def test_without_evaluations_the_training_episodes_make_the_curve(self, tmp_path):
+        directory = RunDirectory.create(tmp_path / "lake", {"env": "Some-v0"})
+        for number, value in enumerate((None, 1.0, 3.0), start=1):
+            directory.append("metrics", {"round": number, "episode_return": value})
+        page = page_of(directory)
+        (figure,) = page.data("figures-data")
+        assert (figure["data"][0]["x"], figure["data"][0]["y"]) == ([2, 3], [1.0, 3.0])
+        assert figure["layout"]["yaxis"]["title"]["text"] == "mean return of training episodes"
+        assert dict(zip(page.of("dt"), page.of("dd"), strict=True))["training return"] == "3"
+
+    def test_a_run_that_diverged(self, tmp_path):
+        directory = run_of(tmp_path / "lake", {"env": "Some-v0"})
+        for number, value in enumerate((0.1, float("nan"), float("inf")), start=1):
+            directory.append("metrics", {"round": number, "train/approx_kl": value, "train/entropy_loss": -value})
+        page = page_of(directory)
+        assert page.data("figures-data")[1]["data"][0]["y"] == [0.1, None, None]
+        assert dict(zip(page.of("dt"), page.of("dd"), strict=True))["policy entropy"] == "inf nats"
+
+    @pytest.mark.parametrize("text", [HOSTILE, TURNED, "x" * 100_000, "{{ 7 * 7 }}", "`</code><b>`"])
+    def test_hostile_text_stays_text(self, tmp_path, text):
+        config = {"env": text, "rule": text, "optimizer": text, "hyperparameters": {text: [text]}}
+        observations = {"observation": None, f"observation.{text}": np.arange(60)}
+        directory = run_of(tmp_path / "lake", config, (1,), reason=text, **observations)
+        page = page_of(directory)
+        assert page.of("bdi") == [f"{text}: {text}".strip()]
+        assert page.facts()["env"] == text.strip()
+        assert not {"img", "b"} & {tag for tag, _ in page.elements}
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in page.data("records-data")[0]["rounds"][0]["rows"]]
+        reason = text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+        assert {row["reason"] for row in rows} == {None, reason}
+        assert all(row["observation"].startswith(text[:100]) for row in rows)
+
+    def test_half_a_pair_of_surrogates_is_no_character(self, tmp_path):
+        page = page_of(run_of(tmp_path / "lake", {"env": "\ud800lake"}, (1,)))
+        assert page.of("bdi") == ["?lake: run"]
+
+
+class TestEmbedded:
+    @pytest.mark.parametrize("text", [HOSTILE, TURNED, "<!--<script>", "]]>", "\ud800", "\\u003c"])
+    def test_json_holds_nothing_that_means_something_to_html(self, text):
+        out = str(embedded([{text: text}]))
+        assert not re.search("[<>&\u2028\u2029]", out)
+        assert out.isascii()
+        assert json.loads(out) == [{text: text}]
+
+    def test_what_json_does_not_know_is_refused(self):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            embedded([float("nan")])
+
+
+class TestRecords:
+    @pytest.mark.parametrize(
+        ("numbers", "most", "expected"),
+        [([], 3, []), ([4], 3, [4]), ([1, 2, 3], 3, [1, 2, 3]), (list(range(1, 51)), 3, [1, 25, 50])],
+    )
+    def test_rounds_are_spread_from_first_to_last(self, numbers, most, expected):
+        assert spread(numbers, most) == expected
+
+    def test_there_are_as_many_rounds_as_allowed(self):
+        for n in range(ROUNDS, 200):
+            shown = spread(list(range(n)), ROUNDS)
+            assert len(set(shown)) == ROUNDS
+            assert (shown[0], shown[-1]) == (0, n - 1)
+
+    def test_both_ends_of_the_scores(self):
+        shown = ends(records_of(61))
+        assert shown["score"].to_list() == [*(k - 30.5 for k in range(ENDS)), *(k - 30.5 for k in range(61 - ENDS, 61))]
+        assert ends(records_of(2 * ENDS))["score"].to_list() == [k - ENDS for k in range(2 * ENDS)]
+        assert ends(records_of(61, scored=False))["record_id"].to_list() == list(range(2 * ENDS))
+
+    def test_equal_scores_stand_by_their_ids(self):
+        shown = ends(records_of(100, score=np.zeros(100), scored=False).reverse())
+        assert shown["record_id"].to_list() == [*range(ENDS), *range(100 - ENDS, 100)]
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (3, "3"),
+            (0.123456, "0.123"),
+            ([1.0, -0.00012345, 12345.6], "1, -0.000123, 1.23e+04"),
+            ([1, 2], "1, 2"),
+            ([True, False], "True, False"),
+            ("a" * LONGEST, "a" * LONGEST),
+            ("a" * (LONGEST + 1), "a" * (LONGEST - 1) + "…"),
+            ([7] * 4096, ("7, " * 100)[: LONGEST - 1] + "…"),
+        ],
+    )
+    def test_short_text(self, value, text):
+        assert short_text(value) == text
+
+    @pytest.mark.parametrize(
+        ("columns", "expected"),
+        [
+            ({"observation": np.arange(60)}, 1),
+            ({"observation": np.full(60, 0.25, dtype=np.float32)}, 0.25),
+            ({"observation": np.full((60, 2), 1 / 3, dtype=np.float32)}, "0.333, 0.333"),
+            (
+                {"observation": None, "observation.b": np.arange(60), "observation.a.c": np.ones((60, 2))},
+                "b: 1; a.c: 1, 1",
+            ),
+            ({"observation": None}, None),  # too large to be kept
+        ],
+    )
+    def test_observations_are_short_text(self, tmp_path, columns, expected):
+        directory = run_of(tmp_path / "lake", {}, (1,), **columns)
+        (shown,) = browsed(directory, "lake")["rounds"]
+        row = next(row for row in shown["rows"] if row[0] == 1)
+        assert row[COLUMNS.index("observation")] == expected
+
+    def test_a_row_holds_what_the_directory_holds(self, tmp_path):
+        directory = run_of(tmp_path / "lake", {}, (1,), action=np.full((60, 2), 0.5), value=np.full(60, np.nan))
+        rows = browsed(directory, "lake")["rounds"][0]["rows"]
+        assert rows[0] == [0, -30.0, False, 0, 0, 0, "0.5, 0.5", 0, 0.0, 0.0, "nan", 0.0, "too low"]
+        assert rows[-1][:6] == [17, 29.0, True, 0, 1, 7]
+        assert rows[-1][-3:] == ["nan", pytest.approx(17 / 7, rel=1e-5), None]
+        assert browsed(directory, "the lake")["label"] == "the lake"
+        json.dumps(rows, allow_nan=False)
+
+    def test_columns_that_are_not_there_stay_empty(self, tmp_path):
+        directory = RunDirectory.create(tmp_path / "lake", {})
+        directory.write_round("records", 1, pl.DataFrame({"record_id": [5]}))
+        (shown,) = browsed(directory, "lake")["rounds"]
+        assert shown == {"round": 1, "records": 1, "scored": False, "rows": [[5, *[None] * (len(COLUMNS) - 1)]]}
 
 
 class TestCell:
@@ -223,9 +546,13 @@ class TestCell:
 
 
 class TestFigures:
-    def test_learning_curves(self, tmp_path):
+    @pytest.fixture
+    def tables(self, tmp_path):
+        return by_hand(tmp_path, scored=("ppo", "iif")).table
+
+    def test_learning_curves(self, tables):
         # ppo: seeds 0 and 1 reach 0, 1, 2 and 0, 3, 4; iif: 0, 2, 3 and 0, 4, 5.
-        figure = learning_curves(by_hand(tmp_path).table("evaluations"))
+        figure = learning_curves(tables("evaluations"))
         low, high, mean = figure.data[:3]
         assert [list(trace.x) for trace in figure.data] == [[0, 1, 2]] * 6
         assert (list(low.y), list(high.y), list(mean.y)) == ([0, 1, 2], [0, 3, 4], [0, 2, 3])
@@ -239,28 +566,50 @@ class TestFigures:
     @pytest.mark.parametrize("arms", [["iif", "ppo", "random"], ["iif", "random", "ppo"]])
     def test_the_standard_arm_has_its_colour_wherever_it_stands(self, arms):
         figure = learning_curves(pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}))
-        colours = {trace.name: trace.line.color for trace in figure.data[2::3]}
-        assert colours == {"ppo": COLOURS[0], "iif": COLOURS[1], "random": COLOURS[2]}
+        colours = {trace.name: trace.line.color for trace in figure.data}
+        assert colours == {"ppo": COLOURS[0], "iif": COLOURS[1], "random": COLOURS[2]} == arm_colours(arms)
 
-    def test_rows_in_any_order_give_the_same_figure(self, tmp_path):
-        table = by_hand(tmp_path).table("evaluations")
+    def test_rows_in_any_order_give_the_same_figure(self, tables):
+        table = tables("evaluations")
         turned = pl.concat([part.reverse() for part in table.partition_by("arm", "seed", maintain_order=True)])
         assert learning_curves(turned).to_dict() == learning_curves(table).to_dict()
 
-    def test_dropped_share(self, tmp_path):
-        figure = dropped_share(by_hand(tmp_path).table("metrics"))
-        assert [pytest.approx(0.1), pytest.approx(0.1)] == list(figure.data[2].y)  # seeds 0 and 1: 0 and 0.2
-        assert [pytest.approx(0.2), pytest.approx(0.2)] == list(figure.data[5].y)  # 0.1 and 0.3
+    def test_one_seed_has_no_band(self, tables):
+        figure = learning_curves(tables("evaluations").filter(pl.col("seed") == 0))
+        assert [trace.name for trace in figure.data] == ["ppo", "iif"]
 
-    def test_influence_is_that_of_one_arm(self, tmp_path):
-        metrics = by_hand(tmp_path, scored=("ppo", "iif")).table("metrics")
-        figure = influence_distribution(metrics, "iif")
+    def test_rounds_without_a_value_are_passed_over(self):
+        table = pl.DataFrame({"arm": "iif", "round": [1, 2, 3], "seed": 0, "train/loss": [None, 2.0, 4.0]})
+        (trace,) = over_rounds(table, "train/loss", "loss").data
+        assert (list(trace.x), list(trace.y)) == ([2, 3], [2.0, 4.0])
+
+    def test_kept_share(self, tables):
+        figure = kept_share(tables("metrics"))
+        ppo, iif = figure.data[2], figure.data[5]
+        assert list(ppo.y) == pytest.approx([0.9, 0.9])  # seeds 0 and 1: 0 and 0.2 dropped
+        assert list(iif.y) == pytest.approx([0.8, 0.8])  # 0.1 and 0.3
+        assert list(iif.customdata) == pytest.approx([0.2, 0.2])
+        assert "dropped" in iif.hovertemplate
+        assert figure.layout.yaxis.range[0] == 0
+
+    def test_entropy_is_the_negative_of_its_loss(self, tables):
+        figure = policy_entropy(tables("metrics"))
+        assert [list(trace.y) for trace in figure.data] == [[0.5, 1.0]] * 2  # both seeds have the same
+
+    def test_approximate_kl(self, tables):
+        figure = approximate_kl(tables("metrics"))
+        assert [list(trace.y) for trace in figure.data] == [[0.01, 0.01]] * 2
+        assert figure.layout.yaxis.rangemode == "tozero"
+
+    def test_influence_is_that_of_one_arm(self, tables):
+        figure = influence_distribution(tables("metrics"), "iif")
         # Runs 1 and 3 of four are iif's: quantiles 1 and 3 above their levels.
         assert [list(trace.y) for trace in figure.data] == [[level + 2] * 2 for level in (5, 95, 25, 75, 50)]
         assert [trace.name for trace in figure.data if trace.name] == ["5 to 95%", "25 to 75%", "median"]
+        assert figure.data[-1].line.color == COLOURS[1]
 
-    def test_seconds_by_stage(self, tmp_path):
-        figure = seconds_by_stage(by_hand(tmp_path).table("timings"))
+    def test_seconds_by_stage(self, tables):
+        figure = seconds_by_stage(tables("timings"))
         assert {trace.name: list(zip(trace.y, trace.x, strict=True)) for trace in figure.data} == {
             "collection": [("ppo", 1.0), ("iif", 1.0)],
             "scoring": [("ppo", 2.0), ("iif", 4.0)],  # 0 and 4; 2 and 6
@@ -271,5 +620,6 @@ class TestFigures:
     def test_more_arms_than_colours(self):
         arms = [f"arm {number}" for number in range(len(COLOURS) + 2)]
         figure = learning_curves(pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}))
-        assert [trace.name for trace in figure.data[2::3]] == arms
-        assert [trace.line.color for trace in figure.data[2::3]] == [*COLOURS[1:], *COLOURS[1:4]]
+        assert [trace.name for trace in figure.data] == arms
+        assert [trace.line.color for trace in figure.data] == [*COLOURS[1:], *COLOURS[1:4]]
+        assert [trace.line.dash for trace in figure.data][:5] == ["solid", "solid", "solid", "dash", "dash"]

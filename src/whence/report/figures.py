@@ -1,91 +1,165 @@
-"""The figures of a comparison, from its tables."""
+"""The figures of a page, from the tables of one or more runs, each row with its `arm`."""
 
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from itertools import cycle
+from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
 
 from whence.experiments import STANDARD
 
-COLOURS = ("#4c566a", "#d1495b", "#2a7f9e", "#e9a03b", "#6a994e", "#8e6c8a", "#b08968", "#577590")
-"""The standard arm's, and then one per arm in their order."""
+COLOURS = ("#7d8590", "#e27411", "#2f74e6", "#1ba764", "#c2245f", "#a04df0", "#b98900", "#14a0a0")
+"""The standard arm's, and then one per arm in their order: at least 3:1 on white and on the page's dark ground, and
+the first four apart for every kind of colour blindness. The later four are drawn dashed as well."""
+
+STAGES: Mapping[str, str] = {"collection": "#a9acd4", "optimisation": "#6266a8", "scoring": "#d9a400"}
+"""The parts of a round's time, with colours that no early arm has."""
+
+Colours = Mapping[str, str]
+"""A colour for each arm."""
 
 
-def learning_curves(evaluations: pl.DataFrame) -> go.Figure:
+def arm_colours(arms: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each arm, the standard arm's wherever it stands."""
+    others = cycle(COLOURS[1:])
+    return {arm: COLOURS[0] if arm == STANDARD else next(others) for arm in dict.fromkeys(arms)}
+
+
+def learning_curves(evaluations: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
     """Draw the mean test return of each arm over rounds, with the band of its seeds' lowest and highest."""
-    return _over_rounds(evaluations, "test_return", "test return")
+    return over_rounds(evaluations, "test_return", "mean test return", colours)
 
 
-def dropped_share(metrics: pl.DataFrame) -> go.Figure:
-    """Draw the share of records that did not train."""
-    return _over_rounds(metrics, "dropped_share", "share of records dropped")
+def training_returns(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
+    """Draw the mean return of the episodes that ended while the round was collected."""
+    return over_rounds(metrics, "episode_return", "mean return of training episodes", colours)
 
 
-def influence_distribution(metrics: pl.DataFrame, arm: str) -> go.Figure:
+def kept_share(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
+    """Draw the share of records that trained; the rest was dropped."""
+    kept = metrics.with_columns(kept=1 - pl.col("dropped_share"))
+    figure = over_rounds(kept, "kept", "share of records kept", colours)
+    for trace in figure.data:
+        if trace.name:
+            dropped = [None if share is None else 1 - share for share in trace.y]
+            trace.update(customdata=dropped, hovertemplate="%{y:.1%} kept, %{customdata:.1%} dropped")
+    return figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
+
+
+def policy_entropy(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
+    """Draw the policy's mean entropy over the records it trained on."""
+    entropies = metrics.with_columns(entropy=-pl.col("train/entropy_loss"))
+    return over_rounds(entropies, "entropy", "policy entropy (nats)", colours)
+
+
+def approximate_kl(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
+    """Draw how far optimisation took the policy from the one that collected the round."""
+    figure = over_rounds(metrics, "train/approx_kl", "approximate KL (nats)", colours)
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def influence_distribution(metrics: pl.DataFrame, arm: str, colours: Colours | None = None) -> go.Figure:
     """Draw, for one arm, the quantiles of the scores by round, each round's mean over seeds."""
-    figure = _figure("influence")
-    means = metrics.filter(pl.col("arm") == arm).group_by("round").agg(pl.col("^q\\d\\d$").mean()).sort("round")
+    figure = _figure("influence (score)").update_yaxes(zeroline=True)
+    colour = (colours or arm_colours(metrics["arm"]))[arm]
+    scored = metrics.filter(pl.col("arm") == arm).drop_nulls("q50")
+    means = scored.group_by("round").agg(pl.col("^q\\d\\d$").mean()).sort("round")
     rounds = means["round"].to_list()
     for low, high, opacity in (("q05", "q95", 0.18), ("q25", "q75", 0.32)):
-        figure.add_scatter(x=rounds, y=means[low].to_list(), line_width=0, hoverinfo="skip", showlegend=False)
+        edge = {"line_width": 0, "mode": "lines", "hoverinfo": "skip"}
+        name = f"{low[1:].lstrip('0')} to {high[1:]}%"
+        figure.add_scatter(x=rounds, y=means[low].to_list(), **edge, showlegend=False)
         figure.add_scatter(
-            x=rounds,
-            y=means[high].to_list(),
-            line_width=0,
-            fill="tonexty",
-            fillcolor=_faded(COLOURS[1], opacity),
-            name=f"{low[1:].lstrip('0')} to {high[1:]}%",
+            x=rounds, y=means[high].to_list(), **edge, fill="tonexty", fillcolor=_faded(colour, opacity), name=name
         )
-    figure.add_scatter(x=rounds, y=means["q50"].to_list(), line_color=COLOURS[1], name="median")
-    return figure
+    figure.add_scatter(x=rounds, y=means["q50"].to_list(), line_color=colour, mode=_mode(rounds), name="median")
+    return _whole_rounds(figure, means)
 
 
 def seconds_by_stage(timings: pl.DataFrame) -> go.Figure:
     """Draw the mean seconds of a round by stage, process CPU time."""
-    figure = _figure("CPU seconds a round", rounds=False)
+    figure = _figure("")
     arms = _arms(timings)
-    for stage, colour in zip(
-        ("collection", "scoring", "optimisation"), (COLOURS[2], COLOURS[1], COLOURS[3]), strict=True
-    ):
+    for stage, colour in STAGES.items():
         means = [timings.filter(pl.col("arm") == arm)[f"{stage}_cpu"].mean() for arm in arms]
-        figure.add_bar(x=means, y=arms, orientation="h", name=stage, marker_color=colour)
-    return figure.update_layout(barmode="stack", xaxis_title="CPU seconds a round", yaxis_title=None)
-
-
-def _over_rounds(table: pl.DataFrame, column: str, title: str) -> go.Figure:
-    figure = _figure(title)
-    others = cycle(COLOURS[1:])
-    for arm in _arms(table):
-        colour = COLOURS[0] if arm == STANDARD else next(others)
-        stated = (
-            table.filter(pl.col("arm") == arm)
-            .group_by("round")
-            .agg(mean=pl.col(column).mean(), low=pl.col(column).min(), high=pl.col(column).max())
-            .sort("round")
+        figure.add_bar(
+            **{"x": means, "y": [_plain(arm) for arm in arms], "orientation": "h", "width": 0.55},
+            **{"name": stage, "marker_color": colour, "hovertemplate": "%{x:.3g} s"},
         )
+    figure.update_yaxes(type="category", autorange="reversed", showspikes=False)
+    return figure.update_layout(
+        barmode="stack", legend_traceorder="normal", xaxis_title="CPU seconds a round, mean", hovermode="y unified"
+    )
+
+
+def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours | None = None) -> go.Figure:
+    """Draw each arm's mean of a column over rounds, with the band of its seeds' lowest and highest.
+
+    Args:
+        table: with columns `arm` and `round`; rows without a value are passed over.
+        column: what to draw.
+        title: of the axis, with its unit.
+        colours: of the arms; None: in the order in which they stand in the table.
+    """
+    figure = _figure(title)
+    colours = colours or arm_colours(table["arm"])
+    for arm, stated in _stated(table.drop_nulls(column), column):
         rounds = stated["round"].to_list()
-        band = {"line_width": 0, "hoverinfo": "skip", "showlegend": False, "legendgroup": arm}
-        figure.add_scatter(x=rounds, y=stated["low"].to_list(), **band)
-        figure.add_scatter(x=rounds, y=stated["high"].to_list(), fill="tonexty", fillcolor=_faded(colour, 0.15), **band)
-        figure.add_scatter(x=rounds, y=stated["mean"].to_list(), line_color=colour, name=arm, legendgroup=arm)
-    return figure
+        colour, dash = colours[arm], "dash" if colours[arm] in COLOURS[4:] else "solid"
+        band = {"line_width": 0, "mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": _plain(arm)}
+        if not stated["low"].equals(stated["high"]):
+            figure.add_scatter(x=rounds, y=stated["low"].to_list(), **band)
+            figure.add_scatter(
+                x=rounds, y=stated["high"].to_list(), fill="tonexty", fillcolor=_faded(colour, 0.16), **band
+            )
+        figure.add_scatter(
+            **{"x": rounds, "y": stated["mean"].to_list(), "mode": _mode(rounds), "name": _plain(arm)},
+            **{"line": {"color": colour, "dash": dash}, "legendgroup": _plain(arm)},
+        )
+    return _whole_rounds(figure, table)
 
 
-def _figure(y_title: str, *, rounds: bool = True) -> go.Figure:
+def _stated(table: pl.DataFrame, column: str) -> Iterator[tuple[str, pl.DataFrame]]:
+    of = pl.col(column)
+    for arm in _arms(table):
+        by_round = table.filter(pl.col("arm") == arm).group_by("round")
+        yield arm, by_round.agg(mean=of.mean(), low=of.min(), high=of.max()).sort("round")
+
+
+def _figure(y_title: str) -> go.Figure:
+    axis: dict[str, Any] = {"automargin": True, "zeroline": False, "hoverformat": ".4~g"}
     layout = go.Layout(
         template="plotly_white",
-        height=360,
-        margin={"l": 60, "r": 20, "t": 20, "b": 50},
-        yaxis_title=y_title,
-        xaxis_title="round" if rounds else None,
-        legend={"orientation": "h", "y": 1.12},
-        hovermode="x unified" if rounds else "closest",
+        height=340,
+        margin={"l": 56, "r": 12, "t": 12, "b": 44},
+        yaxis={**axis, "title": {"text": y_title, "standoff": 10}},
+        xaxis={**axis, "title": {"text": "round", "standoff": 8}},
+        # Above the plot, whose margin grows with the rows that the legend needs.
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        hovermode="x unified",
     )
     return go.Figure(layout=layout)
 
 
+def _whole_rounds(figure: go.Figure, table: pl.DataFrame) -> go.Figure:
+    # Left to itself Plotly would mark halves of few rounds.
+    return figure.update_xaxes(dtick=1) if table["round"].n_unique() <= 5 else figure
+
+
 def _arms(table: pl.DataFrame) -> list[str]:
     return table["arm"].unique(maintain_order=True).to_list()
+
+
+def _mode(rounds: list[int]) -> str:
+    # One round makes a point and no line.
+    return "lines+markers" if len(rounds) <= 20 else "lines"
+
+
+def _plain(text: str) -> str:
+    # Plotly takes tags in text for formatting.
+    return escape(text, quote=False)
 
 
 def _faded(colour: str, opacity: float) -> str:

@@ -1,17 +1,22 @@
-"""A comparison as one HTML file that needs no network."""
+"""A comparison, or one run, as one HTML file that needs no network."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import plotly.io
+import plotly.graph_objects as go
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
 
 from whence.experiments import STANDARD, Comparison
 from whence.guards import written_atomically
-from whence.report import figures
+from whence.report.figures import arm_colours
+from whence.report.records import browsed
+from whence.report.sections import Drawn, Runs, advised, drawn, facts, latest, tables
+from whence.runs import RunDirectory
 
 METRICS: Mapping[str, str] = {
     "se_ave": "SE_ave",
@@ -24,13 +29,70 @@ METRICS: Mapping[str, str] = {
 }
 """The metrics shown, with their headings; the first four are shares."""
 
-READING = (
-    "SE_ave and SE_peak are the rounds saved until standard training's levels, and its highest level, are reached; "
-    "RT_peak is the CPU time saved until that level (collection, scoring and optimisation; no evaluation). The "
-    "paper's RT_peak divides by standard training's whole time instead of its time to the peak. Values are means "
-    "over all pairs of method seed and standard seed, in brackets 95% bootstrap intervals over seeds. What stands "
-    "under ppo compares standard seeds with other standard seeds: that is the null, which the others have to beat."
-)
+DEFINITIONS: Mapping[str, str] = {
+    "SE_ave": "the share of rounds saved until standard training's levels are reached, mean over levels.",
+    "SE_peak": "the share of rounds saved until its highest level is reached.",
+    "RT_peak": "the share of CPU time saved until that level (collection, scoring and optimisation; no evaluation).",
+    "RT_peak (paper's)": "the same, divided by standard training's whole time instead of its time to the peak.",
+    "Values": "means over all pairs of method seed and standard seed, in brackets 95% bootstrap intervals over seeds.",
+    f"{STANDARD} (null)": "standard seeds beside other standard seeds: the null, which the others have to beat.",
+}
+"""How the figures of the summary are meant."""
+
+READING = " ".join(f"{term}: {meaning}" for term, meaning in DEFINITIONS.items())
+"""The definitions in one paragraph."""
+
+
+def write_report(comparison: Comparison, path: Path) -> None:
+    """Write the page of a finished comparison, atomically.
+
+    Args:
+        comparison: from `compare` or `load`.
+        path: the file.
+    """
+    ((env, arms),) = comparison.summary.items()
+    first, seeds = comparison.configs[0], sorted({config.seed for config in comparison.configs})
+    configs = sorted(comparison.configs, key=lambda config: (list(arms).index(config.arm), config.seed))
+    runs: Runs = {(config.arm, config.seed): comparison.run(config) for config in configs}
+    shared = {name: value for name, value in first.to_json().items() if name not in ("arm", "seed")}
+    _write(
+        path,
+        title=f"{env}: {', '.join(arms)}",
+        subtitle=f"{_count(len(seeds), 'seed')}, {_count(first.rounds, 'round')}, "
+        f"{_count(first.eval_episodes, 'evaluation episode')} after each round.",
+        summary=_summary(arms),
+        definitions=DEFINITIONS,
+        advice=advised(runs),
+        drawn=drawn(tables(runs), list(arms), len(seeds)),
+        # The records of all seeds would make the page heavy.
+        runs=[browsed(run, f"{arm}, seed {seed}") for (arm, seed), run in runs.items() if seed == seeds[0]],
+        facts=facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
+    )
+
+
+def write_run_report(run: RunDirectory, path: Path) -> None:
+    """Write the page of one run, atomically.
+
+    Args:
+        run: its directory; the run need not be finished, nor have any round.
+        path: the file.
+    """
+    label, seed = _label(run)
+    runs = {(label, seed): run}
+    found = tables(runs)
+    rounds, planned = found["metrics"].height, run.config.get("rounds")
+    done = f"{rounds} of {_count(planned, 'round')}" if isinstance(planned, int) else _count(rounds, "round")
+    _write(
+        path,
+        title=f"{run.config.get('env') or run.path.resolve().name}: {label}",
+        subtitle=f"{done}." if seed is None else f"Seed {seed}, {done}.",
+        unstarted=not run.rounds(),
+        latest=latest(found),
+        advice=advised(runs),
+        drawn=drawn(found, [label]),
+        runs=[browsed(run, label)],
+        facts=facts(run.config, [run]),
+    )
 
 
 def cell(metric: str, entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -50,81 +112,56 @@ def column_heading(arm: str) -> str:
     return f"{arm} (null)" if arm == STANDARD else arm
 
 
-def write_report(comparison: Comparison, path: Path) -> None:
-    """Write the page, atomically."""
+def embedded(value: Any) -> Markup:
+    """Return JSON that may stand in a script element: nothing in it can end the element or begin another."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII, so that no separator of lines is left
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _write(path: Path, *, drawn: Sequence[Drawn], runs: Sequence[Mapping[str, Any]], **content: Any) -> None:
+    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        _file("template.html")
+    )
+    html = template.render(
+        content,
+        figures=[(title, about) for title, about, _ in drawn],
+        figures_json=embedded([_plain(figure) for _, _, figure in drawn]),
+        records=[run["label"] for run in runs if run["rounds"]],
+        records_json=embedded([run for run in runs if run["rounds"]]),
+        style=Markup(_file("page.css")),
+        plotly=Markup(get_plotlyjs()),
+        figures_js=Markup(_file("figures.js")),
+        records_js=Markup(_file("records.js")),
+    )
     with written_atomically(path) as temporary:
-        temporary.write_text(_html(comparison), encoding="utf-8")
+        # Half of a pair of surrogates, which JSON may hold, is no character.
+        temporary.write_text(html, encoding="utf-8", errors="replace")
 
 
-def _html(comparison: Comparison) -> str:
-    ((env, arms),) = comparison.summary.items()
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
-        (files("whence.report") / "template.html").read_text(encoding="utf-8")
-    )
-    seeds = len({config.seed for config in comparison.configs})
-    first = comparison.configs[0]
-    return template.render(
-        title=f"{env}: {', '.join(arms)}",
-        subtitle=f"{seeds} seeds, {first.rounds} rounds, {first.eval_episodes} evaluation episodes after each round.",
-        arms=[column_heading(arm) for arm in arms],
-        rows=[
-            {
-                "metric": heading,
-                "cells": [dict(zip(("mean", "range"), cell(m, e[m]), strict=True)) for e in arms.values()],
-            }
-            for m, heading in METRICS.items()
-        ],
-        reading=READING,
-        figures=_figures(comparison),
-        facts=_facts(comparison),
-    )
+def _file(name: str) -> str:
+    return (files("whence.report") / name).read_text(encoding="utf-8")
 
 
-def _figures(comparison: Comparison) -> list[dict[str, str]]:
-    metrics = comparison.table("metrics")
-    drawn = [
-        (
-            "Learning curves",
-            "Mean over seeds of the mean test return; the band runs from the lowest seed to the highest.",
-            figures.learning_curves(comparison.table("evaluations")),
-        ),
-        (
-            "Records dropped",
-            "The share of each rollout that did not train, mean over seeds and their range.",
-            figures.dropped_share(metrics),
-        ),
-        (
-            "Time by stage",
-            "Process CPU seconds of a mean round; evaluation is left out.",
-            figures.seconds_by_stage(comparison.table("timings")),
-        ),
-    ]
-    if "q50" in metrics.columns:
-        scored = metrics.drop_nulls("q50")["arm"].unique(maintain_order=True).to_list()
-        drawn += [
-            (
-                f"Influence, {arm}",
-                "Quantiles of each round's scores, mean over seeds. Above 0: training on the record raises the target.",
-                figures.influence_distribution(metrics, arm),
-            )
-            for arm in scored
-        ]
-    # The library is put into the page once, with the first figure.
-    return [
-        {
-            "title": title,
-            "about": about,
-            "html": plotly.io.to_html(
-                figure, full_html=False, include_plotlyjs=number == 0, config={"displaylogo": False, "responsive": True}
-            ),
-        }
-        for number, (title, about, figure) in enumerate(drawn)
-    ]
+def _plain(figure: go.Figure) -> Any:
+    # Plotly's own encoder makes null of NaN. The page sets the colours that a template would.
+    parts = json.loads(figure.to_json())
+    parts["layout"].pop("template", None)
+    return parts
 
 
-def _facts(comparison: Comparison) -> list[tuple[str, str]]:
-    first = comparison.configs[0].to_json()
-    shared = {name: value for name, value in first.items() if name not in ("arm", "seed")}
-    versions = dict(comparison.run(comparison.configs[0]).versions)
-    facts = [*shared.items(), ("seeds", sorted({config.seed for config in comparison.configs})), ("versions", versions)]
-    return [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in facts]
+def _summary(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    rows = [(heading, [cell(metric, entry[metric]) for entry in arms.values()]) for metric, heading in METRICS.items()]
+    colours = arm_colours(arms)
+    return {"arms": [(column_heading(arm), colours[arm]) for arm in arms], "rows": rows}
+
+
+def _label(run: RunDirectory) -> tuple[str, int | None]:
+    """Return what one run is called, and its seed where it is known."""
+    config = run.config
+    hyperparameters = config.get("hyperparameters")
+    inner = hyperparameters.get("seed") if isinstance(hyperparameters, Mapping) else None
+    return str(config.get("arm") or config.get("rule") or "run"), config.get("seed", inner)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

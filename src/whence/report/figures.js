@@ -1,0 +1,59 @@
+// Draws the page's figures, and again in other colours when the reader's preference changes.
+(() => {
+  "use strict";
+
+  const figures = JSON.parse(document.getElementById("figures-data").textContent);
+  const style = getComputedStyle(document.documentElement);
+  const touched = matchMedia("(pointer: coarse)").matches;
+  const config = {
+    displaylogo: false,
+    responsive: true,
+    displayModeBar: touched ? false : "hover",
+    // A tap counts as two clicks.
+    doubleClick: touched ? false : "reset",
+    // Named one by one: left to itself Plotly adds a button that uploads the figure to its maker's servers.
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+    showSendToCloud: false,
+    plotlyServerURL: "",
+  };
+
+  const colour = (name) => style.getPropertyValue(name).trim();
+
+  function themed(layout) {
+    const axis = {
+      gridcolor: colour("--line"),
+      zerolinecolor: colour("--soft"),
+      linecolor: colour("--line"),
+      color: colour("--soft"),
+    };
+    return {
+      ...layout,
+      // Not transparent: a figure that is saved as a picture keeps the ground on which it can be read.
+      paper_bgcolor: colour("--paper"),
+      plot_bgcolor: colour("--paper"),
+      font: { family: "system-ui, sans-serif", size: 12.5, color: colour("--soft") },
+      hoverlabel: { bgcolor: colour("--paper"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--soft"), activecolor: colour("--ink") },
+      xaxis: { ...layout.xaxis, ...axis, unifiedhovertitle: { text: "round %{x}" } },
+      yaxis: { ...layout.yaxis, ...axis },
+      // Where fingers scroll the page they must not move a figure's axes.
+      dragmode: touched ? false : "zoom",
+      // What the reader zoomed into or switched off stays so.
+      uirevision: "kept",
+    };
+  }
+
+  // One after another with a pause for the reader, who may scroll and sort meanwhile; the last call prevails.
+  let calls = 0;
+  async function draw() {
+    const call = ++calls;
+    for (const [number, figure] of figures.entries()) {
+      await new Promise((resume) => setTimeout(resume));
+      if (call !== calls) return;
+      await Plotly.react(document.getElementById(`figure-${number}`), figure.data, themed(figure.layout), config);
+    }
+  }
+
+  draw();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+})();

@@ -1,0 +1,159 @@
+"""What the page of a comparison and that of one run have in common, from the runs' tables."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, get_args
+
+import plotly.graph_objects as go
+import polars as pl
+from markupsafe import Markup, escape
+
+from whence.advice import advice
+from whence.report import figures
+from whence.runs import RunDirectory, Table
+
+Runs: TypeAlias = Mapping[tuple[str, int | None], RunDirectory]
+"""Runs by what they are called, and their seeds where these are known."""
+
+Tables: TypeAlias = Mapping[Table, pl.DataFrame]
+"""Tables of all runs below each other, with a column `arm`."""
+
+Drawn: TypeAlias = tuple[str, str, go.Figure]
+"""A figure with its title and what it shows."""
+
+
+def tables(runs: Runs) -> Tables:
+    """Return each table of all runs; without rows where no run has any."""
+    return {name: _below_each_other(name, runs) for name in get_args(Table)}
+
+
+def drawn(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
+    """Return the figures whose columns are there, in the page's order.
+
+    Args:
+        tables: from `tables`.
+        arms: in the order of their colours.
+        seeds: of each arm.
+    """
+    evaluations, metrics, timings = tables["evaluations"], tables["metrics"], tables["timings"]
+    colours = figures.arm_colours(arms)
+    bands = "Here and below, lines are means over seeds; bands run from the lowest seed to the highest."
+    bands = f" {bands}" if seeds > 1 else ""
+    found: list[Drawn] = []
+    if _has(evaluations, "test_return"):
+        about = f"Mean return of the evaluation episodes after each round; round 0 is the untrained policy.{bands}"
+        found.append(("Learning curves", about, figures.learning_curves(evaluations, colours)))
+    elif _has(metrics, "episode_return"):
+        about = f"Mean return of the episodes that ended while the round was collected.{bands}"
+        found.append(("Learning curves", about, figures.training_returns(metrics, colours)))
+    if _has(metrics, "dropped_share"):
+        about = "The share of each rollout that trained; the rest, up to 100%, was dropped."
+        found.append(("Records kept and dropped", about, figures.kept_share(metrics, colours)))
+    if _has(metrics, "train/entropy_loss"):
+        about = "How undecided the policy is. Where it falls early, the policy stops exploring."
+        found.append(("Policy entropy", about, figures.policy_entropy(metrics, colours)))
+    if _has(metrics, "train/approx_kl"):
+        about = "How far the round's optimisation took the policy from the one that collected it."
+        found.append(("Approximate KL", about, figures.approximate_kl(metrics, colours)))
+    scored = _arms_with(metrics, "q50")
+    if _has(timings, "collection_cpu"):
+        about = f"Process CPU seconds of a mean round; evaluation is left out. {_scoring_share(timings, scored)}"
+        found.append(("Time by stage", about, figures.seconds_by_stage(timings)))
+    about = "Quantiles of each round's scores. Above 0, training on the record raises the target."
+    found += [(f"Influence, {arm}", about, figures.influence_distribution(metrics, arm, colours)) for arm in scored]
+    return found
+
+
+def advised(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
+    """Return what is to be said of the runs, by its kind: each text once, with where it showed."""
+    said: dict[str, dict[str, dict[tuple[str, int], list[str]]]] = {}
+    for (arm, seed), run in runs.items():
+        for one in advice(run.table("metrics"), run.config):
+            places = said.setdefault(one.kind, {}).setdefault(one.text, {})
+            places.setdefault((arm, one.round), []).extend([] if seed is None else [str(seed)])
+    return {
+        kind: [(_with_code(text), _where(places)) for text, places in by_text.items()] for kind, by_text in said.items()
+    }
+
+
+def latest(tables: Tables) -> list[tuple[str, str]]:
+    """Return how one run stands after its last round; nothing where it has none."""
+    metrics = tables["metrics"]
+    if metrics.is_empty():
+        return []
+    last = metrics.tail(1).to_dicts()[0]
+    returns = (
+        tables["evaluations"]["test_return"].drop_nulls().to_list()
+        if _arms_with(tables["evaluations"], "test_return")
+        else []
+    )
+    steps, training, dropped = (last.get(name) for name in ("timestep", "episode_return", "dropped_share"))
+    entropy = last.get("train/entropy_loss")
+    shown = [
+        ("steps", f"{steps:,}" if steps is not None else None),
+        ("test return", f"{returns[-1]:.4g}" if returns else None),
+        ("best test return", f"{max(returns):.4g}" if returns else None),
+        ("training return", f"{training:.4g}" if training is not None else None),
+        ("records kept", f"{1 - dropped:.1%}" if dropped is not None else None),
+        ("policy entropy", f"{-entropy:.3g} nats" if entropy is not None else None),
+    ]
+    return [(name, value) for name, value in shown if value is not None]
+
+
+def facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return what was run, in groups with headings: plain values, a group for each nested object, versions."""
+    nested = {name: value for name, value in config.items() if isinstance(value, Mapping) and value}
+    plain = {name: value for name, value in config.items() if name not in nested}
+    groups = [("configuration", plain), *nested.items(), ("versions", _versions(runs))]
+    return [(heading, [(name, _fact(value)) for name, value in group.items()]) for heading, group in groups if group]
+
+
+def _below_each_other(name: Table, runs: Runs) -> pl.DataFrame:
+    # A table without columns would get one row by being given an arm.
+    parts = [run.table(name).with_columns(arm=pl.lit(arm)) for (arm, _), run in runs.items() if run.table(name).height]
+    return pl.concat(parts, how="diagonal_relaxed") if parts else pl.DataFrame()
+
+
+def _has(table: pl.DataFrame, column: str) -> bool:
+    return column in table.columns and table[column].count() > 0
+
+
+def _arms_with(table: pl.DataFrame, column: str) -> list[str]:
+    return table.drop_nulls(column)["arm"].unique(maintain_order=True).to_list() if _has(table, column) else []
+
+
+def _scoring_share(timings: pl.DataFrame, scored: Sequence[str]) -> str:
+    """Say what part of their time the arms that score spend on it."""
+    stages = [f"{stage}_cpu" for stage in figures.STAGES]
+    sums = {row["arm"]: row for row in timings.group_by("arm").agg(pl.col(stages).sum()).to_dicts()}
+    totals = {arm: sum(sums[arm][stage] for stage in stages) for arm in scored if arm in sums}
+    shares = [f"{sums[arm]['scoring_cpu'] / total:.1%} of {arm}’s" for arm, total in totals.items() if total > 0]
+    return f"Scoring takes {', '.join(shares)} time." if shares else ""
+
+
+def _where(places: Mapping[tuple[str, int], Sequence[str]]) -> list[str]:
+    return [
+        f"{arm}, round {number}" + (f", seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}" if seeds else "")
+        for (arm, number), seeds in places.items()
+    ]
+
+
+def _with_code(text: str) -> Markup:
+    """Return text with what stands in backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "–" if value in (None, {}, []) else json.dumps(value, ensure_ascii=False)
+
+
+def _versions(runs: Iterable[RunDirectory]) -> dict[str, str]:
+    """Return the versions of the runs' libraries, all of them where runs differ."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        for package, version in run.versions.items():
+            found.setdefault(package, []).append(str(version))
+    return {package: ", ".join(dict.fromkeys(versions)) for package, versions in found.items()}

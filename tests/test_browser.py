@@ -1,0 +1,258 @@
+"""The pages in a browser: what they load, how they look, and what the table of records does."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from test_report import by_hand, records_of, run_of
+from whence.experiments import ARMS
+from whence.experiments.compare import run_path
+from whence.report import write_report, write_run_report
+from whence.runs import RunDirectory
+
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install 'whence[dev]'")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\"&amp;"
+TURNED = "\u202eشَجَرة"  # right to left, also for what follows
+ENV = f"{HOSTILE} {TURNED} {'x' * 300}"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with playwright.sync_playwright() as driver:
+        # Root, as in a container, has no sandbox to offer.
+        arguments = ["--no-sandbox"] if os.getuid() == 0 else []
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        playwright.expect.set_options(timeout=10_000)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    path = tmp_path_factory.mktemp("pages")
+    arms = tuple(ARMS)
+    comparison = by_hand(path / "comparison", env=ENV, env_kwargs={HOSTILE: ENV}, arms=arms, scored=arms[1:2])
+    for config in comparison.configs:
+        directory = RunDirectory.open(run_path(comparison.path, config))
+        scored = config.arm != "ppo"
+        for number in (1, 2):
+            observation = np.full((60, 30), number / 3)
+            directory.write_round("records", number, records_of(scored=scored, observation=observation))
+    write_report(comparison, path / "comparison.html")
+    hostile = {"reason": f"{TURNED} {HOSTILE}", "observation": None, f"observation.{HOSTILE}": np.arange(60) / 7}
+    write_run_report(run_of(path / "run", {"env": ENV, "rule": HOSTILE}, (1, 2, 7), **hostile), path / "run.html")
+    write_run_report(run_of(path / "empty", {"env": ENV, "hyperparameters": {HOSTILE: ENV}}), path / "empty.html")
+    for table in comparison.path.rglob("runs/*/*/*.parquet"):
+        table.unlink()
+    write_report(comparison, path / "records.html")  # without figures, which take their time
+    return {name: path / f"{name}.html" for name in ("comparison", "run", "empty", "records")}
+
+
+@contextmanager
+def opened(browser, path, *, width=1600, colour_scheme="light") -> Iterator:
+    """The page, with nothing to load from; whatever it complains of, or asks for, fails the test."""
+    problems = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=colour_scheme)
+
+    def routed(route):
+        if route.request.url == path.as_uri():
+            route.continue_()
+        else:
+            problems.append(f"asks for {route.request.url[:100]}")
+            route.abort()
+
+    context.route("**/*", routed)
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.goto(path.as_uri())
+    yield page
+    assert page.evaluate("window.hacked") is None
+    assert problems == []
+    context.close()
+
+
+def luminance(colour) -> float:
+    red, green, blue = (float(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(","))
+    return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255
+
+
+def table(page) -> list[list[str]]:
+    """The rows of the records table."""
+    return page.eval_on_selector_all(
+        "#records-table tbody tr", "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+
+
+def column(page, name) -> list[str]:
+    """A column of the records table, by what its heading says."""
+    return [row[headings(page).index(name)] for row in table(page)]
+
+
+def headings(page) -> list[str]:
+    return page.eval_on_selector_all("#records-table thead th", "all => all.map(one => one.textContent)")
+
+
+def sorts(page) -> dict[str, str]:
+    """The headings that say how the table is sorted."""
+    script = "all => all.map(one => [one.textContent, one.getAttribute('aria-sort')])"
+    return dict(page.eval_on_selector_all("#records-table thead th[aria-sort]", script))
+
+
+@pytest.fixture
+def records(browser, pages) -> Iterator:
+    with opened(browser, pages["records"]) as page:
+        yield page
+
+
+@pytest.mark.parametrize("colour_scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1600])
+@pytest.mark.parametrize(("name", "figures"), [("comparison", 6), ("run", 1), ("empty", 0)])
+def test_a_page_is_readable(browser, pages, name, figures, width, colour_scheme):
+    with opened(browser, pages[name], width=width, colour_scheme=colour_scheme) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        playwright.expect(page.locator(".figure .main-svg .infolayer")).to_have_count(figures)
+        ground, ink = page.evaluate("(style => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
+        brighter, darker = (ground, ink) if colour_scheme == "light" else (ink, ground)
+        assert luminance(brighter) > 0.8
+        assert luminance(darker) < 0.2
+        for figure in page.locator(".figure").all():
+            assert figure.bounding_box()["width"] <= width
+            plot, legend = (figure.locator(part) for part in ("rect.nsewdrag", "g.legend"))
+            if legend.count():
+                box = legend.bounding_box()
+                assert box["y"] + box["height"] <= plot.first.bounding_box()["y"] + 1
+                assert plot.first.bounding_box()["height"] > 150
+
+
+def test_figures_follow_the_preference_when_it_changes(browser, pages):
+    with opened(browser, pages["run"]) as page:
+        tick = playwright.expect(page.locator("#figure-0 .xtick text").first)
+        soft = page.locator("header p")
+        for colour_scheme in ("light", "dark", "light"):
+            page.emulate_media(color_scheme=colour_scheme)
+            tick.to_have_css("fill", soft.evaluate("text => getComputedStyle(text).color"))
+
+
+def test_no_button_of_a_figure_sends_it_away(browser, pages):
+    with opened(browser, pages["run"]) as page:
+        page.locator("#figure-0 rect.nsewdrag").hover()
+        buttons = page.locator("#figure-0 .modebar-btn")
+        playwright.expect(buttons.first).to_be_visible()
+        titles = buttons.evaluate_all("all => all.map(one => one.dataset.title)")
+        assert titles == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"]
+
+
+def test_an_arm_that_is_switched_off_stays_so_in_other_colours(browser, pages):
+    with opened(browser, pages["comparison"]) as page:
+        last, lines = (page.locator(f"#figure-{number} .scatterlayer .trace") for number in (5, 0))
+        playwright.expect(last.first).to_be_attached()
+        drawn = lines.count()
+        page.locator("#figure-0 .legendtoggle").first.click()
+        playwright.expect(lines).to_have_count(drawn - 3)  # a line and both edges of its band
+        ticks = page.locator("#figure-0 .xtick text").first
+        before = ticks.evaluate("text => getComputedStyle(text).fill")
+        page.emulate_media(color_scheme="dark")
+        playwright.expect(ticks).not_to_have_css("fill", before)
+        playwright.expect(lines).to_have_count(drawn - 3)
+
+
+def test_hostile_text_is_shown_as_text(browser, pages):
+    with opened(browser, pages["run"]) as page:
+        assert page.locator("h1").text_content() == f"{ENV}: {HOSTILE}"
+        assert page.title() == f"{ENV}: {HOSTILE} · whence"
+        assert page.locator("#facts dd").first.text_content() == ENV
+        assert page.locator("img").count() == 0
+        cell = page.locator("#records-table td.text").first
+        assert f"{HOSTILE}: 0" in cell.get_attribute("title")
+        assert cell.text_content() == cell.get_attribute("title")[:47] + "…"
+        assert any(text.startswith(f"{TURNED} </script>") for text in column(page, "reason"))
+
+
+def test_the_records_stand_from_the_lowest_score_to_the_highest(records):
+    assert records.locator("#records-run option").all_text_contents() == [f"{arm}, seed 0" for arm in ARMS]
+    assert records.locator("#records-run option:checked").text_content() == f"{list(ARMS)[1]}, seed 0"
+    assert records.locator("#records-round option:checked").text_content() == "2"
+    assert sorts(records) == {"score": "ascending"}
+    assert [float(score) for score in column(records, "score")] == [*range(-30, -10), *range(10, 30)]
+    assert column(records, "kept")[:16] == ["dropped"] * 15 + ["kept"]
+    assert records.locator("#records-note").text_content() == (
+        "The 20 lowest and the 20 highest scores of 60 records of round 2."
+    )
+
+
+def test_a_heading_sorts_and_then_turns_the_order(records):
+    heading = records.get_by_role("columnheader", name="record", exact=True).get_by_role("button")
+    heading.click()
+    ids = [int(text) for text in column(records, "record")]
+    assert ids == sorted(ids)
+    assert sorts(records) == {"record": "ascending"}
+    heading.click()
+    assert [int(text) for text in column(records, "record")] == ids[::-1]
+    assert sorts(records) == {"record": "descending"}
+
+
+def test_headings_are_reached_and_used_by_the_keyboard(records):
+    records.locator("#records-filter").focus()
+    for _ in range(3):  # the table's own box, which scrolls, then the headings
+        records.keyboard.press("Tab")
+    assert records.evaluate("document.activeElement.textContent") == "score"
+    records.keyboard.press("Enter")
+    assert sorts(records) == {"score": "descending"}
+    records.keyboard.press("Space")
+    assert sorts(records) == {"score": "ascending"}
+
+
+def test_what_is_missing_comes_last_in_either_direction(records):
+    heading = records.get_by_role("columnheader", name="reason").get_by_role("button")
+    for _ in range(2):
+        heading.click()
+        reasons = column(records, "reason")
+        assert (set(reasons[:15]), set(reasons[15:])) == ({"too low"}, {""})
+
+
+def test_a_filter_leaves_the_rows_with_its_text(records):
+    records.fill("#records-filter", "DROPPED")
+    assert column(records, "kept") == ["dropped"] * 15
+    assert records.locator("#records-note").text_content().endswith("The filter leaves 15.")
+    records.fill("#records-filter", "no such text")
+    assert table(records) == [["No record has this text."]]
+    records.fill("#records-filter", "")
+    assert len(table(records)) == 40
+
+
+def test_another_round_and_another_run_show_other_rows(records):
+    observations = set(column(records, "observation"))
+    assert all(text.startswith("0.667, 0.667, ") and text.endswith("…") for text in observations)
+    records.select_option("#records-round", label="1")
+    assert all(text.startswith("0.333, ") for text in column(records, "observation"))
+    assert "of round 1." in records.locator("#records-note").text_content()
+    records.select_option("#records-run", label="ppo, seed 0")
+    assert records.locator("#records-round option:checked").text_content() == "1"
+    assert set(column(records, "score")) == {"–"}
+    assert records.locator("#records-note").text_content() == (
+        "The first 40 of 60 records of round 1. Nothing was scored in this round: the rule needs no influence."
+    )
+
+
+def test_the_records_scroll_in_their_own_box(browser, pages):
+    with opened(browser, pages["records"], width=390) as page:
+        inner, outer = page.evaluate("(box => [box.scrollWidth, box.clientWidth])(document.querySelector('.tall'))")
+        assert inner > outer
+        assert page.locator("#records").bounding_box()["width"] <= 390
+
+
+def test_an_empty_run_says_so(browser, pages):
+    with opened(browser, pages["empty"]) as page:
+        assert page.locator("#unstarted h2").text_content() == "No rounds yet"
+        assert page.locator("nav a").all_text_contents() == ["Configuration"]

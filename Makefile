@@ -25,12 +25,13 @@ demo: .venv/demo.stamp
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest
 
-## Static checks.
+## Static checks, and the documentation into out/site.
 check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict --quiet
 
 ## Put a dozen faults into a copy of the sources; a named test must catch each.
 mutants: .venv/dev.stamp

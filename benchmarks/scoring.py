@@ -29,31 +29,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from stable_baselines3 import PPO
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import nn
 
 import whence
 from whence.engines.memory import bytes_held
+from whence.experiments.networks import MiniGridCNN
 from whence.sb3 import collect
 
 CHUNK = 256
 ENGINES = ("ghost", "forward", "vmap")
-
-
-class MiniGridCNN(BaseFeaturesExtractor):
-    """LDA's MiniGrid network (LDA §B.2): two 3x3 convolutions of 16 and 32 filters, then a linear layer of 64."""
-
-    def __init__(self, observation_space: gym.spaces.Box) -> None:
-        super().__init__(observation_space, features_dim=64)
-        channels, height, width = observation_space.shape
-        self.layers = nn.Sequential(
-            *(nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten()),
-            *(nn.Linear(32 * (height - 4) * (width - 4), 64), nn.ReLU()),
-        )
-
-    def forward(self, observations: torch.Tensor) -> torch.Tensor:
-        """Return (n, 64) features of (n, channels, height, width) images scaled to [0, 1]."""
-        return self.layers(observations)
 
 
 class Frames(gym.Env[Any, Any]):

@@ -76,7 +76,7 @@ COMMANDS = {
     "environment of a missing module": (["train", "absent:Lake-v1"], "cannot be made.*No module named 'absent'"),
     "neither environment nor preset": (["train"], "Give either an environment, such as LunarLander-v3, or --preset"),
     "environment and preset": (["train", "CartPole-v1", "--preset", "lda-code/frozenlake"], "not both, not none"),
-    "unknown preset": (["train", "--preset", "frozenlake"], "Did you mean lda-code/frozenlake"),
+    "unknown preset": (["train", "--preset", "frozenlake"], "Did you mean paper/frozenlake, lda-code/frozenlake"),
     "unknown selection": (["train", "CartPole-v1", "--selection", "iff"], "The arm 'iff' is unknown. Did you mean iif"),
     "share above 1": (["train", "CartPole-v1", "--drop", "50"], r"drop is 50.0; it is the share.*in \(0, 1\]"),
     "share of 0": (["train", "CartPole-v1", "--drop", "0"], r"drop is 0.0; it is the share.*in \(0, 1\]"),

@@ -111,7 +111,10 @@ class TestErrors:
             (["FrozenLke-v1"], "No environment 'FrozenLke-v1' is registered in Gymnasium. Did you mean FrozenLake-v1,"),
             ([], "Give either an environment, such as LunarLander-v3, or --preset NAME; not both, not none."),
             (["FrozenLake-v1", "--preset", "lda-code/frozenlake"], "not both, not none"),
-            (["--preset", "frozenlake"], "The preset 'frozenlake' is unknown. Did you mean lda-code/frozenlake?"),
+            (
+                ["--preset", "frozenlake"],
+                "The preset 'frozenlake' is unknown. Did you mean paper/frozenlake, lda-code/frozenlake?",
+            ),
             (["FrozenLake-v1", "--arms", "ppo,iff"], "The arm 'iff' is unknown. Did you mean iif?"),
             (["FrozenLake-v1", "--arms", "iif,random"], "The arms iif, random lack 'ppo'"),
             (["FrozenLake-v1", "--arms", " , "], "arms is ''; name each arm once. Known: ppo, iif, mean,"),

@@ -62,6 +62,10 @@ def assert_same_results(mine, other):
         assert_same_tensors(mine.policy(number), other.policy(number))
 
 
+def lake(kwargs):
+    return RunConfig("FrozenLake-v1", "ppo", 0, env_kwargs=kwargs)
+
+
 def assert_same_tensors(mine, other):
     assert mine.keys() == other.keys()
     for name, tensor in mine.items():
@@ -134,6 +138,8 @@ class TestPlan:
                 "target_args": {},
                 "engine": "auto",
                 "device": "cpu",
+                **{"eval_every": 1, "collect_with": "gymnasium", "evaluate_with": "gymnasium", "pool_kwargs": {}},
+                "observe": None,
             },
         }
         assert config.hyperparameters["max_grad_norm"] == math.inf
@@ -224,7 +230,10 @@ class TestPlan:
             ({"env": "FrozenLke-v1"}, r"No environment 'FrozenLke-v1' is registered.*Did you mean FrozenLake-v1, "),
             ({"env": "cartpole-v1"}, r"No environment 'cartpole-v1' is registered.*Did you mean CartPole-v1"),
             ({"env": "LunarLander-v99"}, r"No environment 'LunarLander-v99'.*Did you mean LunarLander-v3"),
-            ({"preset": "frozenlake"}, r"preset 'frozenlake' is unknown\. Did you mean lda-code/frozenlake\?"),
+            (
+                {"preset": "frozenlake"},
+                r"preset 'frozenlake' is unknown\. Did you mean paper/frozenlake, lda-code/frozenlake\?",
+            ),
             ({"preset": "zzzzzzzz"}, r"preset 'zzzzzzzz' is unknown\. Known: .*lda-code/frozenlake"),
             ({"env": "CartPole-v1", "preset": "lda-code/frozenlake"}, "Give either an environment.* not both, not non"),
             ({}, "Give either an environment.* not both, not none"),
@@ -303,7 +312,7 @@ class TestEvaluate:
 
     @pytest.fixture
     def env(self):
-        env = evaluation_env("FrozenLake-v1", self.STILL_LAKE, 40)
+        env = evaluation_env(lake(self.STILL_LAKE), 40)
         yield env
         env.close()
 
@@ -312,12 +321,12 @@ class TestEvaluate:
         random.random(), np.random.random(), torch.rand(3)
         evaluate(model, env, episodes=7, seed=1)
         assert evaluate(model, env, episodes=40, seed=5) == first
-        fresh = evaluation_env("FrozenLake-v1", self.STILL_LAKE, 40)
+        fresh = evaluation_env(lake(self.STILL_LAKE), 40)
         assert evaluate(model, fresh, episodes=40, seed=5) == first
         assert len({evaluate(model, env, episodes=40, seed=seed)[0] for seed in range(6)}) > 1
 
     def test_the_environments_own_chance_follows_the_seed(self, model):
-        env = evaluation_env("FrozenLake-v1", LAKE, 3)
+        env = evaluation_env(lake(LAKE), 3)
         with torch.no_grad():
             model.policy.action_net.weight.zero_()
             model.policy.action_net.bias.copy_(torch.tensor([0.0, 0.0, 100.0, 0.0]))  # always to the right
@@ -334,7 +343,7 @@ class TestEvaluate:
     def test_mean_and_standard_error_by_hand(self, registered):
         name = registered("WhenceDraw-v0", Draw)
         model = PPO("MlpPolicy", gym.make(name), device="cpu")
-        env = evaluation_env(name, {}, 5)
+        env = evaluation_env(RunConfig(name, "ppo", 0), 5)
         assert env.num_envs == 5
         draws = [int(gym.utils.seeding.np_random(11 + index)[0].integers(100)) for index in range(5)]
         assert len(set(draws)) == 5
@@ -356,7 +365,7 @@ class TestEvaluate:
             return generators(), modes
 
         before, parameters = state(), [parameter.clone() for parameter in model.policy.parameters()]
-        env = evaluation_env(name, {"broken": broken}, 4)
+        env = evaluation_env(RunConfig(name, "ppo", 0, env_kwargs={"broken": broken}), 4)
         if broken:
             with pytest.raises(RuntimeError, match="the pump is dry"):
                 evaluate(model, env, episodes=4, seed=9)

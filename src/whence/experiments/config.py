@@ -21,6 +21,8 @@ from whence.targets import Action, Return, Target
 OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "SGD")
 """Names in torch.optim."""
 
+BACKENDS = ("gymnasium", "envpool")
+
 POLICIES = tuple(PPO.policy_aliases)
 """SB3's names."""
 
@@ -62,6 +64,11 @@ class RunConfig:
         device: where the policy is trained, by torch's name.
         rounds: rollouts to train on.
         eval_episodes: episodes of each evaluation; 0: none is made.
+        eval_every: rounds from one evaluation to the next; the untrained policy and the last one are evaluated too.
+        collect_with: "gymnasium" or "envpool": whose environments are trained in.
+        evaluate_with: the same for evaluations.
+        pool_kwargs: EnvPool's settings of the environment, as `env_kwargs` are Gymnasium's.
+        observe: the part of a dict observation that is observed; None: all of it.
         seed: of everything random in the run.
     """
 
@@ -81,7 +88,12 @@ class RunConfig:
     engine: str = "auto"
     rounds: int = 50
     eval_episodes: int = 100
+    eval_every: int = 1
     device: str = "cpu"
+    collect_with: str = "gymnasium"
+    evaluate_with: str = "gymnasium"
+    pool_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    observe: str | None = None
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -90,12 +102,14 @@ class RunConfig:
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("target", self.target, TARGETS),
             ("engine", self.engine, ("auto", *ENGINES)),
+            ("library to collect with", self.collect_with, BACKENDS),
+            ("library to evaluate with", self.evaluate_with, BACKENDS),
         ):
             if name not in known:
                 raise WhenceError(f"The {what} {name!r} is unknown.{nearest(name, known)}")
         if unknown := [name for name in self.hyperparameters if name not in HYPERPARAMETERS]:
             raise WhenceError(f"PPO has no hyper-parameter {unknown[0]!r}.{nearest(unknown[0], HYPERPARAMETERS)}")
-        for name, least in (("rounds", 1), ("eval_episodes", 0), ("n_envs", 1), ("seed", 0)):
+        for name, least in (("rounds", 1), ("eval_episodes", 0), ("eval_every", 1), ("n_envs", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
         if self.eval_episodes == 1:
@@ -151,5 +165,13 @@ def _from_json(value: Any) -> Any:
 
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Return the built-in presets by name."""
-    return tomllib.loads((files("whence.experiments") / "presets.toml").read_text(encoding="utf-8"))
+    """Return the built-in presets by name; what one says beside its `base` goes before what the base says."""
+    found: dict[str, dict[str, Any]] = tomllib.loads(
+        (files("whence.experiments") / "presets.toml").read_text(encoding="utf-8")
+    )
+    for name, values in found.items():
+        if "base" in values:
+            base = found[values.pop("base")]
+            hyperparameters = {**base["hyperparameters"], **values.get("hyperparameters", {})}
+            found[name] = {**base, **values, "hyperparameters": hyperparameters}
+    return found

@@ -1,6 +1,5 @@
 """Environments by name, for training and for evaluation."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -13,26 +12,44 @@ from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from whence.errors import WhenceError, nearest
+from whence.experiments.config import RunConfig
 from whence.guards import eval_mode, kept_generators
 from whence.sb3 import RecordResets
+from whence.sb3.fast import EnvPoolVecEnv, make_pool
 
 
-def check_environment(env: str, kwargs: Mapping[str, Any]) -> gym.Space[Any]:
-    """Make the environment once and return its observation space.
+def check_environment(config: RunConfig) -> gym.Space[Any]:
+    """Make the environments of a run once and return the observation space.
 
     Raises:
-        WhenceError: the id is not registered (the nearest are given), or the environment cannot be made.
+        WhenceError: an id is not known (the nearest are given), an environment cannot be made, or its observations
+            lack the part to observe.
     """
-    try:
-        made = gym.make(env, **kwargs)
-    except gym.error.UnregisteredEnv:
-        known = {name for name in gym.registry if ":" not in name and "/" not in name}
-        raise WhenceError(f"No environment {env!r} is registered in Gymnasium.{nearest(env, known)}") from None
-    except Exception as failure:
-        raise WhenceError(f"The environment {env!r} cannot be made with {dict(kwargs)}: {failure}") from failure
-    space = made.observation_space
-    made.close()
-    return space
+    if config.evaluate_with == "envpool" and config.eval_episodes:
+        make_pool(config.env, config.pool_kwargs, 1, 0).close()
+    if config.collect_with == "envpool":
+        pool = make_pool(config.env, config.pool_kwargs, 1, 0)
+        space: gym.Space[Any] = pool.observation_space
+        pool.close()
+    else:
+        try:
+            made = gym.make(config.env, **config.env_kwargs)
+        except gym.error.UnregisteredEnv:
+            known = {name for name in gym.registry if ":" not in name and "/" not in name}
+            raise WhenceError(
+                f"No environment {config.env!r} is registered in Gymnasium.{nearest(config.env, known)}"
+            ) from None
+        except Exception as failure:
+            kwargs = dict(config.env_kwargs)
+            raise WhenceError(f"The environment {config.env!r} cannot be made with {kwargs}: {failure}") from failure
+        space = made.observation_space
+        made.close()
+    if config.observe is None:
+        return space
+    if not isinstance(space, gym.spaces.Dict) or config.observe not in space.spaces:
+        there = ", ".join(space) if isinstance(space, gym.spaces.Dict) else f"a {type(space).__name__}"
+        raise WhenceError(f"{config.env} has no part {config.observe!r} to observe; its observations are {there}.")
+    return space[config.observe]
 
 
 def default_policy(space: gym.Space[Any]) -> str:
@@ -42,15 +59,36 @@ def default_policy(space: gym.Space[Any]) -> str:
     return "CnnPolicy" if is_image_space(space) else "MlpPolicy"
 
 
-def training_env(env: str, kwargs: Mapping[str, Any], n_envs: int) -> VecEnv:
-    """Return environments to collect from, which tell how to play their episodes again."""
-    return DummyVecEnv([lambda: Monitor(RecordResets(gym.make(env, **kwargs)))] * n_envs)
+def training_env(config: RunConfig) -> VecEnv:
+    """Return environments to collect from; Gymnasium's tell how to play their episodes again."""
+    if config.collect_with == "envpool":
+        return EnvPoolVecEnv(config.env, config.pool_kwargs, config.n_envs, config.seed, config.observe)
+    return DummyVecEnv([lambda: Monitor(RecordResets(_made(config)))] * config.n_envs)
 
 
-def evaluation_env(env: str, kwargs: Mapping[str, Any], episodes: int) -> VecEnv:
-    """Return environments to evaluate on."""
-    make = lambda: Monitor(gym.make(env, disable_env_checker=True, **kwargs))  # noqa: E731
-    return DummyVecEnv([make] * min(64, episodes))
+def evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
+    """Return Gymnasium's environments to evaluate on, or EnvPool's single one where training is in its own."""
+    if config.collect_with == "envpool":
+        return EnvPoolVecEnv(config.env, config.pool_kwargs, 1, config.seed, config.observe)
+    return DummyVecEnv([lambda: Monitor(_made(config, disable_env_checker=True))] * min(64, episodes))
+
+
+def _made(config: RunConfig, **more: Any) -> gym.Env[Any, Any]:
+    env: gym.Env[Any, Any] = gym.make(config.env, **config.env_kwargs, **more)
+    return env if config.observe is None else _Part(env, config.observe)
+
+
+class _Part(gym.ObservationWrapper[Any, Any, Any]):
+    """Show one part of a dict observation."""
+
+    def __init__(self, env: gym.Env[Any, Any], key: str) -> None:
+        super().__init__(env)
+        assert isinstance(env.observation_space, gym.spaces.Dict)
+        self.observation_space, self._key = env.observation_space[key], key
+
+    def observation(self, observation: Any) -> Any:
+        """Return the part."""
+        return observation[self._key]
 
 
 def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> tuple[float, float]:

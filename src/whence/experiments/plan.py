@@ -40,11 +40,11 @@ def configure(
     if "hyperparameters" in given:
         given["hyperparameters"] = {**values.get("hyperparameters", {}), **given["hyperparameters"]}
     config = RunConfig(arm=arm, seed=seed, **copy.deepcopy({**values, **given}))
-    space = check_environment(config.env, config.env_kwargs)
+    space = check_environment(config)
     if "policy" not in values | given:
         config = replace(config, policy=default_policy(space))
     with kept_generators():  # PPO seeds them
-        trial = evaluation_env(config.env, config.env_kwargs, 1)
+        trial = evaluation_env(config, 1)
         try:
             make_model(config, trial)
         finally:

@@ -39,7 +39,7 @@ def load_round(run: RunDirectory, number: int) -> tuple[PPO, RecordBatch]:
             "build the policy. Build the model as the script does, load RunDirectory.open(...).policy(round) into it, "
             "and pass both to whence.attribute."
         ) from None
-    env = evaluation_env(config.env, config.env_kwargs, 1)
+    env = evaluation_env(config, 1)
     try:
         model = make_model(replace(config, device="cpu", n_envs=1), env)
     finally:

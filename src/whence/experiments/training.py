@@ -16,9 +16,11 @@ from whence.experiments.arms import ARMS
 from whence.experiments.config import RunConfig
 from whence.experiments.environments import evaluate, evaluation_env, training_env
 from whence.experiments.metrics import Curve
+from whence.experiments.networks import named_classes
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 from whence.sb3.callback import library_versions
+from whence.sb3.fast import evaluate_pool
 
 Seen = Callable[[int, Mapping[str, Any]], None]
 """Called with the number of rounds done, from 0, and the last one's metrics."""
@@ -48,8 +50,9 @@ def run(
         return
     directory = RunDirectory.create(path, config.to_json(), versions=library_versions())
     torch.manual_seed(config.seed)
-    env = training_env(config.env, config.env_kwargs, config.n_envs)
-    test = evaluation_env(config.env, config.env_kwargs, config.eval_episodes) if config.eval_episodes else None
+    env = training_env(config)
+    on_gymnasium = config.eval_episodes and config.evaluate_with == "gymnasium"
+    test = evaluation_env(config, config.eval_episodes) if on_gymnasium else None
     try:
         model = make_model(config, env, tensorboard=tensorboard)
         selection = InfluenceCallback(config.rule(), target=config.make_target(), engine=config.engine, run=directory)
@@ -68,7 +71,7 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
     Raises:
         WhenceError: PPO refuses the settings; SB3's reason is given.
     """
-    policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **config.policy_kwargs}
+    policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **named_classes(config.policy_kwargs)}
     try:
         with warnings.catch_warnings():
             # The last minibatch of a round is shorter than the others where sizes do not divide; nothing is amiss.
@@ -87,6 +90,11 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
         raise WhenceError(f"Stable-Baselines3's PPO refuses these settings: {reason}") from refused
 
 
+def evaluated_rounds(config: RunConfig) -> list[int]:
+    """Return the rounds after which a run is evaluated; 0 is before the first."""
+    return sorted({*range(0, config.rounds + 1, config.eval_every), config.rounds})
+
+
 def is_finished(config: RunConfig, path: Path) -> bool:
     """Tell whether a directory holds this very run, with its last round and evaluation.
 
@@ -99,11 +107,14 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     directory.check_same(config.to_json())
     if not config.eval_episodes:
         return directory.table("timings").height == config.rounds
-    return directory.table("evaluations").height == config.rounds + 1
+    return directory.table("evaluations").height == len(evaluated_rounds(config))
 
 
 def curve(config: RunConfig, path: Path) -> Curve:
-    """Read a finished run's learning curve and its seconds (process CPU) a round."""
+    """Read a finished run's learning curve and its seconds (process CPU) a round.
+
+    Between evaluations the curve stays at the last one.
+    """
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
     directory = RunDirectory.open(path)
@@ -111,9 +122,10 @@ def curve(config: RunConfig, path: Path) -> Curve:
     seconds = timings["collection_cpu"] + timings["optimisation_cpu"]
     if ARMS[config.arm].counts_scoring:
         seconds = seconds + timings["scoring_cpu"]
+    last = np.searchsorted(evaluations["round"].to_numpy(), np.arange(config.rounds + 1), side="right") - 1
     return Curve(
-        returns=evaluations["test_return"].to_numpy(),
-        standard_errors=evaluations["standard_error"].to_numpy(),
+        returns=evaluations["test_return"].to_numpy()[last],
+        standard_errors=evaluations["standard_error"].to_numpy()[last],
         seconds=seconds.to_numpy(),
     )
 
@@ -143,16 +155,26 @@ class _Evaluation(BaseCallback):
     def evaluate(self) -> None:
         """Evaluate the policy as it is, and write the figures."""
         last = dict(self._selection.metrics[-1]) if self._selection.metrics else {}
-        if self._env is not None:
-            seed = int(np.random.SeedSequence([self._config.seed, self._done]).generate_state(1)[0])
-            mean, error = evaluate(self.model, self._env, episodes=self._config.eval_episodes, seed=seed)
+        config = self._config
+        if config.eval_episodes and self._done in evaluated_rounds(config):
+            seed = int(np.random.SeedSequence([config.seed, self._done]).generate_state(1)[0])
+            mean, error = self._evaluated(seed)
             row = {
                 "round": self._done,
                 "test_return": mean,
                 "standard_error": error,
-                "episodes": self._config.eval_episodes,
+                "episodes": config.eval_episodes,
             }
             self._directory.append("evaluations", row)
             last |= {"test_return": mean}
         self._on_round(self._done, last)
         self._done += 1
+
+    def _evaluated(self, seed: int) -> tuple[float, float]:
+        config = self._config
+        if self._env is not None:
+            return evaluate(self.model, self._env, episodes=config.eval_episodes, seed=seed)
+        # EnvPool's seeds have 31 bits.
+        asked = self.model, config.env, config.pool_kwargs
+        returns = evaluate_pool(*asked, episodes=config.eval_episodes, seed=seed >> 1, key=config.observe)
+        return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))

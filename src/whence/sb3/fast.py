@@ -1,0 +1,191 @@
+"""EnvPool's environments: as SB3's vector environments to collect from, and for evaluations of many episodes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
+
+from whence.errors import Unsupported, WhenceError, nearest
+from whence.guards import eval_mode, kept_generators
+
+# EnvPool spells some ids in its own way.
+_NAMES = {"highway-v0": "Highway-v0"}
+
+
+def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> Any:
+    """Return a pool of EnvPool's, with one thread.
+
+    Args:
+        env: Gymnasium's id of the environment.
+        kwargs: EnvPool's settings of it.
+        n_envs: environments in the pool.
+        seed: of the pool; its environments' seeds follow from it.
+
+    Raises:
+        Unsupported: EnvPool is not installed.
+        WhenceError: EnvPool does not have the environment, or not these settings.
+    """
+    try:
+        import envpool
+    except ImportError:
+        raise Unsupported("EnvPool is not installed: pip install 'whence[fast]'.") from None
+    name = _NAMES.get(env, env)
+    known = envpool.list_all_envs()
+    if name not in known:
+        raise WhenceError(f"EnvPool has no environment {name!r}.{nearest(name, known)}")
+    try:
+        return envpool.make(name, env_type="gymnasium", num_envs=n_envs, num_threads=1, seed=seed, **kwargs)
+    except (TypeError, ValueError, AssertionError) as wrong:
+        raise WhenceError(f"EnvPool's {name} refuses {dict(kwargs)}: {wrong}") from wrong
+
+
+def picked(observation: Any, key: str | None) -> Any:
+    """Return the part `key` of a dict observation; the observation where no key is given."""
+    return observation if key is None else observation[key]
+
+
+class EnvPoolVecEnv(VecEnv):
+    """A pool as an SB3 `VecEnv`: episodes that end are begun anew in the same step, as SB3's own do.
+
+    EnvPool returns a last observation as an ordinary one, and the next episode's first one step late; here the last
+    one goes into `info["terminal_observation"]`, and the pool is told to reset at once, so that no step is lost.
+
+    Args:
+        env: see `make_pool`.
+        kwargs: see `make_pool`.
+        n_envs: see `make_pool`.
+        seed: see `make_pool`.
+        key: the part of a dict observation that is observed.
+    """
+
+    def __init__(self, env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int, key: str | None = None) -> None:
+        self._make = env, kwargs, n_envs
+        self._key = key
+        self._pool = make_pool(env, kwargs, n_envs, seed)
+        self._actions: NDArray[Any] = np.zeros(0)
+        self._returns, self._lengths = np.zeros(n_envs), np.zeros(n_envs, dtype=np.int64)
+        self.spec = gym.spec(env) if env in gym.registry else None
+        space = self._pool.observation_space
+        super().__init__(n_envs, space if key is None else space[key], self._pool.action_space)
+
+    def reset(self) -> VecEnvObs:
+        """Begin all episodes anew."""
+        observation, _ = self._pool.reset()
+        self._returns[:], self._lengths[:] = 0, 0
+        self.reset_infos = [{} for _ in range(self.num_envs)]
+        self._reset_seeds()
+        return np.array(picked(observation, self._key))
+
+    def step_async(self, actions: NDArray[Any]) -> None:
+        """Take note of the actions."""
+        self._actions = actions
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """Step all environments."""
+        found, rewards, terminated, truncated, _ = self._pool.step(_as_pool_takes(self._actions, self.action_space))
+        observations = np.array(picked(found, self._key))
+        ended = terminated | truncated
+        self._returns += rewards
+        self._lengths += 1
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        over = np.flatnonzero(ended)
+        if len(over):
+            first, about = self._pool.reset(over)
+            for env, fresh in zip(about["env_id"], picked(first, self._key), strict=True):
+                infos[env] = {
+                    "terminal_observation": observations[env].copy(),
+                    "TimeLimit.truncated": bool(truncated[env] and not terminated[env]),
+                    "episode": {"r": float(self._returns[env]), "l": int(self._lengths[env]), "t": 0.0},
+                }
+                observations[env] = fresh
+            self._returns[over], self._lengths[over] = 0, 0
+        return observations, rewards.astype(np.float32), ended, infos
+
+    def seed(self, seed: int | None = None) -> Sequence[int | None]:
+        """Make the pool anew with a seed: EnvPool seeds a pool when it is made, and at no other time."""
+        if seed is not None:
+            self.close()
+            env, kwargs, n_envs = self._make
+            self._pool = make_pool(env, kwargs, n_envs, seed)
+        return [seed] * self.num_envs
+
+    def close(self) -> None:
+        """Give the pool's memory back."""
+        self._pool.close()
+
+    def env_is_wrapped(
+        self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
+    ) -> list[bool]:
+        """Pools take no wrappers."""
+        return [False] * len(list(self._get_indices(indices)))
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        """Return an attribute of this object for each environment; pools have none of their own."""
+        if attr_name not in ("spec", "render_mode"):
+            raise AttributeError(f"EnvPool's environments have no attribute {attr_name!r}.")
+        value = self.spec if attr_name == "spec" else None
+        return [value for _ in self._get_indices(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        """Refuse: pools have no attributes."""
+        raise AttributeError(f"EnvPool's environments have no attribute {attr_name!r}.")
+
+    def env_method(self, method_name: str, *args: Any, indices: VecEnvIndices = None, **kwargs: Any) -> list[Any]:
+        """Refuse: pools have no methods."""
+        raise AttributeError(f"EnvPool's environments have no method {method_name!r}.")
+
+
+def _as_pool_takes(actions: NDArray[Any], space: spaces.Space[Any]) -> NDArray[Any]:
+    return actions.astype(space.dtype) if space.dtype is not None else actions
+
+
+def evaluate_pool(
+    model: BaseAlgorithm, env: str, kwargs: Mapping[str, Any], *, episodes: int, seed: int, key: str | None = None
+) -> NDArray[np.float64]:
+    """Return the returns of so many episodes of sampled actions, (episodes,).
+
+    Every environment of a pool plays one episode and then stands still, so that short episodes are not counted more
+    often than long ones. The same policy and seed give the same returns; global generators and the policy's mode are
+    as before afterwards.
+
+    Args:
+        model: an SB3 model.
+        env: see `make_pool`.
+        kwargs: see `make_pool`.
+        episodes: environments in the pool.
+        seed: of the pool and of the actions.
+        key: the part of a dict observation that is observed.
+    """
+    pool = make_pool(env, kwargs, episodes, seed)
+    returns = np.zeros(episodes)
+    box = model.action_space if isinstance(model.action_space, spaces.Box) else None
+    with kept_generators(), eval_mode(model.policy.modules()), torch.no_grad():
+        torch.manual_seed(seed)
+        found, about = pool.reset()
+        ids, observations = about["env_id"], picked(found, key)
+        while len(ids):
+            actions = model.policy(_as_policy_reads(observations, model))[0].cpu().numpy()
+            if box is not None:
+                actions = np.clip(actions, box.low, box.high)
+            found, rewards, terminated, truncated, about = pool.step(_as_pool_takes(actions, model.action_space), ids)
+            # A pool answers in the order in which its environments are ready.
+            order = np.argsort(about["env_id"])
+            ids, goes_on = about["env_id"][order], ~(terminated | truncated)[order]
+            returns[ids] += rewards[order]
+            ids, observations = ids[goes_on], picked(found, key)[order][goes_on]
+    pool.close()
+    return returns
+
+
+def _as_policy_reads(observations: NDArray[Any], model: BaseAlgorithm) -> torch.Tensor:
+    # What SB3's VecTransposeImage does to channels in training.
+    if observations.ndim == 4 and observations.shape[1:] != model.observation_space.shape:
+        observations = observations.transpose(0, 3, 1, 2)
+    return torch.as_tensor(np.ascontiguousarray(observations), device=model.device)

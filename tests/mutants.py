@@ -361,8 +361,8 @@ MUTANTS = (
     Mutant(
         "the check compares with nothing",
         "checks.py",
-        "(scores - truth).abs()",
-        "(scores - scores).abs()",
+        "(found - truth).abs()",
+        "(found - found).abs()",
         "test_checks.py::test_a_wrong_rule_shows",
     ),
     Mutant(

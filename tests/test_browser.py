@@ -15,7 +15,7 @@ from whence.experiments.compare import run_path
 from whence.report import write_report, write_run_report
 from whence.runs import RunDirectory
 
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install 'whence[dev]'")
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[dev]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
 

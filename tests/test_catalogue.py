@@ -114,7 +114,7 @@ COMMANDS = {
     "a truth value that is none": (["train", "CartPole-v1", "--use-sde", "maybe"], "Invalid value for '--use-sde'"),
     "an option there is not": (["train", "CartPole-v1", "--learning-rat", "1"], "No such option.*--learning-rate"),
     "spaces SB3 does not take": (["train", "Blackjack-v1"], "refuses these settings.*Tuple"),
-    "TensorBoard missing": (["train", "CartPole-v1", "--tensorboard", "tb"], r"pip install 'whence\[tensorboard\]'"),
+    "TensorBoard missing": (["train", "CartPole-v1", "--tensorboard", "tb"], r"pip install '.\[tensorboard\]'"),
     "a directory with other files": (["train", "CartPole-v1", "--run", "taken"], "no run of whence's. Choose a new or"),
     "a directory of another run": (
         ["train", "CartPole-v1", "--run", "lake"],

@@ -71,6 +71,10 @@ def test_a_wrong_rule_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     view = mlp_view()
     table = check_engines(view, records_for(view), engines=["ghost"], verbose=False)
     assert table["difference"].to_list() == [pytest.approx(0.1, rel=1e-4)]
+    # The half of a rule that only several targets use shows as well.
+    half = whence.engines.LayerRule(own.product, lambda *args: {k: 5 * v for k, v in own.gradient(*args).items()})
+    monkeypatch.setitem(rules._RULES, nn.Linear, half)
+    assert check_engines(view, records_for(view), engines=["ghost"], verbose=False)["difference"].item() > 1
 
 
 def test_an_unknown_engine_is_refused() -> None:

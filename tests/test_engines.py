@@ -407,3 +407,18 @@ def test_a_models_device_is_where_it_is_scored(device: str, observation: str, ac
             assert scored[name].scores.device.type == "cpu"
             assert difference(scored[name], truth[name]) <= 1e-5
     assert next(toy.policy.parameters()).device.type == device
+
+
+class OneNumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(5, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / self.temperature
+
+
+@pytest.mark.parametrize("engine", ENGINES_BESIDE_LOOP)
+def test_a_parameter_of_one_number(engine: str) -> None:
+    view = categorical_view(OneNumber())
+    against_loop(view, records_for(view), engine)

@@ -65,7 +65,7 @@ def attribute(
         target: what to raise: `Return()`, `Action(...)`, a function `(view, params, records) -> scalar`; or a mapping
             of such, which shares one pass over the records.
         objective: what the round's optimisation raises, one value per record. None: `PPOClip()`.
-        engine: "auto", "ghost", "forward", "vmap" or "loop"; see docs/concepts.md.
+        engine: "auto", "ghost", "forward", "vmap" or "loop"; see Concepts in the documentation.
         chunk_size: the most records in one pass; None: as many as `memory` holds. Scores do not depend on it.
         memory: bytes that scoring may hold at a time, beside the policy and the records. The cost of a record is
             measured on a few of them, once per policy. What a target makes that runs the policy itself is not counted.

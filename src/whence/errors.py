@@ -21,7 +21,7 @@ class NonFinite(WhenceError):
 
 
 class InvalidInfluence(WhenceError):
-    """Scores that do not belong to the records, or to the scores, they are used with."""
+    """Scores used with records, or with other scores, that they do not belong to."""
 
 
 class RunDirectoryError(WhenceError):

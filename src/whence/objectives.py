@@ -118,7 +118,7 @@ class PPOClip(_ActorCritic):
     probability to the recorded one and `A` the normalised advantage.
 
     Attributes:
-        clip_range: eps.
+        clip_range: eps: how far the ratio may move from 1 before it is clipped.
         ent_coef: weight of the entropy; -log pi of the action stands in where the policy gives none.
         vf_coef: weight of the squared value error; 0 leaves it out, as LDA does.
         clip_range_vf: range in which the value may move from the recorded one, or None.

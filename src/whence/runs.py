@@ -49,7 +49,7 @@ class RunDirectory:
     path: Path
     config: Mapping[str, Any]
     versions: Mapping[str, str]
-    _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
+    _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False, init=False)
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any], *, versions: Mapping[str, str] | None = None) -> Self:

@@ -6,7 +6,7 @@ try:
     import rich as _rich  # noqa: F401
     import typer as _typer  # noqa: F401
 except ImportError as missing:
-    raise Unsupported("The command `whence` needs its extra: pip install 'whence[cli]'.") from missing
+    raise Unsupported("The command `whence` needs its extra: in its source tree, pip install '.[cli]'.") from missing
 
 # Commands are listed in the order of their modules.
 from whence.cli import training as _training  # noqa: F401  isort: skip

@@ -78,7 +78,7 @@ def _listed(found: dict[str, str | None]) -> str:
 
 
 def _advised(extra: str, found: dict[str, str | None]) -> str | None:
-    return None if all(found.values()) else f"pip install 'whence[{extra}]'"
+    return None if all(found.values()) else f"pip install '.[{extra}]'"
 
 
 def _number(value: float | None) -> str:

@@ -168,7 +168,7 @@ def train(
     given = {name: named[name] for name in HYPERPARAMETERS if named[name] is not None}
     given |= {name: text == "true" for name, text in given.items() if isinstance(HYPERPARAMETERS[name], bool)}
     if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-        raise WhenceError("--tensorboard needs TensorBoard, which is not installed: pip install 'whence[tensorboard]'.")
+        raise WhenceError("--tensorboard needs TensorBoard: in whence's source tree, pip install '.[tensorboard]'.")
     config = experiments.configure(
         env=env,
         preset=preset,

@@ -1,5 +1,6 @@
 """Forward-mode differentiation: the objective's derivative along the target's gradient, all records at once."""
 
+import warnings
 from collections.abc import Collection
 
 import torch
@@ -25,7 +26,9 @@ def forward(problem: Problem) -> Float[Tensor, "targets n"]:
 def directional(problem: Problem, direction: Gradient, *, along: Collection[str] | None = None) -> Float[Tensor, " n"]:
     """Return each record's derivative along `direction`, restricted to the parameters `along`."""
     names = direction.keys() if along is None else direction.keys() & along
-    with torch.no_grad(), fwAD.dual_level():
+    with torch.no_grad(), fwAD.dual_level(), warnings.catch_warnings():
+        # torch scripts decompositions of its own when forward mode is first used.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         params = {
             name: fwAD.make_dual(p.detach(), direction[name]) if name in names else p.detach()
             for name, p in problem.params.items()

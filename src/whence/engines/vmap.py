@@ -43,4 +43,6 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _product(gradient: Gradient, own: dict[str, Tensor]) -> Tensor:
-    return torch.stack([own[name].flatten(1) @ direction.flatten() for name, direction in gradient.items()]).sum(0)
+    return torch.stack(
+        [own[name].reshape(len(own[name]), -1) @ direction.flatten() for name, direction in gradient.items()]
+    ).sum(0)

@@ -33,7 +33,7 @@ def learning_curves(evaluations: pl.DataFrame, colours: Colours | None = None) -
 
 
 def training_returns(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
-    """Draw the mean return of the episodes that ended while the round was collected."""
+    """Draw the mean return of the last hundred training episodes."""
     return over_rounds(metrics, "episode_return", "mean return of training episodes", colours)
 
 

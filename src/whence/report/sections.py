@@ -45,7 +45,7 @@ def drawn(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
         about = f"Mean return of the evaluation episodes after each round; round 0 is the untrained policy.{bands}"
         found.append(("Learning curves", about, figures.learning_curves(evaluations, colours)))
     elif _has(metrics, "episode_return"):
-        about = f"Mean return of the episodes that ended while the round was collected.{bands}"
+        about = f"Mean return of the last hundred training episodes.{bands}"
         found.append(("Learning curves", about, figures.training_returns(metrics, colours)))
     if _has(metrics, "dropped_share"):
         about = "The share of each rollout that trained; the rest, up to 100%, was dropped."

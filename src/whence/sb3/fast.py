@@ -1,5 +1,6 @@
 """EnvPool's environments: as SB3's vector environments to collect from, and for evaluations of many episodes."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
     """Return a pool of EnvPool's, with one thread.
 
     Args:
-        env: Gymnasium's id of the environment.
+        env: Gymnasium's id of the environment, or module:Id.
         kwargs: EnvPool's settings of it.
         n_envs: environments in the pool.
         seed: of the pool; its environments' seeds follow from it.
@@ -32,11 +33,16 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
         Unsupported: EnvPool is not installed.
         WhenceError: EnvPool does not have the environment, or not these settings.
     """
+    # Imported after EnvPool, Box2D crashes the interpreter (seen with EnvPool 1.2.5 and Box2D 2.3.10); before, it does
+    # not. Gymnasium imports it when one of its environments is made.
+    with contextlib.suppress(ImportError):
+        import Box2D as _  # noqa: F401
     try:
         import envpool
     except ImportError:
-        raise Unsupported("EnvPool is not installed: pip install 'whence[fast]'.") from None
-    name = _NAMES.get(env, env)
+        raise Unsupported("EnvPool is not installed: in whence's source tree, pip install '.[fast]'.") from None
+    name = env.rpartition(":")[2]  # of module:Id
+    name = _NAMES.get(name, name)
     known = envpool.list_all_envs()
     if name not in known:
         raise WhenceError(f"EnvPool has no environment {name!r}.{nearest(name, known)}")
@@ -71,7 +77,7 @@ class EnvPoolVecEnv(VecEnv):
         self._pool = make_pool(env, kwargs, n_envs, seed)
         self._actions: NDArray[Any] = np.zeros(0)
         self._returns, self._lengths = np.zeros(n_envs), np.zeros(n_envs, dtype=np.int64)
-        self.spec = gym.spec(env) if env in gym.registry else None
+        self.spec = gym.registry.get(env.rpartition(":")[2])
         space = self._pool.observation_space
         super().__init__(n_envs, space if key is None else space[key], self._pool.action_space)
 

@@ -1,0 +1,191 @@
+"""EnvPool beside Gymnasium: the same steps, ends and beginnings; the same returns within what chance allows."""
+
+import sys
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+import whence
+from whence import IIF, RunDirectory, WhenceError
+from whence.experiments import RunConfig, configure, load_round, run
+from whence.experiments.environments import evaluate, evaluation_env
+from whence.experiments.training import curve, make_model
+from whence.sb3 import InfluenceCallback
+from whence.sb3.fast import EnvPoolVecEnv, evaluate_pool
+
+pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+pytest.importorskip("envpool")
+pytestmark = pytest.mark.filterwarnings("ignore:.*WARN.*Box (low|high)'s precision")
+
+GRID = RunConfig("minigrid:MiniGrid-Empty-8x8-v0", "ppo", 0, observe="image")
+
+
+def test_a_grid_without_chance_is_stepped_alike() -> None:
+    # Turned about and walked through at random, until time limits have cut episodes off and goals have ended others.
+    plain = evaluation_env(GRID, 3)
+    pool = EnvPoolVecEnv("minigrid:MiniGrid-Empty-8x8-v0", {}, 3, 0, "image")
+    rng = np.random.default_rng(0)
+    assert np.array_equal(plain.reset(), pool.reset())
+    ends = {"reached": 0, "cut off": 0}
+    for _ in range(700):
+        actions = rng.choice([0, 1, 2, 2, 2], size=3)
+        mine, theirs = pool.step(actions), plain.step(actions)
+        assert np.array_equal(mine[0], theirs[0])
+        assert np.allclose(mine[1], theirs[1])
+        assert np.array_equal(mine[2], theirs[2])
+        for one, other in zip(mine[3], theirs[3], strict=True):
+            assert ("terminal_observation" in one) == ("terminal_observation" in other)
+            if "terminal_observation" in one:
+                assert np.array_equal(one["terminal_observation"], other["terminal_observation"])
+                assert one["TimeLimit.truncated"] == other["TimeLimit.truncated"]
+                assert one["episode"]["l"] == other["episode"]["l"]
+                assert one["episode"]["r"] == pytest.approx(other["episode"]["r"], abs=1e-5)
+                ends["cut off" if one["TimeLimit.truncated"] else "reached"] += 1
+    assert min(ends.values()) > 0, ends
+
+
+def test_the_first_observation_after_an_end_is_the_next_episodes() -> None:
+    # CartPole begins near 0; a step late, it would begin where the pole fell.
+    pool = EnvPoolVecEnv("CartPole-v1", {}, 4, 0)
+    pool.reset()
+    seen = 0
+    for _ in range(100):
+        observations, rewards, ended, infos = pool.step(np.ones(4, dtype=np.int64))
+        assert (rewards == 1).all()
+        for env in np.flatnonzero(ended):
+            assert np.abs(observations[env]).max() < 0.05
+            assert np.abs(infos[env]["terminal_observation"][2]) > 0.2
+            seen += 1
+    assert seen > 20
+
+
+@pytest.mark.parametrize(
+    ("env", "policy", "steps"),
+    [("Acrobot-v1", "MlpPolicy", 1), ("LunarLander-v3", "MlpPolicy", 2048), (GRID.env, "CnnPolicy", 1)],
+)
+def test_one_policy_has_the_same_mean_return(env: str, policy: str, steps: int) -> None:
+    config = RunConfig(env, "ppo", 0, policy=policy, observe=GRID.observe if env == GRID.env else None)
+    if policy == "CnnPolicy":
+        config = RunConfig(
+            **{**vars(config), "policy_kwargs": {"features_extractor_class": "MiniGridCNN", "net_arch": [16]}}
+        )
+    envs = evaluation_env(config, 64)
+    model = make_model(config, envs)
+    if steps > 1:
+        model.learn(steps)
+    mean, error = evaluate(model, envs, episodes=128, seed=1)
+    returns = evaluate_pool(model, env, {}, episodes=256, seed=1, key=config.observe)
+    apart = abs(returns.mean() - mean)
+    assert apart <= stats.norm.ppf(0.975) * (error + stats.sem(returns)) + 1e-9
+
+
+def test_evaluations_are_reproducible_and_change_nothing() -> None:
+    model = PPO("MlpPolicy", gym.make("CartPole-v1"), device="cpu", seed=0)
+    model.policy.train()
+    state = torch.get_rng_state()
+    first = evaluate_pool(model, "CartPole-v1", {}, episodes=30, seed=5)
+    assert np.array_equal(first, evaluate_pool(model, "CartPole-v1", {}, episodes=30, seed=5))
+    assert not np.array_equal(first, evaluate_pool(model, "CartPole-v1", {}, episodes=30, seed=6))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.policy.training
+    # In CartPole an episode's return is its length: each is one whole episode, long ones not cut, short ones once.
+    assert first.min() >= 8
+    assert len(set(first.tolist())) > 10
+
+
+def test_continuous_actions_are_clipped_as_sb3_clips_them() -> None:
+    model = PPO("MlpPolicy", gym.make("Pendulum-v1"), device="cpu", seed=0, policy_kwargs={"log_std_init": 2.0})
+    config = RunConfig("Pendulum-v1", "ppo", 0)
+    mean, error = evaluate(model, evaluation_env(config, 64), episodes=64, seed=1)
+    returns = evaluate_pool(model, "Pendulum-v1", {}, episodes=128, seed=1)
+    assert abs(returns.mean() - mean) <= stats.norm.ppf(0.975) * (error + stats.sem(returns))
+
+
+def test_training_collects_from_a_pool(tmp_path: Any) -> None:
+    config = configure(
+        preset="lda-code/highway", arm="iif", rounds=2, eval_episodes=4, hyperparameters={"n_steps": 64}, n_envs=2
+    )
+    run(config, tmp_path)
+    directory = RunDirectory.open(tmp_path)
+    assert directory.table("evaluations").height == 3
+    assert directory.table("metrics")["episode_return"].null_count() == 0
+    model, records = load_round(directory, 2)
+    scores = whence.attribute(
+        model.policy, records, target=whence.Return(), objective=whence.PPOClip(clip_range=0.2)
+    ).scores
+    torch.testing.assert_close(scores, torch.tensor(directory.round("records", 2)["score"].to_list()))
+
+
+def test_the_callback_takes_a_pool() -> None:
+    env = EnvPoolVecEnv("CartPole-v1", {}, 2, seed=3)
+    model = PPO("MlpPolicy", env, n_steps=32, batch_size=32, device="cpu", seed=0)
+    callback = InfluenceCallback(IIF(0.5))
+    model.learn(3 * 64, callback=callback)
+    assert callback.round is not None
+    assert callback.round.number == 3
+    twin = PPO(
+        "MlpPolicy", EnvPoolVecEnv("CartPole-v1", {}, 2, seed=3), n_steps=32, batch_size=32, device="cpu", seed=0
+    )
+    twin.learn(3 * 64, callback=InfluenceCallback(IIF(0.5)))
+    assert all(torch.equal(a, b) for a, b in zip(model.policy.parameters(), twin.policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"env": "LunarLandr-v3", "collect_with": "envpool"},
+            "EnvPool has no environment 'LunarLandr-v3'.*LunarLander",
+        ),
+        (
+            {"env": "Acrobot-v1", "evaluate_with": "envpool", "pool_kwargs": {"gravity": 3}},
+            "EnvPool's Acrobot-v1 refuses {'gravity': 3}",
+        ),
+        (
+            {"env": "Acrobot-v1", "evaluate_with": "envpol"},
+            "library to evaluate with 'envpol' is unknown. Did you mean",
+        ),
+        ({"env": "Acrobot-v1", "observe": "image"}, "Acrobot-v1 has no part 'image' to observe.*a Box"),
+        (
+            {"env": GRID.env, "observe": "picture"},
+            "no part 'picture' to observe; its observations are direction, image",
+        ),
+        (
+            {"env": GRID.env, "observe": "image", "policy_kwargs": {"features_extractor_class": "MiniCNN"}},
+            "MiniGridCNN",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(WhenceError, match=message):
+        configure(**asked)
+
+
+def test_missing_envpool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    with pytest.raises(whence.Unsupported, match=r"pip install '.\[fast\]'"):
+        configure(env="Acrobot-v1", evaluate_with="envpool")
+
+
+def test_a_curve_stays_at_the_last_evaluation(tmp_path: Any) -> None:
+    config = configure(env="CartPole-v1", rounds=5, eval_every=2, eval_episodes=3, hyperparameters={"n_steps": 32})
+    run(config, tmp_path)
+    table = RunDirectory.open(tmp_path).table("evaluations")
+    assert table["round"].to_list() == [0, 2, 4, 5]
+    means = table["test_return"].to_list()
+    assert curve(config, tmp_path).returns.tolist() == [means[0], means[0], means[1], means[1], means[2], means[3]]
+
+
+def test_gymnasium_and_pool_have_one_face() -> None:
+    pool, plain = EnvPoolVecEnv("CartPole-v1", {}, 2, 0), DummyVecEnv([lambda: gym.make("CartPole-v1")] * 2)
+    assert pool.action_space == plain.action_space
+    assert pool.observation_space.shape == plain.observation_space.shape
+    assert pool.get_attr("spec")[0].id == plain.get_attr("spec")[0].id == "CartPole-v1"
+    with pytest.raises(AttributeError, match="no attribute 'gravity'"):
+        pool.get_attr("gravity")

@@ -54,7 +54,7 @@ def check_engines(
 
     def score_beside_another(engine: str) -> Tensor:
         # Several targets take another way through the ghost engine, by its rules' other half.
-        both = {"asked": asked, "another": Return()}
+        both: dict[str, Target] = {"asked": asked, "another": Return()}
         return attribute(policy, records, target=both, objective=objective, engine=engine)["asked"].scores.double()
 
     start = time.perf_counter()

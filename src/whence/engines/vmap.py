@@ -43,6 +43,5 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _product(gradient: Gradient, own: dict[str, Tensor]) -> Tensor:
-    return torch.stack(
-        [own[name].reshape(len(own[name]), -1) @ direction.flatten() for name, direction in gradient.items()]
-    ).sum(0)
+    products = [own[name].reshape(len(own[name]), -1) @ direction.flatten() for name, direction in gradient.items()]
+    return torch.stack(products).sum(0)

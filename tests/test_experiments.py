@@ -238,7 +238,7 @@ class TestPlan:
             ({"env": "CartPole-v1", "preset": "lda-code/frozenlake"}, "Give either an environment.* not both, not non"),
             ({}, "Give either an environment.* not both, not none"),
             ({"env": "CartPole-v1", "arms": ["ppo", "if"]}, r"arm 'if' is unknown\. Did you mean iif\?"),
-            ({"env": "CartPole-v1", "arms": ["zzz"]}, r"arm 'zzz' is unknown\. Known: iif, mean, negative-random,"),
+            ({"env": "CartPole-v1", "arms": ["zzz"]}, r"arm 'zzz' is unknown\. Known: advantage-1, advantage-2, iif,"),
             ({"env": "CartPole-v1", "arms": []}, r"arms is ''; name each arm once\. Known: ppo, iif, "),
             ({"env": "CartPole-v1", "arms": ["ppo", "iif", "ppo"]}, "arms is 'ppo,iif,ppo'; name each arm once"),
             ({"env": "CartPole-v1", "optimizer": "SDG"}, r"optimizer 'SDG' is unknown\. Did you mean SGD\?"),
@@ -668,6 +668,9 @@ class TestRefusals:
             "nonpositive": ("NonPositive(warmup=2)", True),
             "negative-random": ("NegativeRandom(drop=0.3, seed=7, warmup=2)", True),
             "random": ("RandomDrop(drop=0.3, seed=7, warmup=2)", False),
+            "advantage-1": ("AdvantageMismatch(order='distance', drop=0.3, warmup=2)", False),
+            "advantage-2": ("AdvantageMismatch(order='product', drop=0.3, warmup=2)", False),
+            "td-error": ("TDErrorPriority(exponent=0.6)", False),
         }
 
 

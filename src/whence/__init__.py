@@ -14,6 +14,8 @@ from whence.errors import NonFinite as NonFinite
 from whence.errors import RunDirectoryError as RunDirectoryError
 from whence.errors import Unsupported as Unsupported
 from whence.errors import WhenceError as WhenceError
+from whence.heuristics import AdvantageMismatch as AdvantageMismatch
+from whence.heuristics import TDErrorPriority as TDErrorPriority
 from whence.influence import Influence as Influence
 from whence.objectives import A2C as A2C
 from whence.objectives import PPOClip as PPOClip

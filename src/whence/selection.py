@@ -83,7 +83,7 @@ class SelectionRule(Protocol):
         ...
 
 
-_START = Progress()
+START = Progress()
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,7 @@ class KeepAll:
 
     needs_influence = False
 
-    def select(
-        self, records: RecordBatch, influence: Influence | None = None, progress: Progress = _START
-    ) -> Selection:
+    def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
         """Keep all."""
         return _dropping([], len(records), "")
 
@@ -117,12 +115,12 @@ class IIF:
     needs_influence = True
 
     def __post_init__(self) -> None:
-        _check(self.drop, self.warmup)
+        check_share(self.drop, self.warmup)
 
-    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
-        scores, share = scores_for(records, influence), _share(self.drop, self.warmup, progress)
-        lowest = ascending(scores, records.ids.cpu())[: _count(share, scores < 0)]
+        scores, share = scores_for(records, influence), share_at(self.drop, self.warmup, progress)
+        lowest = ascending(scores, records.ids.cpu())[: count_of(share, int((scores < 0).sum()))]
         return _dropping(lowest, len(records), f"influence among the lowest {share:g} of the negative")
 
 
@@ -143,12 +141,12 @@ class BelowMean:
     needs_influence = True
 
     def __post_init__(self) -> None:
-        _check(self.drop, self.warmup)
+        check_share(self.drop, self.warmup)
 
-    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
-        scores, share = scores_for(records, influence).double(), _share(self.drop, self.warmup, progress)
-        lowest = ascending(scores, records.ids.cpu())[: _count(share, scores < scores.mean())]
+        scores, share = scores_for(records, influence).double(), share_at(self.drop, self.warmup, progress)
+        lowest = ascending(scores, records.ids.cpu())[: count_of(share, int((scores < scores.mean()).sum()))]
         return _dropping(lowest, len(records), f"influence among the lowest {share:g} of those below the mean")
 
 
@@ -164,9 +162,9 @@ class NonPositive:
     needs_influence = True
 
     def __post_init__(self) -> None:
-        _check(1.0, self.warmup)
+        check_share(1.0, self.warmup)
 
-    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop what is not positive."""
         scores = scores_for(records, influence)
         warm = progress.round <= self.warmup
@@ -190,12 +188,12 @@ class RandomDrop:
     needs_influence = True
 
     def __post_init__(self) -> None:
-        _check(self.drop, self.warmup)
+        check_share(self.drop, self.warmup)
 
-    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random."""
-        scores, share = scores_for(records, influence), _share(self.drop, self.warmup, progress)
-        chosen = _drawn(len(records), _count(share, scores < 0), self.seed, records)
+        scores, share = scores_for(records, influence), share_at(self.drop, self.warmup, progress)
+        chosen = _drawn(len(records), count_of(share, int((scores < 0).sum())), self.seed, records)
         return _dropping(chosen, len(records), "drawn at random")
 
 
@@ -217,13 +215,13 @@ class NegativeRandom:
     needs_influence = True
 
     def __post_init__(self) -> None:
-        _check(self.drop, self.warmup)
+        check_share(self.drop, self.warmup)
 
-    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = _START) -> Selection:
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random among the negative."""
-        scores, share = scores_for(records, influence), _share(self.drop, self.warmup, progress)
+        scores, share = scores_for(records, influence), share_at(self.drop, self.warmup, progress)
         negative = (scores < 0).nonzero().flatten().numpy()
-        chosen = negative[_drawn(len(negative), _count(share, scores < 0), self.seed, records)]
+        chosen = negative[_drawn(len(negative), count_of(share, int((scores < 0).sum())), self.seed, records)]
         return _dropping(chosen, len(records), "drawn at random from the negative")
 
 
@@ -244,7 +242,12 @@ def scores_for(records: RecordBatch, influence: Influence | None) -> Float[Tenso
     return influence.scores
 
 
-def _share(drop: Share, warmup: int, progress: Progress) -> float:
+def share_at(drop: Share, warmup: int, progress: Progress) -> float:
+    """Return the share to drop in a round: 0 while warming up; a schedule's value.
+
+    Raises:
+        WhenceError: a schedule gives no share.
+    """
     if progress.round <= warmup:
         return 0.0
     if not callable(drop):
@@ -255,9 +258,10 @@ def _share(drop: Share, warmup: int, progress: Progress) -> float:
     return share
 
 
-def _count(share: float, candidates: Tensor) -> int:
+def count_of(share: float, candidates: int) -> int:
+    """Return `floor(share * candidates)`."""
     # 0.29 * 100 is 28.999...96 in floating point: the product is rounded before it is cut off.
-    return math.floor(round(share * int(candidates.sum()), 9))
+    return math.floor(round(share * candidates, 9))
 
 
 def _drawn(total: int, size: int, seed: int, records: RecordBatch) -> NDArray[np.int64]:
@@ -271,7 +275,8 @@ def _dropping(dropped: Tensor | NDArray[np.int64] | Sequence[int], total: int, r
     return Selection.dropping(keep, reason)
 
 
-def _check(drop: Share, warmup: int) -> None:
+def check_share(drop: Share, warmup: int) -> None:
+    """Refuse a share to drop outside (0, 1], or a negative warm-up."""
     if not callable(drop) and not 0 < drop <= 1:
         raise WhenceError(
             f"drop is {drop}; it is the share of records to drop, in (0, 1], or a function of the progress remaining."

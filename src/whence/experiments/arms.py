@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from whence.heuristics import AdvantageMismatch, TDErrorPriority
 from whence.selection import IIF, BelowMean, KeepAll, NegativeRandom, NonPositive, RandomDrop, SelectionRule
 
 if TYPE_CHECKING:
@@ -42,5 +43,16 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         "random": Arm(
             lambda run: RandomDrop(run.drop, run.seed, run.warmup), False, "as many as iif, at random among all"
         ),
+        "advantage-1": Arm(
+            lambda run: AdvantageMismatch("distance", run.drop, run.warmup),
+            False,
+            "drop the share `drop` of those whose advantage has another sign than the return, furthest first",
+        ),
+        "advantage-2": Arm(
+            lambda run: AdvantageMismatch("product", run.drop, run.warmup),
+            False,
+            "the same, lowest product with the return's first",
+        ),
+        "td-error": Arm(lambda run: TDErrorPriority(), False, "draw records of large TD errors more often"),
     }
 )

@@ -1,0 +1,141 @@
+"""Selections that need no influence: baselines that judge records by advantages and TD errors (LDA §C.4, C.5)."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from whence.advantages import monte_carlo_advantages, returns_to_go, td_errors
+from whence.errors import InvalidRecords, WhenceError, nearest
+from whence.influence import Influence
+from whence.records import RecordBatch, leaves
+from whence.selection import START, Progress, Selection, Share, check_share, count_of, share_at
+
+Order: TypeAlias = Literal["distance", "product"]
+
+
+@dataclass(frozen=True)
+class AdvantageMismatch:
+    """Drop records whose advantage has another sign than a Monte-Carlo estimate of it (LDA §C.4).
+
+    The estimate is the mean discounted return of a record's state and action over the rollout, less that of its
+    state: it means something where states come again, so for discrete states (bytes of the observation tell them
+    apart) and actions. Of the m records that disagree, `floor(drop * m)` are dropped.
+
+    Attributes:
+        order: "distance" drops those furthest from the estimate (LDA's Advantage 1), "product" those whose product
+            with it is lowest (Advantage 2).
+        drop: as in `IIF`, of the records that disagree.
+        warmup: as in `IIF`.
+    """
+
+    order: Order = "distance"
+    drop: Share = 0.5
+    warmup: int = 0
+    needs_influence = False
+
+    def __post_init__(self) -> None:
+        check_share(self.drop, self.warmup)
+        if self.order not in get_args(Order):
+            raise WhenceError(f"order is {self.order!r}.{nearest(str(self.order), get_args(Order))}")
+
+    def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
+        """Drop those that disagree most.
+
+        Raises:
+            InvalidRecords: a column is missing, or actions are no single numbers.
+        """
+        _check_columns(self, records, ("rewards", "values", "episode_starts", "env_index"))
+        if records.gamma is None:
+            raise InvalidRecords(f"{type(self).__name__} needs the discount factor: pass gamma to RecordBatch.")
+        if records.actions.reshape(len(records), -1).shape[1] != 1 or records.actions.is_floating_point():
+            raise InvalidRecords(
+                f"{type(self).__name__} needs discrete actions, one number a record; these have shape "
+                f"{tuple(records.actions.shape)} and {records.actions.dtype}."
+            )
+        given = _numbers(records, "advantages")
+        starts, envs = records.episode_starts, records.env_index
+        assert starts is not None
+        assert envs is not None
+        returns = returns_to_go(
+            _numbers(records, "rewards"),
+            given,
+            _numbers(records, "values"),
+            starts.cpu().numpy(),
+            envs.cpu().numpy(),
+            records.gamma,
+        )
+        estimate = monte_carlo_advantages(returns, states(records), records.actions.reshape(-1).cpu().numpy())
+        disagree = np.flatnonzero(np.sign(estimate) != np.sign(given))
+        worst_first = -np.abs(estimate - given) if self.order == "distance" else estimate * given
+        order = np.lexsort((records.ids.cpu().numpy()[disagree], worst_first[disagree]))
+        count = count_of(share_at(self.drop, self.warmup, progress), len(disagree))
+        keep = torch.ones(len(records), dtype=torch.bool)
+        keep[torch.from_numpy(disagree[order[:count]])] = False
+        return Selection.dropping(keep, "advantage of another sign than the return shows")
+
+
+@dataclass(frozen=True)
+class TDErrorPriority:
+    """Keep every record, and weigh it by the rank of its TD error's size: `(1 / rank) ** exponent` (LDA §C.5).
+
+    On Stable-Baselines3 weights become sampling probabilities.
+
+    Attributes:
+        exponent: 0 weighs all alike.
+    """
+
+    exponent: float = 0.6
+    needs_influence = False
+
+    def __post_init__(self) -> None:
+        if not self.exponent >= 0:
+            raise WhenceError(f"exponent is {self.exponent}; it is 0 or more (prioritised replay's usual value: 0.6).")
+
+    def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
+        """Weigh by rank.
+
+        Raises:
+            InvalidRecords: a column is missing, or gamma or GAE's lambda.
+        """
+        _check_columns(self, records, ("episode_starts", "env_index"))
+        if records.gamma is None or records.gae_lambda is None:
+            raise InvalidRecords(f"{type(self).__name__} needs gamma and gae_lambda: pass both to RecordBatch.")
+        starts, envs = records.episode_starts, records.env_index
+        assert starts is not None
+        assert envs is not None
+        sizes = np.abs(
+            td_errors(
+                _numbers(records, "advantages"),
+                starts.cpu().numpy(),
+                envs.cpu().numpy(),
+                records.gamma,
+                records.gae_lambda,
+            )
+        )
+        ranks = np.empty(len(sizes))
+        ranks[np.lexsort((records.ids.cpu().numpy(), -sizes))] = np.arange(1, len(sizes) + 1)
+        weights = torch.from_numpy(ranks**-self.exponent)
+        return Selection(torch.ones(len(records), dtype=torch.bool), weights, [None] * len(records))
+
+
+def states(records: RecordBatch) -> NDArray[np.int64]:
+    """Number the records' states, (n,): equal observations, byte by byte, are one state."""
+    rows = [
+        np.ascontiguousarray(leaf.cpu().numpy()).reshape(len(records), -1).view(np.uint8).reshape(len(records), -1)
+        for _, leaf in leaves(records.observations)
+    ]
+    _, numbers = np.unique(np.concatenate(rows, axis=1), axis=0, return_inverse=True)
+    return numbers.reshape(-1).astype(np.int64)
+
+
+def _numbers(records: RecordBatch, name: str) -> NDArray[np.float64]:
+    column: torch.Tensor = getattr(records, name)
+    return column.double().cpu().numpy()
+
+
+def _check_columns(rule: object, records: RecordBatch, names: tuple[str, ...]) -> None:
+    if missing := [name for name in names if getattr(records, name) is None]:
+        raise InvalidRecords(f"{type(rule).__name__} needs the columns {', '.join(missing)}, which these records lack.")

@@ -63,7 +63,10 @@ EnvKwargs: TypeAlias = Annotated[
 ]
 Drop: TypeAlias = Annotated[
     float | None,
-    typer.Option(help="Share of the candidates to drop. (default: the preset's, or 0.5)", show_default=False),
+    typer.Option(
+        help="Of the records a rule may drop (iif: those below 0), the share to drop. (default: the preset's, or 0.5)",
+        show_default=False,
+    ),
 ]
 Warmup: TypeAlias = Annotated[
     int | None,

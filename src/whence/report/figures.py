@@ -17,6 +17,8 @@ the first four apart for every kind of colour blindness. The later four are draw
 STAGES: Mapping[str, str] = {"collection": "#a9acd4", "optimisation": "#6266a8", "scoring": "#d9a400"}
 """The parts of a round's time, with colours that no early arm has."""
 
+_HEIGHT = 340
+
 Colours = Mapping[str, str]
 """A colour for each arm."""
 
@@ -118,6 +120,8 @@ def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours |
             **{"x": rounds, "y": stated["mean"].to_list(), "mode": _mode(rounds), "name": _plain(arm)},
             **{"line": {"color": colour, "dash": dash}, "legendgroup": _plain(arm)},
         )
+    # On a narrow screen the legend of many arms takes rows, which the plot should not have to give.
+    figure.update_layout(height=_HEIGHT + 16 * max(0, len(_arms(table)) - 6))
     return _whole_rounds(figure, table)
 
 
@@ -132,7 +136,7 @@ def _figure(y_title: str) -> go.Figure:
     axis: dict[str, Any] = {"automargin": True, "zeroline": False, "hoverformat": ".4~g"}
     layout = go.Layout(
         template="plotly_white",
-        height=340,
+        height=_HEIGHT,
         margin={"l": 56, "r": 12, "t": 12, "b": 44},
         yaxis={**axis, "title": {"text": y_title, "standoff": 10}},
         xaxis={**axis, "title": {"text": "round", "standoff": 8}},

@@ -94,3 +94,23 @@ def test_the_target_is_the_users() -> None:
 
     assert check_engines(view, records, target=target, verbose=False)["difference"].max() <= 1e-5
     assert len(seen) == 7  # loop once, the others twice
+
+
+def test_an_engine_of_ones_own() -> None:
+    own = dict(whence.engines.auto._ENGINES)
+    try:
+        whence.engines.register_engine("twice", lambda problem: 2 * own["loop"](problem))
+        view = mlp_view()
+        records = records_for(view, 40)
+        truth = attribute(view, records, target=Return(), engine="loop")
+        twice = attribute(view, records, target=Return(), engine="twice")
+        assert twice.scores.tolist() == pytest.approx((2 * truth.scores).tolist())
+        assert attribute(view, records, target=Return()).engine == "ghost"
+        assert check_engines(view, records, engines=["twice"], verbose=False)["difference"].item() == pytest.approx(1)
+        for taken in ("twice", "auto", "ghost"):
+            with pytest.raises(WhenceError, match=f"There is an engine '{taken}' already"):
+                whence.engines.register_engine(taken, own["loop"])
+    finally:
+        del whence.engines.auto._ENGINES["twice"]
+    with pytest.raises(WhenceError, match=r"engine is 'twice'\. Known: auto"):
+        attribute(view, records, target=Return(), engine="twice")

@@ -14,7 +14,7 @@ import typer
 
 import whence
 from whence import cli, policies
-from whence.engines import rules
+from whence.engines import auto, rules
 from whence.experiments import ARMS, HYPERPARAMETERS
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,10 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(policies, "_VIEWS", dict(policies._VIEWS))
     monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # SB3 warns of small policies on a GPU
-    return tmp_path
+    engines = set(auto._ENGINES)
+    yield tmp_path
+    for name in set(auto._ENGINES) - engines:
+        del auto._ENGINES[name]
 
 
 @pytest.mark.timeout(120)

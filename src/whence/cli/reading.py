@@ -192,7 +192,7 @@ def list_(
             name: f"{values['env']}, {values['rounds']} rounds, {values['optimizer']}"
             for name, values in experiments.presets().items()
         },
-        "engines": {name: _ENGINES[name] for name in ("auto", *ENGINES)},
+        "engines": {name: _ENGINES.get(name, "registered by another package") for name in ("auto", *ENGINES)},
         "targets": {name: _TARGETS[name] for name in experiments.TARGETS},
     }
     if what is not None and what not in found:

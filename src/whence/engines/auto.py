@@ -15,7 +15,26 @@ from whence.engines.problem import Engine, Problem, Refused, target_gradients
 from whence.engines.vmap import vmap
 from whence.errors import WhenceError, nearest
 
-ENGINES: Mapping[str, Engine] = MappingProxyType({"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop})
+_ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(_ENGINES)
+"""All engines by name."""
+
+
+def register_engine(name: str, engine: Engine) -> None:
+    """Let an engine of one's own be asked for by name; `auto` does not take it, `check_engines` holds it to the loop.
+
+    Args:
+        name: what `attribute(engine=...)` calls it.
+        engine: takes a `Problem`, returns the products of all records, (targets, n), and should go through
+            `problem.parts()`, since its memory is measured on a few records.
+
+    Raises:
+        WhenceError: the name is taken.
+    """
+    if name == "auto" or name in _ENGINES:
+        raise WhenceError(f"There is an engine {name!r} already; choose another name.")
+    _ENGINES[name] = engine
 
 
 def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tensor, "targets n"], str, str]:

@@ -9,6 +9,7 @@ import torch
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import PPO
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import whence
@@ -304,7 +305,7 @@ class Reentrant(nn.Module):
     ("network", "message"),
     [
         (OutsideUse, "`layer.weight` is used outside its layer's own call"),
-        (Flattening, r"called on \(40, 1\) for 8 records"),
+        (Flattening, r"called on \(10, 1\) for 2 records"),
         (Overwriting, "input was changed in place"),
         (Reentrant, "ran without a graph"),
     ],
@@ -422,3 +423,83 @@ class OneNumber(nn.Module):
 def test_a_parameter_of_one_number(engine: str) -> None:
     view = categorical_view(OneNumber())
     against_loop(view, records_for(view), engine)
+
+
+def pruned() -> nn.Module:
+    network = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    prune.random_unstructured(network[0], "weight", amount=0.3)
+    return network
+
+
+def hooked() -> nn.Module:
+    network = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3))
+    network[0].register_forward_hook(lambda module, args, output: output.relu() * 2)
+    return network
+
+
+def overridden() -> nn.Module:
+    network = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3))
+    own = network[0].forward
+    network[0].forward = lambda x: own(x).relu()  # type: ignore[method-assign]
+    return network
+
+
+class Fused(nn.Module):
+    """Calls its head for nothing, and uses the head's weight by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x).tanh()
+        self.head(hidden)
+        return nn.functional.linear(hidden, self.head.weight * 2, self.head.bias)
+
+
+class Positions(nn.Module):
+    """Adds an embedding of the position, which has as many rows as there are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.out = nn.Embedding(12, 5), nn.Linear(60, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((x + self.position(torch.arange(12))).flatten(1))
+
+
+@pytest.mark.parametrize("make", [pruned, hooked, overridden, Fused])
+def test_layers_that_are_not_what_they_seem_are_never_scored_wrong(make: Any) -> None:
+    view = categorical_view(make())
+    against_loop(view, records_for(view), "auto")
+
+
+@pytest.mark.parametrize("count", [11, 12, 24])
+@pytest.mark.parametrize("chunk_size", [None, 12])
+def test_an_axis_as_long_as_there_are_records_by_chance_is_noticed(count: int, chunk_size: int | None) -> None:
+    view = categorical_view(Positions())
+    records = records_for(view, count, features=(12, 5))
+    assert attribute(view, records, target=Return(), chunk_size=chunk_size).engine == "forward"
+    against_loop(view, records, "auto", chunk_size=chunk_size)
+
+
+class Attending(nn.Module):
+    """A parameter of its own, and a kernel that has no forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out, self.scale = nn.Linear(5, 8), nn.Linear(8, 3), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (self.into(x) * self.scale)[:, None]
+        return self.out(nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)[:, 0, 0])
+
+
+def test_auto_goes_on_where_ghost_needs_forward_mode_and_there_is_none() -> None:
+    view = categorical_view(Attending())
+    records = records_for(view, features=(4, 5))
+    influence = attribute(view, records, target=Return())
+    assert influence.engine == "vmap"
+    against_loop(view, records, "auto")
+    with pytest.raises(Refused, match="`scale` belongs to no layer, and forward mode"):
+        attribute(view, records, target=Return(), engine="ghost")

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from sb3_contrib import TRPO, MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
@@ -61,6 +62,37 @@ def test_actions_of_a_box_of_one_may_come_without_their_axis() -> None:
     flat = records.with_columns({"actions": records.actions.flatten()})
     scores = attribute(toy.policy, records, target=Return()).scores
     assert torch.equal(attribute(toy.policy, flat, target=Return()).scores, scores)
+
+
+def test_a_snapshot_can_be_taken_beside_the_callback() -> None:
+    class Beside(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_end(self) -> None:
+            self.records = snapshot(self.model)
+
+    toy, beside = model(), Beside()
+    toy.learn(32, callback=[InfluenceCallback(whence.KeepAll()), beside])
+    assert len(beside.records) == 32
+
+
+def test_learning_goes_on_with_whence_after_it_was_broken_off() -> None:
+    class Stops(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_end(self) -> None:
+            raise KeyboardInterrupt
+
+    toy = model()
+    with pytest.raises(KeyboardInterrupt):
+        toy.learn(32, callback=[InfluenceCallback(whence.KeepAll()), Stops()])
+    callback = InfluenceCallback(whence.IIF(0.5))
+    toy.learn(64, callback=callback)
+    assert callback.round is not None
+    assert callback.round.number == 2
+    assert type(toy) is PPO
 
 
 class Sampled(InfluenceCallback):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 import polars as pl
+import torch
 from torch import Tensor
 
 from whence.attribution import attribute
@@ -75,6 +76,9 @@ def check_engines(
                 apart = max(float((found - truth).abs().max()) for found in (scores, beside_another))
                 row |= {"difference": apart / largest if largest else apart}
             except (Refused, NotImplementedError, RuntimeError) as refusal:
+                # functorch has no other word than RuntimeError for what it cannot do.
+                if isinstance(refusal, torch.OutOfMemoryError) or (type(refusal) is RuntimeError and name != "vmap"):
+                    raise
                 row |= {"refused": str(refusal)}
         rows.append(row)
     schema = {"engine": pl.String, "difference": pl.Float64, "seconds": pl.Float64, "refused": pl.String}

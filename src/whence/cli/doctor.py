@@ -105,7 +105,7 @@ def _checked(device: str) -> list[dict[str, Any]]:
             view = ModuleView(network.to(device), _log_probs)
             table_of_engines = check_engines(view, _records(view, shape), objective=PPOClip(), verbose=False)
             for row in table_of_engines.to_dicts():
-                sound = row["refused"] is not None or row["difference"] <= _TOLERANCE
+                sound = row["refused"] is None and row["difference"] <= _TOLERANCE
                 rows.append({"network": name, "device": device, **row, "sound": sound})
     return rows
 

@@ -1,7 +1,8 @@
 """Per-record products from each layer's input and output gradient; no per-record gradient is ever formed."""
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from whence.engines.problem import (
 )
 from whence.engines.rules import LayerRule, Own, rule_for, ruled_types
 from whence.policies import Outputs
+from whence.records import leaves
 from whence.targets import BatchTarget
 
 T = TypeVar("T")
@@ -54,6 +56,7 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
             records'.
     """
     layers = covered_layers(problem.modules, problem.own)
+    _confirm_axes(problem, layers)
     if len(problem.records) <= problem.chunk_size:
         return _whole_products(_recorded_pass(problem, layers))
     gradients, rows = target_gradients(problem), []
@@ -62,6 +65,20 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
         (own,) = seeds([part.objective_values], tape.outputs)
         rows.append(_products(tape, gradients, own))
     return torch.cat(rows, dim=1)
+
+
+# What was confirmed, by policy: the shapes of the records and the outputs that are read.
+_CONFIRMED: "weakref.WeakKeyDictionary[nn.Module, set[Hashable]]" = weakref.WeakKeyDictionary()
+
+
+def _confirm_axes(problem: Problem, layers: Sequence[Layer]) -> None:
+    """Refuse a layer whose first axis is as long as there are records by chance: it does not follow another number."""
+    total = len(problem.records)
+    shapes = tuple((name, tuple(t.shape[1:])) for name, t in leaves(problem.records.columns))
+    known, kind = _CONFIRMED.setdefault(problem.view.module, set()), (shapes, problem.columns)
+    if total > 1 and kind not in known:
+        _recorded_pass(problem.part(slice(0, 1 if total == 2 else 2)), layers)
+        known.add(kind)
 
 
 def covered_layers(modules: Mapping[str, nn.Module], own: Mapping[str, Tensor]) -> list[Layer]:
@@ -122,14 +139,16 @@ def _recorded_pass(problem: Problem, layers: Sequence[Layer]) -> _Tape:
     def noting(layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls.append(_call(layer, args, output, size))
 
-    handles = [layer.module.register_forward_hook(partial(noting, layer)) for layer in layers]
+    # Before the user's own hooks, which may change what the layer has put out.
+    handles = [layer.module.register_forward_hook(partial(noting, layer), prepend=True) for layer in layers]
     try:
         outputs = problem.outputs()
     finally:
         for handle in handles:
             handle.remove()
-    used = _uses(outputs, problem.params)
-    seen = Counter(name for call in calls for name in call.layer.names.values())
+    used, reached = _uses(outputs, problem.params)
+    # A call whose output is thrown away accounts for no use.
+    seen = Counter(name for call in calls if call.edge.node in reached for name in call.layer.names.values())
     layered = {name for layer in layers for name in layer.names.values()}
     if outside := sorted(name for name in layered if used[name] > seen[name]):
         raise Refused(
@@ -159,8 +178,8 @@ def _call(layer: Layer, args: tuple[Any, ...], output: Any, size: int) -> _Call:
     return _Call(layer, x.detach(), x._version, get_gradient_edge(output))
 
 
-def _uses(outputs: Outputs, params: dict[str, Tensor]) -> Counter[str]:
-    """Count how often each parameter enters the graph of the outputs."""
+def _uses(outputs: Outputs, params: dict[str, Tensor]) -> tuple[Counter[str], set[Node]]:
+    """Count how often each parameter enters the graph of the outputs; return the graph's nodes as well."""
     names = {id(parameter): name for name, parameter in params.items()}
     counts: Counter[str] = Counter()
     queue: list[Node] = [c.grad_fn for c in outputs if c is not None and c.grad_fn is not None]
@@ -175,7 +194,7 @@ def _uses(outputs: Outputs, params: dict[str, Tensor]) -> Counter[str]:
             elif node not in seen:
                 seen.add(node)
                 queue.append(node)
-    return counts
+    return counts, seen
 
 
 def _whole_products(tape: _Tape) -> Tensor:
@@ -268,4 +287,12 @@ _BLOCK_BYTES = 2**20
 def _with_plain(products: Tensor, tape: _Tape, gradient: Gradient) -> Tensor:
     """Add the share of the parameters that belong to no layer."""
     along = gradient.keys() & set(tape.plain)
-    return products + directional(tape.problem, gradient, along=along) if along else products
+    if not along:
+        return products
+    try:
+        return products + directional(tape.problem, gradient, along=along)
+    except NotImplementedError as missing:
+        raise Refused(
+            f"The parameter `{min(along)}` belongs to no layer, and forward mode, which its share needs, does not go "
+            f"through this policy: {str(missing).splitlines()[0]} Use engine='vmap' (or 'auto')."
+        ) from missing

@@ -29,11 +29,14 @@ class LayerRule:
         gradient: `gradient(layer, x, g, weights)` is the sum of the records' gradients in the layer's parameters,
             each times its weight, (n,).
         covers: whether the rule holds for this very layer.
+        parameters: the layer's own parameters that the rule knows; a layer that holds others, as weight
+            normalisation and pruning leave them, has none of its rules.
     """
 
     product: Callable[[Any, Own, Tensor, Tensor], Tensor]
     gradient: Callable[[Any, Tensor, Tensor, Tensor], Own]
     covers: Callable[[Any], bool] = lambda layer: True
+    parameters: frozenset[str] = frozenset(["weight", "bias"])
 
 
 _RULES: dict[type[nn.Module], LayerRule] = {}
@@ -49,7 +52,9 @@ def rule_for(layer: nn.Module) -> LayerRule | None:
     for base in type(layer).__mro__:
         if base in _RULES:
             rule = _RULES[base]
-            return rule if type(layer).forward is base.forward and rule.covers(layer) else None
+            own_forward = type(layer).forward is not base.forward or "forward" in vars(layer)
+            known = layer._parameters.keys() <= rule.parameters
+            return rule if known and not own_forward and rule.covers(layer) else None
     return None
 
 

@@ -13,6 +13,7 @@ from whence.errors import RunDirectoryError
 from whence.experiments.config import RunConfig
 from whence.experiments.environments import evaluation_env
 from whence.experiments.training import make_model
+from whence.guards import kept_generators
 from whence.records import UNKNOWN, RecordBatch, Tree
 from whence.runs import RunDirectory
 
@@ -41,7 +42,8 @@ def load_round(run: RunDirectory, number: int) -> tuple[PPO, RecordBatch]:
         ) from None
     env = evaluation_env(config, 1)
     try:
-        model = make_model(replace(config, device="cpu", n_envs=1), env)
+        with kept_generators():  # PPO seeds them
+            model = make_model(replace(config, device="cpu", n_envs=1), env)
     finally:
         env.close()
     tensors = run.policy(number)
@@ -77,6 +79,8 @@ def _records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) ->
         env_index=integers("env_index"),
         episode_ids=integers("episode_id"),
         steps=integers("step"),
+        gamma=model.gamma,
+        gae_lambda=model.gae_lambda,
     )
 
 

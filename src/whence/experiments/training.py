@@ -105,6 +105,8 @@ def is_finished(config: RunConfig, path: Path) -> bool:
         return False
     directory = RunDirectory.open(path)
     directory.check_same(config.to_json())
+    if not (path / "policies" / f"round_{config.rounds + 1:05d}.safetensors").exists():  # written last
+        return False
     if not config.eval_episodes:
         return directory.table("timings").height == config.rounds
     return directory.table("evaluations").height == len(evaluated_rounds(config))

@@ -25,6 +25,7 @@ from whence.sb3.contrib import (
 )
 from whence.sb3.episodes import Ongoing, number_episodes
 from whence.sb3.policy import check_policy
+from whence.sb3.training import own_class
 from whence.selection import Selection
 
 Last: TypeAlias = Literal["keep", "drop"]
@@ -53,7 +54,7 @@ def check_model(model: Any) -> None:
         raise Unsupported(
             f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are, and MaskablePPO of sb3-contrib."
         )
-    if type(model).train is not base.train:
+    if own_class(model).train is not base.train:
         raise Unsupported(
             f"{name} overrides train(), so whence cannot know which records it trains on. Use {base.__name__}."
         )

@@ -116,6 +116,7 @@ class InfluenceCallback(BaseCallback):
         self._reset_states: list[list[str | None]] = []
 
     def _init_callback(self) -> None:
+        cancel(self.model)  # of a learn() that was broken off between a rollout and its training
         check_model(self.model)
         if self._run is None and isinstance(self._run_path, str | Path):
             self._run = RunDirectory.create(self._run_path, self._config(), versions=library_versions())
@@ -238,6 +239,8 @@ class InfluenceCallback(BaseCallback):
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
         logged = self.model.logger.name_to_value
         trained = {name: float(value) for name, value in logged.items() if name.startswith("train/")}
+        if metrics["skipped"]:
+            trained = {}  # what the logger still holds is an earlier round's
         self.metrics.append({**metrics, **trained})
         self._advise()
         if self._run is None:

@@ -179,7 +179,8 @@ def evaluate_pool(
         while len(ids):
             actions = model.policy(_as_policy_reads(observations, model))[0].cpu().numpy()
             if box is not None:
-                actions = np.clip(actions, box.low, box.high)
+                squashed = model.policy.squash_output
+                actions = model.policy.unscale_action(actions) if squashed else np.clip(actions, box.low, box.high)
             found, rewards, terminated, truncated, about = pool.step(_as_pool_takes(actions, model.action_space), ids)
             # A pool answers in the order in which its environments are ready.
             order = np.argsort(about["env_id"])

@@ -25,6 +25,11 @@ def around_next_train(model: Any, around: Callable[[Callable[[], None]], None]) 
     model.__class__ = type(own.__name__, (own,), namespace)
 
 
+def own_class(model: Any) -> Any:
+    """Return the model's class, also while another stands in for it."""
+    return type(model).__mro__[1] if _MARK in vars(type(model)) else type(model)
+
+
 def cancel(model: Any) -> None:
     """Give the model its own class back, where `around_next_train` put another in its place."""
     if _MARK in vars(type(model)):

@@ -29,14 +29,14 @@ class LayerRule:
         gradient: `gradient(layer, x, g, weights)` is the sum of the records' gradients in the layer's parameters,
             each times its weight, (n,).
         covers: whether the rule holds for this very layer.
-        parameters: the layer's own parameters that the rule knows; a layer that holds others, as weight
-            normalisation and pruning leave them, has none of its rules.
+        parameters: the layer's own parameters that the rule knows, None: all it has. A layer that holds others, as
+            weight normalisation and pruning leave them, is not covered.
     """
 
     product: Callable[[Any, Own, Tensor, Tensor], Tensor]
     gradient: Callable[[Any, Tensor, Tensor, Tensor], Own]
     covers: Callable[[Any], bool] = lambda layer: True
-    parameters: frozenset[str] = frozenset(["weight", "bias"])
+    parameters: frozenset[str] | None = None
 
 
 _RULES: dict[type[nn.Module], LayerRule] = {}
@@ -53,7 +53,7 @@ def rule_for(layer: nn.Module) -> LayerRule | None:
         if base in _RULES:
             rule = _RULES[base]
             own_forward = type(layer).forward is not base.forward or "forward" in vars(layer)
-            known = layer._parameters.keys() <= rule.parameters
+            known = rule.parameters is None or layer._parameters.keys() <= rule.parameters
             return rule if known and not own_forward and rule.covers(layer) else None
     return None
 
@@ -173,10 +173,11 @@ def _spread(parameter: Tensor, g: Tensor, lead: int) -> Tensor:
     return parameter.reshape(*parameter.shape, *trailing).expand(g.shape).flatten(1)
 
 
-register_rule(nn.Linear, LayerRule(_linear_product, _linear_gradient))
-register_rule(nn.Conv1d, LayerRule(_conv_product, _conv_gradient))
-register_rule(nn.Conv2d, LayerRule(_conv_product, _conv_gradient))
-register_rule(nn.Embedding, LayerRule(_embedding_product, _embedding_gradient, _plain_embedding))
-register_rule(nn.LayerNorm, LayerRule(_norm_product, _norm_gradient))
-register_rule(nn.GroupNorm, LayerRule(_norm_product, _norm_gradient))
-register_rule(_BatchNorm, LayerRule(_norm_product, _norm_gradient, _constant_statistics))
+_OWN = frozenset(["weight", "bias"])
+register_rule(nn.Linear, LayerRule(_linear_product, _linear_gradient, parameters=_OWN))
+register_rule(nn.Conv1d, LayerRule(_conv_product, _conv_gradient, parameters=_OWN))
+register_rule(nn.Conv2d, LayerRule(_conv_product, _conv_gradient, parameters=_OWN))
+register_rule(nn.Embedding, LayerRule(_embedding_product, _embedding_gradient, _plain_embedding, _OWN))
+register_rule(nn.LayerNorm, LayerRule(_norm_product, _norm_gradient, parameters=_OWN))
+register_rule(nn.GroupNorm, LayerRule(_norm_product, _norm_gradient, parameters=_OWN))
+register_rule(_BatchNorm, LayerRule(_norm_product, _norm_gradient, _constant_statistics, _OWN))

@@ -246,6 +246,19 @@ def test_a_selection_does_not_outlive_a_rollout_that_was_never_trained_on() -> N
     assert pristine(toy)
 
 
+class Halving(InfluenceCallback):
+    """Train on the first half of what is selected."""
+
+    def _train_selected(self, own_train: Any, selection: Selection) -> None:
+        half = Selection.dropping(torch.arange(len(selection.keep)) < int(selection.keep.sum()) // 2, "half")
+        super()._train_selected(own_train, half)
+
+
+def test_how_the_selected_train_can_be_overridden() -> None:
+    seen = seen_by_train(model(n_steps=128, batch_size=64), Halving(Fixed(100)))
+    assert [len(advantages) for advantages in seen] == [50, 50]
+
+
 class Nothing(BaseCallback):
     def _on_step(self) -> bool:
         return True

@@ -143,11 +143,22 @@ class InfluenceCallback(BaseCallback):
         return True
 
     def _on_rollout_end(self) -> None:
-        collection = self._collection.seconds()
+        seconds = {"collection": self._collection.seconds()}
         scoring = _Stopwatch()
         records, self._ongoing = read(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
         self._read_at = self.model.num_timesteps
         influence = self._influence(records)
+        selection = self._select(records, influence)
+        seconds["scoring"] = scoring.seconds()
+        self._rounds += 1
+        self.round = Round(self._rounds, records, influence, selection)
+        self._count_skipped(self.round)
+        metrics = _metrics(self.round) | {"episode_return": self._episode_return()}
+        self._log(metrics, seconds["scoring"]["wall"])
+        self._write_round(self.round)
+        around_next_train(self.model, lambda own_train: self._train(own_train, selection, metrics, seconds))
+
+    def _select(self, records: RecordBatch, influence: Influence | None) -> Selection:
         selection = self.rule.select(records, influence, self._progress())
         if not isinstance(selection, Selection) or len(selection.keep) != len(records):
             got = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
@@ -155,29 +166,33 @@ class InfluenceCallback(BaseCallback):
                 f"{self.rule!r}.select() returned a selection of {got} for a rollout of {len(records)}; it must return "
                 "a whence.Selection with one entry per record."
             )
-        seconds = {"collection": collection, "scoring": scoring.seconds()}
-        kept = int(selection.keep.sum())
-        self._rounds += 1
-        self.round = Round(self._rounds, records, influence, selection)
+        return selection
+
+    def _count_skipped(self, current: Round) -> None:
+        kept = int(current.selection.keep.sum())
         if kept < 2 and self.strict:
             raise WhenceError(
-                f"Round {self._rounds} keeps {kept} of {len(records)} records, and one needs two to train on. Drop "
-                "less, or pass strict=False to skip such rounds."
+                f"Round {current.number} keeps {kept} of {len(current.records)} records, and one needs two to train "
+                "on. Drop less, or pass strict=False to skip such rounds."
             )
         self.skipped_rounds += kept < 2
-        metrics = _metrics(self.round) | {"episode_return": self._episode_return()}
-        self._log(metrics, seconds["scoring"]["wall"])
-        self._write_round(self.round)
 
-        def train(own_train: Callable[[], None]) -> None:
-            optimisation = _Stopwatch()
-            if kept >= 2:
-                with selected(self.model.rollout_buffer, selection, last=self.last):  # type: ignore[attr-defined]
-                    own_train()
-            seconds["optimisation"] = optimisation.seconds()
-            self._write_rows(metrics, seconds)
+    def _train(
+        self,
+        own_train: Callable[[], None],
+        selection: Selection,
+        metrics: Mapping[str, Any],
+        seconds: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        optimisation = _Stopwatch()
+        if not metrics["skipped"]:
+            self._train_selected(own_train, selection)
+        self._write_rows(metrics, {**seconds, "optimisation": optimisation.seconds()})
 
-        around_next_train(self.model, train)
+    def _train_selected(self, own_train: Callable[[], None], selection: Selection) -> None:
+        # Apart, so that a subclass can train on what is selected in a way of its own.
+        with selected(self.model.rollout_buffer, selection, last=self.last):  # type: ignore[attr-defined]
+            own_train()
 
     def _on_training_end(self) -> None:
         cancel(self.model)

@@ -422,6 +422,13 @@ MUTANTS = (
         "test_fast.py::test_the_first_observation_after_an_end_is_the_next_episodes",
     ),
     Mutant(
+        "a second selection takes the first one's place",
+        "sb3/training.py",
+        "    if taken:\n",
+        "    if False:\n",
+        f"{CALLBACK}::test_two_selections_from_one_rollout_are_refused",
+    ),
+    Mutant(
         "an end counts as a time limit",
         "sb3/fast.py",
         "bool(truncated[env] and not terminated[env])",

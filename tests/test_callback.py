@@ -246,6 +246,14 @@ def test_a_selection_does_not_outlive_a_rollout_that_was_never_trained_on() -> N
     assert pristine(toy)
 
 
+def test_two_selections_from_one_rollout_are_refused() -> None:
+    toy = model()
+    with pytest.raises(WhenceError, match=r"Two InfluenceCallbacks.*Pass one"):
+        toy.learn(32, callback=[InfluenceCallback(Fixed(16)), InfluenceCallback(Fixed(8))])
+    assert pristine(toy)
+    toy.learn(32, callback=InfluenceCallback(Fixed(16)))
+
+
 class Halving(InfluenceCallback):
     """Train on the first half of what is selected."""
 

@@ -395,6 +395,7 @@ def test_a_rule_that_returns_a_selection_of_other_records_is_refused() -> None:
         ({"rule": KeepAll(), "engine": "gohst"}, "Did you mean ghost"),
         ({"rule": KeepAll(), "last": "all"}, "last is 'all'"),
         ({"rule": KeepAll(), "target": Return}, "pass an instance"),
+        ({"rule": KeepAll(), "run": 5}, "run is 5; pass the directory's path"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:

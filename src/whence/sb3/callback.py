@@ -101,6 +101,8 @@ class InfluenceCallback(BaseCallback):
         if engine not in ("auto", *ENGINES):
             raise WhenceError(f"engine is {engine!r}.{nearest(str(engine), ['auto', *ENGINES])}")
         check_last(last)
+        if not isinstance(run, str | Path | RunDirectory | None):
+            raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
         self.rule, self.engine, self.last, self.strict = rule, engine, last, strict
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
@@ -108,7 +110,7 @@ class InfluenceCallback(BaseCallback):
         self.metrics: list[dict[str, Any]] = []
         self.skipped_rounds = 0
         self._advised: set[str] = set()
-        self._run_path = run
+        self._run_path = None if isinstance(run, RunDirectory) else run
         self._run = run if isinstance(run, RunDirectory) else None
         self._rounds = 0
         self._ongoing: Ongoing | None = None
@@ -118,7 +120,7 @@ class InfluenceCallback(BaseCallback):
     def _init_callback(self) -> None:
         cancel(self.model)  # of a learn() that was broken off between a rollout and its training
         check_model(self.model)
-        if self._run is None and isinstance(self._run_path, str | Path):
+        if self._run is None and self._run_path is not None:
             self._run = RunDirectory.create(self._run_path, self._config(), versions=library_versions())
 
     def _on_training_start(self) -> None:

@@ -1,9 +1,11 @@
 """The callback inside SB3's training: what it must not change, and what it must."""
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -12,13 +14,15 @@ from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback
 from stable_baselines3.common.logger import configure
-from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.torch_layers import FlattenExtractor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import whence
-from toys import model
+from toys import Toy, model
 from whence import IIF, KeepAll, RandomDrop, RecordBatch, Return, RunDirectory, Selection, WhenceError
 from whence.sb3 import InfluenceCallback
 from whence.sb3.callback import model_objective
+from whence.sb3.description import HYPERPARAMETERS
 
 
 def parameters(toy: Any) -> list[torch.Tensor]:
@@ -428,3 +432,99 @@ def test_a_run_with_a_schedule_can_be_started_over(tmp_path: Path) -> None:
         toy = model()
         toy.learn(64, callback=InfluenceCallback(IIF(drop=lambda left: left, warmup=1), run=tmp_path))
     assert RunDirectory.open(tmp_path).table("metrics")["kept"].to_list()[0] == 32
+
+
+class Sized(Toy):
+    """An environment with a setting."""
+
+    def __init__(self, size: Any = 1) -> None:
+        super().__init__()
+
+
+gym.register("Sized-v0", Sized)
+
+
+def first_round(path: Path, size: Any = 1, *, algorithm: Any = PPO, more: Any = None, **kwargs: Any) -> dict[str, Any]:
+    """Train for one round and return the configuration that its directory holds."""
+    more = {} if more is None else more
+    env = DummyVecEnv([lambda: gym.make("Sized-v0", disable_env_checker=True, size=size)])
+    if algorithm is PPO:
+        kwargs = {"batch_size": 16, "n_epochs": 1, **kwargs}
+    algorithm("MlpPolicy", env, n_steps=32, device="cpu", **kwargs).learn(
+        32, callback=InfluenceCallback(KeepAll(), run=path, **more)
+    )
+    return dict(RunDirectory.open(path).config)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"size": 2}),
+        ({}, {"size": np.arange(3)}),
+        ({}, {"policy_kwargs": {"activation_fn": torch.nn.ReLU}}),
+        ({"learning_rate": 1e-3}, {"learning_rate": lambda left: 1e-3 * left}),
+        ({"learning_rate": lambda left: 1e-3}, {"learning_rate": lambda left: 1e-3 * left}),
+        ({"clip_range": 0.1}, {"clip_range": 0.2}),
+        ({"clip_range": 0.1}, {"clip_range": lambda left: 0.1 * left}),
+        ({"clip_range": lambda left: 0.1 * left}, {"clip_range": lambda left: 0.1 * left**2}),
+        ({"clip_range_vf": None}, {"clip_range_vf": 0.1}),
+        ({"target_kl": None}, {"target_kl": 0.1}),
+    ],
+)
+def test_a_run_of_other_settings_is_another_run(tmp_path: Path, one: dict[str, Any], other: dict[str, Any]) -> None:
+    first_round(tmp_path, **one)
+    first_round(tmp_path, **one)
+    with pytest.raises(whence.RunDirectoryError, match="another configuration"):
+        first_round(tmp_path, **other)
+
+
+@pytest.mark.parametrize(("use_sde", "every"), [(True, -1), (False, 4)])
+def test_exploration_noise_is_part_of_the_configuration(tmp_path: Path, use_sde: bool, every: int) -> None:
+    for given in ({"use_sde": True, "sde_sample_freq": 4}, {"use_sde": use_sde, "sde_sample_freq": every}):
+        toy = model(action="box", **given)
+        callback = InfluenceCallback(KeepAll(), run=tmp_path)
+        if given["use_sde"] and given["sde_sample_freq"] == 4:
+            toy.learn(32, callback=callback)
+        else:
+            with pytest.raises(whence.RunDirectoryError, match="hyperparameters was"):
+                toy.learn(32, callback=callback)
+
+
+def test_the_configuration_is_written_in_words_and_numbers(tmp_path: Path) -> None:
+    extractor = {"features_extractor_class": FlattenExtractor, "optimizer_kwargs": {"betas": (0.9, np.float64(0.5))}}
+    config = first_round(
+        tmp_path / "ppo",
+        size=functools.partial(max, 1),
+        clip_range=lambda left: 0.25 * left,
+        max_grad_norm=float("inf"),
+        policy_kwargs=extractor | {"activation_fn": torch.nn.ReLU, "net_arch": {"pi": [8]}},
+        seed=7,
+    )
+    assert config["env"] == "Sized-v0"
+    assert config["env_kwargs"] == {"size": "functools.partial(<built-in function max>, 1)"}
+    assert config["policy_kwargs"] == {
+        "features_extractor_class": "stable_baselines3.common.torch_layers.FlattenExtractor",
+        "optimizer_kwargs": {"betas": [0.9, 0.5]},
+        "activation_fn": "torch.nn.modules.activation.ReLU",
+        "net_arch": {"pi": [8]},
+    }
+    settings = config["hyperparameters"]
+    assert settings["clip_range"] == "a schedule: 0.25 at the start, 0.125 half-way, 0.0 at the end"
+    assert (settings["learning_rate"], settings["max_grad_norm"]) == (3e-4, "inf")
+    assert (settings["seed"], settings["target_kl"]) == (7, None)
+    assert set(settings) == {*HYPERPARAMETERS, "seed"}
+    a2c = first_round(tmp_path / "a2c", algorithm=A2C)
+    assert a2c["policy_kwargs"]["optimizer_class"].endswith(".RMSprop")
+    assert set(a2c["hyperparameters"]) < set(settings)
+
+
+def test_a_run_with_functions_of_ones_own_can_be_started_over(tmp_path: Path) -> None:
+    for _ in range(2):
+
+        class Target:
+            def __call__(self, view: Any, params: Any, records: RecordBatch) -> torch.Tensor:
+                return view(params, view.prepare(records)).log_prob.mean()
+
+        more = {"target": Target(), "objective": lambda outputs, records: outputs.log_prob}
+        config = first_round(tmp_path, size=lambda: 1, more=more)
+    assert "0x" not in str(config)

@@ -26,6 +26,7 @@ from whence.policies import as_view
 from whence.records import leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
 from whence.sb3.buffer import minibatches, selected
+from whence.sb3.description import HYPERPARAMETERS
 from whence.sb3.episodes import STATE, Ongoing, number_episodes
 
 
@@ -463,3 +464,8 @@ def test_the_seams_in_sb3_that_whence_relies_on() -> None:
     assert "self.rollout_buffer.get(batch_size=None)" in inspect.getsource(A2C.train)
     assert "rollout_buffer" in PPO._excluded_save_params(model())
     assert isinstance(model().observation_space, spaces.Box)
+    assert set(HYPERPARAMETERS) == {  # whatever else PPO takes is listed as no hyper-parameter
+        *("learning_rate", "n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "clip_range_vf"),
+        *("normalize_advantage", "ent_coef", "vf_coef", "max_grad_norm", "use_sde", "sde_sample_freq", "target_kl"),
+    }
+    assert all(hasattr(model(), name) for name in HYPERPARAMETERS)

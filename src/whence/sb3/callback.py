@@ -1,8 +1,6 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
 import logging
-import math
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +25,7 @@ from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.sb3.buffer import Last, check_last, check_model, read, selected
 from whence.sb3.contrib import MaskablePPO
+from whence.sb3.description import describe, without_addresses
 from whence.sb3.episodes import STATE, Ongoing
 from whence.sb3.training import around_next_train, cancel
 from whence.selection import Progress, Selection, SelectionRule
@@ -274,21 +273,10 @@ class InfluenceCallback(BaseCallback):
                 log.warning("round %d: %s", one.round, one.text)
 
     def _config(self) -> dict[str, Any]:
-        spec = self.training_env.get_attr("spec")[0]
-        values = {name: getattr(self.model, name, None) for name in _HYPERPARAMETERS}
-        return {
-            "algorithm": type(self.model).__name__,
-            "env": None if spec is None else spec.id,
-            "n_envs": self.training_env.num_envs,
-            "policy": type(self.model.policy).__name__,
-            "parameters": sum(parameter.numel() for parameter in self.model.policy.parameters()),
-            "optimizer": type(self.model.policy.optimizer).__name__,
-            "hyperparameters": {
-                name: v if math.isfinite(v) else str(v) for name, v in values.items() if isinstance(v, int | float)
-            },
-            "rule": re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule)),  # a schedule's address differs from run to run
-            "target": name_of(self.target),
-            "objective": "the model's" if self.objective is None else repr(self.objective),
+        return describe(self.model) | {
+            "rule": without_addresses(repr(self.rule)),
+            "target": without_addresses(name_of(self.target)),
+            "objective": "the model's" if self.objective is None else without_addresses(repr(self.objective)),
             "engine": self.engine,
             "last": self.last,
         }
@@ -332,21 +320,6 @@ def _tensors(policy: Any) -> dict[str, Tensor]:
 def library_versions() -> dict[str, str]:
     """Return the versions that a run's results depend on."""
     return {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
-
-
-_HYPERPARAMETERS = (
-    *(
-        "learning_rate",
-        "n_steps",
-        "batch_size",
-        "n_epochs",
-        "gamma",
-        "gae_lambda",
-        "clip_range",
-        "clip_range_vf",
-    ),
-    *("normalize_advantage", "ent_coef", "vf_coef", "max_grad_norm", "target_kl", "seed"),
-)
 
 
 class _Stopwatch:

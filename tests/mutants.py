@@ -417,7 +417,7 @@ MUTANTS = (
     Mutant(
         "EnvPool's next episode begins a step late",
         "sb3/fast.py",
-        "observations[env] = fresh",
+        'part[about["env_id"]] = fresh',
         "fresh",
         "test_fast.py::test_the_first_observation_after_an_end_is_the_next_episodes",
     ),

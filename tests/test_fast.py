@@ -7,8 +7,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers import FilterObservation
 from scipy import stats
 from stable_baselines3 import PPO
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 import whence
@@ -189,3 +191,59 @@ def test_gymnasium_and_pool_have_one_face() -> None:
     assert pool.get_attr("spec")[0].id == plain.get_attr("spec")[0].id == "CartPole-v1"
     with pytest.raises(AttributeError, match="no attribute 'gravity'"):
         pool.get_attr("gravity")
+
+
+def test_all_parts_of_a_dict_observation_come_as_sb3s_do() -> None:
+    def made() -> gym.Env[Any, Any]:
+        # The mission is text there, which SB3 does not take.
+        return FilterObservation(gym.make(GRID.env, disable_env_checker=True), ["direction", "image"])
+
+    pool, plain = EnvPoolVecEnv(GRID.env, {}, 3, 0), DummyVecEnv([made] * 3)
+    mine, theirs = pool.reset(), plain.reset()
+    rng = np.random.default_rng(0)
+    ends = 0
+    for _ in range(300):
+        assert isinstance(mine, dict)
+        assert isinstance(theirs, dict)
+        for part in ("direction", "image"):
+            assert np.array_equal(mine[part], theirs[part])
+        actions = rng.choice([0, 1, 2, 2, 2], size=3)
+        (mine, _, ended, infos), (theirs, _, _, others) = pool.step(actions), plain.step(actions)
+        for env in np.flatnonzero(ended):
+            last, other = infos[env]["terminal_observation"], others[env]["terminal_observation"]
+            assert np.array_equal(last["image"], other["image"])
+            assert last["direction"] == other["direction"]
+            ends += 1
+    assert ends > 0
+
+
+class Flat(BaseFeaturesExtractor):
+    def __init__(self, observation_space: gym.spaces.Dict) -> None:
+        super().__init__(observation_space, features_dim=4 + 7 * 7 * 3)
+
+    def forward(self, observations: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.flatten(1) for part in (observations["direction"], observations["image"])], dim=1)
+
+
+def test_a_policy_of_all_parts_is_trained_and_evaluated_on_a_pool() -> None:
+    env = EnvPoolVecEnv(GRID.env, {}, 2, 0)
+    model = PPO(
+        "MultiInputPolicy",
+        env,
+        n_steps=128,
+        batch_size=64,
+        device="cpu",
+        seed=0,
+        policy_kwargs={"features_extractor_class": Flat},
+    )
+    callback = InfluenceCallback(IIF(0.5))
+    model.learn(256, callback=callback)
+    assert callback.round is not None
+    assert callback.round.records.observations["image"].shape == (256, 3, 7, 7)
+    returns = evaluate_pool(model, GRID.env, {}, episodes=8, seed=1)
+    assert len(set(returns.tolist())) > 1
+
+
+def test_a_pools_settings_are_told(tmp_path: Any) -> None:
+    env = EnvPoolVecEnv("CartPole-v1", {"max_episode_steps": 10}, 2, 0)
+    assert env.get_attr("spec")[0].kwargs == {"max_episode_steps": 10}

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
@@ -15,6 +16,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 
 from whence.errors import Unsupported, WhenceError, nearest
 from whence.guards import eval_mode, kept_generators
+from whence.records import Tree, leaves, map_tree
 
 # EnvPool spells some ids in its own way.
 _NAMES = {"highway-v0": "Highway-v0"}
@@ -57,6 +59,10 @@ def picked(observation: Any, key: str | None) -> Any:
     return observation if key is None else observation[key]
 
 
+def _rows(observation: Tree, index: NDArray[Any] | int) -> Tree:
+    return map_tree(lambda part: part[index], observation)
+
+
 class EnvPoolVecEnv(VecEnv):
     """A pool as an SB3 `VecEnv`: episodes that end are begun anew in the same step, as SB3's own do.
 
@@ -77,7 +83,7 @@ class EnvPoolVecEnv(VecEnv):
         self._pool = make_pool(env, kwargs, n_envs, seed)
         self._actions: NDArray[Any] = np.zeros(0)
         self._returns, self._lengths = np.zeros(n_envs), np.zeros(n_envs, dtype=np.int64)
-        self.spec = gym.registry.get(env.rpartition(":")[2])
+        self.spec = EnvSpec(env.rpartition(":")[2], kwargs=dict(kwargs))
         space = self._pool.observation_space
         super().__init__(n_envs, space if key is None else space[key], self._pool.action_space)
 
@@ -87,7 +93,7 @@ class EnvPoolVecEnv(VecEnv):
         self._returns[:], self._lengths[:] = 0, 0
         self.reset_infos = [{} for _ in range(self.num_envs)]
         self._reset_seeds()
-        return np.array(picked(observation, self._key))
+        return map_tree(np.array, picked(observation, self._key))  # type: ignore[arg-type,no-any-return]
 
     def step_async(self, actions: NDArray[Any]) -> None:
         """Take note of the actions."""
@@ -96,21 +102,23 @@ class EnvPoolVecEnv(VecEnv):
     def step_wait(self) -> VecEnvStepReturn:
         """Step all environments."""
         found, rewards, terminated, truncated, _ = self._pool.step(_as_pool_takes(self._actions, self.action_space))
-        observations = np.array(picked(found, self._key))
+        observations = map_tree(np.array, picked(found, self._key))  # type: ignore[arg-type]
         ended = terminated | truncated
         self._returns += rewards
         self._lengths += 1
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         over = np.flatnonzero(ended)
         if len(over):
+            last = _rows(observations, over)  # a copy, before the next episodes' first ones take the place
             first, about = self._pool.reset(over)
-            for env, fresh in zip(about["env_id"], picked(first, self._key), strict=True):
+            for (_, part), (_, fresh) in zip(leaves(observations), leaves(picked(first, self._key)), strict=True):
+                part[about["env_id"]] = fresh
+            for row, env in enumerate(over):
                 infos[env] = {
-                    "terminal_observation": observations[env].copy(),
+                    "terminal_observation": _rows(last, row),
                     "TimeLimit.truncated": bool(truncated[env] and not terminated[env]),
                     "episode": {"r": float(self._returns[env]), "l": int(self._lengths[env]), "t": 0.0},
                 }
-                observations[env] = fresh
             self._returns[over], self._lengths[over] = 0, 0
         return observations, rewards.astype(np.float32), ended, infos
 
@@ -177,7 +185,8 @@ def evaluate_pool(
         found, about = pool.reset()
         ids, observations = about["env_id"], picked(found, key)
         while len(ids):
-            actions = model.policy(_as_policy_reads(observations, model))[0].cpu().numpy()
+            actions = model.policy(_as_policy_reads(observations, model.observation_space, model.device))[0]
+            actions = actions.cpu().numpy()
             if box is not None:
                 squashed = model.policy.squash_output
                 actions = model.policy.unscale_action(actions) if squashed else np.clip(actions, box.low, box.high)
@@ -186,13 +195,15 @@ def evaluate_pool(
             order = np.argsort(about["env_id"])
             ids, goes_on = about["env_id"][order], ~(terminated | truncated)[order]
             returns[ids] += rewards[order]
-            ids, observations = ids[goes_on], picked(found, key)[order][goes_on]
+            ids, observations = ids[goes_on], _rows(picked(found, key), order[goes_on])
     pool.close()
     return returns
 
 
-def _as_policy_reads(observations: NDArray[Any], model: BaseAlgorithm) -> torch.Tensor:
+def _as_policy_reads(observation: Tree, space: spaces.Space[Any], device: torch.device) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _as_policy_reads(observation[key], part, device) for key, part in space.items()}
     # What SB3's VecTransposeImage does to channels in training.
-    if observations.ndim == 4 and observations.shape[1:] != model.observation_space.shape:
-        observations = observations.transpose(0, 3, 1, 2)
-    return torch.as_tensor(np.ascontiguousarray(observations), device=model.device)
+    if observation.ndim == 4 and observation.shape[1:] != space.shape:
+        observation = observation.transpose(0, 3, 1, 2)
+    return torch.as_tensor(np.ascontiguousarray(observation), device=device)

@@ -247,8 +247,8 @@ MUTANTS = (
     Mutant(
         "generators of evaluation not guarded",
         "experiments/environments.py",
-        "with kept_generators(), eval_mode(model.policy.modules()):",
-        "with eval_mode(model.policy.modules()):",
+        "with kept_generators(), eval_mode(model.policy.modules()),",
+        "with eval_mode(model.policy.modules()),",
         "test_experiments.py -k evaluate",
     ),
     Mutant(
@@ -427,6 +427,20 @@ MUTANTS = (
         "    if taken:\n",
         "    if False:\n",
         f"{CALLBACK}::test_two_selections_from_one_rollout_are_refused",
+    ),
+    Mutant(
+        "gSDE's noise outlives the episode",
+        "sb3/noise.py",
+        "np.where(starts, 0, ages[envs] + 1)",
+        "ages[envs] + 1",
+        "test_fast.py -k noise",
+    ),
+    Mutant(
+        "gSDE's noise is shared in evaluations",
+        "sb3/noise.py",
+        "matrices[due] = policy.action_dist.exploration_matrices",
+        "matrices[due] = policy.action_dist.exploration_mat",
+        "test_fast.py -k noise",
     ),
     Mutant(
         "an end counts as a time limit",

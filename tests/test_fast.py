@@ -10,6 +10,7 @@ import torch
 from gymnasium.wrappers import FilterObservation
 from scipy import stats
 from stable_baselines3 import PPO
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -18,7 +19,7 @@ from whence import IIF, RunDirectory, WhenceError
 from whence.experiments import RunConfig, configure, load_round, run
 from whence.experiments.environments import evaluate, evaluation_env
 from whence.experiments.training import curve, make_model
-from whence.sb3 import InfluenceCallback
+from whence.sb3 import InfluenceCallback, fast
 from whence.sb3.fast import EnvPoolVecEnv, evaluate_pool
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
@@ -247,3 +248,106 @@ def test_a_policy_of_all_parts_is_trained_and_evaluated_on_a_pool() -> None:
 def test_a_pools_settings_are_told(tmp_path: Any) -> None:
     env = EnvPoolVecEnv("CartPole-v1", {"max_episode_steps": 10}, 2, 0)
     assert env.get_attr("spec")[0].kwargs == {"max_episode_steps": 10}
+
+
+class Still(gym.Env[Any, Any]):
+    """Always the same observation; notes the actions of each episode."""
+
+    def __init__(self, length: int) -> None:
+        self.observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+        self.action_space = gym.spaces.Box(-100, 100, (1,), np.float32)
+        self.length, self.episodes = length, list[list[float]]()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.episodes.append([])
+        return np.ones(3, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.episodes[-1].append(round(float(action[0]), 4))
+        return np.ones(3, np.float32), float(action[0]), len(self.episodes[-1]) == self.length, False, {}
+
+
+class StillPool:
+    """A pool of such environments."""
+
+    def __init__(self, envs: list[Still]) -> None:
+        self.envs = envs
+
+    def reset(self) -> Any:
+        return np.stack([env.reset()[0] for env in self.envs]), {"env_id": np.arange(len(self.envs), dtype=np.int32)}
+
+    def step(self, actions: Any, ids: Any) -> Any:
+        steps = [self.envs[env].step(action) for env, action in zip(ids, actions, strict=True)]
+        return *(np.array(column) for column in list(zip(*steps, strict=True))[:4]), {"env_id": ids}
+
+    def close(self) -> None:
+        pass
+
+
+def explored(every: int) -> PPO:
+    return PPO(
+        "MlpPolicy",
+        Still(5),
+        use_sde=True,
+        sde_sample_freq=every,
+        device="cpu",
+        seed=0,
+        policy_kwargs={"log_std_init": 0.0},
+    )
+
+
+def played_with_gymnasium(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    envs = [Still(5) for _ in range(4)]
+    evaluate(model, DummyVecEnv([lambda env=env: Monitor(env) for env in envs]), episodes=12, seed=seed)
+    return [episode for env in envs for episode in env.episodes[:3]]
+
+
+def played_alone(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    env = Still(5)
+    evaluate(model, DummyVecEnv([lambda: Monitor(env)]), episodes=3, seed=seed)
+    return env.episodes[:3]
+
+
+def played_in_a_pool(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    envs = [Still(length) for length in (5, 1, 3, 4, 9)]
+    monkeypatch.setattr(fast, "make_pool", lambda *_: StillPool(envs))
+    evaluate_pool(model, "Still-v0", {}, episodes=5, seed=seed)
+    return [episode for env in envs for episode in env.episodes]
+
+
+@pytest.mark.parametrize("played", [played_with_gymnasium, played_alone, played_in_a_pool])
+@pytest.mark.parametrize("every", [-1, 1, 2])
+def test_state_dependent_noise_is_each_episodes_own(every: int, played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = explored(every)
+    own = model.policy.action_dist
+    before = {name: id(value) for name, value in vars(own).items()}
+    noise = own.exploration_mat.detach().clone(), own.exploration_matrices.detach().clone()
+    episodes = played(model, 1, monkeypatch)
+    # In one state and with one noise, actions are one number: it tells how long a noise stays, and who has it.
+    held = max(map(len, episodes)) if every < 0 else every
+    blocks = [tuple(episode[at : at + held]) for episode in episodes for at in range(0, len(episode), held)]
+    assert all(len(set(block)) == 1 for block in blocks)
+    assert len({block[0] for block in blocks}) == len(blocks)
+    assert episodes == played(model, 1, monkeypatch)
+    assert episodes != played(model, 2, monkeypatch)
+    assert model.policy.action_dist is own
+    assert {name: id(value) for name, value in vars(own).items()} == before
+    assert torch.equal(own.exploration_mat, noise[0])
+    assert torch.equal(own.exploration_matrices, noise[1])
+
+
+def test_the_standard_error_is_that_of_independent_episodes() -> None:
+    # With one noise throughout an episode of 5 steps, returns spread as 5 times an action.
+    model = explored(-1)
+    env = DummyVecEnv([lambda: Monitor(Still(5))] * 16)
+    _, error = evaluate(model, env, episodes=800, seed=0)
+    spread = model.policy.get_distribution(torch.ones(1, 3)).distribution.stddev.item()
+    assert error * np.sqrt(800) == pytest.approx(5 * spread, rel=0.1)
+
+
+def test_the_policy_has_its_own_noise_back_when_an_evaluation_raises() -> None:
+    model = explored(-1)
+    own = model.policy.action_dist
+    with pytest.raises(KeyError), fast.fresh_noise(model, 2):
+        raise KeyError
+    assert model.policy.action_dist is own

@@ -1,5 +1,6 @@
 """Environments by name, for training and for evaluation."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -16,6 +17,7 @@ from whence.experiments.config import RunConfig
 from whence.guards import eval_mode, kept_generators
 from whence.sb3 import RecordResets
 from whence.sb3.fast import EnvPoolVecEnv, make_pool
+from whence.sb3.noise import fresh_noise
 
 
 def check_environment(config: RunConfig) -> gym.Space[Any]:
@@ -95,11 +97,18 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
     """Return the mean return over episodes of sampled actions, and its standard error.
 
     Environments and torch's generator are seeded, so the same policy gives the same figures; the global generators and
-    the policy's mode are as before afterwards.
+    the policy's mode and noise are as before afterwards.
     """
-    with kept_generators(), eval_mode(model.policy.modules()):
+    envs = np.arange(env.num_envs)
+    with kept_generators(), eval_mode(model.policy.modules()), fresh_noise(model, len(envs)) as renew:
+
+        def predict(observation: Any, state: Any, episode_start: Any, deterministic: bool) -> Any:
+            renew(envs, episode_start)
+            return model.predict(observation, state, episode_start, deterministic)
+
         torch.manual_seed(seed)
         env.seed(seed)
-        found, _ = evaluate_policy(model, env, episodes, deterministic=False, return_episode_rewards=True)
+        playing: Any = SimpleNamespace(predict=predict)
+        found, _ = evaluate_policy(playing, env, episodes, deterministic=False, return_episode_rewards=True)
     returns = np.asarray(found)
     return float(np.mean(returns)), float(np.std(returns, ddof=1) / np.sqrt(len(returns)))

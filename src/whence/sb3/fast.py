@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 from whence.errors import Unsupported, WhenceError, nearest
 from whence.guards import eval_mode, kept_generators
 from whence.records import Tree, leaves, map_tree
+from whence.sb3.noise import fresh_noise
 
 # EnvPool spells some ids in its own way.
 _NAMES = {"highway-v0": "Highway-v0"}
@@ -166,8 +167,8 @@ def evaluate_pool(
     """Return the returns of so many episodes of sampled actions, (episodes,).
 
     Every environment of a pool plays one episode and then stands still, so that short episodes are not counted more
-    often than long ones. The same policy and seed give the same returns; global generators and the policy's mode are
-    as before afterwards.
+    often than long ones. The same policy and seed give the same returns; global generators and the policy's mode and
+    noise are as before afterwards.
 
     Args:
         model: an SB3 model.
@@ -180,11 +181,13 @@ def evaluate_pool(
     pool = make_pool(env, kwargs, episodes, seed)
     returns = np.zeros(episodes)
     box = model.action_space if isinstance(model.action_space, spaces.Box) else None
-    with kept_generators(), eval_mode(model.policy.modules()), torch.no_grad():
+    noise = fresh_noise(model, episodes)
+    with kept_generators(), eval_mode(model.policy.modules()), torch.no_grad(), noise as renew:
         torch.manual_seed(seed)
         found, about = pool.reset()
-        ids, observations = about["env_id"], picked(found, key)
+        ids, observations, begins = about["env_id"], picked(found, key), True
         while len(ids):
+            renew(ids, np.full(len(ids), begins))
             actions = model.policy(_as_policy_reads(observations, model.observation_space, model.device))[0]
             actions = actions.cpu().numpy()
             if box is not None:
@@ -195,7 +198,7 @@ def evaluate_pool(
             order = np.argsort(about["env_id"])
             ids, goes_on = about["env_id"][order], ~(terminated | truncated)[order]
             returns[ids] += rewards[order]
-            ids, observations = ids[goes_on], _rows(picked(found, key), order[goes_on])
+            ids, observations, begins = ids[goes_on], _rows(picked(found, key), order[goes_on]), False
     pool.close()
     return returns
 

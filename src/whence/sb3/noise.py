@@ -1,0 +1,46 @@
+"""gSDE's exploration noise in evaluations: independent from environment to environment and episode to episode."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Renew: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.bool_]], None]
+
+
+@contextmanager
+def fresh_noise(model: Any, n_envs: int) -> Iterator[Renew]:
+    """Give each of `n_envs` environments gSDE noise of its own; the policy has its own noise back on exit.
+
+    Yields a function to call before each step, with the environments (envs,) that the policy is about to see and
+    whether an episode begins in each (envs,). As in collection, noise stays for `sde_sample_freq` steps, and for good
+    where that is -1; here "for good" ends with the episode. Draws come from torch's global generator. Without gSDE
+    nothing is done.
+    """
+    if not model.use_sde:
+        yield lambda envs, starts: None
+        return
+    policy, own = model.policy, model.policy.action_dist
+    every = model.sde_sample_freq if model.sde_sample_freq > 0 else np.iinfo(np.int64).max
+    ages = np.zeros(n_envs, np.int64)
+    matrices = own.exploration_mat.detach().repeat(n_envs, 1, 1)
+
+    def renew(envs: NDArray[np.int64], starts: NDArray[np.bool_]) -> None:
+        ages[envs] = np.where(starts, 0, ages[envs] + 1)
+        due = envs[ages[envs] % every == 0]
+        if len(due):
+            with torch.no_grad():
+                policy.reset_noise(len(due))
+            matrices[due] = policy.action_dist.exploration_matrices
+        policy.action_dist.exploration_matrices = matrices[envs]
+        policy.action_dist.exploration_mat = matrices[envs[0]]  # read where there is one environment
+
+    policy.action_dist = copy.copy(own)  # what the evaluation writes goes there
+    try:
+        yield renew
+    finally:
+        policy.action_dist = own

@@ -483,6 +483,27 @@ def test_an_axis_as_long_as_there_are_records_by_chance_is_noticed(count: int, c
     against_loop(view, records, "auto", chunk_size=chunk_size)
 
 
+def test_an_axis_is_confirmed_for_each_view_of_a_module() -> None:
+    network = Positions()
+
+    def without_positions(module: Any, inputs: dict[str, Tensor]) -> Tensor:
+        return module.out(inputs["observations"].flatten(1)).log_softmax(-1)[:, 0]
+
+    plain, view = whence.ModuleView(network, without_positions), categorical_view(network)
+    records = records_for(view, 12, features=(12, 5))
+    assert attribute(plain, records, target=Return()).engine == "ghost"
+    assert attribute(view, records, target=Return()).engine == "forward"
+
+
+def test_an_axis_is_confirmed_anew_where_other_layers_are_trained() -> None:
+    view = categorical_view(Positions())
+    records = records_for(view, 12, features=(12, 5))
+    view.module.position.requires_grad_(False)
+    assert attribute(view, records, target=Return()).engine == "ghost"
+    view.module.position.requires_grad_(True)
+    assert attribute(view, records, target=Return()).engine == "forward"
+
+
 class Attending(nn.Module):
     """A parameter of its own, and a kernel that has no forward mode."""
 

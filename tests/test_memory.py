@@ -1,17 +1,20 @@
 """What scoring holds at a time, counted tensor by tensor and seen from outside the process."""
 
+import gc
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import whence
 from toys import categorical_view, difference, mlp_view, model, records_for
 from whence import Action, Return, WhenceError, attribute
 from whence.engines import ENGINES, memory
+from whence.policies import as_view, notes_on
 from whence.sb3 import collect
 
 MIB = 2**20
@@ -54,7 +57,7 @@ def test_the_estimate_from_a_few_records_holds_for_many(observation: str, engine
     toy = model(observation=observation, n_steps=256)
     records = collect(toy)
     attribute(toy.policy, records, target=Return(), engine=engine)
-    (cost,) = memory._COSTS[toy.policy].values()
+    (cost,) = (note for note in notes_on(as_view(toy.policy)).values() if isinstance(note, memory._Cost))
     held = most_held(toy.policy, records, engine=engine)
     # Ghost's layers work block by block, which few records do not show: there it holds less than was feared.
     assert 0.95 * held <= cost.at(256) <= 1.25 * held
@@ -112,6 +115,117 @@ def test_the_cost_is_measured_once_per_policy(monkeypatch: pytest.MonkeyPatch) -
     assert len(measured) == 1
     attribute(view, records_for(view, 40), target={"a": Return(), "b": Return()})
     assert len(measured) == 2
+
+
+def test_the_cost_is_measured_once_for_a_policy_whose_view_is_made_for_every_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = []
+    own = memory._measured
+    monkeypatch.setattr(memory, "_measured", lambda *args: measured.append(None) or own(*args))
+    toy = model()
+    for _ in range(2):
+        attribute(toy.policy, collect(toy), target=Return())
+        attribute(toy.policy, collect(toy), target=Return(), objective=lambda outputs, r: outputs.log_prob)
+    assert len(measured) == 2
+
+
+def repeating(network: nn.Module, times: int) -> whence.ModuleView:
+    """Return a view that keeps `times` numbers for each feature of a record."""
+
+    def log_probs(module: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        wide = inputs["observations"][:, None].expand(-1, times, -1).exp().log().mean(1)
+        return module(wide).log_softmax(-1).gather(-1, inputs["actions"][:, None]).squeeze(-1)
+
+    return whence.ModuleView(network, log_probs)
+
+
+def frugal(outputs: whence.Outputs, records: whence.RecordBatch) -> Tensor:
+    return outputs.log_prob
+
+
+def greedy(outputs: whence.Outputs, records: whence.RecordBatch) -> Tensor:
+    return (outputs.log_prob[:, None].expand(-1, 300).exp() * records.advantages[:, None]).mean(1)
+
+
+@pytest.mark.parametrize("engine", ["ghost", "forward", "vmap"])
+@pytest.mark.parametrize("heavy", ["view", "objective"])
+def test_views_and_objectives_have_costs_of_their_own(heavy: str, engine: str) -> None:
+    light = repeating(mlp_view().module, 1)
+    records = records_for(light, 600)
+    attribute(light, records, target=Return(), objective=frugal, engine=engine)
+    view = repeating(light.module, 400) if heavy == "view" else light
+    objective = greedy if heavy == "objective" else frugal
+    held = most_held(view, records, objective=objective, engine=engine, memory=2 * MIB)
+    assert held <= (2 * MIB - memory._KEPT * len(records)) / memory._MARGIN + memory._KEPT * len(records)
+
+
+def test_views_share_notes_where_their_functions_are_the_same() -> None:
+    network, toy = mlp_view().module, model()
+
+    def made_with(function: Callable[..., Tensor]) -> dict[object, object]:
+        return notes_on(whence.ModuleView(network, function))
+
+    assert made_with(greedy) is made_with(greedy)
+    assert made_with(greedy) is not made_with(lambda module, inputs: inputs["observations"])
+    assert made_with(greedy) is not notes_on(whence.ModuleView(network, greedy, lambda records: records.actions))
+    assert notes_on(as_view(toy.policy)) is notes_on(as_view(toy.policy))
+    one, other = repeating(network, 1), repeating(network, 2)
+    assert notes_on(one) is notes_on(one)
+    assert notes_on(one) is not notes_on(other)
+    by_default = [made_with(lambda module, inputs, times=times: inputs * times) for times in (1, 2)]
+    assert by_default[0] is not by_default[1]
+
+
+def test_notes_go_with_the_view() -> None:
+    gc.collect()
+    before = len(whence.policies._NOTES)
+    toy, view = model(), repeating(mlp_view().module, 2)
+    for policy, records in ((view, records_for(view)), (toy.policy, collect(toy))):
+        attribute(policy, records, target=Return())
+    assert len(whence.policies._NOTES) == before + 2
+    del toy, view, policy, records
+    gc.collect()
+    assert len(whence.policies._NOTES) == before
+
+
+class NoHash(whence.ModuleView):
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_view_that_cannot_be_a_key_is_scored_all_the_same() -> None:
+    plain = mlp_view()
+    records = records_for(plain, 40)
+    unhashed = NoHash(plain.module, plain._outputs)
+    assert difference(attribute(unhashed, records, target=Return()), attribute(plain, records, target=Return())) == 0
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "forward"])
+@pytest.mark.parametrize("chunk_size", [None, 10])
+def test_an_objective_that_holds_a_number_for_each_record_is_told_why_not(engine: str, chunk_size: int | None) -> None:
+    view = mlp_view()
+    records, weights = records_for(view, 40), torch.rand(40)
+    with pytest.raises(WhenceError, match=r"takes all 40 records, but fails on a part of them \(The size of tensor"):
+        attribute(
+            view,
+            records,
+            target=Return(),
+            objective=lambda outputs, r: outputs.log_prob * weights,
+            engine=engine,
+            chunk_size=chunk_size,
+        )
+    with pytest.raises(RuntimeError, match="size of tensor"):  # wrong on all of them as well: no part's fault
+        attribute(view, records, target=Return(), objective=lambda outputs, r: outputs.log_prob * weights[:3])
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_an_objective_that_spreads_one_record_is_told_that_parts_are_asked_for(engine: str) -> None:
+    view = mlp_view()
+    records, weights = records_for(view, 40), torch.rand(40)
+    with pytest.raises(WhenceError, match=r"shape \(40,\) for 1 records.*for any part of the records"):
+        attribute(
+            view, records, target=Return(), objective=lambda outputs, r: outputs.log_prob * weights, engine=engine
+        )
 
 
 RISE = """

@@ -22,8 +22,10 @@ class Objective(Protocol):
     """One value per record, to be raised. Reduction over records happens elsewhere, visibly.
 
     The value of a record may depend on that record's outputs only; what depends on the whole buffer (normalised
-    advantages) belongs into `prepare`, which is called once. An attribute `reads`, where there is one, names the
-    outputs that are read; without it all are computed.
+    advantages) belongs into `prepare`, which is called once. The call is on any part of the prepared records, down to a
+    single one: engines go in chunks, and measure their memory on a few records first. What it needs of a record, it
+    therefore reads from the records it is given. An attribute `reads`, where there is one, names the outputs that are
+    read; without it all are computed.
     """
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
@@ -31,7 +33,7 @@ class Objective(Protocol):
         ...
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
-        """Return the objective of each record."""
+        """Return the objective of each of the records, which may be any part of the prepared ones."""
         ...
 
 

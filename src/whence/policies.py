@@ -1,7 +1,9 @@
 """How log-probabilities, values and entropies are read from a policy, as a function of its parameters."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from jaxtyping import Float
@@ -38,7 +40,8 @@ class PolicyView(Protocol):
     """A policy as engines see it.
 
     `prepare` does what needs no derivative (one-hot, image scaling, device), once; the call is what engines
-    differentiate. Each output of a record may depend on that record's inputs only.
+    differentiate. Each output of a record may depend on that record's inputs only. An attribute `action_space`, where
+    there is one, is a space as Gymnasium has them; targets refuse actions that it does not hold.
     """
 
     module: nn.Module
@@ -77,6 +80,11 @@ class ModuleView:
         self._outputs = outputs
         self._prepare = prepare or _plain_inputs
         self._slots: list[_Slot] | None = None
+
+    @property
+    def action_space(self) -> Any:
+        """The module's own `action_space`, as SB3's policies have one; None where there is none."""
+        return getattr(self.module, "action_space", None)
 
     def parameters(self) -> dict[str, Tensor]:
         """The parameters with `requires_grad`, by the first name the module gives them."""
@@ -141,6 +149,34 @@ def _swapped(slots: Sequence[_Slot], params: Params) -> Iterator[None]:
     finally:
         for slot in slots:
             slot.holder[slot.key] = slot.parameter
+
+
+# What engines noted of a view, by the view itself or by its module. An entry goes with its key, which it must not hold.
+_NOTES: "weakref.WeakKeyDictionary[Any, dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
+
+
+def notes_on(view: PolicyView) -> dict[Hashable, Any]:
+    """Return what engines have noted of a view, to be read and added to; a note must not hold the view.
+
+    Views of one module share their notes where they are made of the same functions: `as_view` makes one for each call.
+    """
+    functions = (view._outputs, view._prepare) if type(view) is ModuleView else ()
+    codes = tuple(_code_alone(function, view.module) for function in functions)
+    if codes and None not in codes:
+        return _NOTES.setdefault(view.module, {}).setdefault(codes, {})  # type: ignore[no-any-return]
+    try:
+        return _NOTES.setdefault(view, {})
+    except TypeError:  # no hash, or no weak references
+        return {}
+
+
+def _code_alone(function: Callable[..., Any], module: nn.Module) -> Hashable:
+    """Return a function's code where it says all there is to it, given the module; else None."""
+    if not isinstance(function, FunctionType) or function.__defaults__ or function.__kwdefaults__:
+        return None
+    if any(cell.cell_contents is not module for cell in function.__closure__ or ()):
+        return None
+    return function.__code__, function.__code__.co_filename  # code objects of two files may be equal
 
 
 _VIEWS: dict[str, Callable[[Any], PolicyView]] = {}

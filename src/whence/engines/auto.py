@@ -11,7 +11,7 @@ from whence.engines.forward import forward
 from whence.engines.ghost import ghost
 from whence.engines.loop import loop
 from whence.engines.memory import fitted
-from whence.engines.problem import Engine, Problem, Refused, target_gradients
+from whence.engines.problem import Engine, Problem, Refused, takes_no_part, target_gradients
 from whence.engines.vmap import vmap
 from whence.errors import WhenceError, nearest
 
@@ -48,7 +48,26 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
         problem: what to score.
         engine: "auto" or a key of `ENGINES`.
         memory: bytes that set the problem's chunk size; None: it stands as it is.
+
+    Raises:
+        WhenceError: an unknown engine, one that refuses, or an objective that fails on a part of the records.
     """
+    try:
+        return _solved(problem, engine, memory)
+    except (WhenceError, NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except Exception as failure:
+        if not takes_no_part(problem):
+            raise
+        raise WhenceError(
+            f"The objective takes all {len(problem.records)} records, but fails on a part of them "
+            f"({_first_line(failure)}). Engines call it on parts, down to one record: let it read what belongs to a "
+            "record from the records it is given (`rewards`, `returns`, or `advantages` as its `prepare` sets them), "
+            "not from numbers of its own."
+        ) from failure
+
+
+def _solved(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tensor, "targets n"], str, str]:
     if engine in ENGINES:
         return _run(problem, engine, memory), engine, "asked for"
     if engine != "auto":

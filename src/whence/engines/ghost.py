@@ -1,8 +1,7 @@
 """Per-record products from each layer's input and output gradient; no per-record gradient is ever formed."""
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from whence.engines.problem import (
     target_gradients,
 )
 from whence.engines.rules import LayerRule, Own, rule_for, ruled_types
-from whence.policies import Outputs
+from whence.policies import Outputs, notes_on
 from whence.records import leaves
 from whence.targets import BatchTarget
 
@@ -67,18 +66,15 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
     return torch.cat(rows, dim=1)
 
 
-# What was confirmed, by policy: the shapes of the records and the outputs that are read.
-_CONFIRMED: "weakref.WeakKeyDictionary[nn.Module, set[Hashable]]" = weakref.WeakKeyDictionary()
-
-
 def _confirm_axes(problem: Problem, layers: Sequence[Layer]) -> None:
     """Refuse a layer whose first axis is as long as there are records by chance: it does not follow another number."""
     total = len(problem.records)
     shapes = tuple((name, tuple(t.shape[1:])) for name, t in leaves(problem.records.columns))
-    known, kind = _CONFIRMED.setdefault(problem.view.module, set()), (shapes, problem.columns)
-    if total > 1 and kind not in known:
+    trained = tuple(name for layer in layers for name in layer.names.values())
+    confirmed, kind = notes_on(problem.view), (_confirm_axes, shapes, problem.columns, trained)
+    if total > 1 and kind not in confirmed:
         _recorded_pass(problem.part(slice(0, 1 if total == 2 else 2)), layers)
-        known.add(kind)
+        confirmed[kind] = True
 
 
 def covered_layers(modules: Mapping[str, nn.Module], own: Mapping[str, Tensor]) -> list[Layer]:
@@ -203,23 +199,44 @@ def _whole_products(tape: _Tape) -> Tensor:
     own, *found = seeds([problem.objective_values, *of_outputs(problem)], tape.outputs)
     weights = [seed.log_prob for seed in found if seed.log_prob is not None]
     if own.log_prob is None or any(_reads_more(seed) for seed in (own, *found)) or len(weights) < len(found):
-        params = list(problem.params.values())
-        passes = (pullback(tape.outputs, seed, params, retain=True) for seed in found)
-        gradients = _in_order(problem, (added({}, dict(zip(problem.params, one, strict=True))) for one in passes))
-        return _products(tape, gradients, own)
+        return _pass_by_pass(tape, own, found)
     # Objective and targets move the log-probs alone, each record with weights of its own.
     if len(problem.targets) == 1 and weights and _far_from_zero(weights[0]):
-        gradient, g = _gradient_and_seeds(tape, weights[0])
-        gradients, own_weights = _in_order(problem, iter([gradient])), own.log_prob / weights[0]
-    else:
-        edges, unit = [call.edge for call in tape.calls], Seeds(torch.ones_like(own.log_prob))
-        g = pullback(tape.outputs, unit, edges, retain=bool(tape.plain))
-        gradients, own_weights = _in_order(problem, (_weighted_gradient(tape, g, w) for w in weights)), own.log_prob
-    return torch.stack([_with_plain(own_weights * _layer_products(tape, g, one), tape, one) for one in gradients])
+        return _from_the_targets_pass(tape, own.log_prob, weights[0])
+    return _from_the_log_probs_pass(tape, own.log_prob, weights)
 
 
 def _reads_more(seed: Seeds) -> bool:
     return seed.value is not None or seed.entropy is not None
+
+
+def _pass_by_pass(tape: _Tape, own: Seeds, found: Sequence[Seeds]) -> Tensor:
+    """Return the products from a backward pass for each target, and one for the objective."""
+    params = list(tape.problem.params.values())
+    passes = (pullback(tape.outputs, seed, params, retain=True) for seed in found)
+    of_batch = (added({}, dict(zip(tape.problem.params, one, strict=True))) for one in passes)
+    return _products(tape, _in_order(tape.problem, of_batch), own)
+
+
+def _from_the_targets_pass(tape: _Tape, own: Tensor, weights: Tensor) -> Tensor:
+    """Return the products from the one target's backward pass alone: its weights are divided out of them."""
+    edges = [call.edge for call in tape.calls]
+    found = pullback(tape.outputs, Seeds(weights), [*edges, *tape.problem.params.values()], retain=False)
+    gradient = added({}, dict(zip(tape.problem.params, found[len(edges) :], strict=True)))
+    gradients = _in_order(tape.problem, iter([gradient]))
+    return _weighted_products(tape, found[: len(edges)], gradients, own / weights)
+
+
+def _from_the_log_probs_pass(tape: _Tape, own: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return the products from one backward pass of the log-probs: the targets' gradients are summed up from it."""
+    edges, unit = [call.edge for call in tape.calls], Seeds(torch.ones_like(own))
+    g = pullback(tape.outputs, unit, edges, retain=bool(tape.plain))
+    gradients = _in_order(tape.problem, (_weighted_gradient(tape, g, one) for one in weights))
+    return _weighted_products(tape, g, gradients, own)
+
+
+def _weighted_products(tape: _Tape, g: list[Tensor | None], gradients: Sequence[Gradient], weights: Tensor) -> Tensor:
+    return torch.stack([_with_plain(weights * _layer_products(tape, g, one), tape, one) for one in gradients])
 
 
 def _in_order(problem: Problem, of_batch: Iterator[Gradient]) -> list[Gradient]:
@@ -234,13 +251,6 @@ def _far_from_zero(weights: Tensor) -> bool:
     """Tell whether a record's log-prob gradient can be had from its weighted one by division."""
     sizes = weights.abs()
     return bool(sizes.min() > 1e-12 * sizes.max())
-
-
-def _gradient_and_seeds(tape: _Tape, weights: Tensor) -> tuple[Gradient, list[Tensor | None]]:
-    """Return the target's gradient and the layers' output gradients, weighted, from the one pass that gives both."""
-    edges = [call.edge for call in tape.calls]
-    found = pullback(tape.outputs, Seeds(weights), [*edges, *tape.problem.params.values()], retain=False)
-    return added({}, dict(zip(tape.problem.params, found[len(edges) :], strict=True))), found[: len(edges)]
 
 
 def _weighted_gradient(tape: _Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whence.engines.problem import Problem
 from whence.errors import WhenceError
-from whence.policies import COLUMNS, Outputs
+from whence.objectives import FunctionObjective, Objective
+from whence.policies import COLUMNS, Outputs, notes_on
 from whence.records import RecordBatch, leaves
 from whence.targets import BatchTarget
 
@@ -46,15 +47,12 @@ class _Cost(NamedTuple):
         return int(((memory - self.fixed[growing]) / self.each[growing]).min())
 
 
-# Measured once per policy and kind of question: the callback asks the same one in every round.
-_COSTS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Cost]]" = weakref.WeakKeyDictionary()
-
-
 def fitted(problem: Problem, engine: Callable[[Problem], object], memory: int) -> Problem:
     """Return the problem with the largest `chunk_size` for which the engine stays within `memory` bytes.
 
     The engine runs on 8 and on 16 of the records. Each tensor it makes is taken to grow in proportion, so the most
-    that is held at a time is known for any number. The records themselves are not counted, nor what targets make.
+    that is held at a time is known for any number. The records themselves are not counted, nor what targets make. This
+    is done once per view and kind of question: the callback asks the same one in every round.
 
     Args:
         problem: what to score.
@@ -67,13 +65,14 @@ def fitted(problem: Problem, engine: Callable[[Problem], object], memory: int) -
     total = len(problem.records)
     if total <= _PROBES[-1]:
         return replace(problem, chunk_size=total)
-    known = _COSTS.setdefault(problem.view.module, {})
+    known = notes_on(problem.view)
     key = _kind(problem, engine)
     if key not in known:
         known[key] = _measured(problem, engine)
-    size = known[key].records((memory - _KEPT * total) / _MARGIN)
+    cost: _Cost = known[key]
+    size = cost.records((memory - _KEPT * total) / _MARGIN)
     if size < 1:
-        least = math.ceil(known[key].at(1) * _MARGIN + _KEPT * total)
+        least = math.ceil(cost.at(1) * _MARGIN + _KEPT * total)
         raise WhenceError(
             f"memory is {memory:,} bytes, but scoring these {total} records one by one takes about {least:,} bytes "
             "with this policy and engine. Allow more, or use engine='forward', which holds least."
@@ -82,12 +81,18 @@ def fitted(problem: Problem, engine: Callable[[Problem], object], memory: int) -
 
 
 def _kind(problem: Problem, engine: Callable[[Problem], object]) -> Hashable:
-    """What the cost depends on, for one and the same policy."""
+    """What the cost depends on, for one and the same view."""
     columns = (problem.records.observations, problem.records.actions, problem.records.action_masks)
     shapes = tuple((tuple(t.shape[1:]), t.dtype) for c in columns if c is not None for _, t in leaves(c))
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in problem.params.items())
     targets = tuple(isinstance(target, BatchTarget) for target in problem.targets)
-    return engine, parameters, shapes, targets, problem.columns
+    return _Cost, engine, parameters, shapes, targets, problem.columns, _made_of(problem.objective)
+
+
+def _made_of(objective: Objective) -> object:
+    # The code of a plain function, which may be made anew for each round.
+    function: Any = objective.function if isinstance(objective, FunctionObjective) else objective
+    return getattr(function, "__code__", None) or type(function)
 
 
 def _measured(problem: Problem, engine: Callable[[Problem], object]) -> _Cost:

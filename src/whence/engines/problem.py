@@ -103,9 +103,22 @@ class Problem:
         if values.shape != outputs.log_prob.shape:
             raise WhenceError(
                 f"The objective returned shape {tuple(values.shape)} for {len(outputs.log_prob)} records; it must "
-                "return one value per record and leave the reduction to whence."
+                "return one value per record, for any part of the records, and leave the reduction to whence."
             )
         return values
+
+
+def takes_no_part(problem: Problem) -> bool:
+    """Tell whether the objective goes through for all records, but not for two of them."""
+
+    def takes(records: RecordBatch) -> bool:
+        zeros = torch.zeros_like(records.log_probs)
+        try:
+            return bool(problem.objective(Outputs(zeros, zeros, zeros), records).shape == zeros.shape)
+        except Exception:
+            return False
+
+    return takes(problem.prepared) and not takes(problem.prepared.take(slice(0, 2)))
 
 
 class Seeds(NamedTuple):

@@ -25,6 +25,13 @@ def test_td_errors_by_hand() -> None:
     assert td_errors(advantages, STARTS, ENVS, gamma=0.5, gae_lambda=0.5).tolist() == expected
 
 
+def test_states_of_bfloat16_observations() -> None:
+    zeros = torch.zeros(3)
+    observations = torch.tensor([[1.0, 0.5], [1.0, 0.0], [1.0, 0.5]], dtype=torch.bfloat16)
+    numbers = states(RecordBatch(observations=observations, actions=zeros, log_probs=zeros, advantages=zeros))
+    assert numbers[0] == numbers[2] != numbers[1]
+
+
 def test_returns_to_go_by_hand() -> None:
     rewards = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     advantages, values = np.array([9.0, 9, 0.5, 9, 9, 7]), np.array([9.0, 9, 0.25, 9, 9, 1])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from whence.advantages import monte_carlo_advantages, returns_to_go, td_errors
 from whence.errors import InvalidRecords, WhenceError, nearest
 from whence.influence import Influence
-from whence.records import RecordBatch, leaves
+from whence.records import RecordBatch, as_numpy, leaves
 from whence.selection import START, Progress, Selection, Share, check_share, count_of, share_at
 
 Order: TypeAlias = Literal["distance", "product"]
@@ -124,7 +124,7 @@ class TDErrorPriority:
 def states(records: RecordBatch) -> NDArray[np.int64]:
     """Number the records' states, (n,): equal observations, byte by byte, are one state."""
     rows = [
-        np.ascontiguousarray(leaf.cpu().numpy()).reshape(len(records), -1).view(np.uint8).reshape(len(records), -1)
+        np.ascontiguousarray(as_numpy(leaf)).reshape(len(records), -1).view(np.uint8).reshape(len(records), -1)
         for _, leaf in leaves(records.observations)
     ]
     _, numbers = np.unique(np.concatenate(rows, axis=1), axis=0, return_inverse=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whence.errors import InvalidInfluence
 from whence.guards import written_atomically
+from whence.records import as_numpy
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Influence:
 
     def to_polars(self) -> pl.DataFrame:
         """Return one row a record: `record_id`, `score`. Join it with `RecordBatch.to_polars()` on `record_id`."""
-        return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": self.scores.numpy()})
+        return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": as_numpy(self.scores)})
 
     def __add__(self, other: "Influence") -> Self:
         """Add two influences of the same records: the influence on the sum of both targets."""

@@ -1,6 +1,7 @@
 """The records of one round as columns, each record with an id that stays with it."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
@@ -10,6 +11,7 @@ import numpy as np
 import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import InvalidRecords
@@ -45,6 +47,11 @@ def take(tree: Tree, index: Tensor | slice) -> Tree:
     return map_tree(lambda tensor: tensor[index], tree)
 
 
+def as_numpy(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor as an array; bfloat16, which numpy lacks, as float32."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class RecordBatch:
     """The n records of one round (LDA §2.1), as columns on the records' axis.
@@ -70,8 +77,8 @@ class RecordBatch:
         gae_lambda: lambda of the advantage estimator, or None.
 
     Raises:
-        InvalidRecords: lengths that differ, no record at all, a repeated or negative record id, or a value
-            that is not finite (the message names the record).
+        InvalidRecords: lengths that differ, no record at all, a repeated or negative record id, observations of one
+            dotted name, or a value that is not finite (the message names the record).
     """
 
     _: KW_ONLY
@@ -95,6 +102,7 @@ class RecordBatch:
         for name in _COLUMNS:
             if (column := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _copied(name, column))
+        _check_names(self.observations)
         _check_lengths(self)
         if self.record_ids is None:
             object.__setattr__(self, "record_ids", torch.arange(len(self.log_probs)))
@@ -115,12 +123,23 @@ class RecordBatch:
         return self.record_ids
 
     def take(self, index: Tensor | slice) -> Self:
-        """Return the records at `index` (positions, mask or slice), each with its id."""
-        return self.with_columns(take(self.columns, index))
+        """Return the records at `index` (positions, mask or slice), each with its id.
+
+        Raises:
+            InvalidRecords: there is none.
+        """
+        taken = self.with_columns(take(self.columns, index))
+        if len(taken) == 0:
+            raise InvalidRecords(
+                f"take() was to leave none of the {len(self)} records; a RecordBatch holds at least one. Pass "
+                "positions, a mask or a slice that takes some."
+            )
+        return taken
 
     def to(self, device: torch.device | str) -> Self:
         """Return the records on a device; these same where they are there already."""
-        if self.log_probs.device == torch.device(device):
+        wanted = torch.device(device)
+        if all(tensor.device == wanted for _, tensor in leaves(self.columns)):
             return self
         return self.with_columns(map_tree(lambda t: t.to(device), self.columns))
 
@@ -147,13 +166,14 @@ class RecordBatch:
         """Digest of ids, log-probs and advantages: tells two rounds apart even where their ids agree."""
         digest = hashlib.sha256()
         for column in (self.ids, self.log_probs, self.advantages):
-            digest.update(np.ascontiguousarray(column.cpu().numpy()).tobytes())
+            digest.update(column.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def to_polars(self, *, observations: bool = False) -> pl.DataFrame:
         """Return one row a record: ids, episode, action, log-prob, value, advantage, return, reward.
 
-        Columns of more than one number a record become fixed-size arrays; -1 in the integer columns becomes null.
+        Columns of more than one number a record become fixed-size arrays; -1 in the integer columns becomes null;
+        bfloat16 becomes float32.
 
         Args:
             observations: add the observations, where a record's take no more than 4 KiB in all.
@@ -171,7 +191,7 @@ class RecordBatch:
 
 
 def _series(name: str, column: Tensor) -> pl.Series:
-    array = column.cpu().numpy().reshape(len(column), -1)
+    array = as_numpy(column).reshape(len(column), -1)
     return pl.Series(name, array[:, 0] if array.shape[1] == 1 else array)
 
 
@@ -217,6 +237,16 @@ def _as_tensor(array: Array) -> Tensor:
     # torch warns of arrays that cannot be written to, such as those of a table, although it would only read them.
     readable = array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array
     return torch.as_tensor(readable).detach()
+
+
+def _check_names(observations: Tree) -> None:
+    # In tables and messages the keys of nested dicts are joined, which a key that holds a dot can make ambiguous.
+    counts = Counter(name for name, _ in leaves(observations, "observations"))
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise InvalidRecords(
+            f"Two observations come out as `{twice[0]}`: the keys of nested dicts are joined by dots. Rename one, or "
+            "use keys without dots."
+        )
 
 
 def _check_lengths(batch: RecordBatch) -> None:

@@ -1,5 +1,8 @@
 """What a score is, held against arithmetic on paper, against training without a record, and against misuse."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import whence
-from toys import Softmax, categorical_view, difference, mlp_view, records_for, softmax_view
+from toys import Softmax, categorical_view, difference, mlp_view, model, records_for, softmax_view
 from whence import A2C, Action, NonFinite, PPOClip, RecordBatch, Return, Unsupported, WhenceError, attribute
+from whence.sb3 import collect
 
 ENGINES = ["loop", "ghost", "forward"]
 
@@ -79,6 +83,84 @@ def test_score_is_the_limit_of_leaving_the_record_out_of_one_sgd_step(mean: bool
         assert abs(errors[-1]) < 0.05 * float(expected.abs().max())
         assert errors[1] / errors[0] == pytest.approx(0.5, abs=0.02)
         assert errors[2] / errors[1] == pytest.approx(0.5, abs=0.02)
+
+
+def test_an_action_is_known_by_its_observation_and_mask_too() -> None:
+    assert repr(Action(3, 2)) == "Action(3, 2)"
+    assert repr(Action(torch.tensor(3), 2)) == repr(Action(3, torch.tensor(2)))
+    assert repr(Action([0.5, 1], 2, [True, False])) == "Action([0.5, 1.0], 2, [True, False])"
+    image = torch.arange(48.0).reshape(4, 4, 3)
+    shown = repr(Action({"image": image, "x": 1}, 0))
+    assert re.fullmatch(r"Action\(\{'image': 4x4x3 numbers [0-9a-f]{8}, 'x': 1\}, 0\)", shown)
+    assert shown == repr(Action({"image": image.numpy().astype("uint8"), "x": 1}, 0))
+    assert shown != repr(Action({"image": image.flip(0), "x": 1}, 0))
+    assert repr(Action(0, 0, [True] * 20)) != repr(Action(0, 0, [True] * 19 + [False]))
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (0.7, r"action of Action\(\) holds 0\.7, but the records' are int64, which would make it 0: pass"),
+        ([0.0, 0.7, 1.0], r"holds 0\.7, but"),
+        (float("nan"), "holds nan, but"),
+    ],
+)
+def test_an_action_that_would_be_cut_to_a_whole_number_is_refused(action: object, message: str) -> None:
+    view = mlp_view()
+    records = records_for(view)
+    observation = records.observations[:3] if isinstance(action, list) else records.observations[0]
+    with pytest.raises(WhenceError, match=message):
+        attribute(view, records, target=Action(observation, action))
+    whole = attribute(view, records, target=Action(records.observations[0], 2.0)).scores
+    torch.testing.assert_close(whole, attribute(view, records, target=Action(records.observations[0], 2)).scores)
+
+
+def test_an_observation_that_a_byte_cannot_hold_is_refused() -> None:
+    toy = model(observation="image")
+    records = collect(toy)
+    for value in (300, -1, 0.5):
+        with pytest.raises(WhenceError, match=rf"observation of Action\(\) holds {value}, but the records' are uint8"):
+            attribute(toy.policy, records, target=Action(torch.full((3, 8, 8), value), 0))
+
+
+@pytest.mark.parametrize(
+    ("space", "inside", "outside", "named"),
+    [
+        ("discrete", 2, 3, r"3, .*Discrete\(3\)"),
+        ("discrete", [0, 2], [0, -1], r"-1, .*Discrete\(3\)"),
+        ("multidiscrete", [1, 2], [2, 2], r"\[2, 2\], .*MultiDiscrete\(\[2 3\]\)"),
+        ("multibinary", [0, 1, 1], [0, 2, 1], r"\[0, 2, 1\], .*MultiBinary\(3\)"),
+        ("box", [2.5, -9.0], None, ""),  # policies sample beyond the bounds
+    ],
+)
+def test_an_action_outside_the_policys_space_is_refused(space: str, inside: Any, outside: Any, named: str) -> None:
+    toy = model(action=space)
+    records = collect(toy)
+    observation = records.observations[:2] if space == "discrete" and isinstance(inside, list) else torch.zeros(5)
+    assert attribute(toy.policy, records, target=Action(observation, inside)).scores.isfinite().all()
+    if outside is not None:
+        with pytest.raises(WhenceError, match=rf"Action\(\) got the action {named}: pass one that the policy can take"):
+            attribute(toy.policy, records, target=Action(observation, outside))
+
+
+def test_an_action_kept_as_a_float_has_to_be_one_of_the_space_too() -> None:
+    toy = model()
+    records = collect(toy)
+    floats = records.with_columns({"actions": records.actions.float()[:, None]})
+    expected = attribute(toy.policy, records, target=Action(torch.zeros(5), 2)).scores
+    torch.testing.assert_close(attribute(toy.policy, floats, target=Action(torch.zeros(5), 2)).scores, expected)
+    with pytest.raises(WhenceError, match=r"got the action \[0\.5\], which is not in .*Discrete\(3\)"):
+        attribute(toy.policy, floats, target=Action(torch.zeros(5), 0.5))
+
+
+def test_bfloat16_is_scored_and_shown() -> None:
+    view = mlp_view(dtype=torch.bfloat16)
+    records = records_for(view, dtype=torch.bfloat16)
+    influence = attribute(view, records, target=Return())
+    assert influence.scores.dtype == torch.bfloat16
+    assert influence.to_polars()["score"].to_list() == influence.scores.tolist()
+    assert "24 records" in repr(influence)
+    assert len(whence.IIF(1).select(records, influence).reasons) == 24
 
 
 class TinyLanguageModel(nn.Module):

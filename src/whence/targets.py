@@ -1,6 +1,7 @@
 """Quantities whose rise or fall a record's influence is measured on (LDA §3.2), all written to be raised."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -64,7 +65,7 @@ class Action:
 
     Attributes:
         observation: one observation, shaped as the policy's observation space; or m of them, first axis m.
-        action: one action, or m of them.
+        action: one action, or m of them; of the policy's action space, where the view knows it.
         action_mask: where the policy takes masks, what was allowed there, shaped as in the records; None: all.
     """
 
@@ -75,6 +76,7 @@ class Action:
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
         asked = self._as_records(records)
+        _check_actions(getattr(view, "action_space", None), asked.actions)
         return view(params, view.prepare(asked)).log_prob.mean()
 
     def _as_records(self, like: RecordBatch) -> RecordBatch:
@@ -96,8 +98,19 @@ class Action:
         return RecordBatch(**columns, log_probs=zeros, advantages=zeros)
 
     def __repr__(self) -> str:
-        action = torch.as_tensor(self.action)
-        return f"Action({action.tolist()})" if action.numel() <= 8 else f"Action({action.numel()} numbers)"
+        given = [self.observation, self.action] + ([] if self.action_mask is None else [self.action_mask])
+        return f"Action({', '.join(_short(one) for one in given)})"
+
+
+def _short(tree: Tree) -> str:
+    """Write out a few numbers; of many say how many, and a digest that tells them apart."""
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_short(branch)}" for key, branch in tree.items()) + "}"
+    tensor = torch.as_tensor(tree).detach().cpu()
+    if len(text := str(tensor.tolist())) <= 40:
+        return text
+    digest = hashlib.sha256(tensor.double().numpy().tobytes()).hexdigest()
+    return f"{'x'.join(map(str, tensor.shape))} numbers {digest[:8]}"
 
 
 def _like(name: str, given: Tree, column: Tree) -> Tree:
@@ -106,7 +119,7 @@ def _like(name: str, given: Tree, column: Tree) -> Tree:
         if not isinstance(given, dict) or given.keys() != column.keys():
             raise WhenceError(f"The {name} of Action() needs the keys {sorted(column)}, as the records have.")
         return {key: _like(f"{name}.{key}", given[key], column[key]) for key in column}
-    tensor = torch.as_tensor(given).to(column)
+    tensor = _cast(name, torch.as_tensor(given), column.dtype).to(column.device)
     shape = column.shape[1:]
     if tensor.shape == shape or (tensor.ndim == 0 and shape.numel() == 1):
         return tensor.reshape(1, *shape)
@@ -118,6 +131,30 @@ def _like(name: str, given: Tree, column: Tree) -> Tree:
         f"The {name} of Action() has shape {tuple(tensor.shape)}; the records' have shape {tuple(shape)}: pass one "
         f"of that shape, or several with shape {('m', *shape)}."
     )
+
+
+def _cast(name: str, given: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to the records' dtype; whole numbers and booleans have to stay what they were."""
+    cast = given.to(dtype)
+    if not dtype.is_floating_point and (changed := cast.to(given.dtype) != given).any():
+        raise WhenceError(
+            f"The {name} of Action() holds {given[changed][0].item():g}, but the records' are {str(dtype)[6:]}, which "
+            f"would make it {cast[changed][0].item():g}: pass numbers of that kind."
+        )
+    return cast
+
+
+def _check_actions(space: Any, actions: Tensor) -> None:
+    """Refuse an action that the space does not hold; a box's bounds do not count, since policies sample beyond them."""
+    if not hasattr(space, "contains") or hasattr(space, "low"):
+        return
+    for action in actions.cpu():
+        whole = action.long()
+        if not torch.equal(whole.to(action.dtype), action) or not space.contains(whole.reshape(space.shape).numpy()):
+            raise WhenceError(
+                f"Action() got the action {action.tolist()}, which is not in the policy's action space, {space}: pass "
+                "one that the policy can take."
+            )
 
 
 def as_target(target: Target) -> Target:

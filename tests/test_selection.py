@@ -169,3 +169,6 @@ def test_a_selection_is_checked() -> None:
     with pytest.raises(WhenceError, match="not negative"):
         Selection(keep, torch.tensor([-1.0, 0]), [None, "why"])
     assert not Selection(torch.ones(2, dtype=torch.bool), torch.tensor([1.0, 2.0]), [None, None]).uniform
+    with pytest.raises(WhenceError, match=r"keeps 1 of 2 records and gives all of them weight 0"):
+        Selection(keep, torch.zeros(2), [None, "why"])
+    assert not Selection(torch.zeros(2, dtype=torch.bool), torch.zeros(2), ["why", "why"]).keep.any()

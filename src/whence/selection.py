@@ -39,6 +39,11 @@ class Selection:
             )
         if not torch.isfinite(self.weights).all() or (self.weights < 0).any() or (self.weights[~self.keep] != 0).any():
             raise WhenceError("Weights of a Selection are finite, not negative, and 0 for dropped records.")
+        if self.keep.any() and not self.weights.any():
+            raise WhenceError(
+                f"A Selection keeps {int(self.keep.sum())} of {n} records and gives all of them weight 0: weigh those "
+                "that are to train, or drop the records (keep False)."
+            )
 
     @property
     def uniform(self) -> bool:
@@ -192,8 +197,7 @@ class RandomDrop:
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random."""
-        scores, share = scores_for(records, influence), share_at(self.drop, self.warmup, progress)
-        chosen = _drawn(len(records), count_of(share, int((scores < 0).sum())), self.seed, records)
+        chosen = _drawn(self, records, influence, progress, from_negative=False)
         return _dropping(chosen, len(records), "drawn at random")
 
 
@@ -219,9 +223,7 @@ class NegativeRandom:
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random among the negative."""
-        scores, share = scores_for(records, influence), share_at(self.drop, self.warmup, progress)
-        negative = (scores < 0).nonzero().flatten().numpy()
-        chosen = negative[_drawn(len(negative), count_of(share, int((scores < 0).sum())), self.seed, records)]
+        chosen = _drawn(self, records, influence, progress, from_negative=True)
         return _dropping(chosen, len(records), "drawn at random from the negative")
 
 
@@ -264,9 +266,20 @@ def count_of(share: float, candidates: int) -> int:
     return math.floor(round(share * candidates, 9))
 
 
-def _drawn(total: int, size: int, seed: int, records: RecordBatch) -> NDArray[np.int64]:
-    generator = np.random.default_rng([seed, int(records.ids.min())])
-    return generator.choice(total, size=size, replace=False)
+def _drawn(
+    rule: RandomDrop | NegativeRandom,
+    records: RecordBatch,
+    influence: Influence | None,
+    progress: Progress,
+    *,
+    from_negative: bool,
+) -> NDArray[np.int64]:
+    """Draw as many records as IIF would drop, from all or from the negatively scored; return their positions."""
+    scores, share = scores_for(records, influence), share_at(rule.drop, rule.warmup, progress)
+    negative = (scores < 0).nonzero().flatten().numpy()
+    candidates = negative if from_negative else np.arange(len(records))
+    generator = np.random.default_rng([rule.seed, int(records.ids.min())])
+    return generator.choice(candidates, size=count_of(share, len(negative)), replace=False)
 
 
 def _dropping(dropped: Tensor | NDArray[np.int64] | Sequence[int], total: int, reason: str) -> Selection:

@@ -72,15 +72,15 @@ MUTANTS = (
     Mutant(
         "ghost scores with the target's weights",
         "engines/ghost.py",
-        "for w in weights)), own.log_prob",
-        "for w in weights)), weights[0]",
+        "g, gradients, own)",
+        "g, gradients, weights[0])",
         ENGINES,
     ),
     Mutant(
         "ghost keeps the target's weights in the scores",
         "engines/ghost.py",
-        "own.log_prob / weights[0]",
-        "own.log_prob",
+        "gradients, own / weights)",
+        "gradients, own)",
         LEFT_OUT,
     ),
     Mutant(
@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "ghost leaves out direct parameters",
         "engines/ghost.py",
-        "if along else products",
-        "if not along else products",
+        "if not along:",
+        "if along:",
         f"{ENGINES}::test_parameters_used_directly",
     ),
     Mutant(
@@ -357,6 +357,41 @@ MUTANTS = (
         'if "inputs" in self.__dict__ else None',
         "if True else None",
         "test_memory.py::test_a_small_budget_gives_the_same_scores",
+    ),
+    Mutant(
+        "views that close over something share what is known of them",
+        "policies.py",
+        "if codes and None not in codes:",
+        "if codes:",
+        "test_memory.py::test_views_and_objectives_have_costs_of_their_own",
+    ),
+    Mutant(
+        "all objectives cost the same",
+        "engines/memory.py",
+        "_made_of(problem.objective)",
+        "None",
+        "test_memory.py::test_views_and_objectives_have_costs_of_their_own",
+    ),
+    Mutant(
+        "an axis is confirmed for layers not trained yet",
+        "engines/ghost.py",
+        "problem.columns, trained)",
+        "problem.columns)",
+        f"{ENGINES}::test_an_axis_is_confirmed_anew_where_other_layers_are_trained",
+    ),
+    Mutant(
+        "any action will do",
+        "targets.py",
+        "or not space.contains(whole.reshape(space.shape).numpy())",
+        "or False",
+        f"{ATTRIBUTION}::test_an_action_outside_the_policys_space_is_refused",
+    ),
+    Mutant(
+        "weights of zero pass",
+        "selection.py",
+        "not self.weights.any()",
+        "False",
+        f"{SELECTION}::test_a_selection_is_checked",
     ),
     Mutant(
         "the check compares with nothing",

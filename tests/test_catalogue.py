@@ -278,6 +278,19 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attribute(mlp_view(), scored()[0], target=Action(torch.zeros(2, 5), torch.tensor([1]))),
         "sets of different sizes",
     ),
+    "an action there is not": (
+        lambda: attribute(model().policy, collect(model()), target=Action(torch.zeros(5), 9)),
+        r"got the action 9, which is not in the policy's action space, Discrete\(3\)",
+    ),
+    "half an action": (
+        lambda: attribute(mlp_view(), scored()[0], target=Action(torch.zeros(5), 0.5)),
+        "holds 0.5, but the records' are int64, which would make it 0",
+    ),
+    "weights that leave nothing": (
+        lambda: whence.Selection(torch.ones(2, dtype=torch.bool), torch.zeros(2), [None, None]),
+        "keeps 2 of 2 records and gives all of them weight 0",
+    ),
+    "no record taken": (lambda: scored()[0].take(slice(0, 0)), "leave none of the 24 records"),
     "a clip range of 0": (lambda: PPOClip(clip_range=0), "clip_range is 0; it must be greater than 0"),
     "an unknown normalisation": (lambda: PPOClip(advantage_norm="bufer"), "Did you mean buffer"),  # type: ignore[arg-type]
     "values that are missing": (

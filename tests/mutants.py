@@ -512,6 +512,41 @@ MUTANTS = (
         "tensors[name]",
         "test_train.py::test_a_round_is_scored_again_as_it_was",
     ),
+    Mutant(
+        "settings of an environment replace the preset's",
+        "experiments/plan.py",
+        '"env_kwargs", "pool_kwargs", "policy_kwargs")',
+        '"pool_kwargs", "policy_kwargs")',
+        "test_experiments.py -k merged_with_the_presets",
+    ),
+    Mutant(
+        "an action is cut off unseen",
+        "experiments/plan.py",
+        "not np.array_equal(array, converted)",
+        "False",
+        "test_experiments.py -k do_not_hold",
+    ),
+    Mutant(
+        "libraries whose spaces differ",
+        "experiments/environments.py",
+        "if _form(mine) != _form(other):",
+        "if False:",
+        "test_experiments.py -k spaces",
+    ),
+    Mutant(
+        "a warm-up that no rule reads",
+        "experiments/plan.py",
+        "replace(config, warmup=2).rule()",
+        "None",
+        "test_experiments.py -k what_each_arm_reads",
+    ),
+    Mutant(
+        "not a number in JSON",
+        "cli/output.py",
+        "None if isinstance(value, float) and not math.isfinite(value) else value",
+        "value",
+        "test_train.py -k null_in_json",
+    ),
 )
 
 

@@ -54,6 +54,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "other" / "config.json").write_text(json.dumps({"format": "whence-run", "version": 99}))
     RunDirectory.create(path / "begun", {"env": "CartPole-v1"})
     (path / "comparison" / "runs").mkdir(parents=True)
+    (path / "torn").mkdir()
+    (path / "torn" / "comparison.json").write_text('[{"env": "Fro')
     (path / "taken").mkdir()
     (path / "taken" / "thesis.tex").write_text("do not lose")
     lake = ["train", "FrozenLake-v1", "--n-steps", "32", "--batch-size", "32", "--rounds", "2"]
@@ -67,6 +69,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "cut" / "records" / "round_00002.parquet").write_bytes(b"PAR1 and no more")
     return path
 
+
+LAKE_ACTION = ["train", "FrozenLake-v1", "--target", "action", "--observation", "3", "--action"]
 
 COMMANDS = {
     "unknown environment": (
@@ -98,8 +102,56 @@ COMMANDS = {
     ),
     "action without observation": (["train", "CartPole-v1", "--target", "action"], "needs --observation and --action"),
     "observation without action": (["train", "CartPole-v1", "--observation", "3"], "belong to the target action"),
+    "an action that is cut off": ([*LAKE_ACTION, "0.7"], r"The action of the target is 0.7; .*one of Discrete\(4\)"),
+    "an action there is not": ([*LAKE_ACTION, "9"], r"The action of the target is 9; .*one of Discrete\(4\)"),
+    "more actions than observations": ([*LAKE_ACTION, "[0, 1]"], "not as many actions as observations"),
+    "an observation there is not": (
+        ["train", "FrozenLake-v1", "--target", "action", "--observation", "99", "--action", "0"],
+        r"The observation of the target is 99; .*one of Discrete\(16\)",
+    ),
+    "an observation too short": (
+        ["train", "CartPole-v1", "--target", "action", "--observation", "[0, 0]", "--action", "0"],
+        r"The observation of the target is \[0, 0\]; .*one of Box\(",
+    ),
+    "a share for plain PPO": (
+        ["train", "CartPole-v1", "--selection", "ppo", "--drop", "0.5"],
+        "drop has no effect with ppo. Leave it out, or take an arm that reads it: iif, mean, negative-random,",
+    ),
+    "a share for a rule without": (
+        ["train", "CartPole-v1", "--selection", "nonpositive", "--drop", "0.5"],
+        "drop has no effect with nonpositive",
+    ),
+    "a warm-up for a rule without": (
+        ["train", "CartPole-v1", "--selection", "td-error", "--warmup", "2"],
+        "warmup has no effect with td-error. .*reads it: iif, mean, nonpositive,",
+    ),
+    "a target where nothing is scored": (
+        ["train", "CartPole-v1", "--selection", "advantage-1", "--target", "return"],
+        "target has no effect with advantage-1. .*reads it: iif,",
+    ),
+    "an engine where nothing is scored": (
+        ["train", "CartPole-v1", "--selection", "ppo", "--engine", "loop"],
+        "engine has no effect with ppo",
+    ),
+    "a comparison's share that no arm reads": (
+        ["compare", "CartPole-v1", "--arms", "ppo,nonpositive", "--drop", "0.5"],
+        "drop has no effect with ppo, nonpositive",
+    ),
     "no JSON": (["train", "CartPole-v1", "--env-kwargs", "{map: 8x8}"], r"--env-kwargs is .*not JSON.*Write it as"),
     "JSON but no object": (["train", "CartPole-v1", "--env-kwargs", "[1]"], r"--env-kwargs is \[1\]; a JSON object"),
+    "no JSON for EnvPool": (["train", "CartPole-v1", "--pool-kwargs", "{a: 1}"], "--pool-kwargs is .*not JSON"),
+    "settings of evaluations that training would not have": (
+        ["compare", "--preset", "lda-code/acrobot", "--env-kwargs", '{"render_mode": "rgb_array"}'],
+        r"would reach Gymnasium's environments and not EnvPool's.* evaluates with envpool. Pass pool_kwargs \(--po",
+    ),
+    "Gymnasium's settings for EnvPool": (
+        ["train", "--preset", "lda-code/highway", "--env-kwargs", '{"lanes_count": 3}'],
+        r"run is in EnvPool's environments only. Pass pool_kwargs \(--pool-kwargs\) instead",
+    ),
+    "EnvPool's settings for Gymnasium": (
+        ["train", "CartPole-v1", "--pool-kwargs", '{"max_episode_steps": 9}'],
+        r"run is in Gymnasium's environments only. Pass env_kwargs \(--env-kwargs\) instead",
+    ),
     "argument the environment lacks": (["train", "CartPole-v1", "--env-kwargs", '{"gravitation": 9}'], "gravitation"),
     "argument the policy lacks": (["train", "CartPole-v1", "--policy-kwargs", '{"arch": [8]}'], "refuses.*'arch'"),
     "unknown policy": (["train", "CartPole-v1", "--policy", "MplPolicy"], "'MplPolicy' is unknown. Did you mean MlpP"),
@@ -142,7 +194,15 @@ COMMANDS = {
     ),
     "an observation of another shape": (
         ["attribute", "lake", "--target", "action", "--observation", "[[1, 2]]", "--action", "1"],
-        r"The observation of Action\(\) has shape",
+        r"The observation of the target is \[\[1, 2\]\]; it has to be one of Discrete\(16\), or several",
+    ),
+    "an action that would be cut off": (
+        ["attribute", "lake", "--target", "action", "--observation", "3", "--action", "0.7"],
+        r"The action of the target is 0.7; .*one of Discrete\(4\)",
+    ),
+    "an observation the environment lacks": (
+        ["attribute", "lake", "--target", "action", "--observation", "99", "--action", "0"],
+        r"The observation of the target is 99; .*one of Discrete\(16\)",
     ),
     "a file of unknown kind": (["attribute", "lake", "--out", "scores.xls"], "has to end in .parquet, .csv or .safete"),
     "no record to show": (["attribute", "lake", "--top", "0"], "Invalid value for '--top'"),
@@ -156,6 +216,10 @@ COMMANDS = {
     "a run of another version": (["report", "other"], "version 99; this version of whence reads 'whence-run', version"),
     "a page of nothing": (["report", "empty"], "empty holds no config.json"),
     "an unfinished comparison": (["report", "comparison"], "not finished. Run its `whence compare` again"),
+    "a damaged comparison": (
+        ["report", "torn"],
+        "comparison.json is not readable as JSON.*finished runs are not repea",
+    ),
     "something there is none of": (["list", "engine"], "There are no 'engine' to list. Did you mean engines"),
     "a command there is not": (["trian"], "No such command 'trian'"),
 }

@@ -83,7 +83,7 @@ class TestHelp:
         assert f"{', '.join(ARMS)}; whence list arms tells what they do." in text
         for name in presets():
             assert name in text
-        for option in ("seeds", "rounds", "drop", "eval-episodes", "n-envs", "workers", "out"):
+        for option in ("seeds", "rounds", "drop", "eval-episodes", "n-envs", "pool-kwargs", "workers", "out"):
             assert f"--{option}" in text
 
     def test_compare_tells_every_default(self):
@@ -274,12 +274,26 @@ class TestCompare:
         assert "metric ppo (null) iif" in text
         assert stamps(out / "runs") == before
 
+    def test_json_is_all_there_is_on_standard_output(self, whence, out, finished):
+        code, text, _ = whence("compare", *LAKE, "--out", out, "--json")
+        assert code == 0
+        assert json.loads(text) == json.loads((out / "summary.json").read_text(encoding="utf-8"))
+
     def test_paths_are_printed_whole_and_as_they_are(self, whence, tmp_path, out, finished):
         long = tmp_path / f"lake[b]{'long' * 20}"
         shutil.copytree(out / "runs", long / "runs")
         code, text, _ = whence("compare", *LAKE, "--out", long)
         assert code == 0
         assert f"Numbers: {long / 'summary.json'} Page: {long / 'report.html'}" in text
+
+
+def test_ctrl_c_promises_nothing_where_nothing_goes_on(whence, monkeypatch, tmp_path):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    (tmp_path / "comparison.json").touch()
+    monkeypatch.setattr("whence.experiments.load", interrupted)
+    assert whence("report", tmp_path) == (130, "", "Interrupted.")
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])

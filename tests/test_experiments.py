@@ -6,6 +6,7 @@ import random
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -16,10 +17,12 @@ from gymnasium import spaces
 from polars.testing import assert_frame_equal
 from stable_baselines3 import PPO
 
+from whence import Action
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments import ARMS, Comparison, RunConfig, compare, load, plan, presets
+from whence.experiments import ARMS, Comparison, RunConfig, compare, configure, load, plan, presets
 from whence.experiments.compare import run_path
-from whence.experiments.environments import default_policy, evaluate, evaluation_env
+from whence.experiments.environments import check_environment, default_policy, evaluate, evaluation_env, model_env
+from whence.experiments.plan import check_action, check_read, reads
 from whence.experiments.training import curve, is_finished, run
 from whence.guards import kept_generators
 from whence.runs import RunDirectory
@@ -28,6 +31,7 @@ from whence.runs import RunDirectory
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
 PPO_SMALL = {"n_steps": 64, "batch_size": 32, "n_epochs": 4, "learning_rate": 0.01}
 ROUNDS, ARM_NAMES = 2, ["ppo", "iif", "random"]
+ENVPOOL_WARNS = "ignore:.*WARN.*Box (low|high)'s precision"
 TIMED = {"rt_peak", "rt_peak_paper"}
 
 
@@ -102,6 +106,14 @@ def registered():
     yield register
     for name in names:
         del gym.registry[name]
+
+
+@pytest.fixture
+def two_libraries(monkeypatch):
+    """Stand in for EnvPool: FrozenLake's spaces, unless a test changes them."""
+    pool = SimpleNamespace(observation_space=spaces.Discrete(16), action_space=spaces.Discrete(4), close=lambda: None)
+    monkeypatch.setattr("whence.experiments.environments.make_pool", lambda *made: pool)
+    return pool
 
 
 class Still(gym.Env):
@@ -192,6 +204,15 @@ class TestPlan:
         assert (config.rounds, config.drop, config.eval_episodes, config.n_envs) == (3, 0.25, 1000, 1)
         assert config.optimizer == "SGD"
 
+    def test_settings_are_merged_with_the_presets_one_by_one(self):
+        given = {"env_kwargs": {"is_slippery": True}, "policy_kwargs": {"net_arch": [8]}}
+        (config,) = plan(preset="lda-code/frozenlake", arms=["iif"], seeds=1, **given)
+        assert config.env_kwargs == {"map_name": "4x4", "is_slippery": True}
+        assert config.policy_kwargs == {"net_arch": [8]}
+        pytest.importorskip("minigrid")
+        config = configure(preset="lda-code/minigrid", eval_episodes=0, policy_kwargs={"net_arch": [8]})
+        assert config.policy_kwargs == {"features_extractor_class": "MiniGridCNN", "net_arch": [8]}
+
     def test_an_environment_is_trained_with_sb3s_defaults(self):
         (config,) = plan(env="CartPole-v1", arms=["ppo"], seeds=1)
         assert config == RunConfig(env="CartPole-v1", arm="ppo", seed=0)
@@ -277,6 +298,136 @@ class TestPlan:
         with pytest.raises(WhenceError, match=r"'WhenceStill-v0' cannot be made with .*: the pump is dry") as caught:
             plan(env=env, env_kwargs={"space": None, "fault": "the pump is dry"}, arms=["ppo"], seeds=1)
         assert isinstance(caught.value.__cause__, OSError)
+
+    def test_a_run_that_is_in_both_libraries_is_told_both_their_settings(self, two_libraries):
+        asked = {"env": "FrozenLake-v1", "evaluate_with": "envpool"}
+        with pytest.raises(WhenceError, match=r"would reach Gymnasium's environments and not EnvPool's.*pool_kwargs"):
+            configure(**asked, env_kwargs={"is_slippery": True})
+        for pool_kwargs in ({}, {"is_slippery": True}):  # an empty one says that there is nothing to change
+            config = configure(**asked, env_kwargs={"is_slippery": True}, pool_kwargs=pool_kwargs)
+            assert (config.env_kwargs, config.pool_kwargs) == ({"is_slippery": True}, pool_kwargs)
+        # Where nothing is evaluated, Gymnasium's environments are all there are.
+        assert configure(**asked, env_kwargs={"is_slippery": True}, eval_episodes=0).pool_kwargs == {}
+        assert configure(**asked, pool_kwargs={"max_episode_steps": 9}).env_kwargs == {}
+
+    def test_spaces_that_differ_between_the_libraries_are_refused(self, two_libraries):
+        config = RunConfig("FrozenLake-v1", "ppo", 0, evaluate_with="envpool")
+        assert check_environment(config) == spaces.Discrete(16)
+        two_libraries.action_space = spaces.Discrete(5)
+        with pytest.raises(
+            WhenceError, match=r"The actions of FrozenLake-v1 are Discrete\(4\) in Gymnasium .*Discrete\(5"
+        ):
+            check_environment(config)
+        two_libraries.observation_space = spaces.Box(0, 1, (16,), np.float32)
+        with pytest.raises(
+            WhenceError, match=r"The observations of .* Discrete\(16\) .* Box\(.*one policy cannot play in"
+        ):
+            check_environment(config)
+        assert check_environment(replace(config, eval_episodes=0)) == spaces.Discrete(16)
+
+    @pytest.mark.parametrize(
+        ("mine", "other", "alike"),
+        [
+            (spaces.Box(-1, 1, (2,), np.float32), spaces.Box(-9, 9, (2,), np.float64), True),  # bounds may differ
+            (spaces.Box(-1, 1, (2,), np.float32), spaces.Box(-1, 1, (3,), np.float32), False),
+            (spaces.Box(0, 255, (4, 4, 1), np.uint8), spaces.Box(0, 1, (4, 4, 1), np.float32), False),
+            (spaces.MultiDiscrete([2, 3]), spaces.MultiDiscrete([3, 2]), False),
+            (spaces.Dict(a=spaces.Discrete(2)), spaces.Dict(a=spaces.Discrete(3)), False),
+            (spaces.Dict(a=spaces.Discrete(2)), spaces.Dict(a=spaces.Discrete(2)), True),
+        ],
+    )
+    def test_spaces_are_alike_where_one_policy_serves_both(self, registered, two_libraries, mine, other, alike):
+        env = registered("WhenceStill-v0", Still)
+        two_libraries.observation_space, two_libraries.action_space = other, spaces.Discrete(2)
+        config = RunConfig(env, "ppo", 0, env_kwargs={"space": mine}, evaluate_with="envpool")
+        if alike:
+            assert check_environment(config) == mine
+        else:
+            with pytest.raises(WhenceError, match="one policy cannot play in both"):
+                check_environment(config)
+
+    @pytest.mark.filterwarnings(ENVPOOL_WARNS)
+    @pytest.mark.parametrize("name", [name for name in presets() if name.startswith("lda-code/")])
+    def test_every_preset_can_be_made(self, name):
+        for module in ("Box2D", "envpool", "minigrid"):  # Box2D before EnvPool: see make_pool
+            pytest.importorskip(module)
+        values = presets()[name]
+        config = configure(preset=name)
+        assert (config.env_kwargs, config.pool_kwargs) == (values["env_kwargs"], values.get("pool_kwargs", {}))
+
+    @pytest.mark.filterwarnings(ENVPOOL_WARNS)
+    def test_a_pool_is_trained_in_and_gymnasium_evaluated_in(self):
+        for module in ("Box2D", "envpool"):
+            pytest.importorskip(module)
+        config = RunConfig("CartPole-v1", "ppo", 0, collect_with="envpool")
+        test, trial = evaluation_env(config, 3), model_env(config)
+        assert (type(test).__name__, test.num_envs) == ("DummyVecEnv", 3)
+        assert (type(trial).__name__, trial.num_envs) == ("EnvPoolVecEnv", 1)
+
+    def test_what_each_arm_reads(self):
+        made = {name: RunConfig("FrozenLake-v1", name, 0) for name in ARMS}
+        fields = ("drop", "warmup", "target", "engine")
+        found = {name: {field for field in fields if reads(config, field)} for name, config in made.items()}
+        assert found["ppo"] == found["td-error"] == set()
+        assert found["nonpositive"] == {"warmup", "target", "engine"}
+        assert found["advantage-1"] == {"drop", "warmup"}
+        for name in ("iif", "mean", "negative-random", "random"):
+            assert found[name] == set(fields)
+
+    def test_a_comparison_needs_one_arm_that_reads_what_is_given(self):
+        check_read(planned(arms=["ppo", "iif"]), ["drop", "warmup"])
+        check_read(planned(arms=["ppo", "nonpositive"]), ["warmup"])
+        with pytest.raises(
+            WhenceError, match=r"drop has no effect with ppo, nonpositive\. .*an arm that reads it: iif, m"
+        ):
+            check_read(planned(arms=["ppo", "nonpositive"]), ["warmup", "drop"])
+
+    BOX, IMAGE = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2, 2, 1), np.uint8)
+
+    @pytest.mark.parametrize(
+        ("observation", "action", "observations", "actions"),
+        [
+            (3, 2, spaces.Discrete(16), spaces.Discrete(4)),
+            ([3, 4], [2, 0], spaces.Discrete(16), spaces.Discrete(4)),
+            ([0, 0.1, 1], [0.5, 7, 0], BOX, BOX),  # a policy samples beyond an action's bounds
+            ([0, 0.1, 1], 0.5, BOX, spaces.Box(-1, 1, (1,), np.float32)),
+            ([[0, 0, 0], [0, 0, 0]], [[1, 0], [1, 1]], BOX, spaces.MultiBinary(2)),
+            (np.full((2, 2, 1), 255).tolist(), [1, 2], IMAGE, spaces.MultiDiscrete([2, 3])),
+            ({"a": [0, 0, 0], "b": 1}, 1, spaces.Dict(a=BOX, b=spaces.Discrete(2)), spaces.Discrete(2)),
+        ],
+    )
+    def test_what_the_spaces_hold_can_be_asked_for(self, observation, action, observations, actions):
+        check_action(Action(observation, action), observations, actions)
+
+    @pytest.mark.parametrize(
+        ("observation", "action", "observations", "actions", "message"),
+        [
+            (3, 0.7, spaces.Discrete(16), spaces.Discrete(4), r"action of the target is 0\.7; .* one of Discrete\(4\)"),
+            (3, 9, spaces.Discrete(16), spaces.Discrete(4), r"action of the target is 9; .* one of Discrete\(4\)"),
+            (16, 0, spaces.Discrete(16), spaces.Discrete(4), r"observation of the target is 16; .* Discrete\(16\)"),
+            ("3", 0, spaces.Discrete(16), spaces.Discrete(4), "observation of the target is '3'"),
+            ([], [], spaces.Discrete(16), spaces.Discrete(4), r"observation of the target is \[\]"),
+            ([[0, 0], [0]], 0, BOX, spaces.Discrete(4), "observation of the target is"),
+            ([0, 0], 0, BOX, spaces.Discrete(4), r"observation of the target is \[0, 0\]; .* one of Box\("),
+            ([0, 0, 1.1], 0, BOX, spaces.Discrete(4), "observation of the target is"),
+            ([0, 0, 1], [0, 0], BOX, BOX, "action of the target is"),
+            (np.full((2, 2, 1), 256).tolist(), 0, IMAGE, spaces.Discrete(4), "observation of the target is"),
+            ([0, 0, 1], [2, 0], BOX, spaces.MultiDiscrete([2, 3]), "action of the target is"),
+            ([0, 0, 1], [1, 2], BOX, spaces.MultiBinary(2), "action of the target is"),
+            ({"a": [0, 0, 2]}, 0, spaces.Dict(a=BOX), spaces.Discrete(4), r"observation\.a of the target is"),
+            ({"b": [0, 0, 0]}, 0, spaces.Dict(a=BOX), spaces.Discrete(4), "the keys a are needed"),
+            (3, [1, 2], spaces.Discrete(16), spaces.Discrete(4), "not as many actions as observations"),
+        ],
+    )
+    def test_what_they_do_not_hold_is_refused(self, observation, action, observations, actions, message):
+        with pytest.raises(WhenceError, match=message):
+            check_action(Action(observation, action), observations, actions)
+
+    def test_a_run_asks_for_an_action_of_its_environment(self):
+        asked = {"env": "FrozenLake-v1", "target": "action"}
+        configure(**asked, target_args={"observation": 3, "action": 2})
+        with pytest.raises(WhenceError, match=r"The action of the target is 9; .*Discrete\(4\)"):
+            configure(**asked, target_args={"observation": 3, "action": 9})
 
     def test_planning_touches_no_generator(self):
         before = generators()
@@ -548,6 +699,42 @@ class TestComparison:
         (tmp_path / "again" / missing).unlink()
         with pytest.raises(WhenceError, match=rf"{missing} is not there: .*again holds no finished comparison\."):
             load(tmp_path / "again")
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("comparison.json", '[{"env": "Fro', "is not readable as JSON"),
+            ("comparison.json", "\udcff", "is not readable as JSON"),
+            ("comparison.json", "3", "does not list the runs of a comparison"),
+            ("comparison.json", '{"env": "FrozenLake-v1"}', "does not list the runs of a comparison"),
+            ("comparison.json", '[{"env": "FrozenLake-v1"}]', "does not list the runs .*'arm' and 'seed'"),
+            ("comparison.json", '[{"env": "a", "arm": "iff", "seed": 0}]', "does not list the runs .*'iff' is unknown"),
+            ("comparison.json", '[{"env": "a", "arm": "iif", "seed": "0"}]', "does not list the runs"),
+            ("summary.json", "{", "is not readable as JSON"),
+            ("summary.json", "[]", "does not hold the figures of the runs in comparison.json"),
+            ("summary.json", "{}", "does not hold the figures"),
+            ("summary.json", '{"FrozenLake-v1": 3}', "does not hold the figures"),
+            ("summary.json", '{"FrozenLake-v1": {"ppo": {}, "iif": {}, "random": {}}}', "does not hold the figures"),
+        ],
+    )
+    def test_damage_is_named(self, one_worker, tmp_path, name, text, message):
+        for file in ("comparison.json", "summary.json"):
+            shutil.copy(one_worker.path / file, tmp_path / file)
+        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(WhenceError, match=rf"{name} {message}.*give the same whence compare again"):
+            load(tmp_path)
+
+    def test_figures_of_another_comparison_are_refused(self, one_worker, tmp_path):
+        listed = [config.to_json() for config in one_worker.configs]
+        (tmp_path / "summary.json").write_text(json.dumps(one_worker.summary))
+        for others in (
+            [],
+            [entry for entry in listed if entry["arm"] != "iif"],
+            [entry | {"env": "a"} for entry in listed],
+        ):
+            (tmp_path / "comparison.json").write_text(json.dumps(others))
+            with pytest.raises(WhenceError, match="does not hold the figures of the runs in comparison"):
+                load(tmp_path)
 
 
 class TestRun:

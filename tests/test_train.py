@@ -1,9 +1,11 @@
 """`whence train`, and what the other commands make of its run directory."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -19,6 +21,15 @@ LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", 
 
 def whence(*arguments: object) -> Result:
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def parsed(text: str) -> Any:
+    """Read JSON as the standard has it, which knows no NaN and no Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +63,23 @@ def test_a_finished_run_is_left_as_it_is(lake: Path) -> None:
 
 def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
     found = whence("train", *LAKE, "--timesteps", 100, "--run", tmp_path / "run", "--json")
-    content = json.loads(found.stdout)
+    content = parsed(found.stdout)
     assert content["config"]["rounds"] == 2  # 100 steps need two rounds of 64
     assert content["last_round"]["round"] == 2
     assert content["run"] == str(tmp_path / "run")
+
+
+def test_what_is_not_finite_is_null_in_json(lake: Path, tmp_path: Path) -> None:
+    shutil.copytree(lake, tmp_path / "run")
+    table = RunDirectory.open(lake).table("metrics")
+    odd = {"q50": float("nan"), "q95": float("inf")}
+    table.with_columns(**{name: pl.lit(value) for name, value in odd.items()}).write_parquet(
+        tmp_path / "run" / "metrics.parquet"
+    )
+    asked = ("train", *LAKE, "--rounds", 3, "--eval-episodes", 4, "--seed", 2, "--drop", 0.25, "--json")
+    found = whence(*asked, "--run", tmp_path / "run")
+    last = parsed(found.stdout)["last_round"]
+    assert [last[name] for name in (*odd, "round")] == [None, None, 3]
 
 
 def test_settings_reach_the_run(tmp_path: Path) -> None:
@@ -106,7 +130,7 @@ def test_attribute_shows_both_ends(lake: Path) -> None:
     found = whence("attribute", lake, "--round", 2, "--top", 3)
     assert found.exit_code == 0, found.output
     assert f"Round 2 of {lake}: 64 records, target Return(), engine ghost" in found.output
-    content = json.loads(whence("attribute", lake, "--round", 2, "--top", 3, "--json").stdout)
+    content = parsed(whence("attribute", lake, "--round", 2, "--top", 3, "--json").stdout)
     table = RunDirectory.open(lake).round("records", 2).sort("score", "record_id")
     assert [row["record_id"] for row in content["lowest"]] == table["record_id"].to_list()[:3]
     assert content["highest"][0]["score"] == pytest.approx(table["score"].max())
@@ -116,10 +140,11 @@ def test_attribute_shows_both_ends(lake: Path) -> None:
 def test_attribute_explains_the_action_of_a_record(lake: Path) -> None:
     table = RunDirectory.open(lake).round("records", 3)
     record, observation, action = table.row(5)[0], table["observation"][5], table["action"][5]
-    by_record = json.loads(whence("attribute", lake, "--target", "action", "--record", record, "--json").stdout)
+    by_record = parsed(whence("attribute", lake, "--target", "action", "--record", record, "--json").stdout)
     by_hand = ("--observation", observation, "--action", action, "--json")
-    same = json.loads(whence("attribute", lake, "--target", "action", *by_hand).stdout)
-    assert (by_record.pop("target"), same.pop("target")) == (f"Action([{action}])", f"Action({action})")
+    same = parsed(whence("attribute", lake, "--target", "action", *by_hand).stdout)
+    for one in (by_record, same):
+        assert one.pop("target").startswith("Action(")
     assert by_record == same
 
 
@@ -142,7 +167,7 @@ def test_report_writes_the_page_of_a_run(lake: Path, tmp_path: Path) -> None:
 
 
 def test_list_names_all_there_is() -> None:
-    content = json.loads(whence("list", "--json").stdout)
+    content = parsed(whence("list", "--json").stdout)
     assert content.keys() == {"arms", "presets", "engines", "targets"}
     assert list(content["arms"]) == list(ARMS)
     assert list(content["presets"]) == list(presets())
@@ -157,7 +182,7 @@ def test_doctor_finds_this_installation_sound(monkeypatch: pytest.MonkeyPatch) -
     found = whence("doctor")
     assert found.exit_code == 0
     assert "All engines agree with the loop." in found.output
-    content = json.loads(whence("doctor", "--json").stdout)
+    content = parsed(whence("doctor", "--json").stdout)
     assert content["sound"] is True
     assert content["versions"]["torch"] == torch.__version__
     assert content["extras"]["sb3"]["stable-baselines3"]
@@ -216,7 +241,9 @@ def test_a_run_that_is_stopped_at_any_stage_can_be_read(stage: str, number: int,
     assert ended.returncode == code, ended.stderr
     assert "Traceback" not in ended.stderr
     if number == 2:
-        assert f"whence report {tmp_path / 'run'}" in " ".join(ended.stderr.split())
+        said = " ".join(ended.stderr.split())
+        assert f"whence report {tmp_path / 'run'}" in said
+        assert said.endswith("The same command starts the run over.")
     run = RunDirectory.open(tmp_path / "run")
     for number_of_round in run.rounds():
         assert run.round("records", number_of_round).height == 64

@@ -14,14 +14,13 @@ from whence.errors import WhenceError
 
 
 class _Commands(TyperGroup):
-    """Typer's own answer to Ctrl-C says nothing of what is kept."""
+    """Commands that say more on Ctrl-C than this do so themselves."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            text = "Interrupted. What was finished is kept; the same command goes on from there."
-            errors.print(text, soft_wrap=True)
+            errors.print("Interrupted.")
             raise typer.Exit(130) from None
 
 

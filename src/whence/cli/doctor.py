@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from whence.checks import check_engines
 from whence.cli.app import app
+from whence.cli.options import AsJson
 from whence.cli.output import console, line, print_json, table
-from whence.cli.training import AsJson
 from whence.guards import kept_generators
 from whence.objectives import PPOClip
 from whence.policies import ModuleView, Outputs

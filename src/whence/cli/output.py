@@ -2,7 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import typer
@@ -20,8 +22,16 @@ errors = Console(stderr=True)
 
 
 def print_json(content: Any) -> None:
-    """Print a value as JSON, for scripts: nothing else goes to standard output."""
-    typer.echo(json.dumps(content, indent=2, default=str))
+    """Print a value as JSON, for scripts: nothing else goes to standard output. What is not finite is null."""
+    typer.echo(json.dumps(_finite(content), indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def line(text: str) -> None:
@@ -72,15 +82,24 @@ def log_to_terminal() -> None:
         logger.addHandler(RichHandler(console=errors, show_path=False, show_time=False))
 
 
-class ComparisonBars:
-    """A bar for all rounds and one for each run under way; plain lines where there is no terminal."""
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Tell of Ctrl-C that the command can be given again, where it goes on with what is not finished."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        text = "Interrupted. What was finished is kept; the same command goes on from there."
+        errors.print(text, soft_wrap=True)
+        raise typer.Exit(130) from None
 
-    def __init__(self, configs: Sequence[RunConfig]) -> None:
-        self._total = sum(config.rounds for config in configs)
-        self._done: dict[tuple[str, int], int] = {}
-        self._bars: dict[tuple[str, int], TaskID] = {}
-        self._progress = _progress()
-        self._all = self._progress.add_task("all rounds", total=self._total, said="")
+
+class _Bars:
+    """Bars that are there while their `with` lasts."""
+
+    def __init__(self) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        said = TextColumn("{task.fields[said]}", markup=False)
+        self._progress = Progress(*columns, said, console=errors, disable=not errors.is_terminal)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -88,6 +107,16 @@ class ComparisonBars:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+
+class ComparisonBars(_Bars):
+    """A bar for all rounds and one for each run under way; plain lines where there is no terminal."""
+
+    def __init__(self, configs: Sequence[RunConfig]) -> None:
+        super().__init__()
+        self._done: dict[tuple[str, int], int] = {}
+        self._bars: dict[tuple[str, int], TaskID] = {}
+        self._all = self._progress.add_task("all rounds", total=sum(config.rounds for config in configs), said="")
 
     def update(self, config: RunConfig, rounds: int) -> None:
         """Show that a run has so many rounds done."""
@@ -103,20 +132,13 @@ class ComparisonBars:
             errors.print(f"{config.arm}, seed {config.seed}: {rounds} rounds done")
 
 
-class RunBar:
+class RunBar(_Bars):
     """A bar for the rounds of one run, with what the last one came to."""
 
     def __init__(self, config: RunConfig) -> None:
+        super().__init__()
         self.rounds = 0
-        self._progress = _progress()
         self._bar = self._progress.add_task("rounds", total=config.rounds, said="")
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
     def update(self, rounds: int, metrics: Mapping[str, Any]) -> None:
         """Show that so many rounds are done."""
@@ -133,9 +155,3 @@ def said_of(metrics: Mapping[str, Any]) -> list[str]:
     if metrics.get("dropped_share"):
         said.append(f"{1 - metrics['dropped_share']:.0%} kept")
     return said
-
-
-def _progress() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    said = TextColumn("{task.fields[said]}", markup=False)
-    return Progress(*columns, said, console=errors, disable=not errors.is_terminal)

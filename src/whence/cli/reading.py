@@ -6,14 +6,16 @@ from typing import Annotated, Any
 import polars as pl
 import torch
 import typer
+from stable_baselines3 import PPO
 
 from whence import experiments
 from whence.attribution import attribute as attribute_records
+from whence.cli import options
 from whence.cli.app import app
-from whence.cli.output import console, line, parsed_json, print_json, table
-from whence.cli.training import AsJson
+from whence.cli.output import console, line, print_json, table
 from whence.engines import ENGINES
 from whence.errors import WhenceError, nearest
+from whence.experiments.plan import check_action
 from whence.records import RecordBatch
 from whence.report import write_report, write_run_report
 from whence.runs import RunDirectory
@@ -34,19 +36,15 @@ def attribute(
         int | None,
         typer.Option(help="For the target action: what was done in this record of the round.", show_default=False),
     ] = None,
-    observation: Annotated[
-        str | None, typer.Option(help="For the target action: one observation.", metavar="JSON", show_default=False)
-    ] = None,
-    action: Annotated[
-        str | None, typer.Option(help="For the target action: one action.", metavar="JSON", show_default=False)
-    ] = None,
-    engine: Annotated[str, typer.Option(help="How scores are computed; see `whence list engines`.")] = "auto",
+    observation: options.Observation = None,
+    action: options.Action = None,
+    engine: options.Engine = None,
     top: Annotated[int, typer.Option(help="Records to show from either end.", min=1)] = 10,
     out: Annotated[
         Path | None,
         typer.Option(help="Write all scores to this file (.parquet, .csv or .safetensors).", show_default=False),
     ] = None,
-    json: AsJson = False,
+    json: options.AsJson = False,
 ) -> None:
     """Tell which records of a round raised a target, and which lowered it.
 
@@ -62,8 +60,13 @@ def attribute(
     number = rounds[-1] if round is None else round
     _check_out(out)
     model, records = experiments.load_round(directory, number)
-    asked = _target(target, records, record, observation, action)
-    influence = attribute_records(model.policy, records, target=asked, objective=model_objective(model), engine=engine)
+    influence = attribute_records(
+        model.policy,
+        records,
+        target=_target(target, model, records, record, observation, action),
+        objective=model_objective(model),
+        engine=engine or "auto",
+    )
     scored = records.to_polars(observations=True).with_columns(score=pl.Series(influence.scores.numpy()))
     if out is not None:
         _write(scored, influence, out)
@@ -86,7 +89,9 @@ def attribute(
         line(f"All scores: {out}")
 
 
-def _target(name: str, records: RecordBatch, record: int | None, observation: str | None, action: str | None) -> Target:
+def _target(
+    name: str, model: PPO, records: RecordBatch, record: int | None, observation: str | None, action: str | None
+) -> Target:
     if name not in experiments.TARGETS:
         raise WhenceError(f"The target {name!r} is unknown.{nearest(name, experiments.TARGETS)}")
     if name == "return":
@@ -104,8 +109,9 @@ def _target(name: str, records: RecordBatch, record: int | None, observation: st
         return Action(one.observations, one.actions)
     if observation is None or action is None:
         raise WhenceError("The target action needs --record ID, or --observation and --action as JSON.")
-    given = parsed_json("--observation", observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'")
-    return Action(given, parsed_json("--action", action, "2 or '[0.5, -0.5]'"))
+    asked = Action(**options.action_asked(observation, action))
+    check_action(asked, model.observation_space, model.action_space)
+    return asked
 
 
 def _check_out(out: Path | None) -> None:
@@ -180,7 +186,7 @@ def list_(
         str | None,
         typer.Argument(help="arms, presets, engines or targets; all where none is given.", show_default=False),
     ] = None,
-    json: AsJson = False,
+    json: options.AsJson = False,
 ) -> None:
     """Name the arms, presets, engines and targets there are.
 

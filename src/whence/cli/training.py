@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from whence import experiments
+from whence.cli import options
 from whence.cli.app import app
 from whence.cli.output import (
     ComparisonBars,
@@ -20,25 +21,18 @@ from whence.cli.output import (
     json_object,
     line,
     log_to_terminal,
-    parsed_json,
     print_json,
+    resumable,
     said_of,
 )
 from whence.errors import WhenceError
-from whence.experiments import HYPERPARAMETERS
+from whence.experiments import HYPERPARAMETERS, RunConfig
+from whence.experiments.plan import check_read
 from whence.report import write_report, write_run_report
 from whence.report.page import METRICS, READING, cell, column_heading
 from whence.runs import RunDirectory
 
 _PPO = "PPO, by Stable-Baselines3's names"
-
-
-def _presets() -> str:
-    return ", ".join(experiments.presets())
-
-
-def _arms() -> str:
-    return f"{', '.join(experiments.ARMS)}; `whence list arms` tells what they do."
 
 
 def _ppo(name: str, about: str) -> Any:
@@ -50,59 +44,32 @@ def _ppo(name: str, about: str) -> Any:
 # A pair of flags, --x and --no-x, would leave the help no room at 80 columns.
 Truth: TypeAlias = Literal["true", "false"]
 
-Env: TypeAlias = Annotated[
-    str | None,
-    typer.Argument(help="A Gymnasium environment: an id, such as LunarLander-v3, or module:Id.", show_default=False),
-]
-Preset: TypeAlias = Annotated[
-    str | None, typer.Option(help=f"A built-in set-up instead of ENV. Known: {_presets()}.", show_default=False)
-]
-EnvKwargs: TypeAlias = Annotated[
-    str | None,
-    typer.Option(help='Passed to gymnasium.make, as JSON: {"map_name": "8x8"}.', metavar="JSON", show_default=False),
-]
-Drop: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        help="Of the records a rule may drop (iif: those below 0), the share to drop. (default: the preset's, or 0.5)",
-        show_default=False,
-    ),
-]
-Warmup: TypeAlias = Annotated[
-    int | None,
-    typer.Option(help="Rounds at the start in which nothing is dropped. (default: 0)", show_default=False),
-]
-NEnvs: TypeAlias = Annotated[
-    int | None, typer.Option(help="Environments stepped side by side. (default: 1)", show_default=False)
-]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-
 
 @app.command()
 def train(
-    env: Env = None,
-    preset: Preset = None,
-    selection: Annotated[str, typer.Option(help=f"Which records train: {_arms()}")] = "iif",
-    drop: Drop = None,
-    warmup: Warmup = None,
+    ctx: typer.Context,
+    env: options.Env = None,
+    preset: options.Preset = None,
+    selection: Annotated[str, typer.Option(help=f"Which records train: {options.arms()}")] = "iif",
+    drop: options.Drop = None,
+    warmup: options.Warmup = None,
     target: Annotated[
-        str, typer.Option(help="What a record's score says it raises: return, or action (with the two below).")
-    ] = "return",
-    observation: Annotated[
-        str | None, typer.Option(help="For the target action: one observation.", metavar="JSON", show_default=False)
+        str | None,
+        typer.Option(
+            help="What a record's score says it raises: return, or action (with the two below). (default: return)",
+            show_default=False,
+        ),
     ] = None,
-    action: Annotated[
-        str | None, typer.Option(help="For the target action: one action.", metavar="JSON", show_default=False)
-    ] = None,
-    engine: Annotated[str, typer.Option(help="How scores are computed; see `whence list engines`.")] = "auto",
-    rounds: Annotated[
-        int | None, typer.Option(help="Rollouts to train on. (default: the preset's, or 50)", show_default=False)
-    ] = None,
+    observation: options.Observation = None,
+    action: options.Action = None,
+    engine: options.Engine = None,
+    rounds: options.Rounds = None,
     timesteps: Annotated[
         int | None, typer.Option(help="Time steps to train on, instead of --rounds.", show_default=False)
     ] = None,
-    n_envs: NEnvs = None,
-    env_kwargs: EnvKwargs = None,
+    n_envs: options.NEnvs = None,
+    env_kwargs: options.EnvKwargs = None,
+    pool_kwargs: options.PoolKwargs = None,
     eval_episodes: Annotated[
         int, typer.Option(help="Episodes of an evaluation after each round; 0 makes none: training's own are recorded.")
     ] = 0,
@@ -115,7 +82,7 @@ def train(
         Path | None, typer.Option(help="Write TensorBoard's files below this directory.", show_default=False)
     ] = None,
     device: Annotated[str, typer.Option(help="Where the policy is trained: cpu, cuda, cuda:1, auto.")] = "cpu",
-    json: AsJson = False,
+    json: options.AsJson = False,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -167,34 +134,33 @@ def train(
 
     Example: whence train LunarLander-v3 --selection iif --drop 0.125 --run runs/lander
     """
-    named = locals()
-    given = {name: named[name] for name in HYPERPARAMETERS if named[name] is not None}
+    given = {name: ctx.params[name] for name in HYPERPARAMETERS if ctx.params[name] is not None}
     given |= {name: text == "true" for name, text in given.items() if isinstance(HYPERPARAMETERS[name], bool)}
     if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise WhenceError("--tensorboard needs TensorBoard: in whence's source tree, pip install '.[tensorboard]'.")
+    read = {"drop": drop, "warmup": warmup, "target": target, "engine": engine}  # not by every arm
     config = experiments.configure(
         env=env,
         preset=preset,
         arm=selection,
         seed=seed,
-        env_kwargs=json_object("--env-kwargs", env_kwargs, """'{"map_name": "8x8"}'"""),
-        policy_kwargs=json_object("--policy-kwargs", policy_kwargs, """'{"net_arch": [64, 64]}'"""),
-        hyperparameters=given,
-        **{"drop": drop, "warmup": warmup, "target": target, "target_args": _target_args(target, observation, action)},
-        **{"engine": engine, "n_envs": n_envs, "eval_episodes": eval_episodes, "device": device},
-        **{"policy": policy, "optimizer": optimizer},
+        target_args=_target_args(target or "return", observation, action),
         rounds=_rounds(rounds, timesteps, given, preset, n_envs),
+        eval_episodes=eval_episodes,
+        n_envs=n_envs,
+        policy=policy,
+        policy_kwargs=json_object("--policy-kwargs", policy_kwargs, """'{"net_arch": [64, 64]}'"""),
+        optimizer=optimizer,
+        hyperparameters=given,
+        device=device,
+        **options.env_settings(env_kwargs, pool_kwargs),
+        **read,
     )
+    check_read([config], [name for name, value in read.items() if value is not None])
     path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', config.env)}-{config.arm}-seed{config.seed}"
     log_to_terminal()
     was_finished = experiments.is_finished(config, path)
-    try:
-        with RunBar(config) as bar:
-            experiments.run(config, path, bar.update, tensorboard=tensorboard)
-    except KeyboardInterrupt:
-        errors.print(f"Interrupted after {bar.rounds} of {config.rounds} rounds. They are in {path}:", soft_wrap=True)
-        errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
-        raise typer.Exit(130) from None
+    _run(config, path, tensorboard)
     directory = RunDirectory.open(path)
     write_run_report(directory, path / "report.html")
     metrics = directory.table("metrics").to_dicts()[-1]
@@ -210,6 +176,19 @@ def train(
     line(f"Page: {path / 'report.html'}")
 
 
+def _run(config: RunConfig, path: Path, tensorboard: Path | None) -> None:
+    """Train below a bar; Ctrl-C says what there is."""
+    try:
+        with RunBar(config) as bar:
+            experiments.run(config, path, bar.update, tensorboard=tensorboard)
+    except KeyboardInterrupt:
+        done = f"Interrupted after {bar.rounds} of {config.rounds} rounds. They are in {path}:"
+        errors.print(done, soft_wrap=True)
+        errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
+        errors.print("The same command starts the run over.")
+        raise typer.Exit(130) from None
+
+
 def _target_args(target: str, observation: str | None, action: str | None) -> dict[str, Any]:
     if target != "action":
         if observation is not None or action is not None:
@@ -217,10 +196,7 @@ def _target_args(target: str, observation: str | None, action: str | None) -> di
         return {}
     if observation is None or action is None:
         raise WhenceError("The target action needs --observation and --action, as JSON: --observation 14 --action 2.")
-    return {
-        "observation": parsed_json("--observation", observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
-        "action": parsed_json("--action", action, "2 or '[0.5, -0.5]'"),
-    }
+    return options.action_asked(observation, action)
 
 
 def _rounds(
@@ -237,28 +213,27 @@ def _rounds(
 
 @app.command()
 def compare(
-    env: Env = None,
-    preset: Preset = None,
-    arms: Annotated[str, typer.Option(help=f"Ways to train, separated by commas: {_arms()}")] = "ppo,iif,random",
+    env: options.Env = None,
+    preset: options.Preset = None,
+    arms: Annotated[str, typer.Option(help=f"Ways to train, separated by commas: {options.arms()}")] = "ppo,iif,random",
     seeds: Annotated[int, typer.Option(help="Runs per arm, with seeds 0, 1, ...")] = 3,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rollouts to train on. (default: the preset's, or 50)", show_default=False)
-    ] = None,
-    drop: Drop = None,
-    warmup: Warmup = None,
+    rounds: options.Rounds = None,
+    drop: options.Drop = None,
+    warmup: options.Warmup = None,
     eval_episodes: Annotated[
         int | None,
         typer.Option(help="Episodes of each evaluation. (default: the preset's, or 100)", show_default=False),
     ] = None,
-    n_envs: NEnvs = None,
-    env_kwargs: EnvKwargs = None,
+    n_envs: options.NEnvs = None,
+    env_kwargs: options.EnvKwargs = None,
+    pool_kwargs: options.PoolKwargs = None,
     workers: Annotated[
         int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")] = Path(
         "out/compare"
     ),
-    json: AsJson = False,
+    json: options.AsJson = False,
 ) -> None:
     """Train each arm on each seed, and tell how many rounds and how much time it saves beside plain PPO.
 
@@ -266,13 +241,20 @@ def compare(
 
     Example: whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3
     """
-    names = [name.strip() for name in arms.split(",") if name.strip()]
-    kwargs = json_object("--env-kwargs", env_kwargs, """'{"map_name": "8x8"}'""")
-    overrides: dict[str, Any] = {"rounds": rounds, "drop": drop, "warmup": warmup, "eval_episodes": eval_episodes}
+    read = {"drop": drop, "warmup": warmup}
     configs = experiments.plan(
-        env=env, preset=preset, arms=names, seeds=seeds, n_envs=n_envs, env_kwargs=kwargs, **overrides
+        env=env,
+        preset=preset,
+        arms=[name.strip() for name in arms.split(",") if name.strip()],
+        seeds=seeds,
+        rounds=rounds,
+        eval_episodes=eval_episodes,
+        n_envs=n_envs,
+        **options.env_settings(env_kwargs, pool_kwargs),
+        **read,
     )
-    with ComparisonBars(configs) as bars:
+    check_read(configs, [name for name, value in read.items() if value is not None])
+    with resumable(), ComparisonBars(configs) as bars:
         comparison = experiments.compare(configs, out, workers=workers, progress=bars.update)
     write_report(comparison, out / "report.html")
     if json:

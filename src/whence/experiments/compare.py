@@ -18,7 +18,7 @@ import torch
 from whence.errors import WhenceError
 from whence.experiments.arms import STANDARD
 from whence.experiments.config import RunConfig
-from whence.experiments.metrics import Curve, summarise
+from whence.experiments.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
 from whence.experiments.training import curve, is_finished, run
 from whence.guards import written_atomically
 from whence.runs import RunDirectory, Table
@@ -108,17 +108,44 @@ def load(path: Path) -> Comparison:
     """Read a finished comparison.
 
     Raises:
-        WhenceError: there is none.
+        WhenceError: there is none, or one of its files is damaged.
     """
+    listed, summary = (_read_json(path / name) for name in ("comparison.json", "summary.json"))
     try:
-        configs, summary = (
-            json.loads((path / name).read_text(encoding="utf-8")) for name in ("comparison.json", "summary.json")
-        )
-    except FileNotFoundError as missing:
+        configs = [RunConfig.from_json(config) for config in listed]
+    except (AttributeError, TypeError, ValueError) as wrong:
+        raise _damaged(path / "comparison.json", f"does not list the runs of a comparison ({wrong})") from None
+    if not _is_summary(summary, configs):
+        raise _damaged(path / "summary.json", "does not hold the figures of the runs in comparison.json")
+    return Comparison(path, configs, summary)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         raise WhenceError(
-            f"{missing.filename} is not there: {path} holds no finished comparison. Run whence compare."
+            f"{path} is not there: {path.parent} holds no finished comparison. Run whence compare."
         ) from None
-    return Comparison(path, [RunConfig.from_json(config) for config in configs], summary)
+    except (OSError, ValueError) as wrong:
+        raise _damaged(path, f"is not readable as JSON ({wrong})") from None
+
+
+def _is_summary(value: Any, configs: Sequence[RunConfig]) -> bool:
+    names = *PAIR_METRICS, *CURVE_METRICS
+    try:
+        ((env, arms),) = value.items()
+        entries = [metrics[name] for metrics in arms.values() for name in names]
+        whole = all({"mean", "low", "high"} <= entry.keys() for entry in entries)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return whole and {env} == {config.env for config in configs} and set(arms) == {config.arm for config in configs}
+
+
+def _damaged(path: Path, fault: str) -> WhenceError:
+    return WhenceError(
+        f"{path} {fault}. Restore it, or give the same whence compare again: finished runs are not repeated."
+    )
 
 
 def _curves(configs: Sequence[RunConfig], path: Path) -> dict[str, dict[int, Curve]]:

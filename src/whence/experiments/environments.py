@@ -20,38 +20,67 @@ from whence.sb3.fast import EnvPoolVecEnv, make_pool
 from whence.sb3.noise import fresh_noise
 
 
+def libraries(config: RunConfig) -> list[str]:
+    """Return whose environments a run is played in: the library it collects with, then another it evaluates with."""
+    return list(dict.fromkeys([config.collect_with, *([config.evaluate_with] if config.eval_episodes else [])]))
+
+
 def check_environment(config: RunConfig) -> gym.Space[Any]:
     """Make the environments of a run once and return the observation space.
 
     Raises:
-        WhenceError: an id is not known (the nearest are given), an environment cannot be made, or its observations
-            lack the part to observe.
+        WhenceError: an id is not known (the nearest are given), an environment cannot be made, its observations lack
+            the part to observe, or one policy cannot serve both the environments it is trained in and those it is
+            evaluated in.
     """
-    if config.evaluate_with == "envpool" and config.eval_episodes:
-        make_pool(config.env, config.pool_kwargs, 1, 0).close()
-    if config.collect_with == "envpool":
-        pool = make_pool(config.env, config.pool_kwargs, 1, 0)
-        space: gym.Space[Any] = pool.observation_space
-        pool.close()
-    else:
-        try:
-            made = gym.make(config.env, **config.env_kwargs)
-        except gym.error.UnregisteredEnv:
-            known = {name for name in gym.registry if ":" not in name and "/" not in name}
-            raise WhenceError(
-                f"No environment {config.env!r} is registered in Gymnasium.{nearest(config.env, known)}"
-            ) from None
-        except Exception as failure:
-            kwargs = dict(config.env_kwargs)
-            raise WhenceError(f"The environment {config.env!r} cannot be made with {kwargs}: {failure}") from failure
-        space = made.observation_space
-        made.close()
+    # EnvPool first: what it does not have needs no environment of Gymnasium's.
+    spaces = {library: _spaces(config, library) for library in sorted(libraries(config))}
+    if len(spaces) > 1:
+        for what, mine, other in zip(("observations", "actions"), spaces["gymnasium"], spaces["envpool"], strict=True):
+            if _form(mine) != _form(other):
+                raise WhenceError(
+                    f"The {what} of {config.env} are {mine} in Gymnasium with {dict(config.env_kwargs)} and {other} in "
+                    f"EnvPool with {dict(config.pool_kwargs)}: one policy cannot play in both. Make env_kwargs and "
+                    "pool_kwargs say the same."
+                )
+    return spaces[config.collect_with][0]
+
+
+def _spaces(config: RunConfig, library: str) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    """Return the spaces of what is observed and of the actions, in one library's environment."""
+    made = make_pool(config.env, config.pool_kwargs, 1, 0) if library == "envpool" else _trial(config)
+    observed, actions = made.observation_space, made.action_space
+    made.close()
     if config.observe is None:
-        return space
-    if not isinstance(space, gym.spaces.Dict) or config.observe not in space.spaces:
-        there = ", ".join(space) if isinstance(space, gym.spaces.Dict) else f"a {type(space).__name__}"
+        return observed, actions
+    if not isinstance(observed, gym.spaces.Dict) or config.observe not in observed.spaces:
+        there = ", ".join(observed) if isinstance(observed, gym.spaces.Dict) else f"a {type(observed).__name__}"
         raise WhenceError(f"{config.env} has no part {config.observe!r} to observe; its observations are {there}.")
-    return space[config.observe]
+    return observed[config.observe], actions
+
+
+def _trial(config: RunConfig) -> gym.Env[Any, Any]:
+    try:
+        return gym.make(config.env, **config.env_kwargs)
+    except gym.error.UnregisteredEnv:
+        known = {name for name in gym.registry if ":" not in name and "/" not in name}
+        raise WhenceError(
+            f"No environment {config.env!r} is registered in Gymnasium.{nearest(config.env, known)}"
+        ) from None
+    except Exception as failure:
+        kwargs = dict(config.env_kwargs)
+        raise WhenceError(f"The environment {config.env!r} cannot be made with {kwargs}: {failure}") from failure
+
+
+def _form(space: gym.Space[Any]) -> Any:
+    """Return what two spaces must share for one policy to serve both: bounds and sizes of numbers may differ."""
+    if isinstance(space, gym.spaces.Dict):
+        return {key: _form(part) for key, part in space.items()}
+    if isinstance(space, gym.spaces.Discrete):
+        return "Discrete", int(space.n), int(space.start)
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return "MultiDiscrete", space.nvec.tolist()
+    return type(space).__name__, space.shape, None if space.dtype is None else np.dtype(space.dtype).kind
 
 
 def default_policy(space: gym.Space[Any]) -> str:
@@ -69,10 +98,15 @@ def training_env(config: RunConfig) -> VecEnv:
 
 
 def evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
-    """Return Gymnasium's environments to evaluate on, or EnvPool's single one where training is in its own."""
+    """Return Gymnasium's environments to evaluate on."""
+    return DummyVecEnv([lambda: Monitor(_made(config, disable_env_checker=True))] * min(64, episodes))
+
+
+def model_env(config: RunConfig) -> VecEnv:
+    """Return one environment of the library that a run collects with, to build its model on; no step is taken."""
     if config.collect_with == "envpool":
         return EnvPoolVecEnv(config.env, config.pool_kwargs, 1, config.seed, config.observe)
-    return DummyVecEnv([lambda: Monitor(_made(config, disable_env_checker=True))] * min(64, episodes))
+    return evaluation_env(config, 1)
 
 
 def _made(config: RunConfig, **more: Any) -> gym.Env[Any, Any]:

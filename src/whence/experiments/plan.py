@@ -1,15 +1,24 @@
 """From what a person asks for to the runs it means, checked before anything is trained."""
 
 import copy
+import math
+import reprlib
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
+
+import numpy as np
+from gymnasium import spaces
 
 from whence.errors import WhenceError, nearest
 from whence.experiments.arms import ARMS, STANDARD
 from whence.experiments.config import RunConfig, presets
-from whence.experiments.environments import check_environment, default_policy, evaluation_env
+from whence.experiments.environments import check_environment, default_policy, libraries, model_env
 from whence.experiments.training import make_model
 from whence.guards import kept_generators
+from whence.targets import Action
+
+_MERGED = ("hyperparameters", "env_kwargs", "pool_kwargs", "policy_kwargs")
 
 
 def configure(
@@ -22,11 +31,13 @@ def configure(
         preset: the name of a preset.
         arm: a key of `ARMS`.
         seed: of everything random.
-        overrides: fields of `RunConfig`; None leaves a field as it is, and `hyperparameters` are merged.
+        overrides: fields of `RunConfig`; None leaves a field as it is. `hyperparameters`, `env_kwargs`, `pool_kwargs`
+            and `policy_kwargs` are merged with the preset's, one by one.
 
     Raises:
-        WhenceError: a name that is not known (the nearest are given), a value out of range, or settings that
-            Gymnasium or Stable-Baselines3 refuses.
+        WhenceError: a name that is not known (the nearest are given), a value out of range, settings that Gymnasium,
+            EnvPool or Stable-Baselines3 refuses, settings of an environment that would not reach all of them, or a
+            target whose observation or action the environment does not have.
     """
     if (env is None) == (preset is None):
         raise WhenceError("Give either an environment, such as LunarLander-v3, or --preset NAME; not both, not none.")
@@ -37,19 +48,114 @@ def configure(
         raise WhenceError(f"A run has no {unknown[0]!r}.{nearest(unknown[0], known)}")
     values: dict[str, Any] = dict(presets()[preset]) if preset is not None else {"env": env}
     given = {name: value for name, value in overrides.items() if value is not None}
-    if "hyperparameters" in given:
-        given["hyperparameters"] = {**values.get("hyperparameters", {}), **given["hyperparameters"]}
-    config = RunConfig(arm=arm, seed=seed, **copy.deepcopy({**values, **given}))
+    merged = {name: {**values.get(name, {}), **given[name]} for name in _MERGED if name in given}
+    config = RunConfig(arm=arm, seed=seed, **copy.deepcopy({**values, **given, **merged}))
+    _check_reach(config, given)
     space = check_environment(config)
     if "policy" not in values | given:
         config = replace(config, policy=default_policy(space))
     with kept_generators():  # PPO seeds them
-        trial = evaluation_env(config, 1)
+        trial = model_env(config)
         try:
-            make_model(config, trial)
+            model = make_model(config, trial)
         finally:
             trial.close()
+    if isinstance(target := config.make_target(), Action):
+        check_action(target, model.observation_space, model.action_space)
     return config
+
+
+def _check_reach(config: RunConfig, given: Mapping[str, Any]) -> None:
+    """Refuse settings of an environment, as given, that would not reach every environment of the run."""
+    used = libraries(config)
+    if given.get("pool_kwargs") and "envpool" not in used:
+        raise WhenceError(
+            f"pool_kwargs {given['pool_kwargs']} are EnvPool's, and this run is in Gymnasium's environments only. "
+            "Pass env_kwargs (--env-kwargs) instead."
+        )
+    if not given.get("env_kwargs") or "envpool" not in used:
+        return
+    if "gymnasium" not in used:
+        raise WhenceError(
+            f"env_kwargs {given['env_kwargs']} are Gymnasium's, and this run is in EnvPool's environments only. Pass "
+            "pool_kwargs (--pool-kwargs) instead, by EnvPool's names."
+        )
+    if "pool_kwargs" not in given:
+        raise WhenceError(
+            f"env_kwargs {given['env_kwargs']} would reach Gymnasium's environments and not EnvPool's, but this run "
+            f"collects with {config.collect_with} and evaluates with {config.evaluate_with}. Pass pool_kwargs "
+            "(--pool-kwargs) as well, by EnvPool's names; {} where EnvPool's environment is so already."
+        )
+
+
+def check_action(target: Action, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:
+    """Refuse an observation or an action that a policy's spaces do not hold.
+
+    Raises:
+        WhenceError: a shape is another one, a value is out of range, or there are more of the one than of the other.
+    """
+    if isinstance(actions, spaces.Box):
+        # A policy's own actions go beyond the bounds, too: SB3 clips them only on their way to the environment.
+        actions = spaces.Box(-np.inf, np.inf, actions.shape, np.float64)
+    counts = _counts("observation", target.observation, observations) | _counts("action", target.action, actions)
+    if len(counts) > 1:
+        raise WhenceError("The target has not as many actions as observations: give one of each, or m of each.")
+
+
+def _counts(name: str, given: Any, space: spaces.Space[Any]) -> set[int]:
+    """Return how many values of a space were given; of a dict, for each part."""
+    if isinstance(space, spaces.Dict):
+        if not isinstance(given, Mapping) or given.keys() != space.keys():
+            raise WhenceError(
+                f"The {name} of the target is {reprlib.repr(given)}; the keys {', '.join(space)} are needed."
+            )
+        return set().union(*(_counts(f"{name}.{key}", given[key], part) for key, part in space.items()))
+    rows = _rows(given, space)
+    if not rows or not all(space.contains(row) for row in rows):
+        raise WhenceError(
+            f"The {name} of the target is {reprlib.repr(given)}; it has to be one of {space}, or several such."
+        )
+    return {len(rows)}
+
+
+def _rows(given: Any, space: spaces.Space[Any]) -> list[Any]:
+    """Return the values given, in a space's dtype and shape; none where they have another, or would become others."""
+    try:
+        array = np.asarray(given)
+    except ValueError:  # rows of different lengths
+        return []
+    if array.dtype.kind not in "biuf":
+        return []
+    converted, shape = array.astype(space.dtype), space.shape or ()
+    if converted.dtype.kind != "f" and not np.array_equal(array, converted):  # 0.7 became 0
+        return []
+    alone = math.prod(shape) == 1 and converted.ndim <= 1
+    if not alone and shape not in (converted.shape, converted.shape[1:]):
+        return []
+    return list(converted.reshape(-1, *shape))
+
+
+def reads(config: RunConfig, name: str) -> bool:
+    """Tell whether a run's rule reads a field: drop, warmup, or one that says how records are scored."""
+    if name == "drop":
+        return replace(config, drop=0.25).rule() != replace(config, drop=0.5).rule()
+    if name == "warmup":
+        return replace(config, warmup=1).rule() != replace(config, warmup=2).rule()
+    return config.rule().needs_influence
+
+
+def check_read(configs: Iterable[RunConfig], given: Iterable[str]) -> None:
+    """Refuse fields of rules and scoring that were given, and that none of the runs reads.
+
+    Raises:
+        WhenceError: names the field and the arms that read it.
+    """
+    configs = list(configs)
+    for name in given:
+        if not any(reads(config, name) for config in configs):
+            arms = ", ".join(dict.fromkeys(config.arm for config in configs))
+            able = ", ".join(arm for arm in ARMS if reads(replace(configs[0], arm=arm), name))
+            raise WhenceError(f"{name} has no effect with {arms}. Leave it out, or take an arm that reads it: {able}.")
 
 
 def plan(*, arms: list[str], seeds: int, **asked: Any) -> list[RunConfig]:

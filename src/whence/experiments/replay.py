@@ -11,7 +11,7 @@ from stable_baselines3 import PPO
 
 from whence.errors import RunDirectoryError
 from whence.experiments.config import RunConfig
-from whence.experiments.environments import evaluation_env
+from whence.experiments.environments import model_env
 from whence.experiments.training import make_model
 from whence.guards import kept_generators
 from whence.records import UNKNOWN, RecordBatch, Tree
@@ -40,7 +40,7 @@ def load_round(run: RunDirectory, number: int) -> tuple[PPO, RecordBatch]:
             "build the policy. Build the model as the script does, load RunDirectory.open(...).policy(round) into it, "
             "and pass both to whence.attribute."
         ) from None
-    env = evaluation_env(config, 1)
+    env = model_env(config)
     try:
         with kept_generators():  # PPO seeds them
             model = make_model(replace(config, device="cpu", n_envs=1), env)

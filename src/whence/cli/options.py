@@ -1,0 +1,92 @@
+"""Options that several commands have."""
+
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from whence import experiments
+from whence.cli.output import json_object, parsed_json
+
+Env: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(help="A Gymnasium environment: an id, such as LunarLander-v3, or module:Id.", show_default=False),
+]
+Preset: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help=f"A built-in set-up instead of ENV. Known: {', '.join(experiments.presets())}.", show_default=False
+    ),
+]
+EnvKwargs: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help='Passed to gymnasium.make, as JSON: {"map_name": "8x8"}. Merged with the preset\'s.',
+        metavar="JSON",
+        show_default=False,
+    ),
+]
+PoolKwargs: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="The same for EnvPool, by its names: for presets that collect or evaluate there.",
+        metavar="JSON",
+        show_default=False,
+    ),
+]
+Rounds: TypeAlias = Annotated[
+    int | None, typer.Option(help="Rollouts to train on. (default: the preset's, or 50)", show_default=False)
+]
+Drop: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        help="Of the records a rule may drop (iif: those below 0), the share to drop. (default: the preset's, or 0.5)",
+        show_default=False,
+    ),
+]
+Warmup: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="Rounds at the start in which nothing is dropped. (default: 0)", show_default=False),
+]
+NEnvs: TypeAlias = Annotated[
+    int | None, typer.Option(help="Environments stepped side by side. (default: 1)", show_default=False)
+]
+Observation: TypeAlias = Annotated[
+    str | None, typer.Option(help="For the target action: one observation.", metavar="JSON", show_default=False)
+]
+Action: TypeAlias = Annotated[
+    str | None, typer.Option(help="For the target action: one action.", metavar="JSON", show_default=False)
+]
+Engine: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="How scores are computed; see `whence list engines`. (default: auto)", show_default=False),
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+def arms() -> str:
+    """Return what the help says of arms."""
+    return f"{', '.join(experiments.ARMS)}; `whence list arms` tells what they do."
+
+
+def env_settings(env_kwargs: str | None, pool_kwargs: str | None) -> dict[str, Any]:
+    """Return the fields of a run that `EnvKwargs` and `PoolKwargs` give.
+
+    Raises:
+        WhenceError: one is no JSON object.
+    """
+    return {
+        "env_kwargs": json_object("--env-kwargs", env_kwargs, """'{"map_name": "8x8"}'"""),
+        "pool_kwargs": json_object("--pool-kwargs", pool_kwargs, """'{"vehicles_count": 10}'"""),
+    }
+
+
+def action_asked(observation: str, action: str) -> dict[str, Any]:
+    """Return the arguments of the target action that `Observation` and `Action` give.
+
+    Raises:
+        WhenceError: one is not JSON.
+    """
+    return {
+        "observation": parsed_json("--observation", observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
+        "action": parsed_json("--action", action, "2 or '[0.5, -0.5]'"),
+    }

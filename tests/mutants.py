@@ -457,13 +457,6 @@ MUTANTS = (
         "test_fast.py::test_the_first_observation_after_an_end_is_the_next_episodes",
     ),
     Mutant(
-        "a second selection takes the first one's place",
-        "sb3/training.py",
-        "    if taken:\n",
-        "    if False:\n",
-        f"{CALLBACK}::test_two_selections_from_one_rollout_are_refused",
-    ),
-    Mutant(
         "gSDE's noise outlives the episode",
         "sb3/noise.py",
         "np.where(starts, 0, ages[envs] + 1)",
@@ -476,6 +469,13 @@ MUTANTS = (
         "matrices[due] = policy.action_dist.exploration_matrices",
         "matrices[due] = policy.action_dist.exploration_mat",
         "test_fast.py -k noise",
+    ),
+    Mutant(
+        "a second selection takes the first one's place",
+        "sb3/training.py",
+        "    if taken:\n",
+        "    if False:\n",
+        f"{CALLBACK}::test_two_selections_from_one_rollout_are_refused",
     ),
     Mutant(
         "an end counts as a time limit",
@@ -546,6 +546,48 @@ MUTANTS = (
         "None if isinstance(value, float) and not math.isfinite(value) else value",
         "value",
         "test_train.py -k null_in_json",
+    ),
+    Mutant(
+        "the trial update's optimiser state left in place",
+        "experiments/controls.py",
+        "policy.optimizer.load_state_dict(state)",
+        "pass",
+        "test_sweep.py::TestMatchedUpdate::test_where_all_is_kept_it_is_ppo",
+    ),
+    Mutant(
+        "an update's norm matched upside down",
+        "experiments/controls.py",
+        "wanted / made if made",
+        "made / wanted if made",
+        "test_sweep.py::TestMatchedUpdate::test_it_goes_where_ppo_goes_as_far_as_the_selection_would",
+    ),
+    Mutant(
+        "a learning rate that is not scaled",
+        "experiments/training.py",
+        '"learning_rate"] = scale * rate',
+        '"learning_rate"] = rate',
+        "test_sweep.py::test_learning_rates_are_scaled",
+    ),
+    Mutant(
+        "another run's curve taken for this one",
+        "experiments/sweep.py",
+        "if differing := [name for name, value in vars(config)",
+        "if False and [name for name, value in vars(config)",
+        "test_sweep.py::TestRunning::test_a_curve_of_another_run_is_not_taken_for_this_one",
+    ),
+    Mutant(
+        "a sweep that ends with the first failure",
+        "experiments/sweep.py",
+        "failures[planned.name] = failure",
+        "raise WhenceError(failure)",
+        "test_sweep.py::TestRunning::test_a_run_that_fails_is_told_of_and_the_others_go_on",
+    ),
+    Mutant(
+        "LDA's figures beside every FrozenLake",
+        "report/markdown.py",
+        '("env", "env_kwargs", "optimizer", "rounds")',
+        '("env",)',
+        "test_sweep.py::TestTables::test_ldas_figures_stand_beside_its_own_settings_alone",
     ),
 )
 

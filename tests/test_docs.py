@@ -15,7 +15,7 @@ import typer
 import whence
 from whence import cli, policies
 from whence.engines import auto, rules
-from whence.experiments import ARMS, HYPERPARAMETERS
+from whence.experiments import ARMS, HYPERPARAMETERS, read_sweep
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -93,9 +93,15 @@ def test_each_command_has_a_section_that_names_its_options_and_no_others():
         assert {option for option in options(name) if option.startswith("--")} - of_ppo - {"--json", "--help"} <= named
 
 
+def test_the_sweep_file_can_be_run(tmp_path):
+    (file,) = blocks("command", "toml")
+    (tmp_path / "lake.toml").write_text(file, encoding="utf-8")
+    assert {run.group for run in read_sweep(tmp_path / "lake.toml")} == {"lake", "lake-clipped"}
+
+
 def test_the_arms_are_listed():
     section = PAGES["command"].partition("## The arms")[2]
-    assert re.findall(r"^\| `([\w-]+)` \|", section, flags=re.MULTILINE) == list(ARMS)
+    assert re.findall(r"^\| `([\w.-]+)` \|", section, flags=re.MULTILINE) == list(ARMS)
 
 
 @pytest.mark.timeout(180)

@@ -1,6 +1,7 @@
 """EnvPool beside Gymnasium: the same steps, ends and beginnings; the same returns within what chance allows."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -16,7 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 import whence
 from whence import IIF, RunDirectory, WhenceError
-from whence.experiments import RunConfig, configure, load_round, run
+from whence.experiments import RunConfig, configure, load_round, presets, run
 from whence.experiments.environments import evaluate, evaluation_env
 from whence.experiments.training import curve, make_model
 from whence.sb3 import InfluenceCallback, fast
@@ -24,7 +25,6 @@ from whence.sb3.fast import EnvPoolVecEnv, evaluate_pool
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 pytest.importorskip("envpool")
-pytestmark = pytest.mark.filterwarnings("ignore:.*WARN.*Box (low|high)'s precision")
 
 GRID = RunConfig("minigrid:MiniGrid-Empty-8x8-v0", "ppo", 0, observe="image")
 
@@ -68,22 +68,36 @@ def test_the_first_observation_after_an_end_is_the_next_episodes() -> None:
     assert seen > 20
 
 
-@pytest.mark.parametrize(
-    ("env", "policy", "steps"),
-    [("Acrobot-v1", "MlpPolicy", 1), ("LunarLander-v3", "MlpPolicy", 2048), (GRID.env, "CnnPolicy", 1)],
+HIGHWAY = RunConfig(
+    "highway_env:highway-v0",
+    "ppo",
+    0,
+    env_kwargs={"config": {"vehicles_count": 10}},
+    pool_kwargs=presets()["lda-code/highway"]["pool_kwargs"],
 )
-def test_one_policy_has_the_same_mean_return(env: str, policy: str, steps: int) -> None:
-    config = RunConfig(env, "ppo", 0, policy=policy, observe=GRID.observe if env == GRID.env else None)
-    if policy == "CnnPolicy":
-        config = RunConfig(
-            **{**vars(config), "policy_kwargs": {"features_extractor_class": "MiniGridCNN", "net_arch": [16]}}
-        )
+"""What the preset trains in, by Gymnasium's names."""
+
+
+@pytest.mark.parametrize(
+    ("config", "episodes", "steps"),
+    [
+        (RunConfig("Acrobot-v1", "ppo", 0), 128, 0),
+        (RunConfig("LunarLander-v3", "ppo", 0), 64, 2048),
+        (RunConfig("BipedalWalker-v3", "ppo", 0), 40, 0),
+        (replace(GRID, policy="CnnPolicy", policy_kwargs={"features_extractor_class": "MiniGridCNN"}), 128, 0),
+        (HIGHWAY, 24, 0),
+    ],
+    ids=lambda given: given.env.rpartition(":")[2] if isinstance(given, RunConfig) else str(given),
+)
+def test_one_policy_has_the_same_mean_return(config: RunConfig, episodes: int, steps: int) -> None:
+    if config is HIGHWAY:
+        pytest.importorskip("highway_env")
     envs = evaluation_env(config, 64)
     model = make_model(config, envs)
-    if steps > 1:
+    if steps:
         model.learn(steps)
-    mean, error = evaluate(model, envs, episodes=128, seed=1)
-    returns = evaluate_pool(model, env, {}, episodes=256, seed=1, key=config.observe)
+    mean, error = evaluate(model, envs, episodes=episodes, seed=1)
+    returns = evaluate_pool(model, config.env, config.pool_kwargs, episodes=256, seed=1, key=config.observe)
     apart = abs(returns.mean() - mean)
     assert apart <= stats.norm.ppf(0.975) * (error + stats.sem(returns)) + 1e-9
 

@@ -35,6 +35,8 @@ class AdvantageMismatch:
     drop: Share = 0.5
     warmup: int = 0
     needs_influence = False
+    needs_discrete = True
+    """States have to come again, and actions to be single numbers; floats would make each record a state of its own."""
 
     def __post_init__(self) -> None:
         check_share(self.drop, self.warmup)

@@ -10,6 +10,7 @@ except ImportError as missing:
 
 # Commands are listed in the order of their modules.
 from whence.cli import training as _training  # noqa: F401  isort: skip
+from whence.cli import sweep as _sweep  # noqa: F401  isort: skip
 from whence.cli import reading as _reading  # noqa: F401  isort: skip
 from whence.cli import doctor as _doctor  # noqa: F401  isort: skip
 from whence.cli.app import app as app

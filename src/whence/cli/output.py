@@ -3,19 +3,21 @@
 import json
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.logging import RichHandler
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from whence.errors import WhenceError
-from whence.experiments import RunConfig
+from whence.experiments import Planned, RunConfig
 
 console = Console()
 errors = Console(stderr=True)
@@ -155,3 +157,81 @@ def said_of(metrics: Mapping[str, Any]) -> list[str]:
     if metrics.get("dropped_share"):
         said.append(f"{1 - metrics['dropped_share']:.0%} kept")
     return said
+
+
+class SweepTable:
+    """A live table of a sweep, a row for each experiment; plain lines where there is no terminal."""
+
+    def __init__(self, runs: Sequence[Planned]) -> None:
+        self._runs = runs
+        self._done: dict[Planned, int] = {}
+        self._failed: list[Planned] = []
+        self._begun: dict[Planned, float] = {}
+        self._fresh: dict[Planned, int] = {}
+        self._live = Live(self.table(), console=errors, refresh_per_second=2) if errors.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def kept(self, planned: Planned) -> None:
+        """Hear of a run that was finished before."""
+        self._done[planned] = planned.config.rounds
+
+    def rounds(self, planned: Planned, done: int) -> None:
+        """Hear of the rounds that a run under way has done."""
+        self._begun.setdefault(planned, time.monotonic())
+        self._done[planned] = self._fresh[planned] = done
+        self._show()
+
+    def ended(self, planned: Planned, failure: str | None) -> None:
+        """Hear that a run has ended, and why it failed."""
+        seconds = time.monotonic() - self._begun.get(planned, time.monotonic())
+        if failure is not None:
+            self._failed.append(planned)
+        if self._live is None:
+            what = f"failed: {failure}" if failure is not None else f"done in {_clock(seconds)}"
+            errors.print(f"{planned.name}: {what}", markup=False, highlight=False, soft_wrap=True)
+        self._show()
+
+    def _show(self) -> None:
+        if self._live is not None:
+            self._live.update(self.table())
+
+    def table(self) -> Table:
+        """Return the table as it stands."""
+        groups = dict.fromkeys(planned.group for planned in self._runs)
+        rows = [self._row(group, [planned for planned in self._runs if planned.group == group]) for group in groups]
+        headings = ("experiment", "runs", "rounds", "under way", "rounds a minute", "time left", "failed")
+        return table("Sweep", headings, [*rows, self._row("all", list(self._runs))])
+
+    def _row(self, name: str, runs: Sequence[Planned]) -> list[str]:
+        total, done = sum(run.config.rounds for run in runs), sum(self._done.get(run, 0) for run in runs)
+        finished = sum(self._done.get(run) == run.config.rounds for run in runs)
+        failed = sum(run in self._failed for run in runs)
+        now = [run for run in runs if run in self._begun and self._done[run] < run.config.rounds]
+        under_way = [f"{run.label}, seed {run.config.seed}" for run in now if run not in self._failed]
+        # What a round of this experiment takes a worker; for all, what was done since the sweep began.
+        minutes = (time.monotonic() - min((self._begun[run] for run in runs if run in self._begun), default=0.0)) / 60
+        fresh = sum(self._fresh.get(run, 0) for run in runs)
+        rate = fresh / minutes if fresh and minutes > 0 and (under_way or name == "all") else None
+        left = None if rate is None else (total - done) / rate * 60
+        return [
+            name,
+            f"{finished}/{len(runs)}",
+            f"{done}/{total}",
+            "; ".join(under_way) if name != "all" else "",
+            "" if rate is None else f"{rate:.1f}",
+            "" if left is None else _clock(left),
+            str(failed or ""),
+        ]
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

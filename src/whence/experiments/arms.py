@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from whence.experiments.controls import MatchedUpdate
 from whence.heuristics import AdvantageMismatch, TDErrorPriority
+from whence.sb3 import InfluenceCallback
 from whence.selection import IIF, BelowMean, KeepAll, NegativeRandom, NonPositive, RandomDrop, SelectionRule
 
 if TYPE_CHECKING:
@@ -18,14 +20,18 @@ class Arm:
 
     Attributes:
         rule: makes the selection rule of a run.
-        counts_scoring: whether the time of scoring is the arm's own. A control that scores only to know how much to
-            drop is not charged for it.
+        counts_scoring: whether the time of scoring and selecting is the arm's own. A control that scores only to know
+            how much to drop is not charged for it.
         about: one line for people.
+        learning_rate_scale: what the run's learning rate is multiplied by.
+        callback: what selects and trains.
     """
 
     rule: Callable[["RunConfig"], SelectionRule]
     counts_scoring: bool
     about: str
+    learning_rate_scale: float = 1.0
+    callback: type[InfluenceCallback] = InfluenceCallback
 
 
 STANDARD = "ppo"
@@ -45,14 +51,26 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         ),
         "advantage-1": Arm(
             lambda run: AdvantageMismatch("distance", run.drop, run.warmup),
-            False,
+            True,
             "drop the share `drop` of those whose advantage has another sign than the return, furthest first",
         ),
         "advantage-2": Arm(
             lambda run: AdvantageMismatch("product", run.drop, run.warmup),
-            False,
+            True,
             "the same, lowest product with the return's first",
         ),
-        "td-error": Arm(lambda run: TDErrorPriority(), False, "draw records of large TD errors more often"),
+        "td-error": Arm(lambda run: TDErrorPriority(), True, "draw records of large TD errors more often"),
+        "ppo-matched": Arm(
+            lambda run: IIF(run.drop, run.warmup),
+            False,
+            "every record trains; each round's update gets the norm that iif's would have",
+            callback=MatchedUpdate,
+        ),
+        **{
+            f"ppo-lr-{scale:g}": Arm(
+                lambda run: KeepAll(), False, f"PPO at {scale:g} times the learning rate", learning_rate_scale=scale
+            )
+            for scale in (0.5, 2.0, 4.0)
+        },
     }
 )

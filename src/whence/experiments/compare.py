@@ -1,25 +1,19 @@
 """Several arms over several seeds, in worker processes, and what comes of it."""
 
 import json
-import logging
-import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import polars as pl
-import torch
 
 from whence.errors import WhenceError
 from whence.experiments.arms import STANDARD
 from whence.experiments.config import RunConfig
 from whence.experiments.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
-from whence.experiments.training import curve, is_finished, run
+from whence.experiments.training import curve, is_finished
+from whence.experiments.workers import check_workers, run_all
 from whence.guards import written_atomically
 from whence.runs import RunDirectory, Table
 
@@ -86,13 +80,17 @@ def compare(
         raise WhenceError(
             f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
         )
-    if workers is not None and workers < 1:
-        raise WhenceError(f"workers is {workers}; at least 1 is needed.")
+    check_workers(workers)
     todo = [config for config in configs if not is_finished(config, run_path(path, config))]
     for config in configs:
         progress(config, 0 if config in todo else config.rounds)
-    if todo:
-        _run_all(todo, path, min(workers or multiprocessing.cpu_count(), len(todo)), progress)
+    jobs = [(config, run_path(path, config)) for config in todo]
+    for place, failure in run_all(jobs, workers, lambda place, done: progress(todo[place], done)):
+        if failure is not None:
+            config = todo[place]
+            raise WhenceError(
+                f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}. Finished runs are kept."
+            )
     summary = {configs[0].env: summarise(_curves(configs, path), standard=STANDARD)}
     _write_json(path / "comparison.json", [config.to_json() for config in configs])
     _write_json(path / "summary.json", summary)
@@ -153,59 +151,3 @@ def _curves(configs: Sequence[RunConfig], path: Path) -> dict[str, dict[int, Cur
     for config in configs:
         curves.setdefault(config.arm, {})[config.seed] = curve(config, run_path(path, config))
     return curves
-
-
-def _run_all(configs: Sequence[RunConfig], path: Path, workers: int, progress: Progress) -> None:
-    context = multiprocessing.get_context("spawn")
-    rounds = context.SimpleQueue()
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(rounds,))
-    try:
-        jobs = {
-            pool.submit(_work, number, config, run_path(path, config)): config for number, config in enumerate(configs)
-        }
-        left = set(jobs)
-        while left:
-            done, left = wait(left, timeout=0.2, return_when=FIRST_COMPLETED)
-            while not rounds.empty():
-                number, finished = rounds.get()
-                progress(configs[number], finished)
-            for job in done:
-                failure, config = job.exception(), jobs[job]
-                if isinstance(failure, BrokenProcessPool):
-                    raise WhenceError(
-                        "A worker process was killed from outside, perhaps for want of memory: try fewer --workers. "
-                        "Finished runs are kept."
-                    ) from failure
-                if failure is not None:
-                    raise WhenceError(
-                        f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}"
-                    ) from failure
-    except BaseException:
-        # Ctrl-C, or a run that failed: what is finished stays, and the same command goes on from there.
-        for process in pool._processes.values():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-_rounds: Any = None
-
-
-def _start_worker(rounds: Any) -> None:
-    global _rounds
-    _rounds = rounds
-    torch.set_num_threads(1)
-    logging.getLogger("whence").setLevel(logging.ERROR)  # advice stands in the page; here it would break the bars
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    # A worker whose parent was killed would wait for work for ever.
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _work(number: int, config: RunConfig, path: Path) -> None:
-    run(config, path, lambda finished, metrics: _rounds.put((number, finished)))

@@ -1,6 +1,5 @@
 """What one training run is, and how it follows from a preset or an environment's name."""
 
-import inspect
 import math
 import tomllib
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from stable_baselines3 import PPO
 from whence.engines import ENGINES
 from whence.errors import WhenceError, nearest
 from whence.experiments.arms import ARMS
+from whence.sb3.description import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.selection import IIF, SelectionRule
 from whence.targets import Action, Return, Target
 
@@ -27,20 +27,6 @@ POLICIES = tuple(PPO.policy_aliases)
 """SB3's names."""
 
 TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Return, "action": Action})
-
-HYPERPARAMETERS: Mapping[str, Any] = MappingProxyType(
-    {
-        name: parameter.default
-        for name, parameter in inspect.signature(PPO).parameters.items()
-        if name
-        in (
-            *("learning_rate", "n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range"),
-            *("clip_range_vf", "normalize_advantage", "ent_coef", "vf_coef", "max_grad_norm", "target_kl"),
-            *("use_sde", "sde_sample_freq"),
-        )
-    }
-)
-"""PPO's hyper-parameters by SB3's names, with SB3's defaults."""
 
 
 @dataclass(frozen=True)

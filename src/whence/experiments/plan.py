@@ -60,9 +60,26 @@ def configure(
             model = make_model(config, trial)
         finally:
             trial.close()
+    _check_discrete(config, model.observation_space, model.action_space)
     if isinstance(target := config.make_target(), Action):
         check_action(target, model.observation_space, model.action_space)
     return config
+
+
+def _check_discrete(config: RunConfig, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:
+    """Refuse a rule that compares the actions of a state where states do not come again."""
+    if not getattr(config.rule(), "needs_discrete", False):
+        return
+    continuous = [space for space in _parts(observations) if np.issubdtype(space.dtype, np.floating)]
+    if continuous or not isinstance(actions, spaces.Discrete):
+        raise WhenceError(
+            f"The arm {config.arm} needs discrete observations, integers or images, and one discrete action; "
+            f"{config.env} has {observations} and {actions}. Choose another arm."
+        )
+
+
+def _parts(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
+    return [part for one in space.values() for part in _parts(one)] if isinstance(space, spaces.Dict) else [space]
 
 
 def _check_reach(config: RunConfig, given: Mapping[str, Any]) -> None:
@@ -175,7 +192,21 @@ def plan(*, arms: list[str], seeds: int, **asked: Any) -> list[RunConfig]:
         raise WhenceError(f"arms is {','.join(arms)!r}; name each arm once. Known: {', '.join(ARMS)}.")
     if "seed" in asked:
         raise WhenceError("A comparison has no 'seed': `seeds` says how many there are.")
-    first = configure(arm=arms[0], **asked)
-    if not first.eval_episodes:
+    configs = configure_arms(arms, **asked)
+    return [replace(config, seed=seed) for seed in range(seeds) for config in configs]
+
+
+def configure_arms(arms: Iterable[str], **asked: Any) -> list[RunConfig]:
+    """Return one run of each arm, to be compared.
+
+    Args:
+        arms: keys of `ARMS`.
+        asked: see `configure`.
+
+    Raises:
+        WhenceError: see `configure`; or a comparison without evaluations.
+    """
+    configs = [configure(arm=arm, **asked) for arm in arms]
+    if not all(config.eval_episodes for config in configs):
         raise WhenceError("eval_episodes is 0, but arms are compared by their test returns: at least 2 are needed.")
-    return [replace(first, arm=arm, seed=seed) for seed in range(seeds) for arm in arms]
+    return configs

@@ -13,7 +13,8 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.arms import ARMS
-from whence.experiments.config import RunConfig
+from whence.experiments.config import HYPERPARAMETERS, RunConfig
+from whence.experiments.curves import curve_of
 from whence.experiments.environments import evaluate, evaluation_env, training_env
 from whence.experiments.metrics import Curve
 from whence.experiments.networks import named_classes
@@ -55,7 +56,9 @@ def run(
     test = evaluation_env(config, config.eval_episodes) if on_gymnasium else None
     try:
         model = make_model(config, env, tensorboard=tensorboard)
-        selection = InfluenceCallback(config.rule(), target=config.make_target(), engine=config.engine, run=directory)
+        selection = ARMS[config.arm].callback(
+            config.rule(), target=config.make_target(), engine=config.engine, run=directory
+        )
         evaluation = _Evaluation(config, test, directory, on_round, selection)
         model.learn(config.rounds * model.n_steps * config.n_envs, callback=[evaluation, selection])
         evaluation.evaluate()  # last of all, since a run with its last evaluation counts as finished
@@ -72,6 +75,10 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
         WhenceError: PPO refuses the settings; SB3's reason is given.
     """
     policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **named_classes(config.policy_kwargs)}
+    hyperparameters = dict(config.hyperparameters)
+    if (scale := ARMS[config.arm].learning_rate_scale) != 1:
+        rate = hyperparameters.get("learning_rate", HYPERPARAMETERS["learning_rate"])
+        hyperparameters["learning_rate"] = scale * rate
     try:
         with warnings.catch_warnings():
             # The last minibatch of a round is shorter than the others where sizes do not divide; nothing is amiss.
@@ -83,7 +90,7 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
                 device=config.device,
                 policy_kwargs=policy_kwargs,
                 tensorboard_log=None if tensorboard is None else str(tensorboard),
-                **config.hyperparameters,
+                **hyperparameters,
             )
     except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as refused:
         reason = str(refused) or type(refused).__name__
@@ -113,23 +120,11 @@ def is_finished(config: RunConfig, path: Path) -> bool:
 
 
 def curve(config: RunConfig, path: Path) -> Curve:
-    """Read a finished run's learning curve and its seconds (process CPU) a round.
-
-    Between evaluations the curve stays at the last one.
-    """
+    """Read a finished run's learning curve; see `curve_of`."""
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
     directory = RunDirectory.open(path)
-    evaluations, timings = directory.table("evaluations"), directory.table("timings")
-    seconds = timings["collection_cpu"] + timings["optimisation_cpu"]
-    if ARMS[config.arm].counts_scoring:
-        seconds = seconds + timings["scoring_cpu"]
-    last = np.searchsorted(evaluations["round"].to_numpy(), np.arange(config.rounds + 1), side="right") - 1
-    return Curve(
-        returns=evaluations["test_return"].to_numpy()[last],
-        standard_errors=evaluations["standard_error"].to_numpy()[last],
-        seconds=seconds.to_numpy(),
-    )
+    return curve_of(config, directory.table("evaluations"), directory.table("timings"))
 
 
 class _Evaluation(BaseCallback):

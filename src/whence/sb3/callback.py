@@ -21,7 +21,7 @@ from whence.engines import ENGINES
 from whence.errors import WhenceError, nearest
 from whence.influence import Influence
 from whence.objectives import Objective, as_objective
-from whence.records import RecordBatch
+from whence.records import RecordBatch, as_numpy
 from whence.runs import RunDirectory
 from whence.sb3.buffer import Last, check_last, check_model, read, selected
 from whence.sb3.contrib import MaskablePPO
@@ -235,7 +235,7 @@ class InfluenceCallback(BaseCallback):
             return
         table = current.records.to_polars(observations=True)
         if current.influence is not None:
-            table = table.with_columns(pl.Series("score", current.influence.scores.numpy()))
+            table = table.with_columns(pl.Series("score", as_numpy(current.influence.scores)))
         chosen = current.selection
         table = table.with_columns(
             pl.Series("keep", chosen.keep.numpy()),

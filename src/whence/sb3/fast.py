@@ -1,6 +1,8 @@
 """EnvPool's environments: as SB3's vector environments to collect from, and for evaluations of many episodes."""
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,8 +40,9 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
     """
     # Imported after EnvPool, Box2D crashes the interpreter (seen with EnvPool 1.2.5 and Box2D 2.3.10); before, it does
     # not. Gymnasium imports it when one of its environments is made.
-    with contextlib.suppress(ImportError):
-        import Box2D as _  # noqa: F401
+    if "envpool" not in sys.modules:
+        with contextlib.suppress(ImportError):
+            import Box2D as _  # noqa: F401
     try:
         import envpool
     except ImportError:
@@ -50,9 +53,14 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
     if name not in known:
         raise WhenceError(f"EnvPool has no environment {name!r}.{nearest(name, known)}")
     try:
-        return envpool.make(name, env_type="gymnasium", num_envs=n_envs, num_threads=1, seed=seed, **kwargs)
+        pool = envpool.make(name, env_type="gymnasium", num_envs=n_envs, num_threads=1, seed=seed, **kwargs)
     except (TypeError, ValueError, AssertionError) as wrong:
         raise WhenceError(f"EnvPool's {name} refuses {dict(kwargs)}: {wrong}") from wrong
+    with warnings.catch_warnings():
+        # EnvPool states bounds in double precision; nothing a user could mend. The space is kept from here on.
+        warnings.filterwarnings("ignore", ".*precision lowered by casting")
+        assert pool.observation_space is not None
+    return pool
 
 
 def picked(observation: Any, key: str | None) -> Any:

@@ -1,0 +1,80 @@
+"""`whence sweep` and `whence table`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from whence import experiments
+from whence.cli.app import app
+from whence.cli.options import AsJson
+from whence.cli.output import SweepTable, console, errors, line, print_json, resumable
+from whence.errors import WhenceError, nearest
+from whence.report import write_tables
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A TOML file of [[experiment]] tables; docs/command.md shows one.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for curves and timings. (default: out/NAME-OF-FILE)")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Of the experiments, these alone, separated by commas.", show_default=False)
+    ] = None,
+    keep_runs: Annotated[
+        bool, typer.Option("--keep-runs", help="Keep every round's records and policies also of finished runs.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Run many comparisons from one file: environments, arms, shares to drop and seeds.
+
+    The whole file is checked before anything runs. Finished runs are skipped when the command is given again; a run
+    that fails is told of, and the others go on. Ends with exit code 1 where a run failed.
+
+    Example: whence sweep results/paper/sweep.toml --out results/paper
+    """
+    runs = experiments.read_sweep(file)
+    if only is not None:
+        names = list(dict.fromkeys(run.group for run in runs))
+        for name in only.split(","):
+            if name not in names:
+                raise WhenceError(f"{file} has no experiment {name!r}.{nearest(name, names)}")
+        runs = [run for run in runs if run.group in only.split(",")]
+    path = out or Path("out") / file.stem
+    with resumable(), SweepTable(runs) as live:
+        failures = experiments.sweep(runs, path, live, workers=workers, keep_runs=keep_runs)
+    if json:
+        print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
+    else:
+        line(f"{len(runs) - len(failures)} of {len(runs)} runs are in {path}: whence table {path}")
+    for name, failure in failures.items():
+        errors.print(f"{name} failed: {failure}", markup=False, highlight=False, soft_wrap=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command("table")
+def tables(
+    out: Annotated[Path, typer.Argument(help="The directory of a sweep.")],
+    no_pictures: Annotated[
+        bool, typer.Option("--no-pictures", help="Draw no curves: these need Kaleido and a Chrome or Chromium.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Tabulate what a sweep has finished, beside LDA's figures: tables.md, summary.json and curves as SVG.
+
+    Example: whence table results/paper
+    """
+    results = experiments.load_sweep(out)
+    summary = experiments.summarise_sweep(results)
+    text = write_tables(results, summary, out, pictures=not no_pictures)
+    if json:
+        print_json(summary)
+        return
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for name, what in (("Text", "tables.md"), ("Numbers", "summary.json")):
+        line(f"{name}: {out / what}")

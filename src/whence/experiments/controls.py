@@ -1,46 +1,96 @@
 """Training that separates what a selection does from what a step of its size would do."""
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from whence.errors import NonFinite
 from whence.guards import kept_generators
+from whence.policies import as_view
+from whence.records import RecordBatch
 from whence.sb3 import InfluenceCallback
 from whence.selection import Selection
 
 
 class MatchedUpdate(InfluenceCallback):
-    """Train on all records, and give the round's update the norm that training on the rule's selection would have had.
+    """Train on all records, and give the round's update the norms that training on the rule's selection would have had.
 
     The round is trained twice from the same parameters, optimiser state and generators: on the selection, which is
-    undone but for its norm, and on all records. Then all parameters are moved along the second update to that norm;
-    the optimiser's state stays as the second left it. The logger gets `train/update_scale`, the factor.
-    Selections, scores and reasons are recorded as the rule made them, though every record trained.
+    undone but for its norms, and on all records. Then the parameters are moved along the second update to those norms:
+    those that the policy's log-probs depend on to theirs, the others (of the values) to theirs. So gradients of the
+    values, which may be much larger, do not hide how far the policy goes. The optimiser's state and BatchNorm's
+    statistics stay as the second training left them; a `target_kl` stops each training by itself.
+
+    The logger gets the factors as `train/update_scale` and `train/update_scale_value`, and `train/approx_kl` is that
+    after scaling, over the whole rollout. Seconds are those of the second training. Selections, scores and reasons are
+    recorded as the rule made them, though every record trained; a round that keeps fewer than two is skipped.
     """
 
     def _train_selected(self, own_train: Callable[[], None], selection: Selection) -> None:
+        assert self.round is not None
         policy: Any = self.model.policy
-        model: Any = self.model
-        start = [parameter.detach().clone() for parameter in policy.parameters()]
-        before = copy.deepcopy((policy.state_dict(), policy.optimizer.state_dict())), model._n_updates
-        with kept_generators():
+        records = self.round.records
+        start = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+        acting = _acting(policy, records)
+        others = start.keys() - acting
+        with self._optimisation.paused(), kept_generators(), _undone(self.model):
             super()._train_selected(own_train, selection)
-        wanted = _distance(policy, start)
-        (tensors, state), model._n_updates = before
+            wanted = {names: _distance(policy, start, names) for names in (frozenset(acting), frozenset(others))}
+        own_train()
+        scales = {names: _scaled(policy, start, names, norm) for names, norm in wanted.items()}
+        self.logger.record("train/update_scale", scales[frozenset(acting)])
+        self.logger.record("train/update_scale_value", scales[frozenset(others)])
+        self.logger.record("train/approx_kl", _divergence(policy, records))
+
+
+@contextmanager
+def _undone(model: Any) -> Iterator[None]:
+    """Put policy, optimiser and the count of updates back on exit."""
+    policy, updates = model.policy, model._n_updates
+    tensors, state = copy.deepcopy((policy.state_dict(), policy.optimizer.state_dict()))
+    try:
+        yield
+    finally:
+        model._n_updates = updates
         policy.load_state_dict(tensors)
         policy.optimizer.load_state_dict(state)
-        own_train()
-        made = _distance(policy, start)
-        scale = wanted / made if made > 0 else 1.0
-        with torch.no_grad():
-            for parameter, old in zip(policy.parameters(), start, strict=True):
-                parameter.copy_(old + scale * (parameter - old))
-        model.logger.record("train/update_scale", scale)
 
 
-def _distance(policy: Any, start: list[Tensor]) -> float:
-    moved = (parameter.detach() - old for parameter, old in zip(policy.parameters(), start, strict=True))
-    return float(torch.stack([change.double().square().sum() for change in moved]).sum().sqrt())
+def _acting(policy: Any, records: RecordBatch) -> set[str]:
+    """Return the names of the parameters that log-probs depend on."""
+    view = as_view(policy)
+    free = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
+    total = view(free, view.prepare(records.take(slice(0, 1)))).log_prob.sum()
+    gradients = torch.autograd.grad(total, list(free.values()), allow_unused=True)
+    return {name for name, gradient in zip(free, gradients, strict=True) if gradient is not None}
+
+
+def _distance(policy: Any, start: dict[str, Tensor], names: Collection[str]) -> float:
+    own = dict(policy.named_parameters())
+    return math.sqrt(sum(float((own[name].detach() - start[name]).double().square().sum()) for name in names))
+
+
+def _scaled(policy: Any, start: dict[str, Tensor], names: Collection[str], wanted: float) -> float:
+    """Move parameters along their update until it has the norm wanted; return the factor."""
+    made = _distance(policy, start, names)
+    scale = wanted / made if made > 0 else 1.0
+    if not math.isfinite(scale):
+        raise NonFinite(f"An update has the norm {made}, and was to have {wanted}: training has diverged.")
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if name in names:
+                parameter.copy_(start[name] + scale * (parameter - start[name]))
+    return scale
+
+
+def _divergence(policy: Any, records: RecordBatch) -> float:
+    """Return the approximate KL divergence from the policy that collected the records, as SB3 estimates it."""
+    view = as_view(policy)
+    with torch.no_grad():
+        log_ratio = view(view.parameters(), view.prepare(records)).log_prob.cpu() - records.log_probs.cpu()
+    return float((log_ratio.exp() - 1 - log_ratio).mean())

@@ -126,7 +126,7 @@ COMMANDS = {
         "warmup has no effect with td-error. .*reads it: iif, mean, nonpositive,",
     ),
     "a target where nothing is scored": (
-        ["train", "CartPole-v1", "--selection", "advantage-1", "--target", "return"],
+        ["train", "FrozenLake-v1", "--selection", "advantage-1", "--target", "return"],
         "target has no effect with advantage-1. .*reads it: iif,",
     ),
     "an engine where nothing is scored": (

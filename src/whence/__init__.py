@@ -24,6 +24,8 @@ from whence.policies import Outputs as Outputs
 from whence.policies import PolicyView as PolicyView
 from whence.policies import register_view
 from whence.records import RecordBatch as RecordBatch
+from whence.rounds import RoundRecording as RoundRecording
+from whence.rounds import attribute_round as attribute_round
 from whence.runs import RunDirectory as RunDirectory
 from whence.selection import IIF as IIF
 from whence.selection import BelowMean as BelowMean

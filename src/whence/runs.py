@@ -36,6 +36,7 @@ class RunDirectory:
     records/round_00005.parquet        the records of round 5: score, kept or not, why
     episodes/round_00005.parquet       the episodes that began in round 5: what is needed to play them again
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
+    recordings/round_00005.safetensors what round 5's optimisation did, where it was asked for
     ```
 
     A file is there as a whole or not at all, whenever the process is killed. Make one with `create` or `open`.
@@ -73,7 +74,7 @@ class RunDirectory:
             ) from None
         if (path / "config.json").exists():
             cls.open(path).check_same(plain)
-            for name in (*get_args(PerRound), "policies"):
+            for name in (*get_args(PerRound), "policies", "recordings"):
                 shutil.rmtree(path / name, ignore_errors=True)
             for name in get_args(Table):
                 (path / f"{name}.parquet").unlink(missing_ok=True)
@@ -150,6 +151,10 @@ class RunDirectory:
         """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
         with written_atomically(self._of_round("policies", number, "safetensors")) as temporary:
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+
+    def recording_path(self, number: int) -> Path:
+        """Return the file of what round `number`'s optimisation did; see `whence.RoundRecording`."""
+        return self._of_round("recordings", number, "safetensors")
 
     def table(self, name: Table) -> pl.DataFrame:
         """Read a table; without rows where nothing was written yet."""

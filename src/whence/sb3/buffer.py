@@ -25,6 +25,7 @@ from whence.sb3.contrib import (
 )
 from whence.sb3.episodes import Ongoing, number_episodes
 from whence.sb3.policy import check_policy
+from whence.sb3.rounds import Recorder
 from whence.sb3.training import own_class
 from whence.selection import Selection
 
@@ -164,7 +165,9 @@ def _flat(array: NDArray[Any]) -> Tensor:
 
 
 @contextmanager
-def selected(buffer: RolloutBuffer, selection: Selection, *, last: Last = "keep") -> Iterator[None]:
+def selected(
+    buffer: RolloutBuffer, selection: Selection, *, last: Last = "keep", recorder: Recorder | None = None
+) -> Iterator[None]:
     """Let `buffer.get` yield the selected records only; the buffer's own `get` is back on exit.
 
     Every call draws SB3's permutation over all n records and filters it then, so runs that drop different records
@@ -174,12 +177,15 @@ def selected(buffer: RolloutBuffer, selection: Selection, *, last: Last = "keep"
         buffer: the rollout buffer.
         selection: in the order of the flattened buffer.
         last: whether a minibatch shorter than the others trains; see `minibatches`.
+        recorder: told of every epoch and minibatch.
     """
     own_get = buffer.get
     keep = selection.keep.numpy()
     whole = bool(keep.all()) and selection.uniform
 
     def get(batch_size: int | None = None) -> Iterator[Any]:
+        if recorder is not None:
+            recorder.epoch()
         order = _own_order(buffer, own_get)
         if selection.uniform:
             order = order[keep[order]]
@@ -187,7 +193,11 @@ def selected(buffer: RolloutBuffer, selection: Selection, *, last: Last = "keep"
             weights = selection.weights.double().numpy()
             order = np.random.choice(len(keep), size=len(keep), p=weights / weights.sum())  # noqa: NPY002
         for indices in minibatches(order, batch_size or len(keep), last=last, join=not whole):
+            if recorder is not None:
+                recorder.minibatch(indices)
             yield buffer._get_samples(indices)
+            if recorder is not None:  # where train() stops early, it does not come back
+                recorder.stepped()
 
     buffer.get = get  # type: ignore[method-assign,assignment]
     try:

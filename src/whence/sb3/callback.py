@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,6 @@ import numpy as np
 import polars as pl
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
-from torch import Tensor
 
 from whence import objectives
 from whence.advice import advice
@@ -22,11 +22,13 @@ from whence.errors import WhenceError, nearest
 from whence.influence import Influence
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch, as_numpy
+from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3.buffer import Last, check_last, check_model, read, selected
 from whence.sb3.contrib import MaskablePPO
 from whence.sb3.description import describe, without_addresses
 from whence.sb3.episodes import STATE, Ongoing
+from whence.sb3.rounds import Recorder, tensors_of
 from whence.sb3.training import around_next_train, cancel
 from whence.selection import Progress, Selection, SelectionRule
 from whence.targets import Return, Target, as_target, name_of
@@ -71,6 +73,8 @@ class InfluenceCallback(BaseCallback):
         engine: see `attribute`.
         run: directory for what happened, round by round; see `RunDirectory`. None: nothing is written. A directory
             that holds a run of the same configuration is started over.
+        recordings: rounds to record, from 1: what `train()` did in them, to be replayed and attributed as a whole. The
+            last is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
         strict: raise where fewer than two records are kept.
         verbose: 1 prints a line a round.
@@ -89,6 +93,7 @@ class InfluenceCallback(BaseCallback):
         engine: str = "auto",
         run: str | Path | RunDirectory | None = None,
         last: Last = "keep",
+        recordings: Collection[int] = (),
         strict: bool = False,
         verbose: int = 0,
     ) -> None:
@@ -107,6 +112,8 @@ class InfluenceCallback(BaseCallback):
         self.objective = None if objective is None else as_objective(objective)
         self.round: Round | None = None
         self.metrics: list[dict[str, Any]] = []
+        self.recordings = recordings
+        self.recording: RoundRecording | None = None
         self.skipped_rounds = 0
         self._advised: set[str] = set()
         self._run_path = None if isinstance(run, RunDirectory) else run
@@ -185,20 +192,27 @@ class InfluenceCallback(BaseCallback):
         metrics: Mapping[str, Any],
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
-        optimisation = _Stopwatch()
+        self._optimisation = _Stopwatch()
         if not metrics["skipped"]:
             self._train_selected(own_train, selection)
-        self._write_rows(metrics, {**seconds, "optimisation": optimisation.seconds()})
+        self._write_rows(metrics, {**seconds, "optimisation": self._optimisation.seconds()})
 
     def _train_selected(self, own_train: Callable[[], None], selection: Selection) -> None:
         # Apart, so that a subclass can train on what is selected in a way of its own.
-        with selected(self.model.rollout_buffer, selection, last=self.last):  # type: ignore[attr-defined]
+        assert self.round is not None
+        recorder = Recorder(self.model) if self.round.number in self.recordings else None
+        buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
+        with selected(buffer, selection, last=self.last, recorder=recorder):
             own_train()
+        if recorder is not None:
+            self.recording = recorder.recording(self.round.number, self.round.records)
+            if self._run is not None:
+                self.recording.save(self._run.recording_path(self.round.number))
 
     def _on_training_end(self) -> None:
         cancel(self.model)
         if self._run is not None:
-            self._run.write_policy(self._rounds + 1, _tensors(self.model.policy))
+            self._run.write_policy(self._rounds + 1, tensors_of(self.model.policy))
 
     def _influence(self, records: RecordBatch) -> Influence | None:
         if not self.rule.needs_influence:
@@ -244,7 +258,7 @@ class InfluenceCallback(BaseCallback):
         )
         self._run.write_round("records", current.number, table)
         self._run.write_round("episodes", current.number, self._episodes(table))
-        self._run.write_policy(current.number, _tensors(self.model.policy))
+        self._run.write_policy(current.number, tensors_of(self.model.policy))
 
     def _episodes(self, records: pl.DataFrame) -> pl.DataFrame:
         begun = records.filter("episode_start").select("episode_id", "env_index")
@@ -312,11 +326,6 @@ def _metrics(current: Round) -> dict[str, Any]:
     return row
 
 
-def _tensors(policy: Any) -> dict[str, Tensor]:
-    # Once each: a shared features extractor stands under three names in state_dict(), which safetensors refuses.
-    return {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
-
-
 def library_versions() -> dict[str, str]:
     """Return the versions that a run's results depend on."""
     return {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
@@ -330,3 +339,12 @@ class _Stopwatch:
 
     def seconds(self) -> dict[str, float]:
         return {"cpu": time.process_time() - self._cpu, "wall": time.perf_counter() - self._wall}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        cpu, wall = time.process_time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self._cpu += time.process_time() - cpu
+            self._wall += time.perf_counter() - wall

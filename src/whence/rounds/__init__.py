@@ -1,0 +1,8 @@
+"""What a round's optimisation did, and the same again: recorded, replayed, differentiated."""
+
+from whence.rounds.attribute import METHODS as METHODS
+from whence.rounds.attribute import attribute_round as attribute_round
+from whence.rounds.recording import OptimizerState as OptimizerState
+from whence.rounds.recording import RoundRecording as RoundRecording
+from whence.rounds.recording import Update as Update
+from whence.rounds.replay import replay as replay

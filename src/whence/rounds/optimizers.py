@@ -1,0 +1,154 @@
+"""One step of torch's optimisers as a function of gradients and state: differentiable, and batched by `vmap`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whence.errors import Unsupported, nearest
+from whence.rounds.recording import OptimizerState
+
+Tensors = Mapping[str, Tensor]
+State = Mapping[str, Tensor]
+"""The tensors that an optimiser keeps of one parameter, by their names in torch."""
+
+
+def check_optimizer(optimizer: OptimizerState) -> None:
+    """Refuse an optimiser, or a setting of one, whose step is not among these.
+
+    Raises:
+        Unsupported: names the optimiser or the setting.
+    """
+    if optimizer.name not in _STEPS:
+        raise Unsupported(
+            f"The optimiser {optimizer.name} cannot be replayed step by step.{nearest(optimizer.name, _STEPS)} "
+            "SB3's own train() replays any: whence.sb3.replay."
+        )
+    for name in ("maximize", "amsgrad"):
+        if optimizer.settings.get(name):
+            raise Unsupported(f"{optimizer.name} with {name}=True cannot be replayed step by step; train without it.")
+
+
+def begin(optimizer: OptimizerState, parameters: Tensors) -> dict[str, State]:
+    """Return every parameter's state before the round, zeros where the optimiser had not stepped yet.
+
+    Args:
+        optimizer: the recorded one.
+        parameters: of the policy, whose dtype and device the state takes.
+    """
+    keys = _KEYS[optimizer.name](optimizer.settings)
+    found: dict[str, State] = {}
+    for name, parameter in parameters.items():
+        known = optimizer.state.get(name, {})
+        found[name] = {
+            "step": known.get("step", torch.zeros(())).to(parameter),
+            **{key: known[key].to(parameter) if key in known else torch.zeros_like(parameter) for key in keys},
+        }
+        # SGD keeps no count, and begins its momentum with the first gradient.
+        if optimizer.name == "SGD" and "momentum_buffer" in known:
+            found[name] = {**found[name], "step": torch.ones(()).to(parameter)}
+    return found
+
+
+def step(
+    optimizer: OptimizerState, parameters: Tensors, gradients: Tensors, state: Mapping[str, State]
+) -> tuple[dict[str, Tensor], dict[str, State]]:
+    """Return parameters and state after one step; what came is left as it is."""
+    one = _STEPS[optimizer.name]
+    moved = {name: one(optimizer.settings, p, gradients[name], state[name]) for name, p in parameters.items()}
+    return {name: p for name, (p, _) in moved.items()}, {name: own for name, (_, own) in moved.items()}
+
+
+def preconditioner(optimizer: OptimizerState, state: State) -> Tensor:
+    """Return what a parameter's gradient is multiplied by, beside the learning rate, given the state after the step."""
+    settings = optimizer.settings
+    if optimizer.name in ("Adam", "AdamW"):
+        root = _root(state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"]))
+    elif optimizer.name == "RMSprop":
+        root = _rms(settings, state)
+    else:
+        return torch.ones_like(state["step"])
+    eps: float = settings["eps"]
+    return (root + eps).reciprocal()
+
+
+def momentum(optimizer: OptimizerState) -> tuple[float, float, float]:
+    """Return (now, a, b): a gradient enters the m-th update after its own with `a b^m`, and its own with `now` more.
+
+    Adam's are before the correction of its bias.
+    """
+    settings = optimizer.settings
+    if optimizer.name in ("Adam", "AdamW"):
+        return 0.0, 1 - settings["betas"][0], settings["betas"][0]
+    decay, first = settings.get("momentum", 0.0), 1 - settings.get("dampening", 0.0)
+    return (1.0, decay * first, decay) if settings.get("nesterov") else (0.0, first, decay)
+
+
+def _root(squares: Tensor) -> Tensor:
+    # The root's derivative at 0 is infinite; where all gradients were 0 so is what it is multiplied by.
+    positive = squares > 0
+    return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
+
+
+def _adam(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
+    return _adam_step(settings, p, g + settings["weight_decay"] * p if settings["weight_decay"] else g, state)
+
+
+def _adamw(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
+    return _adam_step(settings, p * (1 - settings["lr"] * settings["weight_decay"]), g, state)
+
+
+def _adam_step(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
+    b1, b2 = settings["betas"]
+    count = state["step"] + 1
+    mean, square = state["exp_avg"].lerp(g, 1 - b1), b2 * state["exp_avg_sq"] + (1 - b2) * g * g
+    size = settings["lr"] / (1 - b1**count)
+    scale = _root(square) / (1 - b2**count).sqrt() + settings["eps"]
+    return p - size * mean / scale, {"step": count, "exp_avg": mean, "exp_avg_sq": square}
+
+
+def _sgd(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
+    if settings["weight_decay"]:
+        g = g + settings["weight_decay"] * p
+    kept = dict(state)
+    if settings["momentum"]:
+        later = settings["momentum"] * state["momentum_buffer"] + (1 - settings["dampening"]) * g
+        buffer = torch.where(state["step"] > 0, later, g)
+        g = g + settings["momentum"] * buffer if settings["nesterov"] else buffer
+        kept["momentum_buffer"] = buffer
+    return p - settings["lr"] * g, {**kept, "step": state["step"] + 1}
+
+
+def _rmsprop(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
+    if settings["weight_decay"]:
+        g = g + settings["weight_decay"] * p
+    alpha = settings["alpha"]
+    kept = {**state, "step": state["step"] + 1, "square_avg": alpha * state["square_avg"] + (1 - alpha) * g * g}
+    if settings["centered"]:
+        kept["grad_avg"] = state["grad_avg"].lerp(g, 1 - alpha)
+    move = g / (_rms(settings, kept) + settings["eps"])
+    if settings["momentum"]:
+        move = kept["momentum_buffer"] = settings["momentum"] * state["momentum_buffer"] + move
+    return p - settings["lr"] * move, kept
+
+
+def _rms(settings: Mapping[str, Any], state: State) -> Tensor:
+    centre = state["grad_avg"] ** 2 if settings["centered"] else 0.0
+    return _root(state["square_avg"] - centre)
+
+
+_Step = Callable[[Mapping[str, Any], Tensor, Tensor, State], tuple[Tensor, State]]
+
+_STEPS: Mapping[str, _Step] = {"Adam": _adam, "AdamW": _adamw, "RMSprop": _rmsprop, "SGD": _sgd}
+
+_KEYS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "Adam": lambda settings: ["exp_avg", "exp_avg_sq"],
+    "AdamW": lambda settings: ["exp_avg", "exp_avg_sq"],
+    "RMSprop": lambda settings: [
+        "square_avg",
+        *(["grad_avg"] if settings["centered"] else []),
+        *(["momentum_buffer"] if settings["momentum"] else []),
+    ],
+    "SGD": lambda settings: ["momentum_buffer"] if settings["momentum"] else [],
+}

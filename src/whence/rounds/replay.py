@@ -1,0 +1,266 @@
+"""A recorded round once more, as a function of how much each record weighs."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from whence.errors import WhenceError
+from whence.guards import eval_mode, kept_generators
+from whence.objectives import Objective
+from whence.policies import ModuleView, Outputs, Params, PolicyView, as_view, check_batch_norm
+from whence.records import RecordBatch, Tree, map_tree, take
+from whence.rounds import optimizers
+from whence.rounds.optimizers import State
+from whence.rounds.recording import RoundRecording
+
+
+class Point(NamedTuple):
+    """Where a round's optimisation stands: parameters, and the optimiser's state of each."""
+
+    params: dict[str, Tensor]
+    state: dict[str, State]
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """A recorded round, ready to be stepped through with a policy.
+
+    Attributes:
+        recording: what was done.
+        view: the policy; its own parameters are not read.
+        start: where the round begins.
+        records: all records, on the policy's device.
+        inputs: what the policy is evaluated on, of all records.
+        objective: one value per record, of records whose advantages are normalised already.
+    """
+
+    recording: RoundRecording
+    view: PolicyView
+    start: Point
+    records: RecordBatch
+    inputs: Tree
+    objective: Objective
+
+    def __len__(self) -> int:
+        return len(self.recording.steps)
+
+    def minibatch(self, number: int) -> "Minibatch":
+        """Return the records of a step, from 0."""
+        index = self.recording.steps[number].to(self.records.log_probs.device)
+        return Minibatch(index, self.records.with_columns(take(self.records.columns, index)), take(self.inputs, index))
+
+
+class Minibatch(NamedTuple):
+    """The records of one step: their positions, columns and inputs."""
+
+    positions: Int[Tensor, " b"]
+    records: RecordBatch
+    inputs: Tree
+
+
+def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | None = None) -> Round:
+    """Return a round to step through.
+
+    Args:
+        policy: the policy that was trained, or one built like it.
+        recording: of the round.
+        dtype: of parameters and records; None: the recorded ones.
+
+    Raises:
+        Unsupported: an optimiser that cannot be replayed step by step, a policy of no known kind, or BatchNorm.
+        WhenceError: the recording is of another policy.
+    """
+    optimizers.check_optimizer(recording.optimizer)
+    view = as_view(policy) if dtype is None else _in_dtype(policy, dtype)
+    check_batch_norm(dict(view.module.named_modules()))
+    own = view.parameters()
+    _check_policy(view, own, recording)
+    device = next(iter(own.values())).device
+
+    def placed(tensor: Tensor) -> Tensor:
+        return _cast_to(dtype)(tensor.to(device))
+
+    params = {name: placed(recording.start[name]).clone() for name in own}
+    columns = map_tree(placed, recording.records.columns)
+    records = recording.records.with_columns(columns)
+    inputs = map_tree(lambda tensor: placed(tensor.detach()), view.prepare(records))
+    start = Point(params, optimizers.begin(recording.optimizer, params))
+    return Round(recording, view, start, records, inputs, recording.update.objective())
+
+
+def _in_dtype(policy: object, dtype: torch.dtype) -> PolicyView:
+    """Return a view whose inputs have another dtype; it is called with parameters of that dtype."""
+    view = as_view(policy)
+    fixed = [*view.module.buffers(), *(p for p in view.module.parameters() if not p.requires_grad)]
+    if not isinstance(view, ModuleView) or any(tensor.is_floating_point() for tensor in fixed):
+        raise WhenceError(
+            f"A {type(view.module).__name__} cannot be read in {dtype}: it has buffers or frozen parameters of its own "
+            "dtype, or a view of its own kind. Pass dtype=None."
+        )
+    return ModuleView(view.module, view._outputs, lambda records: map_tree(_cast_to(dtype), view.prepare(records)))
+
+
+def _cast_to(dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _check_policy(view: PolicyView, own: Mapping[str, Tensor], recording: RoundRecording) -> None:
+    here = {**dict(view.module.named_parameters()), **dict(view.module.named_buffers())}
+    if differing := sorted(here.keys() ^ recording.start.keys()):
+        raise WhenceError(f"The recording is of another policy: one of them alone has `{differing[0]}`.")
+    for name, tensor in here.items():
+        recorded = recording.start[name]
+        if tensor.shape != recorded.shape:
+            raise WhenceError(
+                f"The recording is of another policy: `{name}` has shape {tuple(recorded.shape)} there and "
+                f"{tuple(tensor.shape)} here. Pass the policy that was trained, or one built with the same settings."
+            )
+        if name not in own and not torch.equal(tensor.cpu(), recorded.to(tensor.dtype).cpu()):
+            raise WhenceError(
+                f"`{name}` is not trained and differs from the recording, so the round would not be the same. Load "
+                "the recorded policy into this one first."
+            )
+
+
+def step(round: Round, point: Point, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Point:
+    """Return where one step leads in which records weigh so much (see `loss`).
+
+    A minibatch that weighs nothing is not stepped on. Differentiable in point and weights, under `vmap` too.
+    """
+    params = point.params
+    gradients = torch.func.grad(lambda free: loss(round, free, minibatch, weights))(params)
+    clipped = clip(gradients, round.recording.update.max_grad_norm)
+    moved = Point(*optimizers.step(round.recording.optimizer, params, clipped, point.state))
+    there = weights.sum() > 0
+    return Point(
+        {name: torch.where(there, p, params[name]) for name, p in moved.params.items()},
+        {
+            name: {key: torch.where(there, t, point.state[name][key]) for key, t in own.items()}
+            for name, own in moved.state.items()
+        },
+    )
+
+
+def loss(round: Round, params: Params, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Float[Tensor, ""]:
+    """Return the minibatch's loss with weighted records, `-sum(w l) / sum(w)`.
+
+    Advantages are normalised by the weighted mean `sum(w a) / sum(w)` and variance
+    `sum(w (a - mean)^2) / (sum(w) - 1)`, as a minibatch without the records of weight 0 would be.
+    """
+    return -(weights * values(round, params, minibatch, weights)).sum() / _positive(weights.sum())
+
+
+def values(round: Round, params: Params, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return what the round raises of each record of a minibatch, whose advantages are normalised with the weights."""
+    records = minibatch.records
+    if round.recording.update.normalize_advantage:
+        records = records.with_advantages(normalised(records.advantages, weights))
+    return round.objective(_outputs(round, params, minibatch.inputs), records)
+
+
+def normalised(advantages: Float[Tensor, " b"], weights: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return advantages less their weighted mean, over their weighted standard deviation (Bessel's correction).
+
+    Where less than two records are there, as they are: one has no standard deviation, and SB3 leaves it so.
+    """
+    total = weights.sum()
+    mean = (weights * advantages).sum() / _positive(total)
+    enough = total > 1
+    spread = torch.where(enough, total - 1, 1.0)
+    variance = (weights * (advantages - mean) ** 2).sum() / spread
+    positive = variance > 0
+    deviation = torch.where(positive, torch.where(positive, variance, 1.0).sqrt(), 0.0)
+    return torch.where(enough, (advantages - mean) / (deviation + 1e-8), advantages)
+
+
+def clip(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
+    """Return gradients of a norm of at most `most`, as torch's `clip_grad_norm_` leaves them."""
+    factor = clip_factor(gradients, most)
+    return {name: gradient * factor for name, gradient in gradients.items()}
+
+
+def clip_factor(gradients: Mapping[str, Tensor], most: float) -> Float[Tensor, ""]:
+    """Return what `clip_grad_norm_` multiplies gradients by."""
+    squares = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum()
+    positive = squares > 0
+    norm = torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
+    return (most / (norm + 1e-6)).clamp(max=1.0)
+
+
+def points(round: Round, weights: Float[Tensor, " n"] | None = None) -> Iterator[Point]:
+    """Yield where the optimisation stands before each step, and after the last.
+
+    Args:
+        round: from `opened`.
+        weights: of the records; None: 1 each.
+    """
+    weights = torch.ones_like(round.records.log_probs) if weights is None else weights
+    point = round.start
+    yield point
+    for number in range(len(round)):
+        minibatch = round.minibatch(number)
+        point = step(round, point, minibatch, weights[minibatch.positions])
+        yield point
+
+
+def replay(
+    policy: object,
+    recording: RoundRecording,
+    *,
+    weights: Float[Tensor, " n"] | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return the trained parameters after a recorded round in which records weigh `weights`.
+
+    With weights of 1 these are the recorded ones up to rounding; a weight of 0 leaves the record out of every
+    minibatch of the recorded schedule. The policy and every random generator are left as they are.
+
+    Args:
+        policy: the policy that was trained, or one built like it.
+        recording: of the round.
+        weights: (n,) of the records, at least 0; None: 1 each. The result is differentiable in them.
+        dtype: to compute in; None: the recorded one.
+
+    Raises:
+        WhenceError: weights of another shape or negative; or see `opened`.
+    """
+    round = opened(policy, recording, dtype=dtype)
+    if weights is not None:
+        weights = check_weights(weights, round)
+    modules = list(round.view.module.modules())
+    with kept_generators(), eval_mode(modules), torch.inference_mode(False):
+        for point in points(round, weights):
+            last = point
+    return last.params
+
+
+def check_weights(weights: Tensor, round: Round) -> Tensor:
+    """Return weights in the round's dtype and on its device.
+
+    Raises:
+        WhenceError: their last axis is not the records', or one is negative or not finite.
+    """
+    like = round.records.log_probs
+    if weights.shape[-1:] != like.shape:
+        raise WhenceError(
+            f"weights have shape {tuple(weights.shape)}; one for each of the {len(like)} records is needed."
+        )
+    weights = weights.to(like)
+    if not bool((weights >= 0).all()) or not bool(torch.isfinite(weights).all()):
+        raise WhenceError("A weight is negative or not finite; weights are 0 (left out), 1 (as it was) or between.")
+    return weights
+
+
+def _outputs(round: Round, params: Params, inputs: Tree) -> Outputs:
+    if isinstance(round.view, ModuleView):
+        columns = getattr(round.objective, "reads", None)
+        return round.view(params, inputs) if columns is None else round.view.only(columns, params, inputs)
+    return round.view(params, inputs)
+
+
+def _positive(total: Tensor) -> Tensor:
+    return torch.where(total > 0, total, 1.0)

@@ -1,0 +1,240 @@
+"""Recording what SB3's `train()` does in a round, and letting it do the same again."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from stable_baselines3 import A2C
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.utils import FloatSchedule
+from torch import Tensor
+
+from whence.errors import Unsupported, WhenceError
+from whence.guards import kept_generators
+from whence.records import RecordBatch, Tree
+from whence.rounds import OptimizerState, RoundRecording, Update
+
+
+class Recorder:
+    """Takes note of a round while `train()` runs: `buffer.get` tells it of epochs and minibatches.
+
+    Args:
+        model: about to be trained.
+
+    Raises:
+        Unsupported: the optimiser has several groups of parameters.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if len(model.policy.optimizer.param_groups) != 1:
+            raise Unsupported(
+                f"The optimiser has {len(model.policy.optimizer.param_groups)} groups of parameters; rounds of one "
+                "group can be recorded."
+            )
+        self._model = model
+        self._start = _copies(tensors_of(model.policy))
+        self._minibatches: list[Tensor] = []
+        self._epochs: list[int] = []
+        self._epoch, self._stepped = -1, 0
+
+    def epoch(self) -> None:
+        """Hear that a pass over the records begins."""
+        if self._epoch < 0:
+            # Not before train() is under way: it sets the learning rate, and the progress that schedules read.
+            self._optimizer = _optimizer_state(self._model.policy)
+            self._update = _update(self._model)
+            self._generator = torch.get_rng_state()
+        self._epoch += 1
+
+    def minibatch(self, indices: NDArray[np.int64]) -> None:
+        """Hear of the records of the next minibatch."""
+        self._minibatches.append(torch.from_numpy(np.array(indices)))
+        self._epochs.append(self._epoch)
+
+    def stepped(self) -> None:
+        """Hear that the last minibatch was stepped on."""
+        self._stepped += 1
+
+    def recording(self, number: int, records: RecordBatch) -> RoundRecording:
+        """Return what was noted, once `train()` is over."""
+        return RoundRecording(
+            number=number,
+            records=records,
+            start=self._start,
+            end=_copies(tensors_of(self._model.policy)),
+            optimizer=self._optimizer,
+            minibatches=tuple(self._minibatches),
+            epochs=tuple(self._epochs),
+            stopped=self._stepped < len(self._minibatches),
+            update=self._update,
+            generator=self._generator,
+            versions={package: version(package) for package in ("whence", "torch", "stable-baselines3")},
+        )
+
+
+def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
+    """Let SB3's own `train()` do a recorded round again, and return parameters and buffers after it.
+
+    On the CPU, with the recorded versions, the result is the recorded one bit for bit. The model is as before
+    afterwards: policy, optimiser, gradients, schedules, logger, buffer and counters, and every random generator.
+
+    Args:
+        model: the PPO, A2C or MaskablePPO that was trained, or one built like it.
+        recording: of `InfluenceCallback(recordings=...)`.
+
+    Raises:
+        WhenceError: the recording is of another policy, optimiser or algorithm.
+    """
+    _check_same(model, recording)
+    with _untouched(model), kept_generators():
+        _place(model, recording)
+        torch.set_rng_state(recording.generator)
+        model.train()
+        return _copies(tensors_of(model.policy))
+
+
+def tensors_of(policy: Any) -> dict[str, Tensor]:
+    """Return a policy's parameters and buffers, each once.
+
+    A shared features extractor stands under three names in `state_dict()`, which safetensors refuses.
+    """
+    return {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _optimizer_state(policy: Any) -> OptimizerState:
+    optimizer = policy.optimizer
+    (group,) = optimizer.param_groups
+    names = {id(parameter): name for name, parameter in policy.named_parameters()}
+    settings = {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
+    state = {
+        names[id(parameter)]: {
+            key: torch.as_tensor(value).detach().clone() for key, value in own.items() if value is not None
+        }
+        for parameter, own in optimizer.state.items()
+    }
+    return OptimizerState(type(optimizer).__name__, settings, state)
+
+
+def _update(model: Any) -> Update:
+    progress = model._current_progress_remaining
+    ppo = not isinstance(model, A2C)
+    clip_range_vf = model.clip_range_vf(progress) if ppo and model.clip_range_vf is not None else None
+    return Update(
+        algorithm="ppo" if ppo else "a2c",
+        clip_range=float(model.clip_range(progress)) if ppo else 0.2,
+        clip_range_vf=None if clip_range_vf is None else float(clip_range_vf),
+        normalize_advantage=bool(model.normalize_advantage),
+        ent_coef=float(model.ent_coef),
+        vf_coef=float(model.vf_coef),
+        max_grad_norm=float(model.max_grad_norm),
+        target_kl=model.target_kl if ppo else None,
+        n_epochs=model.n_epochs if ppo else 1,
+    )
+
+
+def _check_same(model: Any, recording: RoundRecording) -> None:
+    here, policy = tensors_of(model.policy), type(model.policy.optimizer).__name__
+    algorithm = "a2c" if isinstance(model, A2C) else "ppo"
+    for what, mine, theirs in (
+        ("algorithm", algorithm, recording.update.algorithm),
+        ("optimiser", policy, recording.optimizer.name),
+        ("set of tensors", sorted(here), sorted(recording.start)),
+        (
+            "shapes",
+            {n: tuple(t.shape) for n, t in here.items()},
+            {n: tuple(t.shape) for n, t in recording.start.items()},
+        ),
+    ):
+        if mine != theirs:
+            raise WhenceError(
+                f"The recording is of another policy: its {what} is {theirs}, the model's {mine}. Build the model with "
+                "the settings of the run that was recorded."
+            )
+
+
+@contextmanager
+def _untouched(model: Any) -> Iterator[None]:
+    """Leave a model as it is, whatever is trained meanwhile."""
+    policy = model.policy
+    attributes = dict(vars(model))
+    tensors, training = _copies(tensors_of(policy)), policy.training
+    gradients = [parameter.grad for parameter in policy.parameters()]
+    optimizer = copy.deepcopy(policy.optimizer.state_dict())
+    for parameter in policy.parameters():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        vars(model).clear()
+        vars(model).update(attributes)
+        _load(tensors_of(policy), tensors)
+        policy.optimizer.load_state_dict(optimizer)
+        policy.set_training_mode(training)
+        for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _place(model: Any, recording: RoundRecording) -> None:
+    """Put a recording's beginning into a model."""
+    update = recording.update
+    _load(tensors_of(model.policy), recording.start)
+    optimizer = model.policy.optimizer
+    (group,) = optimizer.param_groups
+    group.update({key: tuple(v) if isinstance(v, list) else v for key, v in recording.optimizer.settings.items()})
+    optimizer.state.clear()
+    for name, parameter in model.policy.named_parameters():
+        if name in recording.optimizer.state:
+            optimizer.state[parameter] = {k: t.clone() for k, t in recording.optimizer.state[name].items()}
+    model.lr_schedule = FloatSchedule(recording.optimizer.settings["lr"])
+    if update.algorithm == "ppo":
+        model.clip_range = FloatSchedule(update.clip_range)
+        model.clip_range_vf = None if update.clip_range_vf is None else FloatSchedule(update.clip_range_vf)
+        model.target_kl, model.n_epochs = update.target_kl, update.n_epochs
+    model.normalize_advantage, model.max_grad_norm = update.normalize_advantage, update.max_grad_norm
+    model.ent_coef, model.vf_coef = update.ent_coef, update.vf_coef
+    model._logger = Logger(None, [])
+    model.rollout_buffer = _buffer(model.rollout_buffer, recording)
+
+
+def _buffer(like: Any, recording: RoundRecording) -> Any:
+    """Return a buffer that holds the recorded rollout and yields the recorded minibatches."""
+    buffer, records, n = copy.copy(like), recording.records, len(recording.records)
+    buffer.generator_ready, buffer.full = True, True
+    shape = like.obs_shape
+
+    def flat(tree: Tree, shape: Any) -> Any:
+        if isinstance(tree, Mapping):
+            return {key: flat(branch, shape[key]) for key, branch in tree.items()}
+        return tree.cpu().numpy().reshape(n, *shape)
+
+    buffer.observations = flat(records.observations, shape)
+    buffer.actions = flat(records.actions, (like.action_dim,))
+    for name in ("values", "log_probs", "advantages", "returns"):
+        setattr(buffer, name, flat(getattr(records, name), (1,)))
+    if records.action_masks is not None:
+        buffer.action_masks = flat(records.action_masks, (-1,))
+    epochs = iter(range(recording.update.n_epochs))
+
+    def get(batch_size: int | None = None) -> Iterator[Any]:
+        epoch = next(epochs)
+        for indices, own in zip(recording.minibatches, recording.epochs, strict=True):
+            if own == epoch:
+                yield buffer._get_samples(indices.numpy())
+
+    buffer.get = get
+    return buffer
+
+
+def _load(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(tensors[name])

@@ -1,0 +1,357 @@
+"""Recorded rounds: done again by SB3 bit for bit, by the differentiable replay up to rounding; and their scores."""
+
+from dataclasses import replace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.env_util import make_vec_env
+
+import whence
+from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute_round
+from whence.errors import RunDirectoryError, Unsupported
+from whence.rounds import METHODS, replay
+from whence.rounds.replay import opened, points
+from whence.sb3 import InfluenceCallback
+from whence.sb3 import replay as replay_sb3
+from whence.sb3.rounds import tensors_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+
+SMALL = {"n_steps": 32, "batch_size": 16, "n_epochs": 3, "learning_rate": 0.01}
+OPTIMIZERS = {
+    "SGD": {},
+    "SGD with momentum": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "SGD damped": {"momentum": 0.5, "dampening": 0.3},
+    "Adam": {},
+    "AdamW": {"weight_decay": 0.1},
+    "RMSprop": {},
+    "RMSprop centred": {"centered": True, "momentum": 0.5, "eps": 1e-3},
+}
+
+
+class Dicts(gym.Env):
+    """Observations in two parts, actions in two."""
+
+    observation_space = spaces.Dict({"where": spaces.Box(-1, 1, (3,)), "what": spaces.Discrete(4)})
+    action_space = spaces.MultiDiscrete([3, 2])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._seen(), {}
+
+    def step(self, action):
+        self._steps += 1
+        return self._seen(), float(action[0] - action[1]), False, self._steps >= 7, {}
+
+    def _seen(self):
+        return {"where": self.np_random.uniform(-1, 1, 3).astype(np.float32), "what": int(self.np_random.integers(4))}
+
+
+def model_of(name="Adam", env="CartPole-v1", n_envs=2, algorithm=PPO, policy="MlpPolicy", **settings):
+    made = make_vec_env(env, n_envs=n_envs, seed=0)
+    kwargs = {"optimizer_class": getattr(torch.optim, name.split()[0]), "optimizer_kwargs": dict(OPTIMIZERS[name])}
+    kwargs |= {"net_arch": [8]} | settings.pop("policy_kwargs", {})
+    return algorithm(policy, made, seed=0, device="cpu", policy_kwargs=kwargs, **(SMALL | settings))
+
+
+def rising(left):
+    return 0.01 * (1 + left)
+
+
+def recorded(model, rule=None, rounds=2, **settings):
+    """Train some rounds and return the last one's recording."""
+    callback = InfluenceCallback(rule or KeepAll(), recordings=range(1, rounds + 1), **settings)
+    model.learn(rounds * model.n_steps * model.n_envs, callback=callback)
+    assert callback.recording.number == rounds
+    return callback.recording
+
+
+CASES = {
+    **{name: lambda name=name: (model_of(name), None) for name in OPTIMIZERS},
+    "filtered": lambda: (model_of(), IIF(drop=1.0)),
+    "drawn by weight": lambda: (model_of(), whence.TDErrorPriority()),
+    "target_kl": lambda: (model_of(target_kl=1e-4, learning_rate=0.1), None),
+    "values clipped": lambda: (model_of(clip_range_vf=0.01), None),
+    "entropy": lambda: (model_of(ent_coef=0.05), None),
+    "schedules": lambda: (
+        model_of(learning_rate=lambda left: 0.01 * (1 + left), clip_range=lambda left: 0.1 * (1 + left)),
+        None,
+    ),
+    "advantages as they are": lambda: (model_of(normalize_advantage=False), None),
+    "no clipping": lambda: (model_of("SGD", max_grad_norm=float("inf")), None),
+    "a short last minibatch": lambda: (model_of(batch_size=24), None),
+    "dict observations": lambda: (model_of(env=Dicts, policy="MultiInputPolicy"), None),
+    "continuous": lambda: (model_of(env="Pendulum-v1"), None),
+    "states by number": lambda: (model_of(env="FrozenLake-v1"), None),
+    "a2c": lambda: (
+        A2C("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2, seed=0), n_steps=16, seed=0, device="cpu"),
+        None,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    model, rule = CASES[request.param]()
+    return request.param, model, recorded(model, rule)
+
+
+def state_of(model):
+    tensors = {name: tensor.clone() for name, tensor in tensors_of(model.policy).items()}
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.policy.parameters()]
+    optimizer = str(model.policy.optimizer.state_dict())
+    return tensors, gradients, optimizer, dict(vars(model)), torch.get_rng_state(), np.random.get_state()[1].tolist()
+
+
+def assert_untouched(before, after):
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    assert all(x is y or torch.equal(x, y) for x, y in zip(before[1], after[1], strict=True))
+    assert before[2] == after[2]
+    assert before[3].keys() == after[3].keys()
+    assert all(before[3][name] is after[3][name] for name in before[3])
+    assert torch.equal(before[4], after[4])
+    assert before[5] == after[5]
+
+
+class TestReplay:
+    def test_sb3_does_the_round_again_bit_for_bit(self, case):
+        _, model, recording = case
+        assert any(not torch.equal(recording.start[name], recording.end[name]) for name in recording.end)
+        before = state_of(model)
+        again = replay_sb3(model, recording)
+        assert_untouched(before, state_of(model))
+        assert again.keys() == recording.end.keys()
+        assert all(torch.equal(again[name], recording.end[name]) for name in again)
+
+    def test_the_differentiable_replay_agrees(self, case):
+        name, model, recording = case
+        if name == "target_kl":
+            assert recording.stopped
+        before = state_of(model)
+        again = replay(model.policy, recording)
+        assert_untouched(before, state_of(model))
+        scale = max(float(recording.end[name].abs().max()) for name in again)
+        for parameter, tensor in again.items():
+            assert torch.allclose(tensor, recording.end[parameter], rtol=0, atol=1e-6 * scale), parameter
+
+    def test_a_saved_recording_is_the_same(self, case, tmp_path):
+        _, model, recording = case
+        recording.save(tmp_path / "round.safetensors")
+        loaded = RoundRecording.load(tmp_path / "round.safetensors")
+        again = replay_sb3(model, loaded)
+        assert all(torch.equal(again[name], recording.end[name]) for name in again)
+        assert loaded.update == recording.update
+        assert loaded.records.fingerprint == recording.records.fingerprint
+        assert list(loaded.epochs) == list(recording.epochs)
+        assert loaded.optimizer.settings == recording.optimizer.settings
+
+    def test_records_of_no_weight_are_as_good_as_absent(self):
+        model = model_of("SGD", normalize_advantage=True)
+        recording = recorded(model)
+        keep = torch.rand(len(recording.records), generator=torch.Generator().manual_seed(0)) < 0.5
+        shorter = [minibatch[keep[minibatch]] for minibatch in recording.minibatches]
+        assert min(len(minibatch) for minibatch in shorter) > 1
+        absent = replay_sb3(model, replace(recording, minibatches=shorter))
+        weightless = replay(model.policy, recording, weights=keep.float())
+        for name, tensor in weightless.items():
+            assert torch.allclose(tensor, absent[name], rtol=0, atol=1e-6), name
+
+    def test_a_minibatch_without_weight_is_no_step(self):
+        model = model_of("Adam")
+        recording = recorded(model)
+        last = recording.minibatches[-1]
+        weights = torch.ones(len(recording.records))
+        weights[last] = 0
+        alone = replace(recording, minibatches=[last], epochs=[0])
+        ended = replay(model.policy, alone, weights=weights)
+        assert all(torch.equal(ended[name], recording.start[name]) for name in ended)
+
+    def test_the_run_directory_holds_the_recordings_asked_for(self, tmp_path):
+        model = model_of()
+        callback = InfluenceCallback(IIF(), run=tmp_path / "run", recordings=[2])
+        model.learn(3 * 64, callback=callback)
+        run = whence.RunDirectory.open(tmp_path / "run")
+        assert [file.name for file in (run.path / "recordings").iterdir()] == ["round_00002.safetensors"]
+        loaded = RoundRecording.load(run.recording_path(2))
+        after = run.policy(3)
+        assert all(torch.equal(loaded.end[name], after[name]) for name in after)
+
+    def test_training_is_the_same_with_a_recorder(self):
+        plain = model_of()
+        plain.learn(128, callback=InfluenceCallback(IIF()))
+        watched = model_of()  # it seeds the generators anew
+        watched.learn(128, callback=InfluenceCallback(IIF(), recordings=[1, 2]))
+        for mine, other in zip(plain.policy.parameters(), watched.policy.parameters(), strict=True):
+            assert torch.equal(mine, other)
+
+
+@pytest.fixture(scope="module", params=["SGD", "SGD with momentum", "Adam", "AdamW", "RMSprop"])
+def small(request):
+    """A small round, far from the clip, and the policy."""
+    rate = 0.1 if request.param.startswith("SGD") else 1e-3
+    model = model_of(request.param, n_envs=1, learning_rate=rate, clip_range=10.0, ent_coef=0.01, n_epochs=2)
+    return request.param, model, recorded(model, rounds=2)
+
+
+class TestScores:
+    def test_unrolled_is_the_derivative_by_weights(self, small):
+        _, model, recording = small
+        n = len(recording.records)
+        target = Return()
+        scores = attribute_round(model.policy, recording, target=target, method="unrolled", dtype=torch.float64).scores
+        numeric = torch.zeros(n, dtype=torch.float64)
+        round = opened(model.policy, recording, dtype=torch.float64)
+        step = 1e-4
+        for record in range(n):
+            values = []
+            for sign in (1, -1):
+                weights = torch.ones(n, dtype=torch.float64)
+                weights[record] += sign * step
+                ended = replay(model.policy, recording, weights=weights, dtype=torch.float64)
+                values.append(float(target(round.view, ended, round.records).detach()))
+            numeric[record] = (values[0] - values[1]) / (2 * step)
+        assert float((scores - numeric).abs().max() / numeric.abs().max()) < 1e-6
+
+    def test_trajectory_is_the_sum_of_the_steps_products(self, small):
+        _, model, recording = small
+        by_loop = torch.zeros(len(recording.records), dtype=torch.float64)
+        round = opened(model.policy, recording, dtype=torch.float64)
+        path = list(points(round))
+        for number, index in enumerate(recording.steps):
+            params = path[number].params
+            free = {name: p.detach().requires_grad_() for name, p in params.items()}
+            value = Return()(round.view, free, round.records)
+            raised = torch.autograd.grad(value, list(free.values()), allow_unused=True)
+            batch = round.minibatch(number)
+            advantages = batch.records.advantages
+            batch_normalised = batch.records.with_advantages(
+                (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+            )
+            objective = recording.update.objective()(round.view(free, batch.inputs), batch_normalised)
+            for place, record in enumerate(index.tolist()):
+                own = torch.autograd.grad(objective[place], list(free.values()), retain_graph=True, allow_unused=True)
+                products = [(a * b).sum() for a, b in zip(raised, own, strict=True) if a is not None and b is not None]
+                by_loop[record] += torch.stack(products).sum()
+        found = attribute_round(model.policy, recording, target=Return(), method="trajectory", dtype=torch.float64)
+        assert torch.allclose(found.scores, by_loop, rtol=0, atol=1e-9 * float(by_loop.abs().max()))
+
+    @pytest.mark.parametrize("name", ["SGD", "SGD with momentum", "SGD damped"])
+    def test_for_small_steps_of_sgd_momentum_gives_the_derivative_less_its_mean(self, name):
+        # A weight also makes the minibatch larger, which takes its mean from every record's share.
+        settings = {"n_envs": 1, "batch_size": 32, "normalize_advantage": False, "max_grad_norm": 1e9}
+        model = model_of(name, learning_rate=1e-6, **settings)
+        recording = recorded(model, rounds=2)
+        arguments = {"target": Return(), "dtype": torch.float64, "per_epoch": True}
+        exact = attribute_round(model.policy, recording, method="unrolled", **arguments)
+        carried = attribute_round(model.policy, recording, method="optimizer-momentum", **arguments)
+        for one, other in zip(exact, carried, strict=True):
+            expected = other.scores - other.scores.mean()
+            assert torch.allclose(one.scores, expected, rtol=0, atol=1e-3 * float(one.scores.abs().max()))
+
+    def test_momentum_carries_a_share_into_later_steps(self, small):
+        name, model, recording = small
+        arguments = {"target": Return(), "dtype": torch.float64}
+        plain = attribute_round(model.policy, recording, method="optimizer", **arguments).scores
+        carried = attribute_round(model.policy, recording, method="optimizer-momentum", **arguments).scores
+        assert torch.allclose(plain, carried) == (name in ("SGD", "RMSprop"))
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_epochs_add_up(self, small, method):
+        _, model, recording = small
+        whole = attribute_round(model.policy, recording, target=Return(), method=method)
+        epochs = attribute_round(model.policy, recording, target=Return(), method=method, per_epoch=True)
+        assert len(epochs) == 2
+        assert torch.allclose(sum(one.scores for one in epochs), whole.scores, rtol=1e-4, atol=1e-7)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_nothing_of_the_users_is_changed(self, method):
+        model = model_of()
+        recording = recorded(model)
+        before = state_of(model)
+        attribute_round(model.policy, recording, target=Return(), method=method)
+        assert_untouched(before, state_of(model))
+
+    def test_records_that_did_not_train_score_zero(self):
+        model = model_of()
+        recording = recorded(model, IIF(drop=1.0))
+        trained = torch.zeros(len(recording.records), dtype=torch.bool)
+        trained[torch.cat(list(recording.steps))] = True
+        scores = attribute_round(model.policy, recording, target=Return(), method="unrolled").scores
+        assert 0 < int(trained.sum()) < len(trained)
+        assert bool((scores[~trained] == 0).all())
+        assert bool((scores[trained] != 0).all())
+
+    def test_another_target(self, small):
+        _, model, recording = small
+        target = Action(recording.records.observations[0], recording.records.actions[0])
+        assert attribute_round(model.policy, recording, target=target).scores.abs().max() > 0
+
+
+@pytest.fixture(scope="module")
+def round():
+    model = model_of()
+    return model, recorded(model)
+
+
+class TestRefusals:
+    def test_another_policy(self, round):
+        _, recording = round
+        with pytest.raises(WhenceError, match=r"of another policy: `.*` has shape"):
+            replay(model_of(policy_kwargs={"net_arch": [9]}).policy, recording)
+        with pytest.raises(WhenceError, match="of another policy: one of them alone has"):
+            replay(model_of(policy_kwargs={"net_arch": [8, 8]}).policy, recording)
+        with pytest.raises(WhenceError, match="its optimiser is Adam, the model's SGD"):
+            replay_sb3(model_of("SGD"), recording)
+
+    def test_a_frozen_parameter_that_differs(self, round):
+        _, recording = round
+        other = PPO("MlpPolicy", "CartPole-v1", seed=3, policy_kwargs={"net_arch": [8]}, device="cpu")
+        for parameter in other.policy.action_net.parameters():
+            parameter.requires_grad_(False)
+        with pytest.raises(WhenceError, match=r"`action_net\.weight` is not trained and differs"):
+            replay(other.policy, recording)
+
+    @pytest.mark.parametrize("weights", [torch.ones(3), -torch.ones(64), torch.full((64,), float("nan"))])
+    def test_weights_that_cannot_be(self, round, weights):
+        model, recording = round
+        with pytest.raises(WhenceError, match="weight"):
+            replay(model.policy, recording, weights=weights)
+
+    def test_a_method_that_is_not_known(self, round):
+        model, recording = round
+        with pytest.raises(WhenceError, match=r"method is 'unroled'\. Did you mean unrolled"):
+            attribute_round(model.policy, recording, target=Return(), method="unroled")
+
+    def test_a_target_that_depends_on_nothing(self, round):
+        model, recording = round
+        with pytest.raises(WhenceError, match="depends on no parameter"):
+            attribute_round(model.policy, recording, target=lambda view, params, records: torch.tensor(1.0))
+
+    def test_an_optimiser_that_is_not_known(self):
+        class Own(torch.optim.SGD):
+            pass
+
+        made = make_vec_env("CartPole-v1", n_envs=1, seed=0)
+        model = PPO("MlpPolicy", made, device="cpu", policy_kwargs={"optimizer_class": Own}, **SMALL)
+        recording = recorded(model, rounds=1)
+        again = replay_sb3(model, recording)
+        assert all(torch.equal(again[name], recording.end[name]) for name in again)
+        with pytest.raises(Unsupported, match=r"The optimiser Own cannot be replayed step by step"):
+            replay(model.policy, recording)
+
+    def test_files_that_are_none(self, tmp_path):
+        with pytest.raises(RunDirectoryError, match="is not there"):
+            RoundRecording.load(tmp_path / "none.safetensors")
+        (tmp_path / "broken.safetensors").write_bytes(b"broken")
+        with pytest.raises(RunDirectoryError, match="cannot be read as safetensors"):
+            RoundRecording.load(tmp_path / "broken.safetensors")
+        whence.attribute(model_of().policy, recorded(model_of()).records, target=Return()).save(
+            tmp_path / "i.safetensors"
+        )
+        with pytest.raises(RunDirectoryError, match="whence-influence"):
+            RoundRecording.load(tmp_path / "i.safetensors")

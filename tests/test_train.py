@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from whence import Influence, Return, RunDirectory, attribute, cli
+from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
 from whence.experiments import ARMS, TARGETS, configure, load_round, presets
 from whence.sb3.callback import model_objective
 
@@ -95,6 +95,25 @@ def test_settings_reach_the_run(tmp_path: Path) -> None:
     assert (config["target"], config["target_args"]) == ("action", {"observation": 3, "action": 2})
     assert run.table("metrics")["kept"].to_list()[0] == 128
     assert run.policy(1)["mlp_extractor.policy_net.0.weight"].shape == (8, 16)
+
+
+def test_rounds_are_recorded_where_asked(lake: Path, tmp_path: Path) -> None:
+    asked = ["train", *LAKE, "--rounds", 2, "--run", tmp_path / "run", "--record-rounds"]
+    assert whence(*asked, "1,2").exit_code == 0
+    run = RunDirectory.open(tmp_path / "run")
+    model, records = load_round(run, 2)
+    recording = RoundRecording.load(run.recording_path(2))
+    assert torch.equal(recording.records.log_probs, records.log_probs)
+    scores = attribute_round(model.policy, recording, target=Return()).scores
+    assert len(scores) == 64
+    assert bool((scores != 0).any())
+    for rounds, said in (("3", "Round 3 cannot be recorded: the run has rounds 1 to 2"), ("1,b", "whole numbers")):
+        assert said in str(whence(*asked, rounds).exception)
+    same = [*LAKE, "--rounds", 3, "--eval-episodes", 4, "--seed", 2, "--drop", 0.25, "--run", lake]
+    refused = whence("train", *same, "--record-rounds", 1)
+    assert "finished without a recording of round 1" in str(refused.exception)
+    refused = whence("train", *LAKE, "--selection", "ppo-matched", "--run", tmp_path / "two", "--record-rounds", 1)
+    assert "trains each round twice" in str(refused.exception)
 
 
 def test_a_preset_is_changed_where_asked(tmp_path: Path) -> None:

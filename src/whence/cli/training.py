@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -77,6 +77,12 @@ def train(
     run: Annotated[
         Path | None,
         typer.Option(help="The run's directory. (default: runs/ENV-SELECTION-seed0)", show_default=False),
+    ] = None,
+    record_rounds: Annotated[
+        str | None,
+        typer.Option(
+            help="Rounds whose optimisation is recorded, to be replayed: 5,20.", metavar="ROUNDS", show_default=False
+        ),
     ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Write TensorBoard's files below this directory.", show_default=False)
@@ -160,7 +166,7 @@ def train(
     path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', config.env)}-{config.arm}-seed{config.seed}"
     log_to_terminal()
     was_finished = experiments.is_finished(config, path)
-    _run(config, path, tensorboard)
+    _run(config, path, tensorboard, _numbers("--record-rounds", record_rounds))
     directory = RunDirectory.open(path)
     write_run_report(directory, path / "report.html")
     metrics = directory.table("metrics").to_dicts()[-1]
@@ -176,11 +182,20 @@ def train(
     line(f"Page: {path / 'report.html'}")
 
 
-def _run(config: RunConfig, path: Path, tensorboard: Path | None) -> None:
+def _numbers(option: str, text: str | None) -> list[int]:
+    try:
+        return [int(number) for number in (text or "").split(",") if number.strip()]
+    except ValueError:
+        raise WhenceError(
+            f"{option} is {text!r}; whole numbers separated by commas are needed, such as 5,20."
+        ) from None
+
+
+def _run(config: RunConfig, path: Path, tensorboard: Path | None, recordings: Collection[int]) -> None:
     """Train below a bar; Ctrl-C says what there is."""
     try:
         with RunBar(config) as bar:
-            experiments.run(config, path, bar.update, tensorboard=tensorboard)
+            experiments.run(config, path, bar.update, tensorboard=tensorboard, recordings=recordings)
     except KeyboardInterrupt:
         done = f"Interrupted after {bar.rounds} of {config.rounds} rounds. They are in {path}:"
         errors.print(done, soft_wrap=True)

@@ -1,7 +1,7 @@
 """One training run, from its configuration to its directory."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def run(
     on_round: Seen = lambda number, metrics: None,
     *,
     tensorboard: Path | None = None,
+    recordings: Collection[int] = (),
 ) -> None:
     """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
 
@@ -41,12 +42,15 @@ def run(
         path: the run's directory.
         on_round: told of every round.
         tensorboard: directory for TensorBoard's files; None: none are written.
+        recordings: rounds to record; see `InfluenceCallback`.
 
     Raises:
-        RunDirectoryError: the directory holds another run.
-        WhenceError: PPO refuses the settings.
+        RunDirectoryError: the directory holds another run, or this one, finished without the recordings.
+        WhenceError: PPO refuses the settings, or there is no such round to record.
     """
+    _check_recordings(config, recordings)
     if is_finished(config, path):
+        _check_recorded(RunDirectory.open(path), recordings)
         on_round(config.rounds, {})
         return
     directory = RunDirectory.create(path, config.to_json(), versions=library_versions())
@@ -57,7 +61,7 @@ def run(
     try:
         model = make_model(config, env, tensorboard=tensorboard)
         selection = ARMS[config.arm].callback(
-            config.rule(), target=config.make_target(), engine=config.engine, run=directory
+            config.rule(), target=config.make_target(), engine=config.engine, run=directory, recordings=recordings
         )
         evaluation = _Evaluation(config, test, directory, on_round, selection)
         model.learn(config.rounds * model.n_steps * config.n_envs, callback=[evaluation, selection])
@@ -66,6 +70,21 @@ def run(
         env.close()
         if test is not None:
             test.close()
+
+
+def _check_recordings(config: RunConfig, recordings: Collection[int]) -> None:
+    if beyond := [number for number in recordings if not 1 <= number <= config.rounds]:
+        raise WhenceError(f"Round {beyond[0]} cannot be recorded: the run has rounds 1 to {config.rounds}.")
+    if recordings and ARMS[config.arm].callback is not InfluenceCallback:
+        raise WhenceError(f"The arm {config.arm} trains each round twice, which no recording holds. Take another arm.")
+
+
+def _check_recorded(run: RunDirectory, recordings: Collection[int]) -> None:
+    if missing := [number for number in recordings if not run.recording_path(number).exists()]:
+        raise RunDirectoryError(
+            f"{run.path} holds this run, finished without a recording of round {missing[0]}. Choose another directory, "
+            "or delete this one."
+        )
 
 
 def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = None) -> PPO:

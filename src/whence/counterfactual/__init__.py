@@ -1,0 +1,8 @@
+"""What would have come of a round without some of its records: ground truth by training it again."""
+
+from whence.counterfactual.measures import lds as lds
+from whence.counterfactual.measures import predicted as predicted
+from whence.counterfactual.retrain import Orders as Orders
+from whence.counterfactual.retrain import reshuffled as reshuffled
+from whence.counterfactual.retrain import retrain as retrain
+from whence.counterfactual.retrain import subsets as subsets

@@ -1,0 +1,66 @@
+"""How well scores predict what leaving records out does."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor
+
+from whence.errors import WhenceError
+from whence.influence import Influence
+
+
+def predicted(influence: Influence, kept: Tensor) -> NDArray[np.float64]:
+    """Return the sum of the scores of what each subset keeps, (m,): what a linear model makes of it.
+
+    Args:
+        influence: scores of the round, in the order of its records.
+        kept: (m, n) which records each subset keeps.
+
+    Raises:
+        WhenceError: the scores are of another number of records.
+    """
+    if kept.shape[-1] != len(influence):
+        raise WhenceError(f"The subsets are of {kept.shape[-1]} records, the scores of {len(influence)}.")
+    found: NDArray[np.float64] = (kept.double() @ influence.scores.double()).numpy()
+    return found
+
+
+def lds(
+    predictions: Float[NDArray[np.float64], " m"],
+    outcomes: Float[NDArray[np.float64], " m"],
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Mapping[str, float | None]:
+    """Return the linear datamodelling score: Spearman's correlation of prediction and outcome over subsets.
+
+    Args:
+        predictions: of each subset; see `predicted`.
+        outcomes: what training on each subset came to.
+        resamples: of the percentile bootstrap over subsets.
+        seed: of the bootstrap.
+
+    Returns:
+        "lds", and "low" and "high" of its 95% interval; all None where all predictions or all outcomes are equal.
+
+    Raises:
+        WhenceError: fewer than three subsets, or as many predictions as outcomes are not there.
+    """
+    if predictions.shape != outcomes.shape or predictions.ndim != 1 or len(outcomes) < 3:
+        raise WhenceError(
+            f"predictions have shape {predictions.shape} and outcomes {outcomes.shape}; both need (m,), m at least 3."
+        )
+    if np.ptp(predictions) == 0 or np.ptp(outcomes) == 0:
+        return {"lds": None, "low": None, "high": None}
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(len(outcomes), size=(resamples, len(outcomes)))
+    # Ranks anew in every resample, ties shared: Pearson's correlation of these is Spearman's.
+    ranks = stats.rankdata(predictions[drawn], axis=1), stats.rankdata(outcomes[drawn], axis=1)
+    centred = [one - one.mean(axis=1, keepdims=True) for one in ranks]
+    with np.errstate(invalid="ignore"):
+        found = (centred[0] * centred[1]).sum(1) / np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
+    low, high = np.nanquantile(found, [0.025, 0.975])
+    return {"lds": float(stats.spearmanr(predictions, outcomes).statistic), "low": float(low), "high": float(high)}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from test_rounds import assert_untouched, model_of, recorded, state_of
-from whence import Return, WhenceError, attribute_round
-from whence.counterfactual import lds, predicted, reshuffled, retrain, subsets
+from whence import PPOClip, Return, WhenceError, attribute, attribute_round
+from whence.counterfactual import agreement, lds, predicted, reshuffled, retrain, study, subsets
 from whence.rounds import replay
 from whence.rounds.replay import opened
 from whence.sb3 import replay as replay_sb3
@@ -129,3 +129,87 @@ class TestMeasures:
         )
         scores = attribute_round(model.policy, recording, target=target, method="unrolled", dtype=torch.float64)
         assert lds(predicted(scores, kept), outcomes)["lds"] > 0.95
+
+
+class TestAgreement:
+    def test_repetitions_that_agree_leave_nothing_to_chance(self):
+        values = np.arange(20.0)
+        assert agreement(np.stack([values, values, 2 * values])) == pytest.approx(1)
+
+    def test_it_is_what_the_true_means_reach(self):
+        # Signal and noise of one variance: two repetitions correlate by 1/2, and their mean with the signal by the
+        # root of 2/3.
+        rng = np.random.default_rng(0)
+        signal = rng.normal(size=20_000)
+        values = signal + rng.normal(size=(2, 20_000))
+        reached = np.corrcoef(signal, values.mean(axis=0))[0, 1]
+        assert reached == pytest.approx(np.sqrt(2 / 3), abs=0.01)
+        assert agreement(values) == pytest.approx(reached, abs=0.02)  # of ranks, which correlate a little less
+
+    def test_pure_chance_and_constants(self):
+        rng = np.random.default_rng(0)
+        assert agreement(rng.normal(size=(2, 5000))) < 0.3
+        assert agreement(np.stack([np.arange(5.0), np.ones(5)])) is None
+        with pytest.raises(WhenceError, match="at least 2"):
+            agreement(np.ones((1, 5)))
+
+
+class TestStudy:
+    def test_scores_are_held_against_both_truths(self, case):
+        model, recording = case
+        before = state_of(model)
+        measured, told = [], []
+
+        def evaluate(params):
+            measured.append(params)
+            return float(params["action_net.weight"].sum())
+
+        made = study(
+            model.policy,
+            recording,
+            target=Return(),
+            count=6,
+            orders=2,
+            methods=["trajectory", "unrolled"],
+            evaluate=evaluate,
+            told=told.append,
+        )
+        assert_untouched(before, state_of(model))
+        assert set(made.scores) == {"snapshot", "trajectory", "unrolled", "advantage", "td-error", "random"}
+        assert made.table.height == 6 * 2 * 3
+        assert len(measured) == 6 * 3
+        assert "training 6 times, reshuffled, order 2 of 2" in told
+        for row in made.table.to_dicts():
+            values = made.outcomes[row["truth"]][row["outcome"]]
+            assert values.shape == ({"recorded": 1, "reshuffled": 2}[row["truth"]], 6)
+            sums = made.kept.double().numpy() @ made.scores[row["score"]]
+            assert row["lds"] == pytest.approx(stats.spearmanr(sums, values.mean(axis=0)).statistic)
+            certain = row["truth"] == "recorded" and row["outcome"] != "evaluated"
+            assert (row["ceiling"] == 1) == certain
+        params = retrain(model.policy, recording, made.kept)
+        round = opened(model.policy, recording)
+        own = {name: tensor[3] for name, tensor in params.items()}
+        with torch.no_grad():
+            assert made.outcomes["recorded"]["target"][0, 3] == pytest.approx(
+                float(Return()(round.view, own, round.records)), rel=1e-5
+            )
+            outputs = round.view(own, round.inputs)
+        ratio = (outputs.log_prob - round.records.log_probs).exp()
+        surrogate = float((ratio * round.records.advantages).mean())
+        assert made.outcomes["recorded"]["surrogate"][0, 3] == pytest.approx(surrogate, rel=1e-4)
+
+    def test_the_snapshot_is_attributes_at_the_policy_that_collected(self):
+        model = model_of("SGD")
+        recording = recorded(model)
+        made = study(model.policy, recording, target=Return(), count=3, orders=2, methods=[])
+        with torch.no_grad():
+            for name, parameter in model.policy.named_parameters():
+                parameter.copy_(recording.start[name])
+        objective = PPOClip(vf_coef=0.5)
+        expected = attribute(model.policy, recording.records, target=Return(), objective=objective).scores
+        assert np.allclose(made.scores["snapshot"], expected.numpy(), atol=1e-5 * float(expected.abs().max()))
+
+    def test_too_few(self, case):
+        model, recording = case
+        with pytest.raises(WhenceError, match="at least 2 orders and 3 subsets"):
+            study(model.policy, recording, target=Return(), orders=1)

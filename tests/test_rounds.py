@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch 
 SMALL = {"n_steps": 32, "batch_size": 16, "n_epochs": 3, "learning_rate": 0.01}
 OPTIMIZERS = {
     "SGD": {},
+    "SGD unclipped": {},
     "SGD with momentum": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "SGD damped": {"momentum": 0.5, "dampening": 0.3},
     "Adam": {},
@@ -190,11 +191,13 @@ class TestReplay:
             assert torch.equal(mine, other)
 
 
-@pytest.fixture(scope="module", params=["SGD", "SGD with momentum", "Adam", "AdamW", "RMSprop"])
+@pytest.fixture(scope="module", params=["SGD", "SGD unclipped", "SGD with momentum", "Adam", "AdamW", "RMSprop"])
 def small(request):
     """A small round, far from the clip, and the policy."""
-    rate = 0.1 if request.param.startswith("SGD") else 1e-3
-    model = model_of(request.param, n_envs=1, learning_rate=rate, clip_range=10.0, ent_coef=0.01, n_epochs=2)
+    rate = {"SGD unclipped": 0.01, "SGD": 0.1, "SGD with momentum": 0.1}.get(request.param, 1e-3)
+    most = float("inf") if request.param == "SGD unclipped" else 0.5
+    settings = {"learning_rate": rate, "clip_range": 10.0, "ent_coef": 0.01, "n_epochs": 2, "max_grad_norm": most}
+    model = model_of(request.param, n_envs=1, **settings)
     return request.param, model, recorded(model, rounds=2)
 
 
@@ -258,7 +261,7 @@ class TestScores:
         arguments = {"target": Return(), "dtype": torch.float64}
         plain = attribute_round(model.policy, recording, method="optimizer", **arguments).scores
         carried = attribute_round(model.policy, recording, method="optimizer-momentum", **arguments).scores
-        assert torch.allclose(plain, carried) == (name in ("SGD", "RMSprop"))
+        assert torch.allclose(plain, carried) == (name in ("SGD", "SGD unclipped", "RMSprop"))
 
     @pytest.mark.parametrize("method", METHODS)
     def test_epochs_add_up(self, small, method):

@@ -1,8 +1,11 @@
 """What would have come of a round without some of its records: ground truth by training it again."""
 
+from whence.counterfactual.measures import agreement as agreement
 from whence.counterfactual.measures import lds as lds
 from whence.counterfactual.measures import predicted as predicted
 from whence.counterfactual.retrain import Orders as Orders
 from whence.counterfactual.retrain import reshuffled as reshuffled
 from whence.counterfactual.retrain import retrain as retrain
 from whence.counterfactual.retrain import subsets as subsets
+from whence.counterfactual.study import Study as Study
+from whence.counterfactual.study import study as study

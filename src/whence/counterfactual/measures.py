@@ -64,3 +64,26 @@ def lds(
         found = (centred[0] * centred[1]).sum(1) / np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
     low, high = np.nanquantile(found, [0.025, 0.975])
     return {"lds": float(stats.spearmanr(predictions, outcomes).statistic), "low": float(low), "high": float(high)}
+
+
+def agreement(values: Float[NDArray[np.float64], "orders m"]) -> float | None:
+    """Return what the best predictor of outcomes could reach, given how well repeated outcomes agree.
+
+    The mean of k repetitions whose mean rank correlation is r has the reliability `k r / (1 + (k - 1) r)`
+    (Spearman-Brown); a predictor of what they share correlates with it by at most the root.
+
+    Args:
+        values: of at least two repetitions, each of m subsets.
+
+    Returns:
+        The ceiling, 0 where repetitions do not agree at all; None where a repetition has the same outcome everywhere.
+    """
+    k = len(values)
+    if k < 2:
+        raise WhenceError(f"values holds {k} repetition; at least 2 are needed to agree.")
+    if (np.ptp(values, axis=1) == 0).any():
+        return None
+    ranks = stats.rankdata(values, axis=1)
+    correlations = np.corrcoef(ranks)[np.triu_indices(k, 1)]
+    r = max(0.0, float(correlations.mean()))
+    return float(np.sqrt(k * r / (1 + (k - 1) * r)))

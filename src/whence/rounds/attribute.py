@@ -106,6 +106,13 @@ Scores = list[Float[Tensor, " b"]]
 """The scores of each step's minibatch."""
 
 
+def snapshot(round: Round, target: Target) -> Float[Tensor, " n"]:
+    """Return `<grad f, grad l_i>` at the policy that collected the round, advantages normalised over all of it."""
+    everything = Minibatch(torch.arange(len(round.records)), round.records, round.inputs)
+    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
+        return _along(round, round.start, everything, _target_gradient(round, round.start.params, target))
+
+
 def _trajectory(round: Round, target: Target) -> Scores:
     found = []
     for number, point in enumerate(points(round)):

@@ -1,5 +1,6 @@
 """A recorded round once more, as a function of how much each record weighs."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -186,6 +187,8 @@ def clip(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
 def clip_factor(gradients: Mapping[str, Tensor], most: float) -> Float[Tensor, ""]:
     """Return what `clip_grad_norm_` multiplies gradients by."""
     squares = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum()
+    if math.isinf(most):  # else the derivative would be 0 times infinity
+        return torch.ones_like(squares)
     positive = squares > 0
     norm = torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
     return (most / (norm + 1e-6)).clamp(max=1.0)

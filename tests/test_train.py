@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
 from whence.experiments import ARMS, TARGETS, configure, load_round, presets
+from whence.experiments.replay import run_config, tested
 from whence.sb3.callback import model_objective
 
 LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", "2", "--optimizer", "SGD"]
@@ -114,6 +115,39 @@ def test_rounds_are_recorded_where_asked(lake: Path, tmp_path: Path) -> None:
     assert "finished without a recording of round 1" in str(refused.exception)
     refused = whence("train", *LAKE, "--selection", "ppo-matched", "--run", tmp_path / "two", "--record-rounds", 1)
     assert "trains each round twice" in str(refused.exception)
+
+
+@pytest.mark.parametrize("episodes", [0, 3])
+def test_a_recorded_round_is_trained_again_without_records(tmp_path: Path, episodes: int) -> None:
+    run = tmp_path / "run"
+    assert whence("train", *LAKE, "--rounds", 2, "--run", run, "--record-rounds", 2).exit_code == 0
+    asked = ["counterfactual", run, "--round", 2, "--subsets", 4, "--orders", 2, "--test-episodes", episodes]
+    found = whence(*asked, "--json")
+    assert found.exit_code == 0, found.output
+    content = parsed(found.stdout)
+    assert content == parsed((run / "counterfactual" / "round_00002.json").read_text())
+    outcomes = {"target", "surrogate"} | ({"evaluated"} if episodes else set())
+    assert {row["outcome"] for row in content["rows"]} == outcomes
+    assert {row["truth"] for row in content["rows"]} == {"recorded", "reshuffled"}
+    shown = whence(*asked, "--target", "action", "--record", 70)
+    assert shown.exit_code == 0, shown.output
+    assert "optimizer-momentum" in shown.output
+    assert "Round 2, 4 subsets of 50%, recorded minibatches, outcome: target" in " ".join(shown.output.split())
+    refused = whence("counterfactual", run, "--round", 1)
+    assert "Round 1 of" in str(refused.exception)
+    assert "rounds 2 of it was" in str(refused.exception)
+
+
+def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:
+    run = RunDirectory.open(lake)
+    model, _ = load_round(run, 2)
+    before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
+    with tested(run_config(run), model, episodes=200, seed=3) as measure:
+        untrained, again = (measure(run.policy(number)) for number in (1, 1))
+        assert untrained == again
+        bias = {"action_net.bias": torch.tensor([50.0, 0, 0, 0])}
+        assert untrained > measure(run.policy(1) | bias) == 0  # it stays at the left wall
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.policy.state_dict().items())
 
 
 def test_a_preset_is_changed_where_asked(tmp_path: Path) -> None:

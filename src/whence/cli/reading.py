@@ -16,7 +16,7 @@ from whence.cli.output import console, line, print_json, table
 from whence.engines import ENGINES
 from whence.errors import WhenceError, nearest
 from whence.experiments.plan import check_action
-from whence.records import RecordBatch
+from whence.records import RecordBatch, as_numpy
 from whence.report import write_report, write_run_report
 from whence.runs import RunDirectory
 from whence.sb3.callback import model_objective
@@ -63,11 +63,11 @@ def attribute(
     influence = attribute_records(
         model.policy,
         records,
-        target=_target(target, model, records, record, observation, action),
+        target=asked_target(target, model, records, record, observation, action),
         objective=model_objective(model),
         engine=engine or "auto",
     )
-    scored = records.to_polars(observations=True).with_columns(score=pl.Series(influence.scores.numpy()))
+    scored = records.to_polars(observations=True).with_columns(score=pl.Series(as_numpy(influence.scores)))
     if out is not None:
         _write(scored, influence, out)
     count = min(top, len(records))
@@ -89,9 +89,10 @@ def attribute(
         line(f"All scores: {out}")
 
 
-def _target(
+def asked_target(
     name: str, model: PPO, records: RecordBatch, record: int | None, observation: str | None, action: str | None
 ) -> Target:
+    """Return the target that options ask for."""
     if name not in experiments.TARGETS:
         raise WhenceError(f"The target {name!r} is unknown.{nearest(name, experiments.TARGETS)}")
     if name == "return":

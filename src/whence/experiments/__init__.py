@@ -14,6 +14,7 @@ from whence.experiments.metrics import Curve as Curve
 from whence.experiments.metrics import summarise as summarise
 from whence.experiments.plan import configure as configure
 from whence.experiments.plan import plan as plan
+from whence.experiments.replay import load_recording as load_recording
 from whence.experiments.replay import load_round as load_round
 from whence.experiments.sweep import Kept as Kept
 from whence.experiments.sweep import Planned as Planned

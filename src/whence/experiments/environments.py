@@ -16,7 +16,7 @@ from whence.errors import WhenceError, nearest
 from whence.experiments.config import RunConfig
 from whence.guards import eval_mode, kept_generators
 from whence.sb3 import RecordResets
-from whence.sb3.fast import EnvPoolVecEnv, make_pool
+from whence.sb3.fast import EnvPoolVecEnv, evaluate_pool, make_pool
 from whence.sb3.noise import fresh_noise
 
 
@@ -146,3 +146,23 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
         found, _ = evaluate_policy(playing, env, episodes, deterministic=False, return_episode_rewards=True)
     returns = np.asarray(found)
     return float(np.mean(returns)), float(np.std(returns, ddof=1) / np.sqrt(len(returns)))
+
+
+def measured_return(
+    config: RunConfig, model: BaseAlgorithm, env: VecEnv | None, *, episodes: int, seed: int
+) -> tuple[float, float]:
+    """Return a model's mean test return and its standard error, with the library that the run evaluates with.
+
+    Args:
+        config: of the run.
+        model: with the policy to test.
+        env: from `evaluation_env`; None: EnvPool's environments are used.
+        episodes: at least 2.
+        seed: of environments and actions, below 2**32.
+    """
+    if env is not None:
+        return evaluate(model, env, episodes=episodes, seed=seed)
+    # EnvPool's seeds have 31 bits.
+    asked = model, config.env, config.pool_kwargs
+    returns = evaluate_pool(*asked, episodes=episodes, seed=seed >> 1, key=config.observe)
+    return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))

@@ -1,21 +1,26 @@
 """A round of a finished or unfinished run, as it stood when it was scored."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
 from gymnasium import spaces
 from stable_baselines3 import PPO
+from torch import Tensor
 
+from whence.counterfactual.study import Evaluate
 from whence.errors import RunDirectoryError
 from whence.experiments.config import RunConfig
-from whence.experiments.environments import model_env
+from whence.experiments.environments import evaluation_env, measured_return, model_env
 from whence.experiments.training import make_model
 from whence.guards import kept_generators
 from whence.records import UNKNOWN, RecordBatch, Tree
+from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
+from whence.sb3.rounds import load_tensors, tensors_of
 
 
 def load_round(run: RunDirectory, number: int) -> tuple[PPO, RecordBatch]:
@@ -32,31 +37,85 @@ def load_round(run: RunDirectory, number: int) -> tuple[PPO, RecordBatch]:
             own commands, so that its policy cannot be built again from its configuration.
     """
     table = run.round("records", number)
-    try:
-        config = RunConfig.from_json(run.config)
-    except TypeError:
+    model = _model(run, number)
+    return model, _records(table, model, run, number)
+
+
+def load_recording(run: RunDirectory, number: int) -> tuple[PPO, RoundRecording]:
+    """Return the model that collected a round, as `load_round` does, and the recording of the round.
+
+    Raises:
+        RunDirectoryError: the round was not recorded; or see `load_round`.
+    """
+    path = run.recording_path(number)
+    if not path.exists():
+        there = sorted(int(file.stem.removeprefix("round_")) for file in path.parent.glob("round_*.safetensors"))
+        recorded = f"rounds {', '.join(map(str, there))}" if there else "no round"
         raise RunDirectoryError(
-            f"{run.path} was written by an InfluenceCallback in a script, and its configuration does not say how to "
-            "build the policy. Build the model as the script does, load RunDirectory.open(...).policy(round) into it, "
-            "and pass both to whence.attribute."
-        ) from None
+            f"Round {number} of {run.path} was not recorded; {recorded} of it was. Train with --record-rounds {number}."
+        )
+    return _model(run, number), RoundRecording.load(path)
+
+
+def _model(run: RunDirectory, number: int) -> PPO:
+    config = run_config(run)
     env = model_env(config)
     try:
         with kept_generators():  # PPO seeds them
             model = make_model(replace(config, device="cpu", n_envs=1), env)
     finally:
         env.close()
-    tensors = run.policy(number)
-    own = {**dict(model.policy.named_parameters()), **dict(model.policy.named_buffers())}
+    tensors, own = run.policy(number), tensors_of(model.policy)
     if differing := sorted(own.keys() ^ tensors.keys()):
         raise RunDirectoryError(
             f"The policy of round {number} in {run.path} does not fit the one its configuration builds: "
             f"{', '.join(differing[:3])}. Has the policy's code changed since?"
         )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
-    return model, _records(table, model, run, number)
+    load_tensors(own, tensors)
+    return model
+
+
+def run_config(run: RunDirectory) -> RunConfig:
+    """Return what a run of whence's own commands was asked for.
+
+    Raises:
+        RunDirectoryError: the run was made in a script.
+    """
+    try:
+        return RunConfig.from_json(run.config)
+    except TypeError:
+        raise RunDirectoryError(
+            f"{run.path} was written by an InfluenceCallback in a script, and its configuration does not say how to "
+            "build the policy. Build the model as the script does, load RunDirectory.open(...).policy(round) into it, "
+            "and pass both to whence.attribute."
+        ) from None
+
+
+@contextmanager
+def tested(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Iterator[Evaluate]:
+    """Give a function that measures parameters' test return as the run's evaluations do, always on the same seed.
+
+    The model's parameters are as before on exit.
+
+    Args:
+        config: of the run.
+        model: from `load_round`.
+        episodes: of each test.
+        seed: of environments and actions.
+    """
+    before = {name: tensor.clone() for name, tensor in tensors_of(model.policy).items()}
+    env = evaluation_env(config, episodes) if config.evaluate_with == "gymnasium" else None
+
+    def measure(params: Mapping[str, Tensor]) -> float:
+        load_tensors({name: tensors_of(model.policy)[name] for name in params}, params)
+        return measured_return(config, model, env, episodes=episodes, seed=seed)[0]
+
+    try:
+        yield measure
+    finally:
+        load_tensors(tensors_of(model.policy), before)
+        if env is not None:
+            env.close()
 
 
 def _records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) -> RecordBatch:

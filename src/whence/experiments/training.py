@@ -15,13 +15,12 @@ from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.arms import ARMS
 from whence.experiments.config import HYPERPARAMETERS, RunConfig
 from whence.experiments.curves import curve_of
-from whence.experiments.environments import evaluate, evaluation_env, training_env
+from whence.experiments.environments import evaluation_env, measured_return, training_env
 from whence.experiments.metrics import Curve
 from whence.experiments.networks import named_classes
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 from whence.sb3.callback import library_versions
-from whence.sb3.fast import evaluate_pool
 
 Seen = Callable[[int, Mapping[str, Any]], None]
 """Called with the number of rounds done, from 0, and the last one's metrics."""
@@ -174,7 +173,8 @@ class _Evaluation(BaseCallback):
         config = self._config
         if config.eval_episodes and self._done in evaluated_rounds(config):
             seed = int(np.random.SeedSequence([config.seed, self._done]).generate_state(1)[0])
-            mean, error = self._evaluated(seed)
+            asked = {"episodes": config.eval_episodes, "seed": seed}
+            mean, error = measured_return(config, self.model, self._env, **asked)
             row = {
                 "round": self._done,
                 "test_return": mean,
@@ -185,12 +185,3 @@ class _Evaluation(BaseCallback):
             last |= {"test_return": mean}
         self._on_round(self._done, last)
         self._done += 1
-
-    def _evaluated(self, seed: int) -> tuple[float, float]:
-        config = self._config
-        if self._env is not None:
-            return evaluate(self.model, self._env, episodes=config.eval_episodes, seed=seed)
-        # EnvPool's seeds have 31 bits.
-        asked = self.model, config.env, config.pool_kwargs
-        returns = evaluate_pool(*asked, episodes=config.eval_episodes, seed=seed >> 1, key=config.observe)
-        return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))

@@ -176,7 +176,7 @@ def _untouched(model: Any) -> Iterator[None]:
     finally:
         vars(model).clear()
         vars(model).update(attributes)
-        _load(tensors_of(policy), tensors)
+        load_tensors(tensors_of(policy), tensors)
         policy.optimizer.load_state_dict(optimizer)
         policy.set_training_mode(training)
         for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
@@ -186,7 +186,7 @@ def _untouched(model: Any) -> Iterator[None]:
 def _place(model: Any, recording: RoundRecording) -> None:
     """Put a recording's beginning into a model."""
     update = recording.update
-    _load(tensors_of(model.policy), recording.start)
+    load_tensors(tensors_of(model.policy), recording.start)
     optimizer = model.policy.optimizer
     (group,) = optimizer.param_groups
     group.update({key: tuple(v) if isinstance(v, list) else v for key, v in recording.optimizer.settings.items()})
@@ -234,7 +234,8 @@ def _buffer(like: Any, recording: RoundRecording) -> Any:
     return buffer
 
 
-def _load(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into those of their names."""
     with torch.no_grad():
         for name, tensor in into.items():
             tensor.copy_(tensors[name])

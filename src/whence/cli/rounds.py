@@ -1,0 +1,94 @@
+"""`whence counterfactual`."""
+
+import json as json_module
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import polars as pl
+import torch
+import typer
+
+from whence import experiments
+from whence.cli import options
+from whence.cli.app import app
+from whence.cli.output import console, errors, line, print_json, table
+from whence.cli.reading import asked_target
+from whence.counterfactual import study
+from whence.experiments.replay import run_config, tested
+from whence.guards import written_atomically
+from whence.runs import RunDirectory
+
+
+@app.command()
+def counterfactual(
+    run: Annotated[Path, typer.Argument(help="A run directory of `whence train --record-rounds`.")],
+    round: Annotated[int, typer.Option(help="The recorded round, from 1.")],
+    target: Annotated[
+        str, typer.Option(help="What the scores are of: return, or action (of --record, or of the two below).")
+    ] = "return",
+    record: Annotated[
+        int | None,
+        typer.Option(help="For the target action: what was done in this record of the round.", show_default=False),
+    ] = None,
+    observation: options.Observation = None,
+    action: options.Action = None,
+    subsets: Annotated[int, typer.Option(help="Subsets of the records to train on.", min=3)] = 100,
+    share: Annotated[float, typer.Option(help="Share of the records in a subset.")] = 0.5,
+    orders: Annotated[int, typer.Option(help="Orders in which each subset is trained anew.", min=2)] = 4,
+    test_episodes: Annotated[
+        int, typer.Option(help="Episodes to test each trained policy by; 0: test returns are not measured.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of subsets, orders and tests.")] = 0,
+    json: options.AsJson = False,
+) -> None:
+    """Train a recorded round again without records, and tell how well each score predicts what comes of it.
+
+    LDS is Spearman's correlation, over random subsets, of the sum of the kept records' scores with what training on
+    them came to. Written to counterfactual/ in the run as well.
+
+    Example: whence counterfactual runs/lander --round 20 --test-episodes 200
+    """
+    directory = RunDirectory.open(run)
+    config = run_config(directory)
+    model, recording = experiments.load_recording(directory, round)
+    asked = asked_target(target, model, recording.records, record, observation, action)
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        status = stack.enter_context(errors.status("reading"))
+        evaluate = None
+        if test_episodes:
+            evaluate = stack.enter_context(tested(config, model, episodes=test_episodes, seed=seed))
+        made = study(
+            model.policy,
+            recording,
+            target=asked,
+            share=share,
+            count=subsets,
+            orders=orders,
+            evaluate=evaluate,
+            seed=seed,
+            told=status.update,
+        )
+    settings = {"round": round, "target": repr(asked), "share": share, "subsets": subsets, "orders": orders}
+    content = settings | {"test_episodes": test_episodes, "seed": seed, "rows": made.table.to_dicts()}
+    file = directory.path / "counterfactual" / f"round_{round:05d}.json"
+    with written_atomically(file) as temporary:
+        temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if json:
+        print_json(content)
+        return
+    for (truth, outcome), rows in made.table.group_by("truth", "outcome", maintain_order=True):
+        title = f"Round {round}, {subsets} subsets of {share:.0%}, {truth} minibatches, outcome: {outcome}"
+        console.print(table(title, ("score", "LDS", "95% interval", "ceiling"), _cells(rows)))
+    line(f"Numbers: {file}")
+
+
+def _cells(rows: pl.DataFrame) -> list[tuple[str, ...]]:
+    def text(value: Any) -> str:
+        return "–" if value is None else f"{value:.3f}"
+
+    return [
+        (row["score"], text(row["lds"]), f"[{text(row['low'])}, {text(row['high'])}]", text(row["ceiling"]))
+        for row in rows.to_dicts()
+    ]

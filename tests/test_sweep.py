@@ -1,4 +1,4 @@
-"""Sweeps: what a file asks for, what is refused, what is left when a run fails or the sweep is killed; tables of it."""
+"""Sweeps: what a file asks for, what is refused, what is left when a run fails or the sweep is killed."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from stable_baselines3 import PPO
@@ -19,12 +18,10 @@ from typer.testing import CliRunner
 from whence import IIF, KeepAll
 from whence.cli import app
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments import configure, load_sweep, read_sweep, summarise_sweep, sweep
+from whence.experiments import configure, load_sweep, read_sweep, sweep
 from whence.experiments.controls import MatchedUpdate
 from whence.experiments.environments import training_env
 from whence.experiments.training import make_model
-from whence.report import write_tables
-from whence.report.markdown import _theirs
 from whence.sb3 import InfluenceCallback
 
 LAKE = """
@@ -231,40 +228,6 @@ class TestRunning:
     def test_only_names_experiments(self, tmp_path):
         done = CliRunner().invoke(app, ["sweep", str(written(tmp_path, LAKE)), "--only", "lak"])
         assert "has no experiment 'lak'. Did you mean lake?" in str(done.exception)
-
-
-class TestTables:
-    def test_they_hold_what_the_curves_say(self, whole, tmp_path):
-        results = load_sweep(whole)
-        summary = summarise_sweep(results)
-        assert list(summary["lake"]) == ["ppo", "iif", "iif-drop1"]
-        text = write_tables(results, summary, tmp_path, pictures=False)
-        assert (tmp_path / "tables.md").read_text() == text
-        assert json.loads((tmp_path / "summary.json").read_text()) == summary
-        finals = [json.loads((whole / f"curves/lake/ppo/seed_{seed}.json").read_text()) for seed in (0, 1)]
-        mean = np.mean([one["evaluations"]["test_return"][-1] for one in finals])
-        assert summary["lake"]["ppo"]["final_return"]["mean"] == pytest.approx(mean)
-        assert re.search(rf"\| ppo \| {mean:.3g} ", text)
-        assert "| ppo (null) | 2 |" in text
-        assert "LDA" not in text.replace("RT_peak as LDA computes it", "")  # this lake is none of LDA's
-
-    def test_ldas_figures_stand_beside_its_own_settings_alone(self):
-        assert _theirs(configure(preset="lda-code/frozenlake", arm="iif"))["se_ave"] == 0.337
-        assert _theirs(configure(preset="lda-code/frozenlake", arm="iif", drop=0.25))["se_peak"] == 0.221
-        assert _theirs(configure(preset="lda-code/frozenlake", arm="iif", drop=0.3)) is None
-        assert _theirs(configure(preset="lda-code/frozenlake", arm="random")) is None
-        assert _theirs(configure(preset="lda-code/frozenlake", arm="iif", rounds=5)) is None
-        slippery = configure(preset="lda-code/frozenlake", arm="iif", env_kwargs={"is_slippery": True})
-        assert _theirs(slippery) is None
-
-    def test_an_experiment_without_ppo_is_told_of(self, whole, tmp_path):
-        results = {"lake": {"iif": load_sweep(whole)["lake"]["iif"]}}
-        text = write_tables(results, summarise_sweep(results), tmp_path, pictures=False)
-        assert "No run of ppo is finished" in text
-
-    def test_nothing_there_is_told(self, tmp_path):
-        with pytest.raises(WhenceError, match="holds no finished run of a sweep"):
-            load_sweep(tmp_path)
 
 
 def trained(callback, rounds=1, optimizer=torch.optim.SGD):

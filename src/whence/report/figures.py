@@ -1,5 +1,6 @@
 """The figures of a page, from the tables of one or more runs, each row with its `arm`."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from itertools import cycle
@@ -12,7 +13,8 @@ from whence.experiments import STANDARD
 
 COLOURS = ("#7d8590", "#e27411", "#2f74e6", "#1ba764", "#c2245f", "#a04df0", "#b98900", "#14a0a0")
 """The standard arm's, and then one per arm in their order: at least 3:1 on white and on the page's dark ground, and
-the first four apart for every kind of colour blindness. The later four are drawn dashed as well."""
+the first four apart for every kind of colour blindness. The later four are drawn dashed as well; where colours come
+again, dots tell the arms apart."""
 
 STAGES: Mapping[str, str] = {"collection": "#a9acd4", "optimisation": "#6266a8", "scoring": "#d9a400"}
 """The parts of a round's time, with colours that no early arm has."""
@@ -107,9 +109,10 @@ def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours |
     """
     figure = _figure(title)
     colours = colours or arm_colours(table["arm"])
+    dashes = _dashes(colours)
     for arm, stated in _stated(table.drop_nulls(column), column):
         rounds = stated["round"].to_list()
-        colour, dash = colours[arm], "dash" if colours[arm] in COLOURS[4:] else "solid"
+        colour, dash = colours[arm], dashes[arm]
         band = {"line_width": 0, "mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": _plain(arm)}
         if not stated["low"].equals(stated["high"]):
             figure.add_scatter(x=rounds, y=stated["low"].to_list(), **band)
@@ -123,6 +126,16 @@ def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours |
     # On a narrow screen the legend of many arms takes rows, which the plot should not have to give.
     figure.update_layout(height=_HEIGHT + 16 * max(0, len(_arms(table)) - 6))
     return _whole_rounds(figure, table)
+
+
+def _dashes(colours: Colours) -> dict[str, str]:
+    """Return a dash for each arm; arms that share a colour have different ones, up to four of them."""
+    used: Counter[str] = Counter()
+    dashes = {}
+    for arm, colour in colours.items():
+        dashes[arm] = ("dash" if colour in COLOURS[4:] else "solid", "dot", "dashdot", "longdash")[used[colour] % 4]
+        used[colour] += 1
+    return dashes
 
 
 def _stated(table: pl.DataFrame, column: str) -> Iterator[tuple[str, pl.DataFrame]]:

@@ -1,169 +1,177 @@
 """A sweep as Markdown and pictures, beside the figures that LDA reports."""
 
 import json
-import tomllib
-from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.resources import files
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from whence.errors import Unsupported
-from whence.experiments import STANDARD, Kept, Results, RunConfig, presets
+from whence.experiments import STANDARD, Results, RunConfig
+from whence.experiments.metrics import CURVE_METRICS
+from whence.experiments.plan import reads
 from whence.guards import written_atomically
-from whence.report.figures import arm_colours, learning_curves
-from whence.report.page import cell, column_heading
+from whence.report import lda
+from whence.report.figures import STAGES
+from whence.report.page import DEFINITIONS, HEADINGS, cell, column_heading
+from whence.report.pictures import Labels, draw
 
-SAVED: Mapping[str, str] = {
-    "se_ave": "SE_ave",
-    "se_peak": "SE_peak",
-    "se_ave_literal": "SE_ave, every maximum",
-    "se_peak_literal": "SE_peak, every maximum",
-    "rt_peak": "RT_peak",
-    "rt_peak_paper": "RT_peak as LDA computes it",
-    "unreached": "levels never reached",
+SAVED = tuple(metric for metric in HEADINGS if metric not in CURVE_METRICS)
+"""The metrics of pairs of runs, in the table's order."""
+
+KEY: Mapping[str, str] = {
+    **DEFINITIONS,
+    "Every maximum": "over the levels of LDA's paper: every strictly larger maximum, however little larger.",
+    HEADINGS["unreached"].capitalize(): "their share; such a level counts as one round more than there are.",
+    "Returns": "means over an arm's seeds; the IQM leaves out a quarter of the seeds at either end.",
+    f"Less {STANDARD}'s": "the mean difference over shared seeds, with a 95% t interval; its null is 0.",
+    "One seed": f"no interval; nor is there one of rounds and time saved where {STANDARD} has one seed.",
 }
-"""Metrics of pairs of runs, with their headings."""
-
-RETURNS: Mapping[str, str] = {"final_return": "final", "peak_return": "peak", "auc": "mean over training"}
-"""Metrics of one run, with their headings."""
-
-STAGES = ("collection", "scoring", "optimisation")
+"""How the tables are meant."""
 
 
 def write_tables(results: Results, summary: Mapping[str, Any], out: Path, *, pictures: bool = True) -> str:
-    """Write `tables.md`, `summary.json` and, for each experiment, learning curves as SVG; return the Markdown.
+    """Write `tables.md`, `summary.json` and each experiment's learning curves as SVG; return the Markdown.
 
     Args:
         results: from `load_sweep`.
         summary: from `summarise_sweep`.
-        out: the directory.
+        out: the directory; pictures are `figures/NAME/*.svg`.
         pictures: whether to draw.
 
     Raises:
-        Unsupported: pictures are asked for, and there is no Kaleido or no browser that it can drive.
+        Unsupported: pictures are asked for, and there is no Kaleido or no browser that it can drive. The rest is
+            written then.
     """
-    parts = []
-    for group, labels in results.items():
-        drawn = _draw(group, labels, out / "figures") if pictures else []
-        parts.append(_section(group, labels, summary.get(group), drawn))
-    text = "\n\n".join(parts) + "\n"
-    for name, content in (
-        ("tables.md", text),
-        ("summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n"),
-    ):
-        with written_atomically(out / name) as temporary:
-            temporary.write_text(content, encoding="utf-8")
+    text = _text(results, summary, {})
+    _write(out / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    _write(out / "tables.md", text)
+    if pictures:
+        drawn = {group: draw(labels, out / "figures" / group) for group, labels in results.items()}
+        links = {group: [file.relative_to(out).as_posix() for file in found] for group, found in drawn.items()}
+        text = _text(results, summary, links)
+        _write(out / "tables.md", text)
     return text
 
 
-@cache
-def _lda() -> Mapping[str, Any]:
-    return tomllib.loads((files("whence.report") / "lda.toml").read_text(encoding="utf-8"))
+def _write(path: Path, text: str) -> None:
+    with written_atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
-def _lda_of(config: RunConfig) -> Mapping[str, Any]:
-    """Return what LDA reports of a run's setting: nothing where environment, optimiser or rounds are not LDA's."""
-    for name, figures in _lda().items():
-        theirs = presets()[f"lda-code/{name}"]
-        if all(getattr(config, key) == theirs[key] for key in ("env", "env_kwargs", "optimizer", "rounds")):
-            return figures  # type: ignore[no-any-return]
-    return {}
+def _text(results: Results, summary: Mapping[str, Any], links: Mapping[str, Sequence[str]]) -> str:
+    key = "\n".join(f"- {term}: {meaning}" for term, meaning in KEY.items())
+    sections = [_section(group, labels, summary.get(group), links.get(group, ())) for group, labels in results.items()]
+    return "\n\n".join([key, *sections]) + "\n"
 
 
-def _section(
-    group: str, labels: Mapping[str, Mapping[int, Kept]], summary: Mapping[str, Any] | None, drawn: Sequence[str]
-) -> str:
-    first = next(iter(next(iter(labels.values())).values())).config
-    parts = [f"## {group}", _set_up(first)]
+def _section(group: str, labels: Labels, summary: Mapping[str, Any] | None, links: Iterable[str]) -> str:
+    parts = [f"## {group}", _set_up(labels), _runs(labels)]
+    if (note := lda.note(_config(labels))) is not None:
+        parts.append(note)
     if summary is None:
         parts.append(f"No run of {STANDARD} is finished, so there is nothing to measure the others against.")
     else:
-        parts += ["Rounds and time saved:", _saved(labels, summary), "Test returns:", _returns(summary)]
-    parts += ["CPU seconds of a mean round:", _seconds(labels, first)]
-    parts += [f"![{name}](figures/{name}.svg)" for name in drawn]
+        parts += ["Rounds and time saved:", _saved(labels, summary), "Test returns:", _returns(labels, summary)]
+    parts += ["Seconds of a mean round, of the process (CPU) and of the clock (wall):", _seconds(labels)]
+    parts += [f"![{group}: {Path(link).stem}]({link})" for link in links]
     return "\n\n".join(parts)
 
 
-def _set_up(config: RunConfig) -> str:
-    own = config.hyperparameters
+def _config(labels: Labels) -> RunConfig:
+    return next(iter(next(iter(labels.values())).values())).config
+
+
+def _set_up(labels: Labels) -> str:
+    """Say what the runs have in common, and what of it is no default."""
+    config = _config(labels)
+    said = {"env", "arm", "seed", "drop", "rounds", "eval_episodes", "eval_every", "optimizer", "hyperparameters"}
+    stated = config.to_json()
+    others = [
+        f"{field.name} {json.dumps(stated[field.name])}"
+        for field in fields(config)
+        if field.name not in said and getattr(config, field.name) != _default(field)
+    ]
     every = "" if config.eval_every == 1 else f" every {config.eval_every} rounds"
-    return (
-        f"{config.env}: {config.rounds} rounds; {config.eval_episodes} evaluation episodes{every}; {config.optimizer}, "
-        f"{', '.join(f'{name} {value}' for name, value in own.items())}; drop {config.drop:g} unless the arm's name "
-        "says another."
-    )
+    own = [f"{name} {value}" for name, value in config.hyperparameters.items()] or ["SB3's hyper-parameters"]
+    # A run at its experiment's own share is labelled by its arm alone.
+    alone = [kept.config for label, runs in labels.items() for kept in runs.values() if kept.config.arm == label]
+    usual = [one.drop for one in alone if reads(one, "drop")]
+    drop = [f"drop {usual[0]:g} unless the arm's name says another"] if usual else []
+    parts = [
+        f"{config.rounds} rounds",
+        f"{config.eval_episodes} evaluation episodes{every}",
+        ", ".join([config.optimizer, *own]),
+        *others,
+        *drop,
+    ]
+    return f"{config.env}: {'; '.join(parts)}."
 
 
-def _saved(labels: Mapping[str, Mapping[int, Kept]], summary: Mapping[str, Any]) -> str:
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _runs(labels: Labels) -> str:
+    found = [f"{label} {len(runs)} (seed{_listed(sorted(runs))})" for label, runs in labels.items()]
+    return f"Finished runs: {', '.join(found)}."
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    """Return seeds as people read them."""
+    if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
+        return f"s {seeds[0]} to {seeds[-1]}"
+    return ("s " if len(seeds) > 1 else " ") + ", ".join(map(str, seeds))
+
+
+def _saved(labels: Labels, summary: Mapping[str, Any]) -> str:
     rows = []
     for label, metrics in summary.items():
-        config = next(iter(labels[label].values())).config
-        cells = [_cell(metric, metrics[metric]) for metric in SAVED]
+        # The seeds of one of the two alone would make an interval that is too narrow.
+        spread = min(len(labels[label]), len(labels[STANDARD])) > 1
+        cells = [_cell(metric, metrics[metric], spread=spread) for metric in SAVED]
         rows.append([column_heading(label), str(len(labels[label])), *cells])
-        if theirs := _theirs(config):
-            told = [f"{theirs[metric]:.1%}" if metric in theirs else "" for metric in SAVED]
-            rows.append([f"*LDA's {label}*", "3", *told])
-    return _table(["arm", "seeds", *SAVED.values()], rows)
+        if theirs := lda.row_of(next(iter(labels[label].values())).config):
+            name, shares = theirs
+            told = [f"{shares[metric]:.1%}" if metric in shares else "" for metric in SAVED]
+            rows.append([f"*{name}*", "3", *told])
+    return _table(["arm", "seeds", *(HEADINGS[metric] for metric in SAVED)], rows)
 
 
-def _theirs(config: RunConfig) -> Mapping[str, float] | None:
-    if config.arm != "iif":
-        return None
-    return next((row for row in _lda_of(config).get("iif", []) if row["drop"] == config.drop), None)
-
-
-def _returns(summary: Mapping[str, Any]) -> str:
+def _returns(labels: Labels, summary: Mapping[str, Any]) -> str:
+    compared = ("final_return", "auc")
     rows = []
     for label, metrics in summary.items():
-        cells = [_cell(metric, metrics[metric]) for metric in RETURNS]
-        differences = [_cell(metric, metrics[metric]["difference"]) for metric in ("final_return", "auc")]
-        rows.append([label, *cells, f"{metrics['auc']['iqm']:.3g}", *(["", ""] if label == STANDARD else differences)])
-    headings = (*RETURNS.values(), "its IQM", f"final less {STANDARD}'s", f"mean less {STANDARD}'s")
+        cells = [_cell(metric, metrics[metric]) for metric in CURVE_METRICS]
+        row = [label, str(len(labels[label])), *cells, f"{metrics['auc']['iqm']:.3g}"]
+        differences = [_cell(metric, metrics[metric]["difference"]) for metric in compared]
+        shared = str(len(labels[label].keys() & labels[STANDARD].keys()))
+        rows.append([*row, *(["", "", ""] if label == STANDARD else [shared, *differences])])
+    headings = [*(HEADINGS[metric] for metric in CURVE_METRICS), "its IQM", f"seeds shared with {STANDARD}"]
+    less = [f"{HEADINGS[metric]} less {STANDARD}'s" for metric in compared]
+    return _table(["arm", "seeds", *headings, *less], rows)
+
+
+def _seconds(labels: Labels) -> str:
+    columns = [f"{stage}_{clock}" for stage in STAGES for clock in ("cpu", "wall")]
+    rows = []
+    for label, runs in labels.items():
+        table = pl.concat([kept.tables["seconds"] for kept in runs.values()], how="diagonal_relaxed")
+        rows.append([label, *(f"{np.mean(table[column].to_numpy()):.3f}" for column in columns)])
+    for arm, seconds in lda.figures_of(_config(labels)).get("seconds", {}).items():
+        theirs = {f"{stage}_wall": f"{mean:.2f}" for stage, mean in seconds.items()}
+        rows.append([f"*LDA's {arm}*", *(theirs.get(column, "") for column in columns)])
+    headings = [f"{stage}, {clock}" for stage in STAGES for clock in ("CPU", "wall")]
     return _table(["arm", *headings], rows)
 
 
-def _seconds(labels: Mapping[str, Mapping[int, Kept]], config: RunConfig) -> str:
-    rows = []
-    for label, runs in labels.items():
-        table = pl.concat([kept.tables["seconds"] for kept in runs.values()], how="diagonal")
-        rows.append([label, *(f"{np.mean(table[f'{stage}_cpu'].to_numpy()):.3f}" for stage in STAGES)])
-    for arm, seconds in _lda_of(config).get("seconds", {}).items():
-        rows.append([f"*LDA's {arm}*", *(f"{seconds[stage]:.2f}" if stage in seconds else "" for stage in STAGES)])
-    return _table(["arm", *STAGES], rows)
+def _cell(metric: str, entry: Mapping[str, Any], *, spread: bool = True) -> str:
+    mean, interval = cell(metric, entry)
+    return f"{mean} {interval}".strip() if spread else mean
 
 
-def _cell(metric: str, entry: Mapping[str, Any]) -> str:
-    return " ".join(cell("se_" if metric == "unreached" else metric, entry)).strip()
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _draw(group: str, labels: Mapping[str, Mapping[int, Kept]], folder: Path) -> list[str]:
-    """Draw the arms in one picture and the shares to drop in another; return the pictures' names."""
-    shares = [label for label in labels if "-drop" in label]
-    arms = [label for label in labels if label not in shares]
-    pictures = {group: arms} | ({f"{group}-drop": [STANDARD, "iif", *shares]} if shares else {})
-    for name, chosen in pictures.items():
-        tables = [
-            kept.tables["evaluations"].with_columns(arm=pl.lit(label), seed=pl.lit(seed))
-            for label in chosen
-            for seed, kept in labels.get(label, {}).items()
-        ]
-        figure = learning_curves(pl.concat(tables), arm_colours(chosen))
-        figure.update_layout(width=760, height=340, font_family="sans-serif")
-        with written_atomically(folder / f"{name}.svg") as temporary:
-            try:
-                figure.write_image(temporary, format="svg")
-            except Exception as missing:  # Kaleido raises errors of many kinds, of its own and of its browser's driver
-                raise Unsupported(
-                    f"The picture {name}.svg cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or "
-                    "pass --no-pictures."
-                ) from missing
-    return list(pictures)

@@ -12,28 +12,38 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from whence.experiments import STANDARD, Comparison
+from whence.experiments.metrics import PAIR_METRICS
 from whence.guards import written_atomically
 from whence.report.figures import arm_colours
 from whence.report.records import browsed
 from whence.report.sections import Drawn, Runs, advised, drawn, facts, latest, tables
 from whence.runs import RunDirectory
 
-METRICS: Mapping[str, str] = {
+HEADINGS: Mapping[str, str] = {
     "se_ave": "SE_ave",
     "se_peak": "SE_peak",
+    "se_ave_literal": "SE_ave, every maximum",
+    "se_peak_literal": "SE_peak, every maximum",
     "rt_peak": "RT_peak",
     "rt_peak_paper": "RT_peak (paper's)",
+    "unreached": "levels never reached",
     "final_return": "final return",
     "peak_return": "peak return",
     "auc": "mean return",
 }
-"""The metrics shown, with their headings; the first four are shares."""
+"""What metrics are called."""
+
+_SHOWN = ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "final_return", "peak_return", "auc")
+
+METRICS: Mapping[str, str] = {metric: HEADINGS[metric] for metric in _SHOWN}
+"""The metrics shown on a page, with their headings."""
 
 DEFINITIONS: Mapping[str, str] = {
     "SE_ave": "the share of rounds saved until standard training's levels are reached, mean over levels.",
     "SE_peak": "the share of rounds saved until its highest level is reached.",
     "RT_peak": "the share of CPU time saved until that level (collection, scoring and optimisation; no evaluation).",
     "RT_peak (paper's)": "the same, divided by standard training's whole time instead of its time to the peak.",
+    "Levels": "new highs of standard training's test return, each at least two standard errors above the one before.",
     "Values": "means over all pairs of method seed and standard seed, in brackets 95% bootstrap intervals over seeds.",
     f"{STANDARD} (null)": "standard seeds beside other standard seeds: the null, which the others have to beat.",
 }
@@ -101,7 +111,7 @@ def cell(metric: str, entry: Mapping[str, Any]) -> tuple[str, str]:
     def text(value: float | None) -> str:
         if value is None:
             return "–"
-        return f"{value:.1%}" if metric.startswith(("se_", "rt_")) else f"{value:.3g}"
+        return f"{value:.1%}" if metric in PAIR_METRICS else f"{value:.3g}"
 
     interval = "" if entry["low"] is None else f"[{text(entry['low'])}, {text(entry['high'])}]"
     return text(entry["mean"]), interval

@@ -1,0 +1,74 @@
+"""The learning curves of a sweep's experiments, as SVG."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import polars as pl
+
+from whence.errors import Unsupported
+from whence.experiments import ARMS, STANDARD, Kept
+from whence.guards import written_atomically
+from whence.report.figures import arm_colours, learning_curves
+
+Labels = Mapping[str, Mapping[int, Kept]]
+"""An experiment's finished runs, by label and seed."""
+
+
+def draw(labels: Labels, folder: Path) -> list[Path]:
+    """Draw an experiment's pictures and return their files.
+
+    Raises:
+        Unsupported: there is no Kaleido, or no browser that it can drive.
+    """
+    found = []
+    for name, chosen in pictures_of(labels).items():
+        found.append(folder / f"{name}.svg")
+        content = _svg(labels, chosen, found[-1].name)
+        with written_atomically(found[-1]) as temporary:
+            temporary.write_bytes(content)
+    return found
+
+
+def pictures_of(labels: Labels) -> dict[str, list[str]]:
+    """Return which labels stand in which picture.
+
+    `arms`: every arm at its usual share to drop; `drop`: the arms that have several shares, at all of them;
+    `controls`: the arms that change the size of the step and drop nothing.
+    """
+    by_arm: dict[str, list[str]] = {}
+    for label, runs in labels.items():
+        by_arm.setdefault(next(iter(runs.values())).config.arm, []).append(label)
+    controls = [label for arm, own in by_arm.items() if _is_control(arm) for label in own]
+    selecting = {arm: own for arm, own in by_arm.items() if not _is_control(arm) and arm != STANDARD}
+    # A run at its experiment's own share is labelled by its arm alone. Where it is not among several, none is usual.
+    usual = {arm: [label for label in own if label == arm or len(own) == 1] for arm, own in selecting.items()}
+    pictures = {
+        "arms": [label for own in usual.values() for label in own],
+        "drop": [label for own in selecting.values() if len(own) > 1 for label in own],
+        "controls": [*usual.get("iif", []), *controls] if controls else [],
+    }
+    standard = by_arm.get(STANDARD, [])
+    found = {name: [*standard, *others] for name, others in pictures.items() if others}
+    return found or {"arms": standard}
+
+
+def _is_control(arm: str) -> bool:
+    standard = ARMS[STANDARD]
+    return (ARMS[arm].learning_rate_scale, ARMS[arm].callback) != (standard.learning_rate_scale, standard.callback)
+
+
+def _svg(labels: Labels, chosen: Sequence[str], name: str) -> bytes:
+    tables = [
+        kept.tables["evaluations"].select("round", "test_return", arm=pl.lit(label))
+        for label in chosen
+        for kept in labels[label].values()
+    ]
+    figure = learning_curves(pl.concat(tables), arm_colours(chosen))
+    figure.update_layout(width=760, font_family="sans-serif")
+    try:
+        return bytes(figure.to_image(format="svg"))
+    except (RuntimeError, TimeoutError) as missing:  # Plotly's, Kaleido's and its browser's driver's
+        raise Unsupported(
+            f"The picture {name} cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or pass "
+            "--no-pictures. The tables are written."
+        ) from missing

@@ -1,28 +1,35 @@
 """Sweeps: what a file asks for, what is refused, what is left when a run fails or the sweep is killed."""
 
 import json
+import math
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
-import gymnasium as gym
+import polars as pl
 import pytest
-import torch
-from stable_baselines3 import PPO
 from typer.testing import CliRunner
 
-from whence import IIF, KeepAll
 from whence.cli import app
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments import configure, load_sweep, read_sweep, sweep
-from whence.experiments.controls import MatchedUpdate
+from whence.experiments import configure, is_finished, load_sweep, presets, read_sweep, run, sweep
 from whence.experiments.environments import training_env
 from whence.experiments.training import make_model
-from whence.sb3 import InfluenceCallback
+from whence.experiments.workers import _death, run_all
+from whence.guards import kept_generators
+from whence.runs import RunDirectory
+from whence.sb3.callback import library_versions
+
+SWEEP = sys.modules["whence.experiments.sweep"]  # whose name in the package is the function's
 
 LAKE = """
 [[experiment]]
@@ -72,6 +79,48 @@ def whole(tmp_path_factory):
     return folder / "out"
 
 
+@pytest.fixture
+def in_process(monkeypatch):
+    """Run in this process, one after another."""
+
+    def one_by_one(jobs, workers, on_round):
+        for place, (config, path) in enumerate(jobs):
+            try:
+                with kept_generators():
+                    run(config, path)
+            except WhenceError as failure:
+                yield place, str(failure)
+            else:
+                yield place, None
+
+    monkeypatch.setattr(SWEEP, "run_all", one_by_one)
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A copy of the whole sweep, to be changed."""
+    return shutil.copytree(whole, tmp_path / "copied")
+
+
+def changed(file, change):
+    """Change what a file of a sweep says."""
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
+
+
+def came_to(monkeypatch, table, **columns):
+    """Let finished runs have other figures than they have."""
+    write_curve = SWEEP.write_curve
+
+    def write(config, run, *files):
+        found = run.table(table).with_columns(pl.Series(name, values) for name, values in columns.items())
+        found.write_parquet(run.path / f"{table}.parquet")
+        write_curve(config, run, *files)
+
+    monkeypatch.setattr(SWEEP, "write_curve", write)
+
+
 class TestReading:
     def test_runs_are_arms_times_shares_times_seeds(self, tmp_path):
         runs = read_sweep(written(tmp_path, LAKE))
@@ -93,6 +142,14 @@ class TestReading:
         pytest.importorskip("envpool")
         runs = read_sweep(Path(__file__).parent.parent / "results/paper/sweep.toml")
         assert len({run.name for run in runs}) == len(runs)
+        labels = {run.label for run in runs if run.config.arm == "iif"}
+        assert labels == {"iif", *(f"iif-drop{share}" for share in ("0.0625", "0.125", "0.25", "0.5", "1"))}
+
+    def test_shares_that_differ_have_labels_that_do(self, tmp_path):
+        runs = read_sweep(written(tmp_path, LAKE.replace("[0.5, 1.0]", "[0.5, 1, 0.1234567, 0.1234568]")))
+        labels = ["ppo", "iif", "iif-drop1", "iif-drop0.1234567", "iif-drop0.1234568"]
+        assert [run.label for run in runs] == 2 * labels
+        assert json.dumps(runs[2].config.drop) == "1.0"
 
     @pytest.mark.parametrize(
         ("old", "new", "line", "said"),
@@ -109,7 +166,32 @@ class TestReading:
             ("[0.5, 1.0]", "[0.5, 2.0]", 8, "2.0"),
             ("[0.5, 1.0]", '"half"', 8, "drop is 'half'"),
             ("rounds = 2", "rounds = 0", 9, "rounds is 0"),
-            ("rounds = 2", 'rounds = "two"', 3, "wrong type"),
+            ("rounds = 2", 'rounds = "two"', 9, "rounds is 'two'; a whole number is needed"),
+            ("rounds = 2", "rounds = 2.5", 9, "rounds is 2.5; a whole number is needed"),
+            ("rounds = 2", "rounds = true", 9, "rounds is True; a whole number is needed"),
+            ("rounds = 2", "n_envs = 1.5", 9, "n_envs is 1.5"),
+            ("rounds = 2", "eval_every = true", 9, "eval_every is True"),
+            ("rounds = 2", "warmup = 0.5", 9, "warmup is 0.5"),
+            ("rounds = 2", "engine = 3", 9, "engine is 3; text is needed"),
+            ("rounds = 2", 'observe = "x"', 9, "no part 'x' to observe"),
+            ("rounds = 2", "observe = 3", 9, "observe is 3; text or nothing is needed"),
+            ("rounds = 2", "preset = 3", 9, "preset is 3"),
+            ("eval_episodes = 20", "eval_episodes = 2.5", 10, "eval_episodes is 2.5"),
+            ("seeds = 2", "seeds = [4294967296]", 7, "seeds is [4294967296]"),
+            ("seeds = 2", "seeds = [true]", 7, "seeds is [True]"),
+            ("seeds = 2", "seeds = 1000000000000", 7, "seeds is 1000000000000"),
+            (re.search("hyper.*", LAKE)[0], "hyperparameters = 3", 11, "hyperparameters is 3; a table of settings"),
+            (re.search("env_kwargs.*", LAKE)[0], "env_kwargs = []", 5, "env_kwargs is []; a table of settings"),
+            ("n_steps = 64", 'n_steps = "x"', 11, "n_steps is 'x'; a whole number is needed"),
+            ("n_epochs = 2", "n_epochs = 0", 11, "n_epochs is 0; 1 or more is needed"),
+            ("n_epochs = 2", "n_epochs = 1.5", 11, "n_epochs is 1.5"),
+            ("n_epochs = 2", "gae_lambda = nan", 11, "gae_lambda is nan; a number from 0 to 1"),
+            ("n_epochs = 2", 'gamma = "0.9"', 11, "gamma is '0.9'; a number is needed"),
+            ("n_epochs = 2", 'ent_coef = "0"', 11, "ent_coef is '0'"),
+            ("n_epochs = 2", 'target_kl = "0"', 11, "target_kl is '0'; a number or nothing"),
+            ("n_epochs = 2", 'max_grad_norm = "inf"', 11, "max_grad_norm is 'inf'"),
+            ("n_epochs = 2", "vf_coef = inf", 11, "vf_coef is inf; a finite number"),
+            ("n_epochs = 2", "use_sde = 1", 11, "use_sde is 1; true or false is needed"),
             ("rounds = 2", "round = 2", 9, "An experiment has no 'round'. Did you mean rounds"),
             ("eval_episodes = 20", "eval_episodes = 0", 10, "eval_episodes is 0"),
             ("learning_rate", "learning_rat", 11, "learning_rat"),
@@ -122,7 +204,14 @@ class TestReading:
                 5,
                 "advantage-1 needs discrete observations",
             ),
+            ('arms = ["ppo", "iif"]', 'arms = [["ppo"]]', 6, "arms is [['ppo']]"),
+            ('arms = ["ppo", "iif"]', "arms = [{ a = 1 }]", 6, "arms is [{'a': 1}]"),
+            ('env = "FrozenLake-v1"', "env = 3", 4, "env is 3; text is needed"),
             ('name = "lake"', 'name = "../lake"', 3, "letters, digits"),
+            ('name = "lake"', 'name = "."', 3, "letters, digits"),
+            ('name = "lake"', 'name = ".."', 3, "letters, digits"),
+            ('name = "lake"', f'name = "{101 * "a"}"', 3, "letters, digits"),
+            ('"iif"]', '"advantage-1"]\nengine = "loop"', 7, "engine has no effect with ppo, advantage-1"),
             ("seeds = 2", "seeds = 2\nwarmup = ", 8, "Invalid value"),
             ("[[experiment]]", "[experiment]", 2, "no [[experiment]]"),
             ("[[experiment]]", "workers = 3\n[[experiment]]", 2, "A sweep has no 'workers'"),
@@ -136,20 +225,52 @@ class TestReading:
         assert said in str(refused.value)
         assert re.search(rf"\bline {line}\b", str(refused.value)), refused.value
 
+    @pytest.mark.parametrize(
+        ("text", "line", "said"),
+        [
+            (
+                LAKE.replace("[[experiment]]", '[["experiment"]]').replace("rounds = 2", '"rounds" = 0'),
+                9,
+                "rounds is 0",
+            ),
+            ('experiment = [{ name = "lake", arms = 3 }]', 1, "arms is 3"),
+            ("# 1\nexperiment = [\n  3,\n]", 2, "An experiment is 3"),
+            (LAKE + "[experiment.foo]\na = 1", 12, "An experiment has no 'foo'"),
+            (LAKE + "[experiment.policy_kwargs]\nnet_arch = [8]\nfoo = 3", 14, "foo"),
+            (LAKE.replace("rounds = 2", "device = '''\n[[experiment]]\nname = \"a\"'''\nrounds = 0"), 12, "rounds"),
+            (LAKE.replace("rounds = 2", "rounds = 0").replace("\n", "\r\n"), 9, "rounds is 0"),
+            ("\ufeff" + LAKE.replace("rounds = 2", "rounds = 0"), 9, "rounds is 0"),
+        ],
+    )
+    def test_lines_are_those_of_the_file_however_it_is_written(self, tmp_path, text, line, said):
+        path = tmp_path / "sweep.toml"
+        path.write_bytes(text.encode())
+        with pytest.raises(WhenceError, match=rf"line {line}: .*{said}"):
+            read_sweep(path)
+
+    def test_a_name_stands_for_one_share_of_its_own(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(presets(), "other", {**presets()["lda-code/frozenlake"], "drop": 0.25})
+        asked = '[[experiment]]\nname = "lake"\npreset = "{}"\narms = ["ppo", "iif"]\nseeds = 1\n'
+        file = written(tmp_path, asked.format("lda-code/frozenlake") + asked.format("other"))
+        with pytest.raises(WhenceError, match=r"line 8: The name 'lake' .* differ in the share that the preset drops"):
+            read_sweep(file)
+
     def test_a_name_stands_for_one_setting(self, tmp_path):
         with pytest.raises(WhenceError, match=r"line 20: The name 'lake' stands over runs that differ in rounds"):
             read_sweep(written(tmp_path, LAKE + LAKE.replace("rounds = 2", "rounds = 3")))
 
     def test_a_missing_file_is_named(self, tmp_path):
-        with pytest.raises(WhenceError, match=r"none\.toml is not there"):
+        with pytest.raises(WhenceError, match=r"none\.toml cannot be read \(No such file"):
             read_sweep(tmp_path / "none.toml")
+        with pytest.raises(WhenceError, match=r"below cannot be read \(Not a directory"):
+            read_sweep(written(tmp_path, LAKE) / "below")
 
 
 class TestRunning:
     def test_it_leaves_curves_and_timings_and_nothing_else(self, whole):
         there = sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.is_file())
         names = [f"lake/{label}/seed_{seed}" for label in ("iif", "iif-drop1", "ppo") for seed in (0, 1)]
-        assert there == sorted(f"{kind}/{name}.json" for kind in ("curves", "timings") for name in names)
+        assert there == sorted([".lock", *(f"{kind}/{name}.json" for kind in ("curves", "timings") for name in names)])
         one = json.loads((whole / "curves/lake/iif/seed_1.json").read_text())
         assert one["config"]["arm"] == "iif"
         assert one["evaluations"]["round"] == [0, 1, 2]
@@ -201,7 +322,146 @@ class TestRunning:
         with pytest.raises(RunDirectoryError, match="its rounds is 2, the sweep's 3"):
             sweep(longer, whole, Quiet())
 
-    @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": "whence-curve", "version": 1}'])
+    def test_a_sweep_has_its_directory_to_itself(self, whole, tmp_path):
+        runs = read_sweep(written(tmp_path, LAKE))
+        with SWEEP._held(whole), pytest.raises(RunDirectoryError, match=r"Another sweep is writing to .*out\. Wait"):
+            sweep(runs, whole, Quiet())
+        assert sweep(runs, whole, Quiet()) == {}
+        with pytest.raises(RunDirectoryError, match=r"sweep\.toml cannot be written to"):
+            sweep(runs, tmp_path / "sweep.toml", Quiet())
+
+    def test_what_cannot_be_kept_is_that_runs_failure(self, in_process, whole, copied, tmp_path, monkeypatch):
+        runs = read_sweep(written(tmp_path, LAKE))
+        for kind in ("curves", "timings"):
+            (copied / kind / "lake/ppo/seed_0.json").unlink()
+            (copied / kind / "lake/iif/seed_0.json").unlink()
+        write_curve = SWEEP.write_curve
+
+        def no_space(config, *rest):
+            if config.arm == "ppo":
+                raise OSError("no space left")
+            write_curve(config, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SWEEP, "write_curve", no_space)
+            watch = Quiet()
+            assert sweep(runs, copied, watch) == {"lake/ppo/seed_0": "OSError: no space left"}
+        assert watch.ends == {"lake/ppo/seed_0": "OSError: no space left", "lake/iif/seed_0": None}
+        assert sweep(runs, copied, Quiet()) == {}
+        assert curves(copied) == curves(whole)
+
+    def test_a_run_is_kept_whole_or_not_at_all(self, in_process, tmp_path, monkeypatch):
+        came_to(monkeypatch, "evaluations", test_return=[1.0, math.nan, 1.0])
+        (failure,) = sweep(read_sweep(written(tmp_path, LAKE))[:1], tmp_path / "out", Quiet()).values()
+        assert re.search(r"ppo.seed_0 does not hold a whole run \(`returns` .*nan.*\)\. Change its settings", failure)
+        assert not (tmp_path / "out/curves").exists()
+        assert not (tmp_path / "out/timings").exists()
+
+    def test_figures_that_are_not_finite_are_null(self, in_process, tmp_path, monkeypatch):
+        came_to(monkeypatch, "metrics", **{"train/approx_kl": [0.5, math.nan]})
+        assert sweep(read_sweep(written(tmp_path, LAKE))[:1], tmp_path / "out", Quiet()) == {}
+        found = load_sweep(tmp_path / "out")["lake"]["ppo"][0].tables["rounds"]
+        assert found["train/approx_kl"].to_list() == [0.5, None]
+
+    def test_an_unfinished_run_of_other_settings_gives_way(self, in_process, whole, tmp_path):
+        runs, out = read_sweep(written(tmp_path, LAKE))[:1], tmp_path / "out"
+        path = runs[0].run_path(out)
+        RunDirectory.create(path, replace(runs[0].config, rounds=7).to_json()).append("metrics", {"round": 1})
+        assert sweep(runs, out, Quiet()) == {}
+        assert curves(out).items() <= curves(whole).items()
+        # A run of somebody's script is none of a sweep's.
+        RunDirectory.create(tmp_path / "other/runs/lake/ppo/seed_0", {"env": "Lake", "seed": 0})
+        (failure,) = sweep(runs, tmp_path / "other", Quiet()).values()
+        assert "holds a run of another configuration" in failure
+
+    def test_run_directories_are_kept_where_that_is_asked_for(self, in_process, tmp_path):
+        text = (
+            LAKE.replace('["ppo", "iif"]', '["ppo"]').replace("seeds = 2", "seeds = 1").replace("drop = [0.5, 1.0]", "")
+        )
+        file, out = written(tmp_path, text + text.replace('"lake"', '"sea"')), tmp_path / "out"
+        asked = ["sweep", str(file), "--out", str(out), "--only", "sea", "--json"]
+        done = CliRunner().invoke(app, [*asked, "--keep-runs"])
+        assert done.exit_code == 0
+        assert json.loads(done.stdout) == {"out": str(out), "runs": ["sea/ppo/seed_0"], "failures": {}}
+        assert [*curves(out)] == ["curves/sea/ppo/seed_0.json"]
+        assert RunDirectory.open(out / "runs/sea/ppo/seed_0").rounds() == [1, 2]
+        assert CliRunner().invoke(app, asked).exit_code == 0
+        assert (out / "runs/sea/ppo/seed_0").exists()
+
+    def test_a_run_directory_that_a_kill_left_is_discarded(self, copied, tmp_path, monkeypatch):
+        runs = read_sweep(written(tmp_path, LAKE))
+        path = runs[0].run_path(copied)
+        RunDirectory.create(path, runs[0].config.to_json())
+
+        def killed(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SWEEP, "write_curve", killed)
+            with pytest.raises(KeyboardInterrupt):
+                SWEEP._keep(runs[0], copied, keep_runs=False)
+        assert sweep(runs, copied, Quiet(), keep_runs=True) == {}
+        assert path.exists()
+        assert sweep(runs, copied, Quiet()) == {}
+        assert [file for file in (copied / "runs").rglob("*") if not file.is_dir()] == []
+        assert not path.exists()
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda curve, timing: [column.pop() for column in curve["evaluations"].values()],
+            lambda curve, timing: [column.pop(1) for column in curve["evaluations"].values()],
+            lambda curve, timing: [column.reverse() for column in curve["evaluations"].values()],
+            lambda curve, timing: [column.pop() for column in curve["rounds"].values()],
+            lambda curve, timing: [column.pop() for column in timing["seconds"].values()],
+            lambda curve, timing: [column.reverse() for column in timing["seconds"].values()],
+            lambda curve, timing: curve["evaluations"]["test_return"].pop(),
+            lambda curve, timing: curve["evaluations"].update(test_return=[1.0, None, 1.0]),
+            lambda curve, timing: curve["evaluations"].update(test_return=[1.0, math.nan, 1.0]),
+            lambda curve, timing: timing["seconds"].update(scoring_cpu=[0.0, -1.0]),
+            lambda curve, timing: timing["seconds"].update(scoring_cpu=[0.0, math.nan]),
+            lambda curve, timing: timing["seconds"].update(scoring_cpu=[0.0, None]),
+            lambda curve, timing: timing["seconds"].update(scoring_cpu=[0.0, True]),
+            lambda curve, timing: timing["seconds"].pop("scoring_cpu"),
+            lambda curve, timing: timing.update(seconds=[1.0, 2.0]),
+            lambda curve, timing: curve.update(rounds={"round": "12"}),
+            lambda curve, timing: curve.update(config=3),
+            lambda curve, timing: curve["config"].update(hyperparameters=[]),
+            lambda curve, timing: curve["config"].update(rounds=10**15),
+            lambda curve, timing: curve["config"].update(rounds=3),
+            lambda curve, timing: curve["evaluations"].update(test_return=[1.0, 10**400, 1.0]),
+            lambda curve, timing: curve["evaluations"].update(test_return=[1.0, [2.0], 1.0]),
+        ],
+    )
+    def test_a_curve_is_whole(self, copied, change):
+        file, timings = (copied / kind / "lake/iif/seed_1.json" for kind in ("curves", "timings"))
+        curve, timing = json.loads(file.read_text()), json.loads(timings.read_text())
+        change(curve, timing)
+        file.write_text(json.dumps(curve)), timings.write_text(json.dumps(timing))
+        with pytest.raises(RunDirectoryError, match=r"iif/seed_1\.json.* does not hold a whole run \("):
+            load_sweep(copied)
+
+    def test_runs_of_a_name_that_differ_are_not_tabulated(self, copied):
+        changed(copied / "curves/lake/iif/seed_1.json", lambda one: one["config"].update(env_kwargs={}))
+        with pytest.raises(RunDirectoryError, match=r"seed_1\.json differs from other runs of 'lake' in env_kwargs"):
+            load_sweep(copied)
+
+    def test_runs_of_two_shares_are_not_one_arms(self, copied):
+        changed(copied / "curves/lake/iif/seed_1.json", lambda one: one["config"].update(drop=0.25))
+        with pytest.raises(RunDirectoryError, match="differs from other runs of 'lake' in drop"):
+            load_sweep(copied)
+
+    @pytest.mark.parametrize("place", ["lake/mean/seed_1", "lake/iif/seed_7", "lake/iif-drop0.25/seed_1"])
+    def test_a_curve_lies_where_its_run_belongs(self, copied, place):
+        for kind in ("curves", "timings"):
+            (copied / kind / place).parent.mkdir(exist_ok=True)
+            (copied / kind / "lake/iif/seed_1.json").rename(copied / kind / f"{place}.json")
+        with pytest.raises(RunDirectoryError, match=rf"{place}\.json is of the arm iif, drop 0\.5 and seed 1"):
+            load_sweep(copied)
+
+    @pytest.mark.parametrize(
+        "content", ["", "{", "[" * 100_000, "[]", "{}", '{"format": "whence-curve", "version": 1}']
+    )
     def test_a_damaged_curve_is_named(self, whole, tmp_path, content):
         file = tmp_path / "out/curves/lake/ppo/seed_0.json"
         file.parent.mkdir(parents=True)
@@ -230,57 +490,82 @@ class TestRunning:
         assert "has no experiment 'lak'. Did you mean lake?" in str(done.exception)
 
 
-def trained(callback, rounds=1, optimizer=torch.optim.SGD):
-    """A model after some rounds of PPO, and how its parameters moved."""
-    model = PPO(
-        "MlpPolicy",
-        gym.make("CartPole-v1"),
-        n_steps=64,
-        batch_size=32,
-        n_epochs=2,
-        seed=0,
-        device="cpu",
-        learning_rate=0.05,
-        vf_coef=0.0,  # else the values' gradient, which is the same in all, would be most of the update
-        policy_kwargs={"optimizer_class": optimizer, "net_arch": [8]},
-    )
-    start = flat(model)
-    model.learn(64 * rounds, callback=callback)
-    return model, flat(model) - start
-
-
-def flat(model):
-    return torch.cat([parameter.detach().flatten().double() for parameter in model.policy.parameters()])
-
-
-class TestMatchedUpdate:
-    def test_it_goes_where_ppo_goes_as_far_as_the_selection_would(self):
-        _, plain = trained(None)
-        _, filtered = trained(InfluenceCallback(IIF(drop=1.0)))
-        model, matched = trained(MatchedUpdate(IIF(drop=1.0)))
-        assert abs(filtered.norm() / plain.norm() - 1) > 0.05  # else there would be nothing to match
-        assert float(matched.norm()) == pytest.approx(float(filtered.norm()), rel=1e-5)
-        assert float(torch.cosine_similarity(matched, plain, dim=0)) == pytest.approx(1, abs=1e-6)
-        assert model._n_updates == 2
-
-    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-    def test_where_all_is_kept_it_is_ppo(self, optimizer):
-        _, plain = trained(None, rounds=3, optimizer=optimizer)
-        _, matched = trained(MatchedUpdate(KeepAll()), rounds=3, optimizer=optimizer)
-        assert torch.allclose(matched, plain, rtol=1e-4, atol=1e-7)
-
-    def test_the_factor_is_in_the_metrics(self):
-        callback = MatchedUpdate(IIF(drop=1.0))
-        _, matched = trained(callback)
-        _, plain = trained(None)
-        assert callback.metrics[0]["train/update_scale"] == pytest.approx(
-            float(matched.norm() / plain.norm()), rel=1e-5
-        )
-
-
 @pytest.mark.parametrize(("arm", "rate"), [("ppo", 0.01), ("ppo-lr-0.5", 0.005), ("ppo-lr-4", 0.04)])
 def test_learning_rates_are_scaled(tmp_path, arm, rate):
     config = configure(env="FrozenLake-v1", arm=arm, hyperparameters={"learning_rate": 0.01})
     assert make_model(config, training_env(config)).learning_rate == rate
     default = configure(env="FrozenLake-v1", arm=arm)
     assert make_model(default, training_env(default)).learning_rate == pytest.approx(3e-4 * rate / 0.01)
+
+
+@pytest.fixture
+def long_run(tmp_path):
+    """A run that takes some seconds."""
+    path = tmp_path / "run"
+    return configure(env="FrozenLake-v1", arm="ppo", rounds=40, eval_episodes=2), path
+
+
+class TestWorkers:
+    def test_one_that_is_killed_is_told_of(self, long_run):
+        def kill(place, done):
+            (worker,) = multiprocessing.active_children()
+            os.kill(worker.pid, signal.SIGKILL)
+
+        (found,) = run_all([long_run], 1, kill)
+        assert found == (0, "its process was ended by SIGKILL, perhaps for want of memory: try fewer workers")
+
+    @pytest.mark.parametrize(
+        ("code", "said"),
+        [(-15, "ended by SIGTERM"), (-11, "ended by SIGSEGV"), (-99, "ended by signal 99"), (3, "with exit code 3")],
+    )
+    def test_how_one_died_is_told(self, code, said):
+        assert said in _death(code)
+        assert "memory" not in _death(code)
+
+    def test_they_end_when_the_caller_breaks_off(self, long_run):
+        class Enough(Exception):
+            pass
+
+        def stop(place, done):
+            raise Enough
+
+        with closing(run_all([long_run], 1, stop)) as ends, pytest.raises(Enough):
+            next(ends)
+        assert multiprocessing.active_children() == []
+        assert not is_finished(*long_run)
+
+    def test_ctrl_c_ends_them_in_silence(self, tmp_path):
+        file = written(tmp_path, LAKE.replace("rounds = 2", "rounds = 400"))
+        command = [sys.executable, "-m", "whence.cli", "sweep", str(file), "--out", "out", "--workers", "1"]
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        deadline = time.monotonic() + 200
+        while not (children := workers_of(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.5)  # while it imports
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, said = process.communicate(timeout=100)
+        assert "Interrupted. What was finished is kept" in " ".join(said.split())
+        assert "Traceback" not in said
+        assert process.returncode == 130
+        assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+def workers_of(pid):
+    """Return the processes that a process started to work for it."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    except FileNotFoundError:
+        return []
+
+
+def test_versions_of_environments_are_recorded_where_they_are_installed(monkeypatch):
+    monkeypatch.setattr("whence.sb3.callback.version", lambda name: "7" if name != "minigrid" else missing(name))
+    assert library_versions().keys() == {
+        *("whence", "torch", "stable-baselines3", "gymnasium", "numpy"),
+        *("envpool", "highway-env", "Box2D"),
+    }
+
+
+def missing(name):
+    raise PackageNotFoundError(name)

@@ -26,7 +26,7 @@ def sweep(
         str | None, typer.Option(help="Of the experiments, these alone, separated by commas.", show_default=False)
     ] = None,
     keep_runs: Annotated[
-        bool, typer.Option("--keep-runs", help="Keep every round's records and policies also of finished runs.")
+        bool, typer.Option("--keep-runs", help="Keep the directories of the runs made from now on, with every round.")
     ] = False,
     json: AsJson = False,
 ) -> None:

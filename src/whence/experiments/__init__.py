@@ -17,11 +17,11 @@ from whence.experiments.plan import plan as plan
 from whence.experiments.replay import load_recording as load_recording
 from whence.experiments.replay import load_round as load_round
 from whence.experiments.sweep import Kept as Kept
-from whence.experiments.sweep import Planned as Planned
 from whence.experiments.sweep import Results as Results
 from whence.experiments.sweep import load_sweep as load_sweep
-from whence.experiments.sweep import read_sweep as read_sweep
 from whence.experiments.sweep import summarise_sweep as summarise_sweep
 from whence.experiments.sweep import sweep as sweep
+from whence.experiments.sweepfile import Planned as Planned
+from whence.experiments.sweepfile import read_sweep as read_sweep
 from whence.experiments.training import is_finished as is_finished
 from whence.experiments.training import run as run

@@ -1,13 +1,14 @@
 """What one training run is, and how it follows from a preset or an environment's name."""
 
 import math
+import reprlib
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib.resources import files
-from types import MappingProxyType
-from typing import Any, Self
+from types import MappingProxyType, UnionType
+from typing import Any, Self, get_args, get_origin
 
 from stable_baselines3 import PPO
 
@@ -27,6 +28,27 @@ POLICIES = tuple(PPO.policy_aliases)
 """SB3's names."""
 
 TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Return, "action": Action})
+
+_RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
+    {
+        "learning_rate": ("a finite number, 0 or more,", lambda value: 0 <= value < math.inf),
+        **dict.fromkeys(("n_steps", "batch_size", "n_epochs"), ("1 or more", lambda value: value >= 1)),
+        **dict.fromkeys(("gamma", "gae_lambda"), ("a number from 0 to 1", lambda value: 0 <= value <= 1)),
+        **dict.fromkeys(("clip_range", "clip_range_vf", "max_grad_norm"), ("0 or more", lambda value: value >= 0)),
+        **dict.fromkeys(("ent_coef", "vf_coef"), ("a finite number", lambda value: -math.inf < value < math.inf)),
+        "target_kl": ("a number", lambda value: value == value),
+    }
+)
+"""What hyper-parameters have to be beside their type; what lies outside would fail in training, or train nothing."""
+
+_NEEDED = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    Mapping: "a table of settings",
+    type(None): "nothing",
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +104,7 @@ class RunConfig:
     observe: str | None = None
 
     def __post_init__(self) -> None:
+        check_types(vars(self))
         for what, name, known in (
             ("arm", self.arm, ARMS),
             ("policy", self.policy, POLICIES),
@@ -94,10 +117,15 @@ class RunConfig:
             if name not in known:
                 raise WhenceError(f"The {what} {name!r} is unknown.{nearest(name, known)}")
         if unknown := [name for name in self.hyperparameters if name not in HYPERPARAMETERS]:
-            raise WhenceError(f"PPO has no hyper-parameter {unknown[0]!r}.{nearest(unknown[0], HYPERPARAMETERS)}")
+            raise WhenceError(f"PPO has no hyper-parameter {unknown[0]!r}.{nearest(str(unknown[0]), HYPERPARAMETERS)}")
+        for name, value in self.hyperparameters.items():
+            _check_hyperparameter(name, value)
         for name, least in (("rounds", 1), ("eval_episodes", 0), ("eval_every", 1), ("n_envs", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
+        bits = 31 if self.collect_with == "envpool" else 32  # EnvPool's seeds, and NumPy's
+        if self.seed >= 2**bits:
+            raise WhenceError(f"seed is {self.seed}; less than {2**bits} is needed, since seeds have {bits} bits here.")
         if self.eval_episodes == 1:
             raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
         self.rule()
@@ -131,6 +159,39 @@ class RunConfig:
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return the configuration that `to_json` gave."""
         return cls(**_from_json(values))
+
+
+def evaluated_rounds(config: RunConfig) -> list[int]:
+    """Return the rounds after which a run is evaluated; 0 is before the first."""
+    return sorted({*range(0, config.rounds + 1, config.eval_every), config.rounds})
+
+
+def check_types(values: Mapping[str, Any]) -> None:
+    """Refuse values of a run's fields, by the fields' names, that have another type than the field.
+
+    Raises:
+        WhenceError: names the first such field.
+    """
+    for one in fields(RunConfig):
+        if one.name in values:
+            kinds = get_args(one.type) if isinstance(one.type, UnionType) else (one.type,)
+            _check_type(one.name, values[one.name], *(get_origin(kind) or kind for kind in kinds))
+
+
+def _check_hyperparameter(name: str, value: Any) -> None:
+    default = HYPERPARAMETERS[name]
+    _check_type(name, value, *((float, type(None)) if default is None else (type(default),)))
+    needed, is_met = _RANGES.get(name, ("", lambda value: True))
+    if value is not None and not is_met(value):
+        raise WhenceError(f"{name} is {value}; {needed} is needed.")
+
+
+def _check_type(name: str, value: Any, *kinds: Any) -> None:
+    """Refuse a value of no such type; whole numbers are numbers, too, and what is true or false is none."""
+    able = {bool} & {*kinds} if isinstance(value, bool) else {*kinds, *([int] if float in kinds else [])}
+    if not isinstance(value, tuple(able)):
+        needed = " or ".join(_NEEDED[kind] for kind in kinds)
+        raise WhenceError(f"{name} is {reprlib.repr(value)}; {needed} is needed.")
 
 
 def _json(value: Any) -> Any:

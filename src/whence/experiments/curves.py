@@ -1,6 +1,7 @@
 """What is kept of a run that is one of many: two small text files, results apart from timings."""
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from whence.errors import RunDirectoryError
+from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.arms import ARMS
-from whence.experiments.config import RunConfig
+from whence.experiments.config import RunConfig, evaluated_rounds
 from whence.experiments.metrics import Curve
 from whence.guards import written_atomically
 from whence.runs import RunDirectory
@@ -47,48 +48,91 @@ def write_curve(config: RunConfig, run: RunDirectory, results: Path, timings: Pa
         run: its directory.
         results: the file for configuration, evaluations and what happened each round; JSON.
         timings: the file for seconds, versions and the machine; JSON.
+
+    Raises:
+        RunDirectoryError: the directory does not hold the whole run; nothing was written.
     """
     metrics = run.table("metrics")
     head = {"format": FORMAT, "version": VERSION}
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
-    _write(
-        timings, head | {"machine": machine, "versions": dict(run.versions), "seconds": _columns(run.table("timings"))}
-    )
-    _write(
-        results,
-        head
-        | {
-            "config": config.to_json(),
-            "evaluations": _columns(run.table("evaluations")),
-            "rounds": _columns(metrics.select(name for name in KEPT if name in metrics.columns)),
-        },
-    )
+    timed = head | {"machine": machine, "versions": dict(run.versions), "seconds": _columns(run.table("timings"))}
+    found = head | {
+        "config": config.to_json(),
+        "evaluations": _columns(run.table("evaluations")),
+        "rounds": _columns(metrics.select(name for name in KEPT if name in metrics.columns)),
+    }
+    try:
+        _parsed(found, timed)
+    except _BROKEN as wrong:
+        raise RunDirectoryError(
+            f"{run.path} does not hold a whole run ({_told(wrong)}). Change its settings, or delete it to have it made "
+            "again."
+        ) from wrong
+    _write(timings, timed)
+    _write(results, found)
 
 
 def read_curve(results: Path, timings: Path) -> tuple[RunConfig, Mapping[str, pl.DataFrame], Curve]:
     """Return a kept run: its configuration; the tables evaluations, rounds and seconds; its curve.
 
     Raises:
-        RunDirectoryError: a file is missing or is none that `write_curve` wrote.
+        RunDirectoryError: a file is missing, is none that `write_curve` wrote, or lacks some of the run.
     """
-    found, timed = _read(results), _read(timings)
     try:
-        config = RunConfig.from_json(found["config"])
-        tables = {
-            "evaluations": pl.DataFrame(found["evaluations"]),
-            "rounds": pl.DataFrame(found["rounds"]),
-            "seconds": pl.DataFrame(timed["seconds"]),
-        }
-        return config, tables, curve_of(config, tables["evaluations"], tables["seconds"])
-    except (KeyError, TypeError, ValueError, IndexError, pl.exceptions.PolarsError) as wrong:
+        return _parsed(_read(results), _read(timings))
+    except RunDirectoryError:
+        raise
+    except _BROKEN as wrong:
         raise RunDirectoryError(
-            f"{results}, with {timings}, does not hold a whole run ({type(wrong).__name__}: {wrong}). Delete both, and "
-            "the run is made again."
+            f"{results}, with {timings}, does not hold a whole run ({_told(wrong)}). Delete both, and the run is made "
+            "again."
         ) from wrong
 
 
+_BROKEN = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    pl.exceptions.PolarsError,
+)
+"""What contents raise that are not a kept run's."""
+
+
+def _told(wrong: Exception) -> str:
+    return str(wrong).rstrip(".") if isinstance(wrong, WhenceError) else f"{type(wrong).__name__}: {wrong}"
+
+
+def _parsed(found: Mapping[str, Any], timed: Mapping[str, Any]) -> tuple[RunConfig, Mapping[str, pl.DataFrame], Curve]:
+    """Return what the two documents hold, checked to be a whole run."""
+    config = RunConfig.from_json(found["config"])
+    tables = {"evaluations": found["evaluations"], "rounds": found["rounds"], "seconds": timed["seconds"]}
+    frames = {name: pl.DataFrame(_checked(name, columns)) for name, columns in tables.items()}
+    # First, since no list of rounds is made that the file does not hold.
+    if frames["seconds"].height != config.rounds:
+        raise WhenceError(f"seconds has {frames['seconds'].height} rows, and the run {config.rounds} rounds")
+    each = list(range(1, config.rounds + 1))
+    for name, expected in (("evaluations", evaluated_rounds(config)), ("rounds", each), ("seconds", each)):
+        if frames[name]["round"].to_list() != expected:
+            raise WhenceError(f"the rounds of {name} are not those of the run, each once and in order")
+    for name, column in frames["seconds"].to_dict().items():
+        if column.null_count() or not all(0 <= value < math.inf for value in column):
+            raise WhenceError(f"{name} holds what is no time: seconds are finite, and 0 or more")
+    return config, frames, curve_of(config, frames["evaluations"], frames["seconds"])
+
+
+def _checked(name: str, columns: Any) -> dict[str, list[float | None]]:
+    """Return a table's columns if they are lists of numbers, where null stands for one that is not finite."""
+    kinds = int, float, type(None)
+    if not isinstance(columns, dict) or not all(
+        isinstance(column, list) and all(type(value) in kinds for value in column) for column in columns.values()
+    ):
+        raise WhenceError(f"{name} is no table of numbers")
+    return columns
+
+
 def _columns(table: pl.DataFrame) -> dict[str, list[Any]]:
-    return {name: column.to_list() for name, column in table.to_dict().items()}
+    return {
+        name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in column]
+        for name, column in table.to_dict().items()
+    }
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
@@ -113,7 +157,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(
             f"{path} is not there; a kept run has one file of results and one of timings."
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as broken:
+    except (OSError, RecursionError, ValueError) as broken:
         raise RunDirectoryError(
             f"{path} is not readable as JSON: {broken}. Delete it, and the run is made again."
         ) from None

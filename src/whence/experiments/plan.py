@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from whence.errors import WhenceError, nearest
 from whence.experiments.arms import ARMS, STANDARD
-from whence.experiments.config import RunConfig, presets
+from whence.experiments.config import RunConfig, check_types, presets
 from whence.experiments.environments import check_environment, default_policy, libraries, model_env
 from whence.experiments.training import make_model
 from whence.guards import kept_generators
@@ -48,6 +48,7 @@ def configure(
         raise WhenceError(f"A run has no {unknown[0]!r}.{nearest(unknown[0], known)}")
     values: dict[str, Any] = dict(presets()[preset]) if preset is not None else {"env": env}
     given = {name: value for name, value in overrides.items() if value is not None}
+    check_types(given)
     merged = {name: {**values.get(name, {}), **given[name]} for name in _MERGED if name in given}
     config = RunConfig(arm=arm, seed=seed, **copy.deepcopy({**values, **given, **merged}))
     _check_reach(config, given)

@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.arms import ARMS
-from whence.experiments.config import HYPERPARAMETERS, RunConfig
+from whence.experiments.config import HYPERPARAMETERS, RunConfig, evaluated_rounds
 from whence.experiments.curves import curve_of
 from whence.experiments.environments import evaluation_env, measured_return, training_env
 from whence.experiments.metrics import Curve
@@ -110,14 +110,9 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
                 tensorboard_log=None if tensorboard is None else str(tensorboard),
                 **hyperparameters,
             )
-    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as refused:
+    except Exception as refused:
         reason = str(refused) or type(refused).__name__
         raise WhenceError(f"Stable-Baselines3's PPO refuses these settings: {reason}") from refused
-
-
-def evaluated_rounds(config: RunConfig) -> list[int]:
-    """Return the rounds after which a run is evaluated; 0 is before the first."""
-    return sorted({*range(0, config.rounds + 1, config.eval_every), config.rounds})
 
 
 def is_finished(config: RunConfig, path: Path) -> bool:

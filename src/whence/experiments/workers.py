@@ -4,11 +4,14 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,7 @@ def run_all(
                 place = waiting.popleft()
                 mine, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(theirs, *jobs[place]), daemon=True)
-                process.start()
+                _start(process)
                 theirs.close()  # the worker's end: when the worker is gone, so is the pipe
                 under_way[mine] = place, process
             for pipe in wait(list(under_way)):
@@ -66,11 +69,11 @@ def run_all(
                 kind, said = _received(pipe)
                 if kind == "round":
                     on_round(place, said)
-                else:
-                    del under_way[pipe]
-                    pipe.close()
-                    process.join()
-                    yield place, said
+                    continue
+                del under_way[pipe]
+                pipe.close()
+                process.join()
+                yield place, _death(process.exitcode) if kind == "lost" else said
     finally:
         for pipe, (_, process) in under_way.items():
             process.terminate()
@@ -78,12 +81,37 @@ def run_all(
             pipe.close()
 
 
+def _start(process: BaseProcess) -> None:
+    """Start a process that Ctrl-C does not reach: the terminal sends it to all, and it is the caller's to end them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return process.start()
+    resource_tracker.ensure_running()  # which else `start` would do, and that lets SIGINT through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _received(pipe: Connection) -> tuple[str, Any]:
     try:
         return pipe.recv()  # type: ignore[no-any-return]
-    except EOFError:
-        lost = "its process was killed from outside, perhaps for want of memory: try fewer workers"
-        return "ended", lost
+    except (EOFError, OSError):  # nothing more, or part of a message
+        return "lost", None
+
+
+def _death(code: int | None) -> str:
+    """Tell how a process ended that did not say so itself."""
+    if code is None or code >= 0:
+        return f"its process ended with exit code {code} before the run did"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    why = ", perhaps for want of memory: try fewer workers" if name == "SIGKILL" else ""
+    return f"its process was ended by {name}{why}"
+
+
+def reason(failure: Exception) -> str:
+    """Return what went wrong as a sentence: whence's own errors are, others get their kind before them."""
+    return str(failure) if isinstance(failure, WhenceError) else f"{type(failure).__name__}: {failure}"
 
 
 def _work(pipe: Connection, config: RunConfig, path: Path) -> None:
@@ -96,8 +124,7 @@ def _work(pipe: Connection, config: RunConfig, path: Path) -> None:
     except Exception as failure:
         with written_atomically(told) as temporary:
             temporary.write_text(traceback.format_exc(), encoding="utf-8")
-        reason = str(failure) if isinstance(failure, WhenceError) else f"{type(failure).__name__}: {failure}"
-        pipe.send(("ended", f"{reason} (traceback: {told})"))
+        pipe.send(("ended", f"{reason(failure)} (traceback: {told})"))
     else:
         with contextlib.suppress(FileNotFoundError):
             told.unlink()

@@ -3,9 +3,9 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +328,11 @@ def _metrics(current: Round) -> dict[str, Any]:
 
 def library_versions() -> dict[str, str]:
     """Return the versions that a run's results depend on."""
-    return {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
+    found = {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
+    for package in ("envpool", "minigrid", "highway-env", "Box2D"):  # environments, where they are installed
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 class _Stopwatch:

@@ -487,7 +487,19 @@ class TestRunning:
 
     def test_only_names_experiments(self, tmp_path):
         done = CliRunner().invoke(app, ["sweep", str(written(tmp_path, LAKE)), "--only", "lak"])
-        assert "has no experiment 'lak'. Did you mean lake?" in str(done.exception)
+        assert "has no experiment, arm or run 'lak'. Did you mean lake" in str(done.exception)
+
+    def test_single_runs_are_made_again_to_the_byte(self, whole, tmp_path):
+        # What stands in a sweep's directory can be checked from its file, run by run.
+        names = "lake/iif/seed_1,lake/ppo"
+        asked = ["sweep", str(written(tmp_path, LAKE)), "--only", names, "--out", str(tmp_path / "out"), "--json"]
+        done = CliRunner().invoke(app, asked)
+        assert done.exit_code == 0, done.output
+        chosen = ["lake/ppo/seed_0", "lake/ppo/seed_1", "lake/iif/seed_1"]
+        assert json.loads(done.stdout)["runs"] == chosen
+        assert curves(tmp_path / "out") == {
+            f"curves/{name}.json": curves(whole)[f"curves/{name}.json"] for name in chosen
+        }
 
 
 @pytest.mark.parametrize(("arm", "rate"), [("ppo", 0.01), ("ppo-lr-0.5", 0.005), ("ppo-lr-4", 0.04)])

@@ -1,5 +1,6 @@
 """`whence sweep` and `whence table`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from whence.cli.app import app
 from whence.cli.options import AsJson
 from whence.cli.output import SweepTable, console, errors, line, print_json, resumable
 from whence.errors import WhenceError, nearest
+from whence.experiments import Planned
 from whence.report import write_tables
 
 
@@ -23,7 +25,11 @@ def sweep(
         int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Of the experiments, these alone, separated by commas.", show_default=False)
+        str | None,
+        typer.Option(
+            help="These experiments, arms or runs alone, separated by commas: lake,pond/iif,sea/iif/seed_3.",
+            show_default=False,
+        ),
     ] = None,
     keep_runs: Annotated[
         bool, typer.Option("--keep-runs", help="Keep the directories of the runs made from now on, with every round.")
@@ -39,13 +45,9 @@ def sweep(
     """
     runs = experiments.read_sweep(file)
     if only is not None:
-        names = list(dict.fromkeys(run.group for run in runs))
-        for name in only.split(","):
-            if name not in names:
-                raise WhenceError(f"{file} has no experiment {name!r}.{nearest(name, names)}")
-        runs = [run for run in runs if run.group in only.split(",")]
+        runs = _chosen(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
-    with resumable(), SweepTable(runs) as live:
+    with resumable(), SweepTable(runs, workers) as live:
         failures = experiments.sweep(runs, path, live, workers=workers, keep_runs=keep_runs)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
@@ -55,6 +57,15 @@ def sweep(
         errors.print(f"{name} failed: {failure}", markup=False, highlight=False, soft_wrap=True)
     if failures:
         raise typer.Exit(1)
+
+
+def _chosen(runs: Sequence[Planned], names: Sequence[str], file: Path) -> list[Planned]:
+    """Return the runs that stand under one of the names: an experiment, one of its arms, or a run."""
+    known = dict.fromkeys("/".join(run.name.split("/")[:parts]) for run in runs for parts in (1, 2, 3))
+    for name in names:
+        if name not in known:
+            raise WhenceError(f"{file} has no experiment, arm or run {name!r}.{nearest(name, known)}")
+    return [run for run in runs if any(f"{run.name}/".startswith(f"{name}/") for name in names)]
 
 
 @app.command("table")

@@ -56,6 +56,10 @@ Observation: TypeAlias = Annotated[
 Action: TypeAlias = Annotated[
     str | None, typer.Option(help="For the target action: one action.", metavar="JSON", show_default=False)
 ]
+Record: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="For the target action: what was done in this record of the round.", show_default=False),
+]
 Engine: TypeAlias = Annotated[
     str | None,
     typer.Option(help="How scores are computed; see `whence list engines`. (default: auto)", show_default=False),

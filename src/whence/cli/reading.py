@@ -32,10 +32,7 @@ def attribute(
     target: Annotated[
         str, typer.Option(help="What to explain: return, or action (of --record, or of --observation and --action).")
     ] = "return",
-    record: Annotated[
-        int | None,
-        typer.Option(help="For the target action: what was done in this record of the round.", show_default=False),
-    ] = None,
+    record: options.Record = None,
     observation: options.Observation = None,
     action: options.Action = None,
     engine: options.Engine = None,

@@ -27,10 +27,7 @@ def counterfactual(
     target: Annotated[
         str, typer.Option(help="What the scores are of: return, or action (of --record, or of the two below).")
     ] = "return",
-    record: Annotated[
-        int | None,
-        typer.Option(help="For the target action: what was done in this record of the round.", show_default=False),
-    ] = None,
+    record: options.Record = None,
     observation: options.Observation = None,
     action: options.Action = None,
     subsets: Annotated[int, typer.Option(help="Subsets of the records to train on.", min=3)] = 100,

@@ -653,6 +653,13 @@ MUTANTS = (
         "test_sweep.py::TestWorkers::test_one_that_is_killed_is_told_of",
     ),
     Mutant(
+        "workers that Ctrl-C reaches",
+        "experiments/workers.py",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [])",
+        "test_sweep.py::TestWorkers::test_ctrl_c_does_not_reach_them",
+    ),
+    Mutant(
         "workers that nobody ends",
         "experiments/workers.py",
         "            process.terminate()\n",
@@ -689,9 +696,9 @@ MUTANTS = (
     ),
     Mutant(
         "runs of two settings in one table",
-        "experiments/sweepfile.py",
-        "settings.setdefault(name, value) != value]",
-        "settings.setdefault(name, value) is None]",
+        "experiments/sweep.py",
+        "if others := differing(settings.setdefault(group, {}), label, config):",
+        "if others := []:",
         "test_sweep.py::TestRunning::test_runs_of_a_name_that_differ_are_not_tabulated",
     ),
     Mutant(

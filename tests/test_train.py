@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
 from whence.experiments import ARMS, TARGETS, configure, load_round, presets
-from whence.experiments.replay import run_config, tested
+from whence.experiments.replay import run_config, measuring
 from whence.sb3.callback import model_objective
 
 LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", "2", "--optimizer", "SGD"]
@@ -142,7 +142,7 @@ def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:
     run = RunDirectory.open(lake)
     model, _ = load_round(run, 2)
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
-    with tested(run_config(run), model, episodes=200, seed=3) as measure:
+    with measuring(run_config(run), model, episodes=200, seed=3) as measure:
         untrained, again = (measure(run.policy(number)) for number in (1, 1))
         assert untrained == again
         bias = {"action_net.bias": torch.tensor([50.0, 0, 0, 0])}
@@ -261,7 +261,7 @@ STAGES = {
     "scoring": ("whence.sb3.callback", None, "attribute"),
     "writing": ("whence.runs", "RunDirectory", "write_policy"),
     "optimisation": ("torch.nn.utils", None, "clip_grad_norm_"),
-    "evaluation": ("whence.experiments.training", None, "evaluate"),
+    "evaluation": ("whence.experiments.training", None, "measured_return"),
 }
 DRIVER = """
 import importlib, os, signal, sys

@@ -15,7 +15,7 @@ from whence.cli.app import app
 from whence.cli.output import console, errors, line, print_json, table
 from whence.cli.reading import asked_target
 from whence.counterfactual import study
-from whence.experiments.replay import run_config, tested
+from whence.experiments.replay import run_config, measuring
 from whence.guards import written_atomically
 from whence.runs import RunDirectory
 
@@ -55,7 +55,7 @@ def counterfactual(
         status = stack.enter_context(errors.status("reading"))
         evaluate = None
         if test_episodes:
-            evaluate = stack.enter_context(tested(config, model, episodes=test_episodes, seed=seed))
+            evaluate = stack.enter_context(measuring(config, model, episodes=test_episodes, seed=seed))
         made = study(
             model.policy,
             recording,

@@ -92,7 +92,7 @@ def run_config(run: RunDirectory) -> RunConfig:
 
 
 @contextmanager
-def tested(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Iterator[Evaluate]:
+def measuring(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Iterator[Evaluate]:
     """Give a function that measures parameters' test return as the run's evaluations do, always on the same seed.
 
     The model's parameters are as before on exit.

@@ -15,7 +15,7 @@ from whence.cli.app import app
 from whence.cli.output import console, errors, line, print_json, table
 from whence.cli.reading import asked_target
 from whence.counterfactual import study
-from whence.experiments.replay import run_config, measuring
+from whence.experiments.replay import measuring, run_config
 from whence.guards import written_atomically
 from whence.runs import RunDirectory
 

@@ -21,9 +21,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 demo: .venv/demo.stamp
 	$(BIN)/whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3 --out out/demo
 
-## The test suite, warnings as errors.
+## The test suite, warnings as errors; two files at a time, one thread each.
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 ## Static checks, and the documentation into out/site.
 check: .venv/dev.stamp

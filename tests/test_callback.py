@@ -20,8 +20,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 import whence
 from toys import Toy, model
 from whence import IIF, KeepAll, RandomDrop, RecordBatch, Return, RunDirectory, Selection, WhenceError
-from whence.sb3 import InfluenceCallback
-from whence.sb3.callback import model_objective
+from whence.sb3 import InfluenceCallback, model_objective
 from whence.sb3.description import HYPERPARAMETERS
 
 

@@ -1,5 +1,7 @@
 """Many trainings of one round at once: each as if it were alone; and how predictions are held against them."""
 
+import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,15 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from test_rounds import assert_untouched, model_of, recorded, state_of
-from whence import PPOClip, Return, WhenceError, attribute, attribute_round
+from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
+from whence import PPOClip, RandomDrop, Return, WhenceError, attribute, attribute_round
 from whence.counterfactual import agreement, lds, predicted, reshuffled, retrain, study, subsets
+from whence.counterfactual.outcomes import outcomes_of
+from whence.counterfactual.retrain import batch_size_of
+from whence.engines.memory import bytes_held
 from whence.rounds import replay
 from whence.rounds.replay import opened
 from whence.sb3 import replay as replay_sb3
 from whence.sb3.buffer import minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+
+retrain_module = sys.modules["whence.counterfactual.retrain"]  # the package's name for it is the function
 
 
 def drawn(seed=0):
@@ -35,7 +42,7 @@ class TestRetrain:
         model, recording = case
         kept = subsets(64, 0.5, 5, drawn())
         before = state_of(model)
-        together = retrain(model.policy, recording, kept, at_once=2)
+        together = retrain(model.policy, recording, kept)
         assert_untouched(before, state_of(model))
         for number, mask in enumerate(kept):
             alone = replay(model.policy, recording, weights=mask.float())
@@ -62,11 +69,85 @@ class TestRetrain:
         for name, tensor in whole.items():
             assert torch.allclose(tensor[0], recording.end[name], rtol=0, atol=1e-6), name
 
-    @pytest.mark.parametrize("kept", [torch.ones(64), torch.ones(2, 63), torch.zeros(1, 64), torch.ones(0, 64)])
-    def test_subsets_that_cannot_be_trained_on(self, case, kept):
+    @pytest.mark.parametrize(
+        ("kept", "said"),
+        [
+            (torch.ones(64), r"kept has shape \(64,\)"),
+            (torch.ones(2, 63), r"kept has shape \(2, 63\)"),
+            (torch.ones(0, 64), r"kept has shape \(0, 64\)"),
+            (torch.cat([torch.ones(1, 64), torch.eye(64)[:1]]), "keeps 1 of 64 records, fewer than two"),
+            (-torch.ones(1, 64), "A weight is negative"),
+        ],
+    )
+    def test_subsets_that_cannot_be_trained_on(self, case, kept, said):
         model, recording = case
-        with pytest.raises(WhenceError, match=r"kept has shape|fewer than two"):
+        with pytest.raises(WhenceError, match=said):
             retrain(model.policy, recording, kept)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A round whose trainings take more than what is kept of all of them, and the policy."""
+    model = model_of("Adam", n_envs=4, batch_size=64, learning_rate=1e-3, policy_kwargs={"net_arch": [64, 64]})
+    return model, recorded(model)
+
+
+def needed(model, recording, kept, orders):
+    with pytest.raises(WhenceError, match=f"memory is 1,000 bytes, but training round 2 {len(kept)} times") as refused:
+        retrain(model.policy, recording, kept, orders=orders, memory=1000)
+    numbers = re.search(r"about ([\d,]+) .* one by one: ([\d,]+) .* and ([\d,]+) for", str(refused.value)).groups()
+    return [int(number.replace(",", "")) for number in numbers]
+
+
+class TestMemory:
+    @pytest.mark.parametrize("truth", ["recorded", "reshuffled"])
+    @pytest.mark.parametrize("side_by_side", [1, 2, 3])
+    def test_small_budgets_give_the_same_parameters(self, wide, truth, side_by_side, monkeypatch):
+        model, recording = wide
+        kept = subsets(128, 0.5, 5, drawn())
+        orders = None if truth == "recorded" else reshuffled(kept, 64, 3, drawn(1))
+        whole = retrain(model.policy, recording, kept, orders=orders)
+        least, one, results = needed(model, recording, kept, orders)
+        assert least == one + results
+        parts = []
+        own = retrain_module._side_by_side
+        monkeypatch.setattr(
+            retrain_module, "_side_by_side", lambda round, w, o: parts.append(len(w)) or own(round, w, o)
+        )
+        memory = results + side_by_side * one
+        held = max(
+            bytes_held(lambda: parts.clear() or retrain(model.policy, recording, kept, orders=orders, memory=memory))
+        )
+        assert parts[:2] == [1, 2]  # measured
+        assert parts[2:] == {1: [1] * 5, 2: [2, 2, 1], 3: [3, 2]}[side_by_side]
+        assert held < memory
+        again = retrain(model.policy, recording, kept, orders=orders, memory=memory)
+        for name, tensor in whole.items():
+            assert torch.allclose(again[name], tensor, rtol=0, atol=1e-6), name
+        with pytest.raises(WhenceError, match=f"memory is {least - 1:,} bytes.*Allow more, or ask for fewer trainings"):
+            retrain(model.policy, recording, kept, orders=orders, memory=least - 1)
+
+    @pytest.mark.parametrize("truth", ["recorded", "reshuffled"])
+    def test_what_is_held_is_what_was_estimated(self, wide, truth, monkeypatch):
+        model, recording = wide
+        monkeypatch.setattr(retrain_module, "MARGIN", 1)
+        kept = subsets(128, 0.5, 20, drawn())
+        orders = None if truth == "recorded" else reshuffled(kept, 64, 3, drawn(1))
+        _, one, results = needed(model, recording, kept, orders)
+        memory = results + 8 * one
+        round = opened(model.policy, recording)
+        with torch.no_grad():
+            at_once = retrain_module._at_once(round, kept.float(), orders, memory)
+            held = max(bytes_held(lambda: retrain_module._in_parts(round, kept.float(), orders, at_once)))
+        assert 8 <= at_once < 20
+        assert 0.75 * memory < held < 1.01 * memory
+
+    def test_one_training_is_measured_alone(self, wide, monkeypatch):
+        model, recording = wide
+        measured = []
+        monkeypatch.setattr(retrain_module, "bytes_held", lambda run: measured.append(None) or bytes_held(run))
+        retrain(model.policy, recording, torch.ones(1, 128))
+        assert len(measured) == 1
 
 
 @given(st.integers(2, 60), st.floats(0.1, 1.0), st.integers(0, 5), st.sampled_from([4, 7, 16]))
@@ -89,6 +170,16 @@ def test_subsets_of_different_sizes_are_not_trained_side_by_side():
     kept = torch.tensor([[True, True, False], [True, True, True]])
     with pytest.raises(WhenceError, match="keep 2 to 3 records"):
         reshuffled(kept, 2, 1, drawn())
+
+
+def test_minibatches_hold_what_was_asked_for_also_where_a_rule_kept_less():
+    model = model_of("SGD", batch_size=48)
+    recording = recorded(model, RandomDrop(1.0, seed=0))
+    assert max(map(len, recording.minibatches)) < 48
+    assert batch_size_of(recording) == 48
+    assert batch_size_of(replace(recording, update=replace(recording.update, batch_size=None))) == 64
+    with pytest.raises(WhenceError, match="Round 2 was not trained on"):
+        study(model.policy, replace(recording, minibatches=[], epochs=[]), target=Return())
 
 
 class TestMeasures:
@@ -213,3 +304,37 @@ class TestStudy:
         model, recording = case
         with pytest.raises(WhenceError, match="at least 2 orders and 3 subsets"):
             study(model.policy, recording, target=Return(), orders=1)
+
+    def test_it_is_refused_at_the_door(self, case):
+        model, recording = case
+        told = []
+        with pytest.raises(WhenceError, match="The recording lacks action_masks"):
+            study(model.policy, recording, target=mean_of("action_masks"), told=told.append)
+        with pytest.raises(WhenceError, match="memory is 1,000 bytes, but scoring round 2 by trajectory"):
+            study(model.policy, recording, target=Return(), memory=1000)
+        with pytest.raises(WhenceError, match="memory is 1,000 bytes, but training round 2 3 times"):
+            study(model.policy, recording, target=Return(), memory=1000, methods=[], count=3)
+        assert told == []
+
+    def test_trained_policies_are_measured_without_dropout_and_with_the_same_chance(self):
+        model = model_of("SGD")
+        recording = recorded(model)
+        trained = {name: torch.stack([p, p]) for name, p in recording.end.items()}
+        modes, chances = [], []
+
+        def target(view, params, records):
+            modes.append(view.module.training)
+            return Return()(view, params, records)
+
+        def evaluate(params):
+            chances.append(float(torch.rand(())))
+            return 0.0
+
+        model.policy.train()
+        before = state_of(model)
+        found = outcomes_of(model.policy, recording, trained, target, evaluate)
+        assert_untouched(before, state_of(model))
+        assert model.policy.training
+        assert modes == [False, False]
+        assert chances[0] == chances[1]
+        assert found["target"][0] == found["target"][1]

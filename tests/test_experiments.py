@@ -25,7 +25,9 @@ from whence.experiments.environments import check_environment, default_policy, e
 from whence.experiments.plan import check_action, check_read, reads
 from whence.experiments.training import curve, is_finished, run
 from whence.guards import kept_generators
+from whence.rounds import METHODS
 from whence.runs import RunDirectory
+from whence.sb3 import InfluenceCallback
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
@@ -857,6 +859,11 @@ class TestRefusals:
             "random": ("RandomDrop(drop=0.3, seed=7, warmup=2)", False),
             "advantage-1": ("AdvantageMismatch(order='distance', drop=0.3, warmup=2)", True),
             "advantage-2": ("AdvantageMismatch(order='product', drop=0.3, warmup=2)", True),
+            **dict.fromkeys(
+                ("iif-crossfit", *(f"iif-{method}" for method in METHODS), "iif-frozen", "iif-guarded"),
+                ("IIF(drop=0.3, warmup=2)", True),
+            ),
+            "ppo-frozen": ("KeepAll()", False),
             "td-error": ("TDErrorPriority(exponent=0.6)", True),
             "ppo-matched": ("IIF(drop=0.3, warmup=2)", False),
             "ppo-lr-0.5": ("KeepAll()", False),
@@ -982,3 +989,46 @@ class TestReplay:
         assert len({row["generator_state"] for row, _ in episodes}) == len(episodes)
         assert any(records["round"].n_unique() == 2 for _, records in episodes)
         assert 0 < sum(records["reward"].sum() for _, records in episodes) < len(episodes)
+
+
+class TestArmsOfOtherScores:
+    @pytest.mark.parametrize(
+        ("arm", "expected"),
+        [
+            ("iif", {"score": "snapshot", "guard": False, "advantage_norm": "minibatch"}),
+            ("iif-crossfit", {"score": "crossfit"}),
+            ("iif-smoothed", {"score": "smoothed"}),
+            ("iif-guarded", {"guard": True}),
+            ("iif-frozen", {"advantage_norm": "buffer"}),
+            ("ppo-frozen", {"advantage_norm": "buffer"}),
+        ],
+    )
+    def test_they_reach_the_callback(self, arm, expected, tmp_path, monkeypatch):
+        made = {}
+
+        class Noting(InfluenceCallback):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                made.update(self._config_of_scoring())
+
+            def _config_of_scoring(self):
+                return {"score": self.scoring.score, "guard": self.guard, "advantage_norm": self.advantage_norm}
+
+        monkeypatch.setattr("whence.experiments.training.ARMS", {arm: replace(ARMS[arm], callback=Noting)})
+        config = configure(env="CartPole-v1", arm=arm, rounds=1, eval_episodes=0, hyperparameters={"n_steps": 64})
+        run(config, tmp_path / arm)
+        assert {name: made[name] for name in expected} == expected
+
+    def test_what_they_cannot_do_is_refused_at_the_door(self):
+        for arm, settings, said in (
+            ("iif-unrolled", {"engine": "loop"}, "no effect"),
+            ("iif-crossfit", {"target": "action", "target_args": {"observation": [0.0] * 4, "action": 1}}, "Return"),
+        ):
+            with pytest.raises(WhenceError, match=said):
+                configure(env="CartPole-v1", arm=arm, **settings)
+
+    def test_advantages_that_no_recording_holds(self, tmp_path):
+        config = configure(env="CartPole-v1", arm="iif-frozen", rounds=1, eval_episodes=0)
+        with pytest.raises(WhenceError, match="that no recording holds"):
+            run(config, tmp_path / "one", recordings=[1])
+        assert not (tmp_path / "one").exists()

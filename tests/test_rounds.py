@@ -1,20 +1,26 @@
 """Recorded rounds: done again by SB3 bit for bit, by the differentiable replay up to rounding; and their scores."""
 
+import math
+import re
 from dataclasses import replace
+from itertools import pairwise
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from safetensors.torch import load_file, save_file
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 
 import whence
 from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute_round
+from whence.engines.memory import bytes_held
 from whence.errors import RunDirectoryError, Unsupported
-from whence.rounds import METHODS, replay
-from whence.rounds.replay import opened, points
+from whence.rounds import METHODS, optimizers, replay, schedule
+from whence.rounds.replay import clip_factor, loss, opened, points, step, values
+from whence.rounds.schedule import SCHEDULED
 from whence.sb3 import InfluenceCallback
 from whence.sb3 import replay as replay_sb3
 from whence.sb3.rounds import tensors_of
@@ -263,6 +269,36 @@ class TestScores:
         carried = attribute_round(model.policy, recording, method="optimizer-momentum", **arguments).scores
         assert torch.allclose(plain, carried) == (name in ("SGD", "SGD unclipped", "RMSprop"))
 
+    def test_adams_momentum_is_what_its_updates_carry_of_a_gradient(self):
+        # Every update holds (1 - b) b^m of the gradient m before it, its bias corrected by its own count.
+        model = model_of("Adam", n_envs=1, n_epochs=2, learning_rate=1e-3)
+        recording = recorded(model, rounds=2)
+        settings = recording.optimizer.settings
+        first, second = settings["betas"]
+        round = opened(model.policy, recording, dtype=torch.float64)
+        raised = []
+        for before, after in pairwise(points(round)):
+            free = {name: p.detach().requires_grad_() for name, p in before.params.items()}
+            value = Return()(round.view, free, round.records)
+            found = torch.autograd.grad(value, list(free.values()), materialize_grads=True, allow_unused=True)
+            scaled = {}
+            for gradient, (name, state) in zip(found, after.state.items(), strict=True):
+                root = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt()
+                scaled[name] = gradient / (root + settings["eps"]) / (1 - first ** state["step"])
+            raised.append(scaled)
+        expected = torch.zeros(len(round.records), dtype=torch.float64)
+        for number, (index, point) in enumerate(zip(recording.steps, points(round), strict=False)):
+            given = round.minibatch(number), torch.ones(len(index), dtype=torch.float64)
+            gradients = torch.func.grad(lambda p, given=given: loss(round, p, *given))(point.params)
+            own = torch.func.jacrev(lambda p, given=given: values(round, p, *given))(point.params)
+            factor = settings["lr"] * clip_factor(gradients, recording.update.max_grad_norm) / len(index)
+            for ago, later in enumerate(raised[number:]):
+                products = sum((own[name].flatten(1) * g.flatten()).sum(1) for name, g in later.items())
+                expected[index] += factor * (1 - first) * first**ago * products
+        arguments = {"target": Return(), "method": "optimizer-momentum", "dtype": torch.float64}
+        scores = attribute_round(model.policy, recording, **arguments).scores
+        assert torch.allclose(scores, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
+
     @pytest.mark.parametrize("method", METHODS)
     def test_epochs_add_up(self, small, method):
         _, model, recording = small
@@ -296,9 +332,165 @@ class TestScores:
 
 
 @pytest.fixture(scope="module")
+def long():
+    """A round of 24 steps, longer than a step's own memory hides, and the policy."""
+    model = model_of("Adam", n_envs=2, n_epochs=6, learning_rate=1e-3, policy_kwargs={"net_arch": [64, 64]})
+    return model, recorded(model)
+
+
+def least(model, recording, method):
+    """Return the memory that scoring asks for where it is refused."""
+    with pytest.raises(WhenceError, match=f"memory is 1,000 bytes, but scoring round 2 by {method} takes") as refused:
+        attribute_round(model.policy, recording, target=Return(), method=method, memory=1000)
+    return int(re.search(r"takes about ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))
+
+
+class TestMemory:
+    @pytest.mark.parametrize("method", ["optimizer-momentum", "unrolled"])
+    def test_points_made_again_change_nothing(self, long, method):
+        model, recording = long
+        short = replace(recording, minibatches=recording.minibatches[:7], epochs=recording.epochs[:7])
+        round = opened(model.policy, short, dtype=torch.float64)
+        whole = SCHEDULED[method].scores(round, Return(), 1)
+        assert len(whole) == 7
+        for every in (2, 3, 6, 7, 8):
+            again = SCHEDULED[method].scores(round, Return(), every)
+            assert all(torch.allclose(x, y, rtol=1e-9, atol=0) for x, y in zip(whole, again, strict=True)), every
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_scores_are_the_same_in_the_least_memory(self, long, method):
+        model, recording = long
+        arguments = {"target": Return(), "method": method}
+        plenty = attribute_round(model.policy, recording, **arguments).scores
+        needed = least(model, recording, method)
+        scores = attribute_round(model.policy, recording, memory=needed, **arguments).scores
+        assert torch.allclose(scores, plenty, rtol=0, atol=1e-6 * float(plenty.abs().max()))
+        with pytest.raises(WhenceError, match=f"memory is {needed - 1:,} bytes"):
+            attribute_round(model.policy, recording, memory=needed - 1, **arguments)
+
+    @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+    @pytest.mark.parametrize("method", SCHEDULED)
+    def test_what_is_held_is_what_was_estimated(self, long, method, share, monkeypatch):
+        model, recording = long
+        monkeypatch.setattr(schedule, "MARGIN", 1)
+        round = opened(model.policy, recording)
+        point, own = round.start.nbytes, SCHEDULED[method]
+        fewest = min(own.points_held(24, every) for every in range(1, 6))
+        more = int(share * (own.points_held(24, 1) - fewest)) * point
+        needed = least(model, recording, method) + more
+        every = schedule._kept_every(round, Return(), method, needed)
+        held = max(bytes_held(lambda: own.scores(round, Return(), every)))
+        assert held <= needed
+        assert held > 0.75 * (needed - 2 * point), "the budget is hardly used"
+
+    def test_going_forwards_holds_as_much_however_many_the_steps(self, long):
+        model, recording = long
+        for method in ("trajectory", "optimizer"):
+            held = []
+            for count in (6, 24):
+                short = replace(recording, minibatches=recording.minibatches[:count], epochs=recording.epochs[:count])
+                round = opened(model.policy, short)
+                held.append(max(bytes_held(lambda round=round, m=method: SCHEDULED[m].scores(round, Return(), 1))))
+            assert held[1] < held[0] + round.start.nbytes
+
+    @pytest.mark.parametrize("method", ["optimizer-momentum", "unrolled"])
+    def test_no_step_is_taken_twice_where_memory_is_plenty(self, long, method, monkeypatch):
+        model, recording = long
+        taken = []
+        monkeypatch.setattr(schedule, "step", lambda *args: taken.append(None) or step(*args))
+        needed = least(model, recording, method)
+        taken.clear()
+        for memory, again in ((2**31, 0), (needed, 24 - math.ceil(24 / 4))):
+            attribute_round(model.policy, recording, target=Return(), method=method, memory=memory)
+            # Going back takes every step once more, for its derivative; measuring takes one.
+            back = 25 if method == "unrolled" else 0
+            assert len(taken) == again + back
+            taken.clear()
+
+    def test_the_refusal_says_what_to_do(self, long):
+        model, recording = long
+        with pytest.raises(WhenceError, match="Allow more, or use method='trajectory' or method='optimizer', which"):
+            attribute_round(model.policy, recording, target=Return(), method="unrolled", memory=1000)
+        with pytest.raises(
+            WhenceError, match=r"for 4 points of parameters and optimiser state, 24 steps.*Allow more\.$"
+        ):
+            attribute_round(model.policy, recording, target=Return(), method="optimizer", memory=1000)
+
+    def test_a_round_without_steps_needs_none(self, long):
+        model, recording = long
+        empty = replace(recording, minibatches=[], epochs=[])
+        for method in METHODS:
+            scores = attribute_round(model.policy, empty, target=Return(), method=method, memory=0).scores
+            assert bool((scores == 0).all())
+
+
+def test_adams_correction_is_its_own():
+    model = model_of("AdamW")
+    optimizer = recorded(model, rounds=1).optimizer
+    state = {"step": torch.tensor(3.0)}
+    assert float(optimizers.correction(optimizer, state)) == pytest.approx(1 - 0.9**3)
+    assert float(optimizers.correction(replace(optimizer, name="SGD"), state)) == 1
+
+
+@pytest.fixture(scope="module")
 def round():
     model = model_of()
     return model, recorded(model)
+
+
+def mean_of(column):
+    def target(view, params, records):
+        return (view(params, view.prepare(records)).log_prob * getattr(records, column)).mean()
+
+    return target
+
+
+class TestTargets:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_target_that_reads_what_the_recording_lacks(self, round, method):
+        model, recording = round
+        with pytest.raises(
+            WhenceError,
+            match=r"The target target fails on the recording of round 2 with TypeError: .*NoneType.* "
+            "The recording lacks action_masks: take a target that reads none",
+        ) as refused:
+            attribute_round(model.policy, recording, target=mean_of("action_masks"), method=method)
+        assert isinstance(refused.value.__cause__, TypeError)
+
+    def test_every_missing_column_is_named(self, round):
+        model, recording = round
+        records = whence.RecordBatch(
+            **{
+                name: getattr(recording.records, name)
+                for name in ("observations", "actions", "log_probs", "advantages")
+            }
+        )
+        bare = replace(recording, records=records.with_columns({"returns": recording.records.returns}))
+        with pytest.raises(
+            WhenceError, match=r"AttributeError: 'NoneType'.* lacks values, rewards, episode_starts, .*"
+        ):
+            attribute_round(model.policy, bare, target=lambda view, params, records: records.values.mean())
+
+    def test_a_fault_of_the_targets_own_is_shown_as_it_is(self, round):
+        model, recording = round
+
+        def target(view, params, records):
+            return records.advantages + "text"
+
+        with pytest.raises(TypeError):
+            attribute_round(model.policy, recording, target=target)
+
+        def refusing(view, params, records):
+            raise WhenceError("NoneType, by itself")
+
+        with pytest.raises(WhenceError, match=r"^NoneType, by itself$"):
+            attribute_round(model.policy, recording, target=refusing)
+
+    @pytest.mark.parametrize(("given", "said"), [(1.5, r"1\.5"), (torch.ones(3), r"a tensor of shape \(3,\)")])
+    def test_a_target_that_is_no_scalar(self, round, given, said):
+        model, recording = round
+        with pytest.raises(WhenceError, match=f"returned {said}; a scalar tensor is needed"):
+            attribute_round(model.policy, recording, target=lambda view, params, records: given)
 
 
 class TestRefusals:
@@ -319,10 +511,20 @@ class TestRefusals:
         with pytest.raises(WhenceError, match=r"`action_net\.weight` is not trained and differs"):
             replay(other.policy, recording)
 
-    @pytest.mark.parametrize("weights", [torch.ones(3), -torch.ones(64), torch.full((64,), float("nan"))])
-    def test_weights_that_cannot_be(self, round, weights):
+    @pytest.mark.parametrize(
+        ("weights", "said"),
+        [
+            (torch.ones(3), r"weights have shape \(3,\); one for each of the 64"),
+            (torch.ones(2, 64), r"weights have shape \(2, 64\).*whence\.counterfactual\.retrain"),
+            (-torch.ones(64), "A weight is negative or not finite"),
+            (torch.full((64,), float("nan")), "A weight is negative or not finite"),
+            (torch.zeros(64), "keeps 0 of 64 records, fewer than two"),
+            (torch.eye(64)[3], "keeps 1 of 64 records, fewer than two.*at least two records a weight above 0"),
+        ],
+    )
+    def test_weights_that_cannot_be(self, round, weights, said):
         model, recording = round
-        with pytest.raises(WhenceError, match="weight"):
+        with pytest.raises(WhenceError, match=said):
             replay(model.policy, recording, weights=weights)
 
     def test_a_method_that_is_not_known(self, round):
@@ -358,3 +560,11 @@ class TestRefusals:
         )
         with pytest.raises(RunDirectoryError, match="whence-influence"):
             RoundRecording.load(tmp_path / "i.safetensors")
+
+    def test_a_file_of_another_version(self, round, tmp_path):
+        _, recording = round
+        recording.save(tmp_path / "one.safetensors")
+        tensors = load_file(tmp_path / "one.safetensors")
+        save_file(tensors, tmp_path / "two.safetensors", {"format": "whence-round", "version": "1", "about": "{}"})
+        with pytest.raises(RunDirectoryError, match=r"is marked 'whence-round', version '1'; .*version 2\) is needed"):
+            RoundRecording.load(tmp_path / "two.safetensors")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
 from whence.experiments import ARMS, TARGETS, configure, load_round, presets
 from whence.experiments.replay import measuring, run_config
-from whence.sb3.callback import model_objective
+from whence.sb3 import model_objective
 
 LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", "2", "--optimizer", "SGD"]
 

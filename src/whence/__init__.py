@@ -8,6 +8,7 @@ from typing import Any
 
 from whence.attribution import attribute as attribute
 from whence.checks import check_engines as check_engines
+from whence.crossfitting import attribute_crossfit as attribute_crossfit
 from whence.errors import InvalidInfluence as InvalidInfluence
 from whence.errors import InvalidRecords as InvalidRecords
 from whence.errors import NonFinite as NonFinite

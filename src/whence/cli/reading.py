@@ -19,7 +19,7 @@ from whence.experiments.plan import check_action
 from whence.records import RecordBatch, as_numpy
 from whence.report import write_report, write_run_report
 from whence.runs import RunDirectory
-from whence.sb3.callback import model_objective
+from whence.sb3 import model_objective
 from whence.targets import Action, Return, Target
 
 

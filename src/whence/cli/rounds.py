@@ -8,13 +8,15 @@ from typing import Annotated, Any
 import polars as pl
 import torch
 import typer
+from rich.table import Table
 
 from whence import experiments
 from whence.cli import options
 from whence.cli.app import app
 from whence.cli.output import console, errors, line, print_json, table
 from whence.cli.reading import asked_target
-from whence.counterfactual import study
+from whence.counterfactual import leave_out, study
+from whence.counterfactual.removals import SHARES
 from whence.experiments.replay import measuring, run_config
 from whence.guards import written_atomically
 from whence.runs import RunDirectory
@@ -36,13 +38,18 @@ def counterfactual(
     test_episodes: Annotated[
         int, typer.Option(help="Episodes to test each trained policy by; 0: test returns are not measured.")
     ] = 0,
+    leaving_out: Annotated[
+        bool,
+        typer.Option("--leave-out", help="Leave out the highest and the lowest of each score too, more and more."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of subsets, orders and tests.")] = 0,
     json: options.AsJson = False,
 ) -> None:
     """Train a recorded round again without records, and tell how well each score predicts what comes of it.
 
     LDS is Spearman's correlation, over random subsets, of the sum of the kept records' scores with what training on
-    them came to. Written to counterfactual/ in the run as well.
+    them came to. With --leave-out, also what comes of the round without the records that a score holds for the best,
+    for the worst, and without as many at random. Written to counterfactual/ in the run as well.
 
     Example: whence counterfactual runs/lander --round 20 --test-episodes 200
     """
@@ -67,8 +74,25 @@ def counterfactual(
             seed=seed,
             told=status.update,
         )
+        removals = None
+        if leaving_out:
+            # Leaving out at random is in the curves already, and of few records a small share is none.
+            scores = {name: own for name, own in made.scores.items() if name != "random"}
+            removals = leave_out(
+                model.policy,
+                recording,
+                scores,
+                target=asked,
+                shares=[share for share in SHARES if share * len(recording.records) >= 1],
+                orders=orders,
+                evaluate=evaluate,
+                seed=seed,
+                told=status.update,
+            )
     settings = {"round": round, "target": repr(asked), "share": share, "subsets": subsets, "orders": orders}
     content = settings | {"test_episodes": test_episodes, "seed": seed, "rows": made.table.to_dicts()}
+    if removals is not None:
+        content["removals"] = removals.to_dicts()
     file = directory.path / "counterfactual" / f"round_{round:05d}.json"
     with written_atomically(file) as temporary:
         temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -78,6 +102,10 @@ def counterfactual(
     for (truth, outcome), rows in made.table.group_by("truth", "outcome", maintain_order=True):
         title = f"Round {round}, {subsets} subsets of {share:.0%}, {truth} minibatches, outcome: {outcome}"
         console.print(table(title, ("score", "LDS", "95% interval", "ceiling"), _cells(rows)))
+    if removals is not None:
+        for (truth, outcome), rows in removals.group_by("truth", "outcome", maintain_order=True):
+            title = f"Round {round}, change of the {outcome}, {truth} minibatches, by records removed"
+            console.print(_curves(title, rows))
     line(f"Numbers: {file}")
 
 
@@ -89,3 +117,14 @@ def _cells(rows: pl.DataFrame) -> list[tuple[str, ...]]:
         (row["score"], text(row["lds"]), f"[{text(row['low'])}, {text(row['high'])}]", text(row["ceiling"]))
         for row in rows.to_dicts()
     ]
+
+
+def _curves(title: str, removals: pl.DataFrame) -> Table:
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in removals.to_dicts():
+        cells.setdefault((row["score"] or "–", row["side"]), []).append(f"{row['change']:+.2g}")
+    # What the others are held against; their own errors are in the file.
+    at_random = removals.filter(pl.col("side") == "random")["spread"].to_list()
+    cells["", "± error"] = ["–" if spread is None else f"{spread:.2g}" for spread in at_random]
+    counts = removals["removed"].unique().sort()
+    return table(title, ("score", "side", *map(str, counts)), [(*curve, *own) for curve, own in cells.items()])

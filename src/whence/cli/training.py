@@ -81,7 +81,9 @@ def train(
     record_rounds: Annotated[
         str | None,
         typer.Option(
-            help="Rounds whose optimisation is recorded, to be replayed: 5,20.", metavar="ROUNDS", show_default=False
+            help="Rounds whose optimisation is recorded, to be replayed: 5,20 or 10-50 or, every tenth, 10-150:10.",
+            metavar="ROUNDS",
+            show_default=False,
         ),
     ] = None,
     tensorboard: Annotated[
@@ -166,7 +168,7 @@ def train(
     path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', config.env)}-{config.arm}-seed{config.seed}"
     log_to_terminal()
     was_finished = experiments.is_finished(config, path)
-    _run(config, path, tensorboard, _numbers("--record-rounds", record_rounds))
+    _run(config, path, tensorboard, round_numbers("--record-rounds", record_rounds))
     directory = RunDirectory.open(path)
     write_run_report(directory, path / "report.html")
     metrics = directory.table("metrics").to_dicts()[-1]
@@ -182,13 +184,32 @@ def train(
     line(f"Page: {path / 'report.html'}")
 
 
-def _numbers(option: str, text: str | None) -> list[int]:
-    try:
-        return [int(number) for number in (text or "").split(",") if number.strip()]
-    except ValueError:
-        raise WhenceError(
-            f"{option} is {text!r}; whole numbers separated by commas are needed, such as 5,20."
-        ) from None
+_ROUNDS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6})(?::([0-9]{1,6}))?)?")
+
+
+def round_numbers(option: str, text: str | None) -> list[int]:
+    """Return the rounds that an option names, each once and in their order: 5,20 or 10-50 or 10-150:10.
+
+    Raises:
+        WhenceError: it names none, or says something else.
+    """
+    if text is None:
+        return []
+    found: set[int] = set()
+    for part in text.split(","):
+        if (match := _ROUNDS.fullmatch(part.strip())) is None:
+            raise WhenceError(
+                f"{option} is {text!r}; whole numbers or ranges of up to six digits, separated by commas, are needed, "
+                "such as 5,20 or 10-50 or, for every tenth, 10-150:10."
+            )
+        first, last, every = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if last < first or every < 1:
+            raise WhenceError(
+                f"{option} has the range {part.strip()}; it goes from a round to a later one, in steps of at least 1: "
+                "10-50 or 10-150:10."
+            )
+        found.update(range(first, last + 1, every))
+    return sorted(found)
 
 
 def _run(config: RunConfig, path: Path, tensorboard: Path | None, recordings: Collection[int]) -> None:

@@ -1,8 +1,12 @@
 """What would have come of a round without some of its records: ground truth by training it again."""
 
+from whence.counterfactual.interventions import intervene as intervene
+from whence.counterfactual.linear import Datamodel as Datamodel
+from whence.counterfactual.linear import datamodel as datamodel
 from whence.counterfactual.measures import agreement as agreement
 from whence.counterfactual.measures import lds as lds
 from whence.counterfactual.measures import predicted as predicted
+from whence.counterfactual.removals import leave_out as leave_out
 from whence.counterfactual.retrain import Orders as Orders
 from whence.counterfactual.retrain import reshuffled as reshuffled
 from whence.counterfactual.retrain import retrain as retrain

@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from whence.engines.memory import bytes_held
 from whence.errors import WhenceError
 from whence.guards import eval_mode, kept_generators
 from whence.records import take
 from whence.rounds.recording import RoundRecording
-from whence.rounds.replay import Minibatch, Point, Round, opened, step
+from whence.rounds.replay import MARGIN, Minibatch, Point, Round, check_weights, opened, step
 
 Orders: TypeAlias = Sequence[Int[Tensor, "m b"]]
 """For each step, the positions of each training's minibatch."""
@@ -39,6 +40,20 @@ def subsets(n: int, share: float, count: int, generator: torch.Generator) -> Boo
     for mask in masks:
         mask[torch.randperm(n, generator=generator)[:size]] = True
     return masks
+
+
+def batch_size_of(recording: RoundRecording) -> int:
+    """Return how many records a full minibatch of a round has.
+
+    Raises:
+        WhenceError: the round was not trained on.
+    """
+    if len(recording.minibatches) == 0:
+        raise WhenceError(
+            f"Round {recording.number} was not trained on, so there is nothing to train again: its selection kept "
+            "fewer than two records. Take another round."
+        )
+    return len(recording.records) if recording.update.batch_size is None else recording.update.batch_size
 
 
 def reshuffled(kept: Bool[Tensor, "m n"], batch_size: int, n_epochs: int, generator: torch.Generator) -> Orders:
@@ -79,7 +94,7 @@ def retrain(
     kept: Tensor,
     *,
     orders: Orders | None = None,
-    at_once: int = 100,
+    memory: int = 2**31,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Train a recorded round once for each subset of its records, side by side, and return the parameters.
@@ -93,32 +108,65 @@ def retrain(
         recording: of the round.
         kept: (m, n) which records each training keeps, or what each weighs.
         orders: minibatches of each training; None: the recorded ones.
-        at_once: the most trainings side by side; memory grows with it.
+        memory: bytes that training may hold at a time, beside the policy and the records; as many trainings go side by
+            side as fit. What one takes is measured on a step before the start.
         dtype: to compute in; None: the recorded one.
 
     Returns:
         The trained parameters by name, each (m, ...), on the policy's device.
 
     Raises:
-        WhenceError: a subset that keeps fewer than two records or is of another round; or see `whence.rounds.replay`.
+        WhenceError: a subset that keeps fewer than two records or is of another round, or more memory needed than
+            allowed; or see `whence.rounds.replay`.
     """
     round = opened(policy, recording, dtype=dtype)
     n = len(round.records)
     if kept.ndim != 2 or kept.shape[1] != n or len(kept) == 0:
         raise WhenceError(f"kept has shape {tuple(kept.shape)}; (m, {n}) is needed, a row for each training.")
-    if int((kept > 0).sum(dim=1).min()) < 2:
+    weights = check_weights(kept, round)
+    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
+        return _in_parts(round, weights, orders, _at_once(round, weights, orders, memory))
+
+
+def _in_parts(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, at_once: int) -> dict[str, Tensor]:
+    trained = {name: p.new_empty(len(weights), *p.shape) for name, p in round.start.params.items()}
+    for first in range(0, len(weights), at_once):
+        chosen = slice(first, first + at_once)
+        own = None if orders is None else [order[chosen] for order in orders]
+        for name, tensor in _side_by_side(round, weights[chosen], own).items():
+            trained[name][chosen] = tensor
+    return trained
+
+
+def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, memory: int) -> int:
+    """Return how many trainings fit into `memory` bytes side by side.
+
+    Raises:
+        WhenceError: not even one does.
+    """
+    count = len(weights)
+    if len(round if orders is None else orders) == 0:
+        return count
+    alone = round.of_one_step() if orders is None else round
+    largest = None if orders is None else max(orders, key=lambda positions: positions.shape[1])
+
+    def cost(side_by_side: int) -> int:
+        own = None if largest is None else [largest[:1].expand(side_by_side, -1)]
+        held = bytes_held(lambda: _side_by_side(alone, weights[:1].expand(side_by_side, -1), own))
+        return MARGIN * (max(held) + side_by_side * round.start.nbytes)  # where the step begins is there as well
+
+    results = weights.nbytes + sum(p.nbytes for p in round.start.params.values()) * count
+    one = cost(1)
+    if results + one > memory:
         raise WhenceError(
-            "A subset keeps fewer than two records, and one has no advantage to be normalised by another."
+            f"memory is {memory:,} bytes, but training round {round.recording.number} {count} times takes about "
+            f"{results + one:,} bytes even one by one: {one:,} for a step of one training, and {results:,} for the "
+            "weights and the final parameters of all. Allow more, or ask for fewer trainings at a time."
         )
-    weights = kept.to(round.records.log_probs)
-    modules = list(round.view.module.modules())
-    with kept_generators(), eval_mode(modules), torch.no_grad():
-        parts = []
-        for first in range(0, len(kept), at_once):
-            chosen = slice(first, first + at_once)
-            own = None if orders is None else [order[chosen] for order in orders]
-            parts.append(_side_by_side(round, weights[chosen], own))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if count == 1:
+        return 1
+    each = max(1, cost(2) - one)
+    return min(count, 1 + (memory - results - one) // each)
 
 
 def _side_by_side(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None) -> dict[str, Tensor]:
@@ -127,9 +175,6 @@ def _side_by_side(round: Round, weights: Float[Tensor, "m n"], orders: Orders | 
         {name: p.expand(count, *p.shape) for name, p in round.start.params.items()},
         {name: {k: t.expand(count, *t.shape) for k, t in own.items()} for name, own in round.start.state.items()},
     )
-    device = weights.device
-    shared = [positions.to(device) for positions in round.recording.steps]
-    steps = shared if orders is None else [positions.to(device) for positions in orders]
 
     def one(point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " n"]) -> Point:
         records = round.records.with_columns(take(round.records.columns, positions))
@@ -137,6 +182,6 @@ def _side_by_side(round: Round, weights: Float[Tensor, "m n"], orders: Orders | 
         return step(round, point, minibatch, weights[positions])
 
     stepped = torch.vmap(one, in_dims=(0, None if orders is None else 0, 0))
-    for positions in steps:
-        point = stepped(point, positions, weights)
+    for positions in round.recording.steps if orders is None else orders:
+        point = stepped(point, positions.to(weights.device), weights)
     return point.params

@@ -12,24 +12,15 @@ from torch import Tensor
 
 from whence.advantages import td_errors
 from whence.counterfactual.measures import agreement, lds
-from whence.counterfactual.retrain import reshuffled, retrain, subsets
+from whence.counterfactual.outcomes import Evaluate as Evaluate
+from whence.counterfactual.outcomes import outcomes_of
+from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain, subsets
 from whence.errors import WhenceError
-from whence.guards import kept_generators
-from whence.policies import ModuleView, Params
 from whence.records import RecordBatch
 from whence.rounds import METHODS, RoundRecording, attribute_round
-from whence.rounds.attribute import snapshot
-from whence.rounds.replay import Round, opened
-from whence.targets import Target, as_target
-
-Evaluate = Callable[[Mapping[str, Tensor]], float]
-"""Measures trained parameters, given by name: for instance their test return."""
-
-Outcomes = Mapping[str, NDArray[np.float64]]
-"""What each training came to, (m,), by name."""
-
-SIMPLE = ("advantage", "td-error", "random")
-"""Scores that need no gradient."""
+from whence.rounds.replay import check_target, opened
+from whence.rounds.schedule import snapshot
+from whence.targets import Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +51,7 @@ def study(
     methods: Sequence[str] = tuple(METHODS),
     evaluate: Evaluate | None = None,
     seed: int = 0,
+    memory: int = 2**31,
     told: Callable[[str], None] = lambda stage: None,
 ) -> Study:
     """Hold every score of a round against training it without records.
@@ -80,21 +72,23 @@ def study(
         methods: of `attribute_round`; the snapshot score and the simple ones are always there.
         evaluate: measures trained parameters; None: nothing is.
         seed: of subsets and orders.
+        memory: bytes that scoring and training may hold at a time; see `attribute_round` and `retrain`.
         told: hears of each stage as it begins.
 
     Raises:
-        WhenceError: fewer than two orders or three subsets; or see `retrain` and `attribute_round`.
+        WhenceError: fewer than two orders or three subsets, a round that was not trained on, or a target that reads
+            what the recording lacks; or see `retrain` and `attribute_round`.
     """
     if orders < 2 or count < 3:
         raise WhenceError(f"orders is {orders} and count {count}; at least 2 orders and 3 subsets are needed.")
-    target = as_target(target)
+    size = batch_size_of(recording)
+    target = check_target(target, opened(policy, recording))
     generator = torch.Generator().manual_seed(seed)
     kept = subsets(len(recording.records), share, count, generator)
     scores = {}
-    for name, make in _scores(policy, recording, target, methods, seed).items():
+    for name, make in _scores(policy, recording, target, methods, seed, memory).items():
         told(f"scores: {name}")
         scores[name] = make()
-    size = max(len(minibatch) for minibatch in recording.minibatches)
     outcomes: dict[str, dict[str, NDArray[np.float64]]] = {}
     for truth, drawn in (("recorded", 1), ("reshuffled", orders)):
         runs = []
@@ -103,7 +97,8 @@ def study(
             own = None
             if truth == "reshuffled":
                 own = reshuffled(kept, size, recording.update.n_epochs, generator)
-            runs.append(_outcomes(policy, recording, retrain(policy, recording, kept, orders=own), target, evaluate))
+            trained = retrain(policy, recording, kept, orders=own, memory=memory)
+            runs.append(outcomes_of(policy, recording, trained, target, evaluate))
         outcomes[truth] = {name: np.stack([run[name] for run in runs]) for name in runs[0]}
     rows = [
         {"score": name, "truth": truth, "outcome": outcome, **_row(score, kept, values, chance=outcome == "evaluated")}
@@ -123,11 +118,11 @@ def _row(
 
 
 def _scores(
-    policy: object, recording: RoundRecording, target: Target, methods: Sequence[str], seed: int
+    policy: object, recording: RoundRecording, target: Target, methods: Sequence[str], seed: int, memory: int
 ) -> dict[str, Callable[[], NDArray[np.float64]]]:
     def of_round(method: str) -> Callable[[], NDArray[np.float64]]:
         def score() -> NDArray[np.float64]:
-            found = attribute_round(policy, recording, target=target, method=method)
+            found = attribute_round(policy, recording, target=target, method=method, memory=memory)
             assert not isinstance(found, list)
             return found.scores.double().numpy()
 
@@ -154,33 +149,3 @@ def _td_errors(records: RecordBatch) -> NDArray[np.float64]:
         records.gamma,
         records.gae_lambda,
     )
-
-
-def _outcomes(
-    policy: object,
-    recording: RoundRecording,
-    params: Mapping[str, Tensor],
-    target: Target,
-    evaluate: Evaluate | None,
-) -> Outcomes:
-    round = opened(policy, recording)
-    found: dict[str, list[float]] = {"target": [], "surrogate": []}
-    if evaluate is not None:
-        found["evaluated"] = []
-    count = len(next(iter(params.values())))
-    with kept_generators(), torch.no_grad():
-        for number in range(count):
-            own = {name: tensor[number] for name, tensor in params.items()}
-            found["target"].append(float(target(round.view, own, round.records)))
-            found["surrogate"].append(_surrogate(round, own))
-            if evaluate is not None:
-                found["evaluated"].append(evaluate(own))
-    return {name: np.array(values) for name, values in found.items()}
-
-
-def _surrogate(round: Round, params: Params) -> float:
-    view, records = round.view, round.records
-    outputs = (
-        view.only({"log_prob"}, params, round.inputs) if isinstance(view, ModuleView) else view(params, round.inputs)
-    )
-    return float(((outputs.log_prob - records.log_probs).exp() * records.advantages).mean())

@@ -1,12 +1,13 @@
 """The arms of a comparison, as data."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whence.experiments.controls import MatchedUpdate
 from whence.heuristics import AdvantageMismatch, TDErrorPriority
+from whence.rounds import METHODS
 from whence.sb3 import InfluenceCallback
 from whence.selection import IIF, BelowMean, KeepAll, NegativeRandom, NonPositive, RandomDrop, SelectionRule
 
@@ -25,6 +26,7 @@ class Arm:
         about: one line for people.
         learning_rate_scale: what the run's learning rate is multiplied by.
         callback: what selects and trains.
+        settings: passed to it: how records are scored, how advantages are normalised, whether there is a guard.
     """
 
     rule: Callable[["RunConfig"], SelectionRule]
@@ -32,6 +34,15 @@ class Arm:
     about: str
     learning_rate_scale: float = 1.0
     callback: type[InfluenceCallback] = InfluenceCallback
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _iif(about: str, **settings: Any) -> Arm:
+    return Arm(lambda run: IIF(run.drop, run.warmup), True, about, settings=settings)
+
+
+def _by(score: str) -> Arm:
+    return _iif(f"iif by the {score} score of the whole round, rehearsed", score=score)
 
 
 STANDARD = "ppo"
@@ -40,7 +51,7 @@ STANDARD = "ppo"
 ARMS: Mapping[str, Arm] = MappingProxyType(
     {
         STANDARD: Arm(lambda run: KeepAll(), False, "PPO as it is: every record trains"),
-        "iif": Arm(lambda run: IIF(run.drop, run.warmup), True, "drop the share `drop` of the records below 0"),
+        "iif": _iif("drop the share `drop` of the records below 0"),
         "mean": Arm(lambda run: BelowMean(run.drop, run.warmup), True, "drop the share `drop` of those below the mean"),
         "nonpositive": Arm(lambda run: NonPositive(run.warmup), True, "drop every record that scores 0 or less"),
         "negative-random": Arm(
@@ -60,6 +71,16 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             "the same, lowest product with the return's first",
         ),
         "td-error": Arm(lambda run: TDErrorPriority(), True, "draw records of large TD errors more often"),
+        "iif-crossfit": _iif("iif, each half of the episodes scored by the other", score="crossfit"),
+        **{f"iif-{score}": _by(score) for score in METHODS},
+        "iif-frozen": _iif("iif on advantages normalised once, before anything is dropped", advantage_norm="buffer"),
+        "iif-guarded": _iif("iif in rounds where held-out episodes speak for it, ppo in the others", guard=True),
+        "ppo-frozen": Arm(
+            lambda run: KeepAll(),
+            False,
+            "PPO on advantages normalised once a round, not in each minibatch",
+            settings={"advantage_norm": "buffer"},
+        ),
         "ppo-matched": Arm(
             lambda run: IIF(run.drop, run.warmup),
             False,

@@ -16,6 +16,7 @@ from whence.engines import ENGINES
 from whence.errors import WhenceError, nearest
 from whence.experiments.arms import ARMS
 from whence.sb3.description import HYPERPARAMETERS as HYPERPARAMETERS
+from whence.sb3.scoring import Scoring
 from whence.selection import IIF, SelectionRule
 from whence.targets import Action, Return, Target
 
@@ -129,7 +130,7 @@ class RunConfig:
         if self.eval_episodes == 1:
             raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
         self.rule()
-        self.make_target()
+        Scoring.asked(ARMS[self.arm].settings.get("score", "snapshot"), self.make_target(), None, self.engine)
 
     def rule(self) -> SelectionRule:
         """Return the arm's selection rule.

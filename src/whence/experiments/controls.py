@@ -1,9 +1,7 @@
 """Training that separates what a selection does from what a step of its size would do."""
 
-import copy
 import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from whence.guards import kept_generators
 from whence.policies import as_view
 from whence.records import RecordBatch
 from whence.sb3 import InfluenceCallback
+from whence.sb3.rounds import untouched
 from whence.selection import Selection
 
 
@@ -38,7 +37,7 @@ class MatchedUpdate(InfluenceCallback):
         start = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
         acting = _acting(policy, records)
         others = start.keys() - acting
-        with self._optimisation.paused(), kept_generators(), _undone(self.model):
+        with self._optimisation.paused(), kept_generators(), untouched(self.model):
             super()._train_selected(own_train, selection)
             wanted = {names: _distance(policy, start, names) for names in (frozenset(acting), frozenset(others))}
         own_train()
@@ -46,19 +45,6 @@ class MatchedUpdate(InfluenceCallback):
         self.logger.record("train/update_scale", scales[frozenset(acting)])
         self.logger.record("train/update_scale_value", scales[frozenset(others)])
         self.logger.record("train/approx_kl", _divergence(policy, records))
-
-
-@contextmanager
-def _undone(model: Any) -> Iterator[None]:
-    """Put policy, optimiser and the count of updates back on exit."""
-    policy, updates = model.policy, model._n_updates
-    tensors, state = copy.deepcopy((policy.state_dict(), policy.optimizer.state_dict()))
-    try:
-        yield
-    finally:
-        model._n_updates = updates
-        policy.load_state_dict(tensors)
-        policy.optimizer.load_state_dict(state)
 
 
 def _acting(policy: Any, records: RecordBatch) -> set[str]:

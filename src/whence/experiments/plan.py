@@ -16,6 +16,7 @@ from whence.experiments.config import RunConfig, check_types, presets
 from whence.experiments.environments import check_environment, default_policy, libraries, model_env
 from whence.experiments.training import make_model
 from whence.guards import kept_generators
+from whence.rounds import METHODS
 from whence.targets import Action
 
 _MERGED = ("hyperparameters", "env_kwargs", "pool_kwargs", "policy_kwargs")
@@ -159,7 +160,8 @@ def reads(config: RunConfig, name: str) -> bool:
         return replace(config, drop=0.25).rule() != replace(config, drop=0.5).rule()
     if name == "warmup":
         return replace(config, warmup=1).rule() != replace(config, warmup=2).rule()
-    return config.rule().needs_influence
+    of_round = name == "engine" and ARMS[config.arm].settings.get("score") in METHODS
+    return config.rule().needs_influence and not of_round
 
 
 def check_read(configs: Iterable[RunConfig], given: Iterable[str]) -> None:
@@ -172,7 +174,8 @@ def check_read(configs: Iterable[RunConfig], given: Iterable[str]) -> None:
     for name in given:
         if not any(reads(config, name) for config in configs):
             arms = ", ".join(dict.fromkeys(config.arm for config in configs))
-            able = ", ".join(arm for arm in ARMS if reads(replace(configs[0], arm=arm), name))
+            plain = replace(configs[0], engine="auto", target="return", target_args={})  # which every arm takes
+            able = ", ".join(arm for arm in ARMS if reads(replace(plain, arm=arm), name))
             raise WhenceError(f"{name} has no effect with {arms}. Leave it out, or take an arm that reads it: {able}.")
 
 

@@ -59,8 +59,14 @@ def run(
     test = evaluation_env(config, config.eval_episodes) if on_gymnasium else None
     try:
         model = make_model(config, env, tensorboard=tensorboard)
-        selection = ARMS[config.arm].callback(
-            config.rule(), target=config.make_target(), engine=config.engine, run=directory, recordings=recordings
+        arm = ARMS[config.arm]
+        selection = arm.callback(
+            config.rule(),
+            target=config.make_target(),
+            engine=config.engine,
+            run=directory,
+            recordings=recordings,
+            **arm.settings,
         )
         evaluation = _Evaluation(config, test, directory, on_round, selection)
         model.learn(config.rounds * model.n_steps * config.n_envs, callback=[evaluation, selection])
@@ -74,8 +80,13 @@ def run(
 def _check_recordings(config: RunConfig, recordings: Collection[int]) -> None:
     if beyond := [number for number in recordings if not 1 <= number <= config.rounds]:
         raise WhenceError(f"Round {beyond[0]} cannot be recorded: the run has rounds 1 to {config.rounds}.")
-    if recordings and ARMS[config.arm].callback is not InfluenceCallback:
+    arm = ARMS[config.arm]
+    if recordings and arm.callback is not InfluenceCallback:
         raise WhenceError(f"The arm {config.arm} trains each round twice, which no recording holds. Take another arm.")
+    if recordings and "advantage_norm" in arm.settings:
+        raise WhenceError(
+            f"The arm {config.arm} trains on advantages that no recording holds. Take another arm, or record no round."
+        )
 
 
 def _check_recorded(run: RunDirectory, recordings: Collection[int]) -> None:

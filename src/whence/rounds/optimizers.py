@@ -76,13 +76,20 @@ def preconditioner(optimizer: OptimizerState, state: State) -> Tensor:
 def momentum(optimizer: OptimizerState) -> tuple[float, float, float]:
     """Return (now, a, b): a gradient enters the m-th update after its own with `a b^m`, and its own with `now` more.
 
-    Adam's are before the correction of its bias.
+    Adam's are before the correction of its bias; see `correction`.
     """
     settings = optimizer.settings
     if optimizer.name in ("Adam", "AdamW"):
         return 0.0, 1 - settings["betas"][0], settings["betas"][0]
     decay, first = settings.get("momentum", 0.0), 1 - settings.get("dampening", 0.0)
     return (1.0, decay * first, decay) if settings.get("nesterov") else (0.0, first, decay)
+
+
+def correction(optimizer: OptimizerState, state: State) -> Tensor:
+    """Return what an update divides the gradients it carries by, given the state after the step: 1 but for Adam."""
+    if optimizer.name in ("Adam", "AdamW"):
+        return 1 - torch.as_tensor(optimizer.settings["betas"][0] ** state["step"])
+    return torch.ones_like(state["step"])
 
 
 def _root(squares: Tensor) -> Tensor:

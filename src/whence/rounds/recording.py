@@ -17,7 +17,7 @@ from whence.guards import written_atomically
 from whence.objectives import A2C, Objective, PPOClip
 from whence.records import RecordBatch, Tree, leaves
 
-FORMAT, VERSION = "whence-round", "1"
+FORMAT, VERSION = "whence-round", "2"
 
 Algorithm: TypeAlias = Literal["ppo", "a2c"]
 
@@ -36,6 +36,7 @@ class Update:
         max_grad_norm: gradients are clipped to it; may be infinite.
         target_kl: the divergence at which the round stopped, or None.
         n_epochs: passes over the records that were asked for.
+        batch_size: records in a minibatch that were asked for; None: all.
     """
 
     algorithm: Algorithm
@@ -47,6 +48,7 @@ class Update:
     max_grad_norm: float
     target_kl: float | None
     n_epochs: int
+    batch_size: int | None
 
     def objective(self) -> Objective:
         """Return what is raised, one value per record whose advantage is normalised already."""

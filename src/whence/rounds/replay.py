@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,13 @@ from whence.records import RecordBatch, Tree, map_tree, take
 from whence.rounds import optimizers
 from whence.rounds.optimizers import State
 from whence.rounds.recording import RoundRecording
+from whence.targets import Target, as_target, name_of
+
+MARGIN = 3
+"""How much larger the process may grow than the tensors of a step, which is all that is measured of it.
+
+The allocator keeps freed blocks that fit nothing later, and kernels take working memory of their own.
+"""
 
 
 class Point(NamedTuple):
@@ -24,6 +31,12 @@ class Point(NamedTuple):
 
     params: dict[str, Tensor]
     state: dict[str, State]
+
+    @property
+    def nbytes(self) -> int:
+        """What its tensors take."""
+        kept = [*self.params.values(), *(tensor for own in self.state.values() for tensor in own.values())]
+        return sum(tensor.nbytes for tensor in kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +66,11 @@ class Round:
         """Return the records of a step, from 0."""
         index = self.recording.steps[number].to(self.records.log_probs.device)
         return Minibatch(index, self.records.with_columns(take(self.records.columns, index)), take(self.inputs, index))
+
+    def of_one_step(self) -> "Round":
+        """Return a round of the step with the most records alone: what is measured on it holds for the others."""
+        largest = max(self.recording.steps, key=len)
+        return replace(self, recording=replace(self.recording, minibatches=[largest], epochs=[0], stopped=False))
 
 
 class Minibatch(NamedTuple):
@@ -229,10 +247,15 @@ def replay(
         dtype: to compute in; None: the recorded one.
 
     Raises:
-        WhenceError: weights of another shape or negative; or see `opened`.
+        WhenceError: weights of another shape, negative, or above 0 for fewer than two records; or see `opened`.
     """
     round = opened(policy, recording, dtype=dtype)
     if weights is not None:
+        if weights.shape != (len(round.records),):
+            raise WhenceError(
+                f"weights have shape {tuple(weights.shape)}; one for each of the {len(round.records)} records is "
+                "needed. Several trainings at once: whence.counterfactual.retrain."
+            )
         weights = check_weights(weights, round)
     modules = list(round.view.module.modules())
     with kept_generators(), eval_mode(modules), torch.inference_mode(False):
@@ -241,21 +264,51 @@ def replay(
     return last.params
 
 
-def check_weights(weights: Tensor, round: Round) -> Tensor:
-    """Return weights in the round's dtype and on its device.
+def check_weights(weights: Float[Tensor, "*trainings n"], round: Round) -> Float[Tensor, "*trainings n"]:
+    """Return weights of one training or of several in the round's dtype and on its device.
 
     Raises:
-        WhenceError: their last axis is not the records', or one is negative or not finite.
+        WhenceError: one is negative or not finite, or a training has fewer than two above 0.
     """
-    like = round.records.log_probs
-    if weights.shape[-1:] != like.shape:
-        raise WhenceError(
-            f"weights have shape {tuple(weights.shape)}; one for each of the {len(like)} records is needed."
-        )
-    weights = weights.to(like)
+    weights = weights.to(round.records.log_probs)
     if not bool((weights >= 0).all()) or not bool(torch.isfinite(weights).all()):
         raise WhenceError("A weight is negative or not finite; weights are 0 (left out), 1 (as it was) or between.")
+    least = int((weights > 0).sum(dim=-1).min())
+    if least < 2:
+        raise WhenceError(
+            f"A training keeps {least} of {weights.shape[-1]} records, fewer than two, and one has no advantage to be "
+            "normalised by another: give at least two records a weight above 0."
+        )
     return weights
+
+
+def check_target(target: Target, round: Round) -> Target:
+    """Return a target that can be measured on the records of a round.
+
+    Raises:
+        WhenceError: it cannot be called as one, does not return a scalar tensor, or meets None where the recording
+            lacks columns.
+    """
+    target = as_target(target)
+    records = round.records
+    free = {name: p.detach().requires_grad_() for name, p in round.start.params.items()}
+    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
+        try:
+            value = target(round.view, free, records)
+        except Exception as wrong:
+            lacking = [field.name for field in fields(RecordBatch) if getattr(records, field.name) is None]
+            if isinstance(wrong, WhenceError) or "NoneType" not in str(wrong) or not lacking:
+                raise
+            raise WhenceError(
+                f"The target {name_of(target)} fails on the recording of round {round.recording.number} with "
+                f"{type(wrong).__name__}: {wrong}. The recording lacks {', '.join(lacking)}: take a target that reads "
+                "none of these, or record a round that has them. If it reads none, look at what it makes of the "
+                "policy's outputs."
+            ) from wrong
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise WhenceError(f"The target {name_of(target)} returned {got}; a scalar tensor is needed.")
+    return target
 
 
 def _outputs(round: Round, params: Params, inputs: Tree) -> Outputs:

@@ -12,6 +12,6 @@ except ImportError as missing:
 from whence.sb3.buffer import collect as collect
 from whence.sb3.buffer import snapshot as snapshot
 from whence.sb3.callback import InfluenceCallback as InfluenceCallback
-from whence.sb3.callback import model_objective as model_objective
 from whence.sb3.episodes import RecordResets as RecordResets
 from whence.sb3.rounds import replay as replay
+from whence.sb3.scoring import model_objective as model_objective

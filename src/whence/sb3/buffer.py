@@ -31,6 +31,7 @@ from whence.selection import Selection
 
 Last: TypeAlias = Literal["keep", "drop"]
 
+Normalised: TypeAlias = Literal["minibatch", "buffer"]
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO)
 _BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
@@ -206,6 +207,24 @@ def selected(
         del buffer.get  # the instance's; the class's own shows again
 
 
+@contextmanager
+def normalised_over_buffer(model: Any) -> Iterator[None]:
+    """Let `train()` read advantages normalised once over the whole rollout, and not again in each minibatch.
+
+    Where records are dropped, a minibatch has another mean advantage than the rollout, and normalising by it turns the
+    sign of small advantages. Buffer and model have their own advantages and settings back on exit.
+    """
+    buffer, raw = model.rollout_buffer, model.rollout_buffer.advantages
+    flat, own = buffer.generator_ready, model.normalize_advantage
+    buffer.advantages = (raw - raw.mean()) / (raw.std(ddof=1) + 1e-8)
+    model.normalize_advantage = False
+    try:
+        yield
+    finally:
+        model.normalize_advantage = own
+        buffer.advantages = raw if buffer.generator_ready == flat else buffer.swap_and_flatten(raw)
+
+
 def _own_order(buffer: RolloutBuffer, own_get: Any) -> NDArray[np.int64]:
     """Draw the permutation that the buffer's own `get` draws, flattening the arrays as it does."""
     buffer._get_samples = lambda indices, env=None: indices  # type: ignore[method-assign,assignment,return-value]
@@ -240,3 +259,9 @@ def check_last(last: str) -> None:
     """Refuse an unknown value of `last`."""
     if last not in get_args(Last):
         raise WhenceError(f"last is {last!r}.{nearest(str(last), get_args(Last))}")
+
+
+def check_normalised(advantage_norm: str) -> None:
+    """Refuse an unknown value of `advantage_norm`."""
+    if advantage_norm not in get_args(Normalised):
+        raise WhenceError(f"advantage_norm is {advantage_norm!r}.{nearest(str(advantage_norm), get_args(Normalised))}")

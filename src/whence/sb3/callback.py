@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,27 +11,33 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
-from whence import objectives
 from whence.advice import advice
-from whence.attribution import attribute
-from whence.engines import ENGINES
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError
 from whence.influence import Influence
-from whence.objectives import Objective, as_objective
+from whence.objectives import Objective
 from whence.records import RecordBatch, as_numpy
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
-from whence.sb3.buffer import Last, check_last, check_model, read, selected
-from whence.sb3.contrib import MaskablePPO
+from whence.sb3.buffer import (
+    Last,
+    Normalised,
+    check_last,
+    check_model,
+    check_normalised,
+    normalised_over_buffer,
+    read,
+    selected,
+)
 from whence.sb3.description import describe, without_addresses
 from whence.sb3.episodes import STATE, Ongoing
+from whence.sb3.rehearsal import Rehearsal, held_out_gain
 from whence.sb3.rounds import Recorder, tensors_of
+from whence.sb3.scoring import Scoring
 from whence.sb3.training import around_next_train, cancel
-from whence.selection import Progress, Selection, SelectionRule
-from whence.targets import Return, Target, as_target, name_of
+from whence.selection import KeepAll, Progress, Selection, SelectionRule
+from whence.targets import Target, name_of
 
 log = logging.getLogger("whence")
 
@@ -61,9 +67,10 @@ class InfluenceCallback(BaseCallback):
     the buffer is as before when `train()` ends, also when it raises. A round that keeps fewer than two records is not
     trained on; it is logged and counted.
 
-    The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores)
-    and `influence/seconds`, so TensorBoard, CSV and W&B show them. What a practitioner should know goes once each to
-    the logger "whence" of Python's logging. `round` is the last round, `metrics` has a row for each.
+    The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores),
+    `influence/seconds` and, with a guard, `influence/held_out_gain` and `influence/fell_back`, so TensorBoard, CSV and
+    W&B show them. What a practitioner should know goes once each to the logger "whence" of Python's logging. `round` is
+    the last round, `metrics` has a row for each.
 
     Args:
         rule: which records train: `IIF(drop=0.5)`, another rule of `whence`, or a `SelectionRule` of your own.
@@ -71,6 +78,11 @@ class InfluenceCallback(BaseCallback):
         objective: None: the model's own, without its value term (clip range, entropy coefficient, and whether it
             normalises advantages are read from the model).
         engine: see `attribute`.
+        score: "snapshot"; or "crossfit", where no record has a voice in the target it is scored by; or a method of
+            `attribute_round`, for which the round is rehearsed: trained on in full, scored as a whole, and undone.
+        guard: train on everything in rounds in which selecting does not pay, judged by held-out episodes of the same
+            rollout (see `held_out_gain`). It costs two trainings of each round more, and no environment step.
+        advantage_norm: "minibatch" as SB3 does it, or "buffer": once over the rollout, before anything is dropped.
         run: directory for what happened, round by round; see `RunDirectory`. None: nothing is written. A directory
             that holds a run of the same configuration is started over.
         recordings: rounds to record, from 1: what `train()` did in them, to be replayed and attributed as a whole. The
@@ -91,6 +103,9 @@ class InfluenceCallback(BaseCallback):
         target: Target | None = None,
         objective: Objective | None = None,
         engine: str = "auto",
+        score: str = "snapshot",
+        guard: bool = False,
+        advantage_norm: Normalised = "minibatch",
         run: str | Path | RunDirectory | None = None,
         last: Last = "keep",
         recordings: Collection[int] = (),
@@ -102,14 +117,23 @@ class InfluenceCallback(BaseCallback):
             raise WhenceError(
                 f"rule is {rule!r}; pass an instance, such as IIF(drop=0.5), with `needs_influence` and `select`."
             )
-        if engine not in ("auto", *ENGINES):
-            raise WhenceError(f"engine is {engine!r}.{nearest(str(engine), ['auto', *ENGINES])}")
         check_last(last)
+        check_normalised(advantage_norm)
         if not isinstance(run, str | Path | RunDirectory | None):
             raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
-        self.rule, self.engine, self.last, self.strict = rule, engine, last, strict
-        self.target = as_target(Return() if target is None else target)
-        self.objective = None if objective is None else as_objective(objective)
+        self.scoring = Scoring.asked(score, target, objective, engine)
+        if advantage_norm == "buffer" and (recordings or self.scoring.of_round):
+            raise WhenceError(
+                "advantage_norm='buffer' trains on advantages that a recording of the round does not hold, so neither "
+                f"recordings nor score={score!r} go with it. Leave out the one or the others."
+            )
+        if guard and self.scoring.of_round:
+            raise WhenceError(
+                f"guard=True scores halves of the rollout, and score={score!r} is of whole rounds. Take "
+                "score='snapshot' or 'crossfit', or guard=False."
+            )
+        self.rule, self.last, self.strict = rule, last, strict
+        self.guard, self.advantage_norm = guard, advantage_norm
         self.round: Round | None = None
         self.metrics: list[dict[str, Any]] = []
         self.recordings = recordings
@@ -155,16 +179,32 @@ class InfluenceCallback(BaseCallback):
         scoring = _Stopwatch()
         records, self._ongoing = read(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
         self._read_at = self.model.num_timesteps
-        influence = self._influence(records)
-        selection = self._select(records, influence)
+        influence, selection, gain = self._choose(records)
         seconds["scoring"] = scoring.seconds()
         self._rounds += 1
         self.round = Round(self._rounds, records, influence, selection)
         self._count_skipped(self.round)
         metrics = _metrics(self.round) | {"episode_return": self._episode_return()}
+        if self.guard:
+            metrics |= {"held_out_gain": gain, "fell_back": gain is not None and not gain >= 0}
         self._log(metrics, seconds["scoring"]["wall"])
         self._write_round(self.round)
         around_next_train(self.model, lambda own_train: self._train(own_train, selection, metrics, seconds))
+
+    def _choose(self, records: RecordBatch) -> tuple[Influence | None, Selection, float | None]:
+        """Return scores, what is to train, and where the guard judged it, by how much it pays."""
+        rehearsal = Rehearsal(self.model, self._rounds + 1, self._progress().remaining, self.last, self.advantage_norm)
+
+        def choose(some: RecordBatch) -> tuple[Influence | None, Selection]:
+            influence = self.scoring.influence(rehearsal, some) if self.rule.needs_influence else None
+            return influence, self._select(some, influence)
+
+        influence, selection = choose(records)
+        if not self.guard or (selection.uniform and bool(selection.keep.all())):
+            return influence, selection, None
+        gain = held_out_gain(rehearsal, records, lambda some: choose(some)[1])
+        # Not a number where a half is left with too little to judge by: then nothing speaks for the selection.
+        return influence, selection if gain >= 0 else KeepAll().select(records), gain
 
     def _select(self, records: RecordBatch, influence: Influence | None) -> Selection:
         selection = self.rule.select(records, influence, self._progress())
@@ -202,7 +242,8 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         recorder = Recorder(self.model) if self.round.number in self.recordings else None
         buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
-        with selected(buffer, selection, last=self.last, recorder=recorder):
+        once = normalised_over_buffer(self.model) if self.advantage_norm == "buffer" else nullcontext()
+        with once, selected(buffer, selection, last=self.last, recorder=recorder):
             own_train()
         if recorder is not None:
             self.recording = recorder.recording(self.round.number, self.round.records)
@@ -213,12 +254,6 @@ class InfluenceCallback(BaseCallback):
         cancel(self.model)
         if self._run is not None:
             self._run.write_policy(self._rounds + 1, tensors_of(self.model.policy))
-
-    def _influence(self, records: RecordBatch) -> Influence | None:
-        if not self.rule.needs_influence:
-            return None
-        objective = self.objective or model_objective(self.model)
-        return attribute(self.model.policy, records, target=self.target, objective=objective, engine=self.engine)
 
     def _episode_return(self) -> float | None:
         # SB3's own running mean over the last hundred episodes, unshaped; there where environments have a Monitor.
@@ -238,6 +273,9 @@ class InfluenceCallback(BaseCallback):
         for name in ("dropped_share", "negative_share", "mean"):
             if metrics.get(name) is not None:
                 self.logger.record(f"influence/{name}", metrics[name])
+        for name in ("held_out_gain", "fell_back"):
+            if metrics.get(name) is not None:
+                self.logger.record(f"influence/{name}", float(metrics[name]))
         self.logger.record("influence/seconds", seconds)
         self.logger.record("influence/skipped_rounds", self.skipped_rounds)
         if self.verbose:
@@ -287,26 +325,17 @@ class InfluenceCallback(BaseCallback):
                 log.warning("round %d: %s", one.round, one.text)
 
     def _config(self) -> dict[str, Any]:
+        scoring = self.scoring
         return describe(self.model) | {
             "rule": without_addresses(repr(self.rule)),
-            "target": without_addresses(name_of(self.target)),
-            "objective": "the model's" if self.objective is None else without_addresses(repr(self.objective)),
-            "engine": self.engine,
+            "score": scoring.score,
+            "target": without_addresses(name_of(scoring.target)),
+            "objective": "the model's" if scoring.objective is None else without_addresses(repr(scoring.objective)),
+            "engine": scoring.engine,
+            "guard": self.guard,
+            "advantage_norm": self.advantage_norm,
             "last": self.last,
         }
-
-
-def model_objective(model: Any) -> Objective:
-    """Return what a model's `train()` raises, without the value term: its clip range, entropy, normalisation.
-
-    At the policy that collected the rollout every ratio is 1, so a scheduled clip range does not matter.
-    """
-    norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
-    if isinstance(model, PPO | MaskablePPO):
-        clip_range = float(model.clip_range(model._current_progress_remaining))  # type: ignore[operator]
-        return objectives.PPOClip(clip_range=clip_range, ent_coef=model.ent_coef, advantage_norm=norm)
-    assert isinstance(model, A2C)  # check_model lets no other pass
-    return objectives.A2C(ent_coef=model.ent_coef, advantage_norm=norm)
 
 
 def _metrics(current: Round) -> dict[str, Any]:

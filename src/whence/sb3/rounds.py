@@ -91,7 +91,7 @@ def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
         WhenceError: the recording is of another policy, optimiser or algorithm.
     """
     _check_same(model, recording)
-    with _untouched(model), kept_generators():
+    with untouched(model), kept_generators():
         _place(model, recording)
         torch.set_rng_state(recording.generator)
         model.train()
@@ -138,6 +138,7 @@ def _update(model: Any) -> Update:
         max_grad_norm=float(model.max_grad_norm),
         target_kl=model.target_kl if ppo else None,
         n_epochs=model.n_epochs if ppo else 1,
+        batch_size=model.batch_size if ppo else None,
     )
 
 
@@ -162,8 +163,8 @@ def _check_same(model: Any, recording: RoundRecording) -> None:
 
 
 @contextmanager
-def _untouched(model: Any) -> Iterator[None]:
-    """Leave a model as it is, whatever is trained meanwhile."""
+def untouched(model: Any) -> Iterator[None]:
+    """Leave a model as it is, whatever is trained meanwhile: policy, optimiser, gradients, attributes."""
     policy = model.policy
     attributes = dict(vars(model))
     tensors, training = _copies(tensors_of(policy)), policy.training

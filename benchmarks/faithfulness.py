@@ -1,0 +1,209 @@
+"""How far scores of whole rounds can be trusted: held against training the rounds again, on four environments.
+
+Run: `python -m benchmarks.faithfulness results/faithfulness [--only lunarlander-adam/seed_0] [--workers 2]`. Each of
+four environments is trained by plain PPO with SGD (LDA's settings, no clipping) and with Stable-Baselines3's default
+Adam, on three seeds. An early, a middle and a late round of each are then studied:
+
+- scores against 100 trainings on random halves and on random nine tenths of the records (LDS), with the ceiling that
+  the agreement of repeated trainings sets; on seed 0 the measured test return, too;
+- training without the records that a score holds for the best, or the worst;
+- the cosine of the gradient of all records, and of what IIF keeps, with that of 200,000 steps.
+
+And every so many rounds the round is trained again without the records that score below 0 (LDA §4.3).
+
+A finished round is not studied again: the command goes on where it was interrupted. Training runs are kept in `--runs`.
+"""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import polars as pl
+import torch
+import typer
+from rich.console import Console
+
+from whence import IIF, Return, attribute, experiments
+from whence.counterfactual import datamodel, intervene, lds, leave_out, reshuffled, retrain, study, subsets
+from whence.counterfactual.outcomes import outcomes_of
+from whence.counterfactual.retrain import batch_size_of
+from whence.experiments import RunConfig
+from whence.experiments.gradients import gradient_cosines, large_rollout
+from whence.experiments.replay import measuring, run_config
+from whence.guards import written_atomically
+from whence.runs import RunDirectory
+from whence.sb3 import model_objective
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An environment of the study: its preset, the rounds to study, and how many apart interventions are."""
+
+    preset: str
+    studied: tuple[int, int, int]
+    every: int
+
+    @property
+    def recorded(self) -> list[int]:
+        """All rounds that are needed."""
+        return sorted({*self.studied, *range(self.every, self.studied[-1] + 1, self.every)})
+
+
+SETUPS = {
+    "frozenlake": Setup("lda-code/frozenlake", (3, 15, 40), 5),
+    "acrobot": Setup("lda-code/acrobot", (3, 15, 40), 5),
+    "minigrid": Setup("lda-code/minigrid", (3, 12, 30), 5),
+    "lunarlander": Setup("lda-code/lunarlander", (5, 40, 120), 10),
+}
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "sgd": {},
+    "adam": {"optimizer": "Adam", "hyperparameters": {"learning_rate": 3e-4, "max_grad_norm": 0.5}},
+}
+SEEDS = range(3)
+SHARES = (0.5, 0.9)
+REMOVED = ("snapshot", "unrolled", "smoothed", "advantage")
+TEST_EPISODES = 100
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the study."""
+
+    env: str
+    optimizer: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Where its results are, below the directory."""
+        return f"{self.env}-{self.optimizer}/seed_{self.seed}"
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
+    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/faithfulness"),
+    only: Annotated[str, typer.Option(help="Jobs whose name begins so: lunarlander-adam/seed_0.")] = "",
+    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
+) -> None:
+    """Run what is not there yet."""
+    console = Console(stderr=True)
+    names = [Job(env, optimizer, seed) for seed in SEEDS for env in SETUPS for optimizer in OPTIMIZERS]
+    jobs = [job for job in names if job.name.startswith(only)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context) as pool:
+        begun = {pool.submit(study_run, job, out, runs): job for job in jobs}
+        for done in as_completed(begun):
+            failure = done.exception()
+            said = f"{done.result():.0f} s" if failure is None else f"[red]{type(failure).__name__}: {failure}[/red]"
+            console.print(f"{begun[done].name}: {said}")
+
+
+def study_run(job: Job, out: Path, runs: Path) -> float:
+    """Train a run where that is not done, and study its rounds; return the seconds it took."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    setup = SETUPS[job.env]
+    config = experiments.configure(
+        preset=setup.preset, seed=job.seed, rounds=setup.recorded[-1], eval_episodes=0, **OPTIMIZERS[job.optimizer]
+    )
+    experiments.run(config, runs / job.name, recordings=setup.recorded)
+    run = RunDirectory.open(runs / job.name)
+    for number in setup.recorded:
+        for kind, study_one, rounds in (("round", study_round, setup.studied), ("intervention", intervention, None)):
+            file = out / "rounds" / job.name / f"{kind}_{number:05d}.json"
+            if (rounds is None or number in rounds) and not file.exists():
+                about = {"env": job.env, "optimizer": job.optimizer, "seed": job.seed, "round": number}
+                _write(file, about | study_one(run, number, job))
+    return time.perf_counter() - began
+
+
+def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
+    """Hold a round's scores against training it again."""
+    config = run_config(run)
+    model, recording = experiments.load_recording(run, number)
+    target, rows, scores = Return(), [], {}
+    with measuring(config, model, episodes=TEST_EPISODES, seed=number) as measure:
+        for share in SHARES:
+            evaluate = measure if job.seed == 0 and share == SHARES[0] else None
+            orders = 4 if share == SHARES[0] else 2
+            found = study(
+                model.policy, recording, target=target, share=share, orders=orders, evaluate=evaluate, seed=number
+            )
+            rows += found.table.with_columns(share=pl.lit(share)).to_dicts()
+            scores = scores or dict(found.scores)
+            if share == SHARES[0]:
+                rows += _datamodel_rows(model.policy, recording, found, number)
+    chosen = {name: scores[name] for name in REMOVED if name in scores}
+    removals = leave_out(model.policy, recording, chosen, target=target, orders=2, seed=number)
+    return {
+        "lds": rows,
+        "removals": removals.to_dicts(),
+        "cosines": _cosines(config, model, recording, number).to_dicts(),
+    }
+
+
+def _datamodel_rows(policy: Any, recording: Any, found: Any, seed: int, count: int = 400) -> list[dict[str, Any]]:
+    """Score by a linear predictor of 400 further trainings, alone and with the smoothed score as prior."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    kept = subsets(len(recording.records), SHARES[0], count, generator)
+    size = batch_size_of(recording)
+    outcomes = []
+    for part in kept.split(50):
+        own = reshuffled(part, size, recording.update.n_epochs, generator)
+        trained = retrain(policy, recording, part, orders=own)
+        outcomes += outcomes_of(policy, recording, trained, Return(), None)["target"].tolist()
+    rows = []
+    for name, prior in (("datamodel", None), ("datamodel with prior", found.scores["smoothed"])):
+        fitted = datamodel(kept, outcomes, prior=prior)
+        for truth, values in found.outcomes.items():
+            one = lds(found.kept.double().numpy() @ fitted.scores, values["target"].mean(axis=0))
+            ceiling = found.table.filter(truth=truth, outcome="target")["ceiling"][0]
+            rows.append({"score": name, "truth": truth, "outcome": "target", **one, "ceiling": ceiling, "share": 0.5})
+    return rows
+
+
+def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.DataFrame:
+    records = recording.records
+    scored = attribute(model.policy, records, target=Return(), objective=model_objective(model))
+    dropped = int((scored.scores < 0).sum())
+    random = torch.ones(len(records), dtype=torch.bool)
+    random[torch.randperm(len(records), generator=torch.Generator().manual_seed(seed))[:dropped]] = False
+    kept = {
+        "all": torch.ones(len(records), dtype=torch.bool),
+        "iif": IIF(config.drop).select(records, scored).keep,
+        "not negative": scored.scores >= 0,
+        "random": random,
+    }
+    return gradient_cosines(model, records, large_rollout(config, model, seed=seed), kept)
+
+
+def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
+    """Train a round again without the records that score below 0, and without as many at random."""
+    config = run_config(run)
+    model, recording = experiments.load_recording(run, number)
+    scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
+    with measuring(config, model, episodes=2 * TEST_EPISODES, seed=number) as measure:
+        found = intervene(model.policy, recording, scored, measure, seed=number)
+    return {"interventions": found.to_dicts()}
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    with written_atomically(file) as temporary:
+        temporary.write_text(json.dumps(_rounded(content), allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    typer.run(main)

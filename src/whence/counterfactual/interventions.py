@@ -1,0 +1,120 @@
+"""One round trained again without the records that score below 0 (LDA §4.3, C.3)."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import polars as pl
+import torch
+from jaxtyping import Bool, Float
+from scipy import stats
+from torch import Tensor
+
+from whence.counterfactual.outcomes import Evaluate
+from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain
+from whence.errors import WhenceError
+from whence.guards import kept_generators
+from whence.influence import Influence
+from whence.rounds import RoundRecording
+from whence.selection import scores_for
+
+VARIANTS = ("full", "filtered", "random")
+"""What a round is trained on: all records, those that do not score below 0, as many drawn at random."""
+
+
+def intervene(
+    policy: object,
+    recording: RoundRecording,
+    scores: Influence,
+    evaluate: Evaluate,
+    *,
+    orders: int = 1,
+    seed: int = 0,
+    memory: int = 2**31,
+    told: Callable[[str], None] = lambda stage: None,
+) -> pl.DataFrame:
+    """Train a recorded round on all its records, without those that score below 0, and without as many at random.
+
+    Each training begins where the round began, with the optimiser as it was, and shuffles what it keeps into full
+    minibatches in every epoch. In one order all three share the permutations; the next order has others, and drops
+    others at random. All epochs are trained, also where `target_kl` had ended the round before.
+
+    Args:
+        policy: the policy that was trained, or one built like it; it is left as it is.
+        recording: of the round.
+        scores: of exactly the records of the round.
+        evaluate: measures trained parameters, such as their test return. What it draws from global generators is the
+            same in each call.
+        orders: trainings of each variant.
+        seed: of permutations and of what is dropped at random.
+        memory: bytes that training may hold at a time; see `retrain`.
+        told: hears of each training as it begins.
+
+    Returns:
+        A row for each order and variant: `order` (from 1), `variant` ("full", "filtered", "random"), `kept` (records),
+        `outcome` (what `evaluate` measured) and `change` (the outcome less that of "full" in the same order). Outcome
+        and change are null where fewer than two records are kept, which cannot be trained on.
+
+    Raises:
+        InvalidInfluence: scores of other records.
+        WhenceError: no order is asked for, or a round that was not trained on; or see `retrain`.
+    """
+    if orders < 1:
+        raise WhenceError(f"orders is {orders}; at least 1 is needed.")
+    size = batch_size_of(recording)
+    own = scores_for(recording.records, scores)
+
+    def outcome(kept: Bool[Tensor, " n"], shuffle: int) -> float | None:
+        if int(kept.sum()) < 2:
+            return None
+        permutations = torch.Generator().manual_seed(shuffle)
+        minibatches = reshuffled(kept[None], size, recording.update.n_epochs, permutations)
+        params = retrain(policy, recording, kept[None], orders=minibatches, memory=memory)
+        with kept_generators():
+            return float(evaluate({name: tensor[0] for name, tensor in params.items()}))
+
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for order in range(1, orders + 1):
+        masks = _masks(own, generator)
+        shuffle = int(torch.randint(2**62, (1,), generator=generator))
+        for variant, kept in masks.items():
+            told(f"training {variant}" + (f", order {order} of {orders}" if orders > 1 else ""))
+            row = {"order": order, "variant": variant, "kept": int(kept.sum()), "outcome": outcome(kept, shuffle)}
+            rows.append(row)
+    schema = {"order": pl.Int64, "variant": pl.String, "kept": pl.Int64, "outcome": pl.Float64}
+    return _with_changes(pl.DataFrame(rows, schema=schema))
+
+
+def _masks(scores: Float[Tensor, " n"], generator: torch.Generator) -> Mapping[str, Bool[Tensor, " n"]]:
+    """Return what each variant keeps. What is drawn from the generator does not depend on the scores."""
+    filtered = scores >= 0
+    dropped = torch.randperm(len(scores), generator=generator)[: int((~filtered).sum())]
+    random = torch.ones_like(filtered)
+    random[dropped] = False
+    return dict(zip(VARIANTS, (torch.ones_like(filtered), filtered, random), strict=True))
+
+
+def _with_changes(table: pl.DataFrame) -> pl.DataFrame:
+    full = pl.col("outcome").filter(pl.col("variant") == "full").first().over("order")
+    return table.with_columns(change=pl.col("outcome") - full)
+
+
+def mean_change(changes: Sequence[float]) -> Mapping[str, float | int | None]:
+    """Return the mean of the changes of several rounds.
+
+    Args:
+        changes: one of each round.
+
+    Returns:
+        "mean", and "low" and "high" of its 95% t interval over rounds; "rounds", and of them "improved", whose change
+        is above 0. There is no mean without a round, and no interval of fewer than two.
+    """
+    found: dict[str, float | int | None] = {"mean": None, "low": None, "high": None}
+    if changes:
+        found["mean"] = mean = float(np.mean(changes))
+    if len(changes) > 1:
+        # By hand, since scipy's interval is NaN where all changes are equal.
+        error = float(np.std(changes, ddof=1)) / np.sqrt(len(changes))
+        half = float(stats.t.ppf(0.975, len(changes) - 1) * error)
+        found |= {"low": mean - half, "high": mean + half}
+    return found | {"rounds": len(changes), "improved": sum(change > 0 for change in changes)}

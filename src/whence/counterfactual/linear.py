@@ -1,0 +1,93 @@
+"""The best that scores could do: linear predictors fitted to many trainings (datamodels)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from whence.counterfactual.measures import lds
+from whence.errors import WhenceError
+
+Vector = NDArray[np.float64]
+
+_PENALTIES = np.logspace(-4, 7, 45)
+
+
+@dataclass(frozen=True, eq=False)
+class Datamodel:
+    """A linear predictor of what training on a subset comes to.
+
+    Attributes:
+        scores: (n,) one for each record; their sum over a subset predicts its outcome, up to a constant.
+        lds: of predictions for trainings that were held out of the fit.
+        low: end of the 95% interval of `lds`.
+        high: the other end.
+        penalty: of the ridge, as fitted to all trainings; infinite where the prior alone predicts best.
+    """
+
+    scores: Vector
+    lds: float | None
+    low: float | None
+    high: float | None
+    penalty: float
+
+
+def datamodel(kept: Tensor, outcomes: Vector, *, prior: Vector | None = None, folds: int = 5) -> Datamodel:
+    """Fit a linear predictor to trainings on subsets, by ridge regression, cross-validated.
+
+    Without a prior this is the best additive score that so many trainings can find; where there are fewer trainings
+    than records, a prior (scores from gradients) says where to look: its multiple that fits best is taken, and the
+    ridge is fitted to what is left. The penalty is the one of least leave-one-out error, found anew in each fold.
+
+    Args:
+        kept: (m, n) which records each training kept.
+        outcomes: (m,) what it came to.
+        prior: (n,) scores to begin with.
+        folds: of the cross-validation that measures the fit.
+
+    Raises:
+        WhenceError: shapes that do not fit, or fewer than two trainings in a fold.
+    """
+    x, y = kept.double().numpy(), np.asarray(outcomes, dtype=np.float64)
+    if y.shape != (len(x),) or (prior is not None and prior.shape != x.shape[1:]):
+        raise WhenceError(
+            f"kept is of {x.shape[0]} trainings and {x.shape[1]} records, outcomes have shape {y.shape} and the prior "
+            f"{None if prior is None else prior.shape}; ({x.shape[0]},) and ({x.shape[1]},) are needed."
+        )
+    if folds < 2 or len(x) < 2 * folds:
+        raise WhenceError(f"{len(x)} trainings in {folds} folds; at least 2 folds of at least 2 are needed.")
+    fold = np.arange(len(x)) % folds
+    predictions = np.empty_like(y)
+    for number in range(folds):
+        held = fold == number
+        scores, _ = _fit(x[~held], y[~held], prior)
+        # Without the others' mean outcome, which is low where the held-out ones are high.
+        predictions[held] = (x[held] - x[~held].mean(axis=0)) @ scores
+    scores, penalty = _fit(x, y, prior)
+    found = lds(predictions, y)
+    return Datamodel(scores, found["lds"], found["low"], found["high"], penalty)
+
+
+def _fit(x: Vector, y: Vector, prior: Vector | None) -> tuple[Vector, float]:
+    centred, wanted = x - x.mean(axis=0), y - y.mean()
+    base = np.zeros(x.shape[1]) if prior is None else prior * _multiple(centred @ prior, wanted)
+    left = wanted - centred @ base
+    values, vectors = np.linalg.eigh(centred @ centred.T)
+    values = np.clip(values, 0.0, None)
+    turned = vectors.T @ left
+    best, weights = (left @ left / len(left), np.inf), np.zeros_like(left)
+    for penalty in _PENALTIES:
+        shrunk = 1.0 / (values + penalty)
+        # Of ridge regression, a = (K + penalty)^-1 y, the leave-one-out error is a_i / ((K + penalty)^-1)_ii.
+        dual = vectors @ (shrunk * turned)
+        diagonal = (vectors**2) @ shrunk
+        error = float(np.mean((dual / diagonal) ** 2))
+        if error < best[0]:
+            best, weights = (error, float(penalty)), dual
+    return base + centred.T @ weights, best[1]
+
+
+def _multiple(predicted: Vector, wanted: Vector) -> float:
+    square = float(predicted @ predicted)
+    return float(predicted @ wanted) / square if square > 0 else 0.0

@@ -1,0 +1,192 @@
+"""What a record does to a round on average: over subsets and orders, and across the edge at which ratios are clipped.
+
+The derivative of one training takes it as given which ratios are clipped at which step. But a record left out moves
+others over the edge, where their gradients end; what that does, no derivative of a sharp edge says. Here the derivative
+is taken as if the edge had a width, and averaged over trainings on random halves in random orders: what a sum of scores
+can say of a subset drawn at random.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from whence.engines.memory import bytes_held
+from whence.errors import WhenceError
+from whence.objectives import Objective, PPOClip
+from whence.policies import Outputs
+from whence.records import RecordBatch, take
+from whence.rounds.replay import MARGIN, Minibatch, Point, Round, step
+from whence.targets import Target
+
+DRAWS = 16
+"""Trainings that are averaged."""
+
+SHARE = 0.5
+"""Of the records, in each of them."""
+
+WIDTH = 0.25
+"""Of the edge, as a share of the clip range."""
+
+
+@dataclass(frozen=True)
+class SoftClip(PPOClip):
+    """PPO's clipped objective with an edge of some width: past it a record's gradient fades and does not end.
+
+    Where the sharp one multiplies the ratio's gradient by 1 inside and 0 outside, this one multiplies it by
+    `sigmoid((1 + eps - rho) / width)` for positive advantages and `sigmoid((rho - 1 + eps) / width)` for negative ones.
+
+    Attributes:
+        width: of the edge, in units of the ratio.
+    """
+
+    width: float = 0.05
+
+    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the objective of each record, (n,), up to a constant."""
+        ratio = (outputs.log_prob - records.log_probs).exp()
+        above = -self.width * softplus((1 + self.clip_range - ratio) / self.width)
+        below = self.width * softplus((ratio - 1 + self.clip_range) / self.width)
+        surrogate = records.advantages * torch.where(records.advantages > 0, above, below)
+        return self._with_further_terms(surrogate, outputs, records)
+
+
+def softened(objective: Objective, width: float = WIDTH) -> Objective:
+    """Return PPO's objective with an edge of `width` times the clip range; another objective as it is."""
+    if type(objective) is not PPOClip:
+        return objective
+    return SoftClip(**vars(objective), width=width * objective.clip_range)
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Trainings side by side: what each record weighs in each, (m, n), and the minibatches of each, (m, b) a step."""
+
+    weights: Float[Tensor, "m n"]
+    steps: Sequence[Int[Tensor, "m b"]]
+    epochs: Sequence[int]
+
+
+def drawn(round: Round, count: int, share: float, generator: torch.Generator) -> Draws:
+    """Draw subsets, and orders in which minibatches hold as many of their records as the round's own did."""
+    n, like = len(round.records), round.records.log_probs
+    kept = max(2, int(share * n))
+    size = n if round.recording.update.batch_size is None else round.recording.update.batch_size * n // kept
+    weights = torch.zeros(count, n)
+    for row in weights:
+        row[torch.randperm(n, generator=generator)[:kept]] = 1.0
+    steps: list[Tensor] = []
+    epochs: list[int] = []
+    for epoch in range(round.recording.update.n_epochs):
+        orders = torch.stack([torch.randperm(n, generator=generator) for _ in range(count)])
+        parts = orders.to(like.device).split(size, dim=1)
+        steps += parts
+        epochs += [epoch] * len(parts)
+    return Draws(weights.to(like), steps, epochs)
+
+
+def averaged(
+    round: Round, target: Target, memory: int, *, draws: int = DRAWS, share: float = SHARE, seed: int = 0
+) -> Float[Tensor, "epochs n"]:
+    """Return the mean over trainings of the derivative of the target by each record's weight, by epoch, on the CPU.
+
+    Args:
+        round: from `opened`.
+        target: what is raised.
+        memory: bytes that may be held at a time; the trainings go side by side as far as it allows.
+        draws: trainings.
+        share: of the records, in each.
+        seed: of subsets and orders.
+
+    Raises:
+        WhenceError: no draw, or one training alone does not fit into `memory`.
+    """
+    if draws < 1:
+        raise WhenceError(f"draws is {draws}; at least 1 training has to be averaged.")
+    if len(round) == 0:  # a round that was not trained on
+        return torch.zeros(1, len(round.records), dtype=round.records.log_probs.dtype)
+    made = drawn(round, draws, share, torch.Generator().manual_seed(seed))
+    every = max(1, math.isqrt(len(made.steps)))
+    single = Draws(made.weights[:1], [made.steps[0][:1]], [0])
+    held = math.ceil(len(made.steps) / every) + every + 2
+    step = MARGIN * max(bytes_held(lambda: derivatives(round, single, target, 1)))
+    alone = step + held * round.start.nbytes + made.weights[0].nbytes * (made.epochs[-1] + 2)
+    if alone > memory:
+        raise WhenceError(
+            f"memory is {memory:,} bytes, but scoring round {round.recording.number} by smoothed takes about {alone:,} "
+            f"bytes: {step:,} for a step of one training, the rest for {held} points of parameters and optimiser "
+            "state. Allow more, or use method='optimizer', which keeps no points."
+        )
+    at_once = memory // alone
+    total = torch.zeros(made.epochs[-1] + 1, len(round.records)).to(round.records.log_probs)
+    for first in range(0, draws, at_once):
+        own = slice(first, first + at_once)
+        part = Draws(made.weights[own], [positions[own] for positions in made.steps], made.epochs)
+        total += derivatives(round, part, target, every) * (len(part.weights) / draws)
+    return total.cpu()
+
+
+def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float[Tensor, "epochs n"]:
+    """Return the mean over draws of the derivative of the target at the end by each record's weight, by epoch.
+
+    Args:
+        round: from `opened`.
+        draws: from `drawn`.
+        target: what is raised.
+        every: points are kept at each such step, and made again between.
+    """
+    soft = replace(round, objective=softened(round.objective))
+    count = len(draws.weights)
+
+    def one(through: Round, point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " b"]) -> Point:
+        records = through.records.with_columns(take(through.records.columns, positions))
+        return step(through, point, Minibatch(positions, records, take(through.inputs, positions)), weights)
+
+    def back(
+        point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " b"], adjoint: Point
+    ) -> tuple[Point, Tensor]:
+        pull = torch.func.vjp(lambda p, w: one(soft, p, positions, w), point, weights)[1]
+        found: tuple[Point, Tensor] = pull(adjoint)
+        return found
+
+    forward = torch.vmap(lambda point, positions, weights: one(round, point, positions, weights))
+    backward = torch.vmap(back)
+    own = [draws.weights.gather(1, positions) for positions in draws.steps]
+    kept: dict[int, Point] = {}
+    with torch.no_grad():
+        point = _spread(round.start, count)
+        for number, positions in enumerate(draws.steps):
+            if number % every == 0:
+                kept[number] = point
+            point = forward(point, positions, own[number])
+    gradient = torch.func.grad(lambda params: target(round.view, params, round.records))
+    adjoint = point._replace(
+        params=torch.vmap(gradient)(point.params),
+        state={name: {key: torch.zeros_like(t) for key, t in state.items()} for name, state in point.state.items()},
+    )
+    found = torch.zeros(max(draws.epochs) + 1, *draws.weights.shape).to(draws.weights)
+    for begin in sorted(kept, reverse=True):
+        segment = [kept.pop(begin)]
+        with torch.no_grad():
+            for number in range(begin, min(begin + every, len(draws.steps)) - 1):
+                segment.append(forward(segment[-1], draws.steps[number], own[number]))
+        while segment:
+            number = begin + len(segment) - 1
+            adjoint, scores = backward(segment.pop(), draws.steps[number], own[number], adjoint)
+            found[draws.epochs[number]].scatter_add_(1, draws.steps[number], scores.detach())
+            adjoint = Point(
+                {name: p.detach() for name, p in adjoint.params.items()},
+                {name: {key: t.detach() for key, t in state.items()} for name, state in adjoint.state.items()},
+            )
+    return found.mean(dim=1)
+
+
+def _spread(point: Point, count: int) -> Point:
+    return Point(
+        {name: p.expand(count, *p.shape) for name, p in point.params.items()},
+        {name: {k: t.expand(count, *t.shape) for k, t in own.items()} for name, own in point.state.items()},
+    )

@@ -1,0 +1,105 @@
+"""A round's optimisation tried out before it happens: to score the whole of it, and to see whether selecting pays."""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from stable_baselines3.common.logger import Logger
+from torch import Tensor
+
+from whence.crossfitting import folds_of
+from whence.guards import eval_mode, kept_generators
+from whence.policies import as_view
+from whence.records import RecordBatch
+from whence.rounds import RoundRecording
+from whence.sb3.buffer import Last, Normalised, normalised_over_buffer, selected
+from whence.sb3.rounds import Recorder, untouched
+from whence.selection import Selection
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Trains a model on its rollout, before `train()` does, and leaves it as it is.
+
+    Attributes:
+        model: whose rollout is collected and not yet trained on.
+        number: of the round.
+        remaining: the progress remaining that schedules will read in the round.
+        last: see `selected`.
+        advantage_norm: "buffer": see `normalised_over_buffer`.
+    """
+
+    model: Any
+    number: int
+    remaining: float
+    last: Last = "keep"
+    advantage_norm: Normalised = "minibatch"
+
+    def train(self, records: RecordBatch, selection: Selection) -> RoundRecording:
+        """Let SB3's own `train()` train on a selection, and return what it did.
+
+        Model, buffer and every random generator are as before afterwards, so that the round itself goes through the
+        same orders.
+
+        Args:
+            records: the rollout.
+            selection: of at least two records.
+        """
+        model = self.model
+        with untouched(model), kept_generators():
+            model._current_progress_remaining = self.remaining
+            model._logger = Logger(None, [])
+            model.rollout_buffer = copy.copy(model.rollout_buffer)  # train() replaces its arrays by flattened ones
+            recorder = Recorder(model)
+            once = normalised_over_buffer(model) if self.advantage_norm == "buffer" else nullcontext()
+            with once, selected(model.rollout_buffer, selection, last=self.last, recorder=recorder):
+                model.train()
+            return recorder.recording(self.number, records)
+
+
+def held_out_gain(rehearsal: Rehearsal, records: RecordBatch, select: Callable[[RecordBatch], Selection]) -> float:
+    """Return by how much selecting beats training on everything, judged by episodes that neither saw.
+
+    The episodes are dealt into two halves. The policy is trained on all records of one half, and, from the same
+    parameters, on those that `select` keeps of it; the other half judges both by `mean(rho A)`, raw advantages. Then
+    the halves change places. It costs two trainings of the round more, and no step in the environment.
+
+    Args:
+        rehearsal: of the round.
+        records: the rollout.
+        select: chooses among some of the records, given these alone.
+
+    Returns:
+        The difference of `mean(rho A)`, over all records; nan where a half is left with fewer than two records.
+    """
+    fold = folds_of(records, 2)
+    gain = 0.0
+    for half in range(2):
+        mine, others = fold == half, records.take(fold != half)
+        chosen = _within(mine, select(records.take(mine)))
+        if int(mine.sum()) < 2 or int(chosen.keep.sum()) < 2:
+            return float("nan")
+        full, filtered = (
+            _surrogate(rehearsal.model, others, rehearsal.train(records, one).end)
+            for one in (Selection.dropping(mine, "in the other half"), chosen)
+        )
+        gain += (filtered - full) * len(others) / len(records)
+    return gain
+
+
+def _within(mine: Tensor, chosen: Selection) -> Selection:
+    """Return a selection from some of the records as one of all."""
+    keep, weights = torch.zeros(len(mine), dtype=torch.bool), torch.zeros(len(mine), dtype=chosen.weights.dtype)
+    keep[mine], weights[mine] = chosen.keep, chosen.weights
+    return Selection(keep, weights, [None if kept else "held out or dropped" for kept in keep.tolist()])
+
+
+def _surrogate(model: Any, records: RecordBatch, params: Mapping[str, Tensor]) -> float:
+    view = as_view(model.policy)
+    own = {name: params[name] for name in view.parameters()}
+    with kept_generators(), eval_mode(model.policy.modules()), torch.no_grad():
+        found = view(own, view.prepare(records)).log_prob.cpu()
+    return float(((found - records.log_probs).exp() * records.advantages).mean())

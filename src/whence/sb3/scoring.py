@@ -1,0 +1,94 @@
+"""How the callback scores the records of a round."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from stable_baselines3 import A2C, PPO
+
+from whence import objectives
+from whence.attribution import attribute
+from whence.crossfitting import attribute_crossfit
+from whence.engines import ENGINES
+from whence.errors import WhenceError, nearest
+from whence.influence import Influence
+from whence.objectives import Objective, as_objective
+from whence.records import RecordBatch
+from whence.rounds import METHODS, attribute_round
+from whence.sb3.contrib import MaskablePPO
+from whence.sb3.rehearsal import Rehearsal
+from whence.selection import KeepAll
+from whence.targets import BatchTarget, Return, Target, as_target, name_of
+
+SCORES = ("snapshot", "crossfit", *METHODS)
+"""Scores that a callback can select by: two at the policy that collected the rollout, and those of whole rounds."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What records are scored by.
+
+    Attributes:
+        score: one of `SCORES`. "snapshot": `attribute`; "crossfit": `attribute_crossfit`; another: `attribute_round` on
+            a rehearsal of the round.
+        target: what to raise; None: `Return()`.
+        objective: of the first two; None: the model's own, without its value term.
+        engine: of the first two; see `attribute`.
+
+    Raises:
+        WhenceError: an argument is not what it should be, or has no effect.
+    """
+
+    score: str
+    target: Target
+    objective: Objective | None
+    engine: str
+
+    @classmethod
+    def asked(cls, score: str, target: Target | None, objective: Objective | None, engine: str) -> "Scoring":
+        """Return what was asked for, checked."""
+        if score not in SCORES:
+            raise WhenceError(f"score is {score!r}.{nearest(str(score), SCORES)}")
+        if engine not in ("auto", *ENGINES):
+            raise WhenceError(f"engine is {engine!r}.{nearest(str(engine), ['auto', *ENGINES])}")
+        if score in METHODS and (objective is not None or engine != "auto"):
+            raise WhenceError(
+                f"score={score!r} differentiates the round as the model trains it, so objective and engine have no "
+                "effect. Leave them out, or take score='snapshot'."
+            )
+        target = as_target(Return() if target is None else target)
+        if score == "crossfit" and not isinstance(target, BatchTarget):
+            raise WhenceError(
+                f"score='crossfit' leaves records out of the target, and {name_of(target)} does not say that it is "
+                "made of them. Take Return(), or score='snapshot'."
+            )
+        return cls(score, target, None if objective is None else as_objective(objective), engine)
+
+    @property
+    def of_round(self) -> bool:
+        """Whether the round has to be rehearsed."""
+        return self.score in METHODS
+
+    def influence(self, rehearsal: Rehearsal, records: RecordBatch) -> Influence:
+        """Score records of a rollout that is collected and not trained on yet."""
+        policy = rehearsal.model.policy
+        if self.of_round:
+            recording = rehearsal.train(records, KeepAll().select(records))
+            found = attribute_round(policy, recording, target=self.target, method=self.score)
+            assert isinstance(found, Influence)
+            return found
+        objective = self.objective or model_objective(rehearsal.model)
+        asked: dict[str, Any] = {"target": self.target, "objective": objective, "engine": self.engine}
+        return (attribute if self.score == "snapshot" else attribute_crossfit)(policy, records, **asked)
+
+
+def model_objective(model: Any) -> Objective:
+    """Return what a model's `train()` raises, without the value term: its clip range, entropy, normalisation.
+
+    At the policy that collected the rollout every ratio is 1, so a scheduled clip range does not matter.
+    """
+    norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
+    if isinstance(model, PPO | MaskablePPO):
+        clip_range = float(model.clip_range(model._current_progress_remaining))  # type: ignore[operator]
+        return objectives.PPOClip(clip_range=clip_range, ent_coef=model.ent_coef, advantage_norm=norm)
+    assert isinstance(model, A2C)  # check_model lets no other pass
+    return objectives.A2C(ent_coef=model.ent_coef, advantage_norm=norm)

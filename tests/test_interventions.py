@@ -1,0 +1,426 @@
+"""Single rounds trained again without the records that score below 0, and what the command makes of them."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from scipy import stats
+from typer.testing import CliRunner
+
+from test_rounds import assert_untouched, model_of, recorded, state_of
+from whence import IIF, Influence, Return, RoundRecording, RunDirectory, WhenceError, attribute, attribute_round, cli
+from whence.cli.training import round_numbers
+from whence.counterfactual import intervene, interventions
+from whence.counterfactual.interventions import VARIANTS, mean_change
+from whence.errors import InvalidInfluence
+from whence.experiments import load_round
+from whence.experiments.replay import measuring, run_config
+from whence.influence import Provenance
+from whence.report.figures import interventions_box
+from whence.sb3 import model_objective
+from whence.sb3 import replay as replay_sb3
+
+pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+
+
+@pytest.fixture(scope="module", params=["SGD", "Adam"])
+def case(request):
+    model = model_of(request.param)
+    recording = recorded(model)
+    scores = attribute_round(model.policy, recording, target=Return(), method="trajectory")
+    assert 2 < int((scores.scores < 0).sum()) < 62
+    return model, recording, scores
+
+
+def scored(recording, scores):
+    """Scores of a round, as they are given."""
+    of_round = Provenance("given", "given", "given", "given", ())
+    return Influence(torch.as_tensor(scores, dtype=torch.float32), recording.records.ids.clone(), of_round)
+
+
+def weight(params):
+    """A number that tells parameters apart, whatever their rounding."""
+    return float(sum(tensor.double().square().sum() for tensor in params.values()))
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What each training kept, and its minibatches."""
+    found = []
+
+    def spied(kept, *arguments):
+        orders = reshuffled(kept, *arguments)
+        found.append((kept[0], [order[0] for order in orders]))
+        return orders
+
+    reshuffled = interventions.reshuffled
+    monkeypatch.setattr(interventions, "reshuffled", spied)
+    return found
+
+
+class TestIntervene:
+    def test_each_training_is_sb3s_of_the_same_minibatches(self, case, seen):
+        model, recording, scores = case
+        trained = []
+
+        def evaluate(params):
+            trained.append(params)
+            return weight(params)
+
+        table = intervene(model.policy, recording, scores, evaluate)
+        assert table["variant"].to_list() == list(VARIANTS)
+        assert table["kept"].to_list() == [int(kept.sum()) for kept, _ in seen]
+        for (_, minibatches), params, outcome in zip(seen, trained, table["outcome"], strict=True):
+            epochs = [epoch for epoch in range(3) for _ in range(len(minibatches) // 3)]
+            as_sb3 = replay_sb3(model, replace(recording, minibatches=minibatches, epochs=epochs))
+            assert params.keys() == dict(model.policy.named_parameters()).keys()
+            for name, tensor in params.items():
+                assert torch.allclose(tensor, as_sb3[name], rtol=0, atol=1e-6), name
+            assert outcome == weight(params)
+
+    def test_what_is_kept(self, case, seen):
+        model, recording, _ = case
+        values = torch.linspace(-1, 1, 64)[torch.randperm(64)]
+        values[:5] = 0.0
+        intervene(model.policy, recording, scored(recording, values), weight)
+        full, filtered, random = (kept for kept, _ in seen)
+        assert full.all()
+        assert torch.equal(filtered, values >= 0)
+        assert int(random.sum()) == int(filtered.sum()) < 64
+        assert not torch.equal(random, filtered)
+
+    def test_an_order_is_one_permutation_for_all(self, case, seen):
+        model, recording, scores = case
+        table = intervene(model.policy, recording, scores, weight, orders=2)
+        assert table["order"].to_list() == [1, 1, 1, 2, 2, 2]
+
+        def epochs(minibatches):
+            return torch.cat(minibatches).reshape(3, -1)
+
+        for first in (0, 3):
+            whole = epochs(seen[first][1])
+            for kept, minibatches in seen[first : first + 3]:
+                own = torch.stack([permutation[kept[permutation]] for permutation in whole])
+                assert torch.equal(epochs(minibatches), own)
+                assert len(minibatches[0]) == 16
+        assert not torch.equal(epochs(seen[0][1]), epochs(seen[3][1]))
+        assert torch.equal(seen[1][0], seen[4][0])
+        assert not torch.equal(seen[2][0], seen[5][0])
+
+    def test_training_on_all_does_not_depend_on_the_scores(self, case):
+        model, recording, scores = case
+        turned = scored(recording, -scores.scores)
+        one, other = (intervene(model.policy, recording, own, weight, orders=2) for own in (scores, turned))
+        assert one["outcome"][0] == other["outcome"][0]
+        assert one["outcome"][3] == other["outcome"][3]
+        assert one["outcome"][1] != other["outcome"][1]
+
+    def test_where_nothing_is_below_0_nothing_changes(self, case):
+        model, recording, _ = case
+        table = intervene(model.policy, recording, scored(recording, np.zeros(64)), weight)
+        assert table["kept"].to_list() == [64] * 3
+        assert table["change"].to_list() == [0.0] * 3
+
+    def test_changes_are_from_training_on_all_in_the_same_order(self, case):
+        model, recording, scores = case
+        outcomes = iter([10.0, 13.0, 8.0, 100.0, 90.0, 101.0])
+        table = intervene(model.policy, recording, scores, lambda _: next(outcomes), orders=2)
+        assert table["change"].to_list() == [0.0, 3.0, -2.0, 0.0, -10.0, 1.0]
+
+    @pytest.mark.parametrize("left", [0, 1])
+    def test_fewer_than_two_records_are_not_trained_on(self, case, left):
+        model, recording, _ = case
+        values = -np.ones(64)
+        values[:left] = 1
+        table = intervene(model.policy, recording, scored(recording, values), lambda _: 7.0, orders=2)
+        assert table["kept"].to_list() == [64, left, left] * 2
+        assert table["outcome"].to_list() == [7.0, None, None] * 2
+        assert table["change"].to_list() == [0.0, None, None] * 2
+
+    def test_nothing_is_touched_and_each_test_draws_the_same(self, case):
+        model, recording, scores = case
+        before = state_of(model)
+        drawn, told = [], []
+
+        def evaluate(params):
+            drawn.append((float(torch.rand(())), float(np.random.random())))
+            return 0.0
+
+        intervene(model.policy, recording, scores, evaluate, orders=2, told=told.append)
+        assert_untouched(before, state_of(model))
+        assert len(set(drawn)) == 1
+        assert told[:2] == ["training full, order 1 of 2", "training filtered, order 1 of 2"]
+
+    def test_the_seed_is_all_that_chance_depends_on(self, case):
+        model, recording, scores = case
+        one, same, other = (intervene(model.policy, recording, scores, weight, seed=seed) for seed in (3, 3, 4))
+        assert one.equals(same)
+        assert not one.equals(other)
+
+    def test_minibatches_are_as_large_as_the_rounds(self, case, seen):
+        model, recording, scores = case
+        update = replace(recording.update, batch_size=21)
+        intervene(model.policy, replace(recording, update=update), scores, weight)
+        assert [len(minibatch) for minibatch in seen[0][1][:3]] == [21, 21, 22]
+
+    def test_a_round_that_a_rule_selected_from_has_all_its_records(self, seen):
+        model = model_of()
+        recording = recorded(model, IIF(drop=1.0))
+        assert len(torch.cat(list(recording.minibatches)).unique()) < 64
+        scores = attribute_round(model.policy, recording, target=Return(), method="trajectory")
+        assert intervene(model.policy, recording, scores, weight)["kept"][0] == 64
+
+    def test_scores_of_other_records(self, case):
+        model, recording, scores = case
+        with pytest.raises(InvalidInfluence, match="holds 10 scores of other records than the 64"):
+            intervene(model.policy, recording, scores.top(10), weight)
+        another = recorded(model_of("SGD"), rounds=1)
+        theirs = attribute_round(model.policy, another, target=Return(), method="trajectory")
+        with pytest.raises(InvalidInfluence, match="of other records"):
+            intervene(model.policy, recording, theirs, weight)
+
+    def test_no_order(self, case):
+        model, recording, scores = case
+        with pytest.raises(WhenceError, match="orders is 0; at least 1 is needed"):
+            intervene(model.policy, recording, scores, weight, orders=0)
+
+
+class TestMeanChange:
+    def test_it_has_a_t_interval(self):
+        changes = [1.0, 4.0, -2.0, 3.0]
+        found = mean_change(changes)
+        low, high = stats.t.interval(0.95, 3, loc=1.5, scale=stats.sem(changes))
+        assert found == {
+            "mean": 1.5,
+            "low": pytest.approx(low),
+            "high": pytest.approx(high),
+            "rounds": 4,
+            "improved": 3,
+        }
+        assert mean_change([2.0, 2.0])["low"] == 2.0
+
+    def test_too_few_rounds(self):
+        none = {"low": None, "high": None}
+        assert mean_change([0.0]) == {"mean": 0.0, **none, "rounds": 1, "improved": 0}
+        assert mean_change([]) == {"mean": None, **none, "rounds": 0, "improved": 0}
+
+
+class TestRounds:
+    @pytest.mark.parametrize(
+        ("text", "rounds"),
+        [
+            (None, []),
+            ("5,20", [5, 20]),
+            (" 20, 5 ,5", [5, 20]),
+            ("10-13", [10, 11, 12, 13]),
+            ("10-40:10", [10, 20, 30, 40]),
+            ("10-39:10,3,7-7", [3, 7, 10, 20, 30]),
+            ("1-3,2-4", [1, 2, 3, 4]),
+        ],
+    )
+    def test_numbers_and_ranges(self, text, rounds):
+        assert round_numbers("--rounds", text) == rounds
+
+    @pytest.mark.parametrize(
+        "text", ["", "5,", "1,b", "-5", "5-", "1-5:", "1:5", "1.5", "1-2-3", "1 2", "²", "1-9999999"]
+    )
+    def test_what_is_none(self, text):
+        with pytest.raises(WhenceError, match=r"--rounds is .*; whole numbers or ranges .* such as 5,20 or 10-50 or"):
+            round_numbers("--rounds", text)
+
+    @pytest.mark.parametrize("text", ["50-10", "10-50:0"])
+    def test_ranges_of_nothing(self, text):
+        with pytest.raises(WhenceError, match=f"--record-rounds has the range {text}; it goes from a round to a later"):
+            round_numbers("--record-rounds", f"3,{text}")
+
+
+class TestBox:
+    def test_there_is_a_box_for_each_run_and_variant(self):
+        rows = [
+            {"run": run, "variant": variant, "change": change}
+            for run in ("lake", "<b>")
+            for variant in VARIANTS
+            for change in (1.0, None, -2.0)
+        ]
+        figure = interventions_box(pl.DataFrame(rows))
+        assert [box.name for box in figure.data] == ["filtered", "random"]
+        for box in figure.data:
+            assert list(box.x) == ["lake", "lake", "&lt;b&gt;", "&lt;b&gt;"]
+            assert list(box.y) == [1.0, -2.0] * 2
+        assert figure.layout.boxmode == "group"
+
+
+CART = [
+    "CartPole-v1",
+    "--selection",
+    "ppo",
+    "--n-steps",
+    "64",
+    "--batch-size",
+    "32",
+    "--n-epochs",
+    "2",
+    "--rounds",
+    "3",
+]
+
+
+def whence(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def stamps(run):
+    return {file.name: file.stat().st_mtime_ns for file in (run / "interventions").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "cart"
+    found = whence("train", *CART, "--record-rounds", "1-3:2", "--run", path)
+    assert found.exit_code == 0, found.output
+    return path
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "cart")
+
+
+class TestCommand:
+    def test_ranges_of_rounds_are_recorded(self, trained):
+        assert sorted(file.name for file in (trained / "recordings").iterdir()) == [
+            "round_00001.safetensors",
+            "round_00003.safetensors",
+        ]
+
+    def test_it_intervenes_in_all_recorded_rounds(self, run):
+        found = whence("intervene", run, "--test-episodes", 3, "--orders", 2)
+        assert found.exit_code == 0, found.output
+        assert "CartPole-v1, ppo, seed 0: test returns, records scored by snapshot" in found.output
+        assert "Mean change, filtered: " in found.output
+        assert "of 2 rounds" in found.output
+        assert f"Numbers: {run / 'interventions'}" in found.output
+        assert sorted(stamps(run)) == ["round_00001.json", "round_00003.json"]
+        content = json.loads((run / "interventions" / "round_00003.json").read_text())
+        assert (content["round"], content["target"], content["method"]) == (3, "Return()", "snapshot")
+        assert len(content["rows"]) == 6
+        scores = pl.DataFrame(content["rows"])
+        again = whence("intervene", run, "--test-episodes", 3, "--orders", 2, "--json")
+        said = json.loads(again.stdout)
+        row = said["rounds"][1]
+        assert (row["round"], row["records"]) == (3, 64)
+        for variant in VARIANTS:
+            own = scores.filter(pl.col("variant") == variant)
+            assert row[variant] == pytest.approx(own["outcome"].mean())
+            if variant != "full":
+                assert row[f"change_{variant}"] == pytest.approx(own["change"].mean())
+                changes = [one[f"change_{variant}"] for one in said["rounds"]]
+                assert said["mean_change"][variant] == pytest.approx(mean_change(changes))
+
+    def test_it_is_what_the_function_gives(self, run):
+        assert whence("intervene", run, "--rounds", 3, "--test-episodes", 4, "--seed", 5).exit_code == 0
+        rows = json.loads((run / "interventions" / "round_00003.json").read_text())["rows"]
+        directory = RunDirectory.open(run)
+        model, records = load_round(directory, 3)
+        recording = RoundRecording.load(directory.recording_path(3))
+        scores = attribute(model.policy, records, target=Return(), objective=model_objective(model))
+        assert rows[1]["kept"] == int((scores.scores >= 0).sum())
+        orders, tests = np.random.SeedSequence([5, 3]).generate_state(2)
+        with measuring(run_config(directory), model, episodes=4, seed=int(tests)) as measure:
+            assert intervene(model.policy, recording, scores, measure, seed=int(orders)).to_dicts() == rows
+
+    def test_rounds_that_are_there_are_not_done_again(self, run):
+        asked = ["intervene", run, "--test-episodes", 2]
+        assert whence(*asked, "--rounds", 3).exit_code == 0
+        first = stamps(run)
+        assert whence(*asked).exit_code == 0
+        both = stamps(run)
+        assert both["round_00003.json"] == first["round_00003.json"]
+        (run / "interventions" / "round_00001.json").write_text("{")
+        assert whence(*asked).exit_code == 0
+        mended = stamps(run)
+        assert mended["round_00003.json"] == first["round_00003.json"]
+        assert json.loads((run / "interventions" / "round_00001.json").read_text())["round"] == 1
+        assert whence(*asked, "--seed", 1).exit_code == 0
+        assert stamps(run)["round_00003.json"] != first["round_00003.json"]
+
+    def test_a_run_that_was_started_over_is_not_what_it_was(self, run):
+        asked = ["intervene", run, "--test-episodes", 2, "--rounds", 1]
+        assert whence(*asked).exit_code == 0
+        file = run / "recordings" / "round_00001.safetensors"
+        recording = RoundRecording.load(file)
+        other = recording.records.with_advantages(recording.records.advantages + 1)
+        replace(recording, records=other).save(file)
+        before = stamps(run)
+        assert whence(*asked).exit_code == 0
+        assert stamps(run) != before
+
+    @pytest.mark.parametrize("method", ["trajectory", "unrolled"])
+    def test_other_methods_and_targets(self, run, method):
+        table = RunDirectory.open(run).round("records", 3)
+        asked = ["intervene", run, "--method", method, "--test-episodes", 2, "--rounds", 3, "--json"]
+        found = whence(*asked, "--target", "action", "--record", table["record_id"][0])
+        assert found.exit_code == 0, found.output
+        content = json.loads(found.stdout)
+        assert content["method"] == method
+        assert content["target"].startswith("Action(")
+
+    def test_skipped_rounds_are_told_of(self, run, monkeypatch):
+        def all_negative(model, recording, target, method):
+            return scored(recording, -np.ones(64))
+
+        monkeypatch.setattr(cli.interventions, "_scores", all_negative)
+        found = whence("intervene", run, "--test-episodes", 2)
+        assert found.exit_code == 0, found.output
+        assert "0 of 64" in found.output
+        assert "Skipped, since fewer than two records would be left: round 1, 3" in found.output
+        assert "Mean change" not in found.output
+        assert "In brackets" not in found.output
+
+    def test_the_figure(self, run, monkeypatch):
+        drawn = []
+        monkeypatch.setattr(
+            "plotly.graph_objects.Figure.to_image", lambda figure, format: drawn.append(figure) or b"<svg/>"
+        )
+        file = run / "out" / "changes.svg"
+        found = whence("intervene", run, "--test-episodes", 2, "--figure", file)
+        assert found.exit_code == 0, found.output
+        assert f"Figure:  {file}" in found.output
+        assert file.read_bytes() == b"<svg/>"
+        assert [len(box.y) for box in drawn[0].data] == [2, 2]
+
+        def missing(*_, **__):
+            raise RuntimeError("Kaleido requires Google Chrome to be installed.")
+
+        monkeypatch.setattr("plotly.graph_objects.Figure.to_image", missing)
+        refused = whence("intervene", run, "--test-episodes", 2, "--figure", file)
+        assert "changes.svg cannot be drawn: Kaleido requires" in str(refused.exception)
+        assert "leave --figure out. The numbers are written." in str(refused.exception)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--rounds", "1-3"], "Round 2 of .* was not recorded; rounds 1, 3 were"),
+            (["--rounds", "b"], "--rounds is 'b'; whole numbers or ranges"),
+            (["--method", "snapshots"], "--method is 'snapshots'. Did you mean snapshot?"),
+            (["--target", "action", "--record", "0"], "--record is of one round, and 2 are asked for"),
+            (["--target", "action"], "The target action needs --record ID"),
+            (["--target", "retrun"], "The target 'retrun' is unknown. Did you mean return?"),
+            (["--figure", "a.png"], "--figure is a.png; its name has to end in .svg"),
+        ],
+    )
+    def test_what_is_refused(self, run, options, message):
+        found = whence("intervene", run, *options)
+        with pytest.raises(WhenceError, match=message):
+            raise found.exception
+        assert not (run / "interventions").exists()
+
+    def test_a_run_without_recordings(self, run):
+        shutil.rmtree(run / "recordings")
+        found = whence("intervene", run)
+        assert "No round of" in str(found.exception)
+        assert "--record-rounds 5,20" in str(found.exception)

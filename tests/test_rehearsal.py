@@ -1,0 +1,352 @@
+"""Rounds tried out before they happen: scores of whole rounds, the guard, advantages normalised once."""
+
+import numpy as np
+import pytest
+import torch
+
+from test_rounds import assert_untouched, model_of, recorded, rising, state_of
+from whence import (
+    A2C,
+    IIF,
+    Action,
+    KeepAll,
+    PPOClip,
+    Return,
+    Selection,
+    WhenceError,
+    attribute,
+    attribute_crossfit,
+    attribute_round,
+)
+from whence.crossfitting import folds_of
+from whence.rounds import METHODS
+from whence.sb3 import InfluenceCallback, collect
+from whence.sb3.buffer import normalised_over_buffer
+from whence.sb3.rehearsal import Rehearsal, held_out_gain
+from whence.sb3.rounds import tensors_of
+from whence.sb3.scoring import SCORES, Scoring
+
+pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+
+CASES = {
+    "adam": lambda: model_of(),
+    "schedules": lambda: model_of(learning_rate=rising, clip_range=lambda left: 0.1 * (1 + left), n_envs=3),
+    "target_kl": lambda: model_of(target_kl=1e-4, learning_rate=0.1),
+    "momentum": lambda: model_of("SGD with momentum"),
+}
+
+
+class Watching(InfluenceCallback):
+    """Rehearses every round before it is trained on, and keeps what came of either."""
+
+    def __init__(self):
+        super().__init__(KeepAll(), recordings=range(1, 9))
+        self.pairs = []
+
+    def _choose(self, records):
+        rehearsal = Rehearsal(self.model, self._rounds + 1, self._progress().remaining)
+        before = state_of(self.model)
+        buffer = dict(vars(self.model.rollout_buffer))
+        self.rehearsed = rehearsal.train(records, KeepAll().select(records))
+        assert_untouched(before, state_of(self.model))
+        assert all(value is buffer[name] for name, value in vars(self.model.rollout_buffer).items())
+        return super()._choose(records)
+
+    def _train_selected(self, own_train, selection):
+        super()._train_selected(own_train, selection)
+        self.pairs.append((self.rehearsed, self.recording))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rehearsal_is_the_round_to_come_and_leaves_no_trace(name):
+    made, watching = CASES[name](), Watching()
+    steps = 3 * made.n_steps * made.n_envs
+    made.learn(steps, callback=watching)
+    assert len(watching.pairs) == 3
+    for rehearsed, done in watching.pairs:
+        assert all(torch.equal(rehearsed.end[key], done.end[key]) for key in done.end)
+        assert [m.tolist() for m in rehearsed.minibatches] == [m.tolist() for m in done.minibatches]
+        assert rehearsed.update == done.update
+        assert rehearsed.optimizer.settings == done.optimizer.settings
+        assert rehearsed.stopped == done.stopped
+    plain = CASES[name]()
+    plain.learn(steps)
+    for key, tensor in tensors_of(plain.policy).items():
+        assert torch.equal(tensor, tensors_of(made.policy)[key])
+
+
+class ScoreAndKeepAll(KeepAll):
+    needs_influence = True
+
+
+@pytest.mark.parametrize("score", METHODS)
+def test_a_round_is_scored_as_it_is_trained(score):
+    made = model_of()
+    callback = InfluenceCallback(ScoreAndKeepAll(), score=score, recordings=[2])
+    made.learn(2 * 64, callback=callback)
+    known = attribute_round(made.policy, callback.recording, target=Return(), method=score)
+    assert torch.equal(callback.round.influence.scores, known.scores)
+    assert callback.round.influence.engine == score
+    plain = model_of()
+    plain.learn(2 * 64)
+    assert all(torch.equal(t, tensors_of(made.policy)[k]) for k, t in tensors_of(plain.policy).items())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"score": "unroled"}, "unrolled"),
+        ({"score": "unrolled", "engine": "loop"}, "no effect"),
+        ({"score": "unrolled", "objective": PPOClip()}, "no effect"),
+        ({"score": "crossfit", "target": Action([0.0, 0.0, 0.0, 0.0], 1)}, "Take Return"),
+        ({"score": "crossfit", "target": lambda view, params, records: None}, "Take Return"),
+        ({"advantage_norm": "bufer"}, "buffer"),
+        ({"advantage_norm": "buffer", "recordings": [1]}, "recordings"),
+        ({"advantage_norm": "buffer", "score": "unrolled"}, "unrolled"),
+        ({"guard": True, "score": "unrolled"}, "crossfit"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_the_door(wrong, said):
+    with pytest.raises(WhenceError, match=said):
+        InfluenceCallback(IIF(), **wrong)
+
+
+def test_known_scores():
+    assert ("snapshot", "crossfit", *METHODS) == SCORES
+    assert Scoring.asked("snapshot", None, None, "auto").target == Return()
+
+
+# Cross-fitting
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    made = model_of(n_steps=64)
+    return made, collect(made)
+
+
+def test_each_fold_is_scored_by_the_others(rollout):
+    made, records = rollout
+    for objective in (PPOClip(), A2C(ent_coef=0.1)):
+        fold = folds_of(records, 3)
+        found = attribute_crossfit(made.policy, records, folds=3, objective=objective)
+        for number in range(3):
+            others = records.take(fold != number)
+            alone = attribute(
+                made.policy,
+                records,
+                target=lambda view, params, scored, others=others: Return()(view, params, others),
+                objective=objective,
+                engine="loop",
+            )
+            mine = fold == number
+            largest = alone.scores.abs().max()
+            assert (found.scores[mine] - alone.scores[mine]).abs().max() <= 1e-5 * largest
+            assert (found.scores[~mine] - alone.scores[~mine]).abs().max() > 1e-2 * largest
+
+
+def test_folds_keep_episodes_whole(rollout):
+    _, records = rollout
+    fold = folds_of(records, 2)
+    assert fold.bincount().min() > 0
+    for env in (0, 1):
+        for episode in records.episode_ids[records.env_index == env].unique():
+            own = fold[(records.env_index == env) & (records.episode_ids == episode)]
+            assert len(own.unique()) == 1
+
+
+def test_fewer_episodes_than_folds_are_cut_into_stretches():
+    made = model_of(env="Pendulum-v1", n_steps=9)
+    records = collect(made)  # two environments, one episode each, 9 steps of either
+    assert folds_of(records, 3).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2] * 2
+    assert folds_of(records, 2).tolist() == [0] * 9 + [1] * 9
+
+
+def test_folds_that_cannot_be(rollout):
+    _, records = rollout
+    for folds in (1, 129):
+        with pytest.raises(WhenceError, match="from 2 to the number of records"):
+            folds_of(records, folds)
+    nameless = records.with_columns({"episode_ids": None})
+    with pytest.raises(WhenceError, match="episode_ids"):
+        folds_of(nameless, 2)
+    with pytest.raises(WhenceError, match="else use attribute"):
+        attribute_crossfit(rollout[0].policy, records, target=Action([0.0] * 4, 1))
+
+
+# Advantages normalised once
+
+
+def test_advantages_are_normalised_once_over_the_rollout():
+    made, seen = model_of(), []
+
+    class Seeing(InfluenceCallback):
+        def _train_selected(self, own_train, selection):
+            buffer = self.model.rollout_buffer
+            raw = buffer.advantages.copy()
+
+            def train():
+                assert not self.model.normalize_advantage
+                seen.extend(part.advantages for part in buffer.get(16))
+                own_train()
+
+            super()._train_selected(train, selection)
+            assert self.model.normalize_advantage
+            assert np.array_equal(buffer.advantages, buffer.swap_and_flatten(raw))
+
+    callback = Seeing(IIF(1.0), advantage_norm="buffer")
+    made.learn(64, callback=callback)
+    raw, keep = callback.round.records.advantages, callback.round.selection.keep
+    assert 2 < int(keep.sum()) < 64
+    # Less the mean over all 64, over the standard deviation with n - 1, whatever was dropped.
+    known = ((raw - raw.mean()) / raw.std())[keep].sort().values
+    assert torch.allclose(torch.cat(seen).flatten().sort().values, known, atol=1e-5)
+
+
+def test_normalised_over_the_buffer_by_hand():
+    made = model_of()
+    made.learn(64)
+    collected = collect(made)
+    buffer = made.rollout_buffer
+    buffer.generator_ready = False
+    raw = np.arange(64, dtype=np.float32).reshape(32, 2)
+    buffer.advantages = raw
+    with normalised_over_buffer(made):
+        assert not made.normalize_advantage
+        assert np.allclose(buffer.advantages, (raw - 31.5) / np.sqrt((64**2 - 1) / 12 * 64 / 63), atol=1e-6)
+    assert buffer.advantages is raw
+    assert made.normalize_advantage
+    assert len(collected) == 64
+
+
+def test_dropping_does_not_move_the_advantages_of_what_is_kept():
+    seen = {}
+    for norm in ("minibatch", "buffer"):
+        made = model_of(batch_size=64, n_epochs=1)
+
+        class Noting(InfluenceCallback):
+            def _train_selected(self, own_train, selection, norm=norm):
+                super()._train_selected(own_train, selection)
+                seen[norm] = self.model
+
+        made.learn(64, callback=Noting(IIF(1.0), advantage_norm=norm))
+    one, other = (tensors_of(seen[norm].policy) for norm in ("minibatch", "buffer"))
+    assert any(not torch.equal(one[key], other[key]) for key in one)
+
+
+def test_with_everything_kept_in_one_minibatch_both_norms_are_one():
+    trained = []
+    for norm in ("minibatch", "buffer"):
+        made = model_of(batch_size=64, n_epochs=2)
+        made.learn(128, callback=InfluenceCallback(KeepAll(), advantage_norm=norm))
+        trained.append(tensors_of(made.policy))
+    for key, tensor in trained[0].items():
+        assert torch.allclose(tensor, trained[1][key], rtol=0, atol=1e-5), key
+
+
+# The guard
+
+
+class Chosen:
+    """Keep what raises the target most, or least."""
+
+    needs_influence = True
+
+    def __init__(self, sign):
+        self.sign = sign
+
+    def select(self, records, influence, progress=None):
+        order = (self.sign * influence.scores).argsort(descending=True)
+        keep = torch.zeros(len(records), dtype=torch.bool)
+        keep[order[: len(records) // 2]] = True
+        return Selection.dropping(keep, "for the test")
+
+
+def test_the_gain_by_hand():
+    made = model_of()
+    recording = None
+
+    class Asking(InfluenceCallback):
+        def _choose(self, records):
+            nonlocal recording
+            rehearsal = Rehearsal(self.model, 1, 1.0)
+            fold = folds_of(records, 2)
+
+            def select(some):
+                assert len(some) in (int((fold == 0).sum()), int((fold == 1).sum()))
+                return Selection.dropping(some.advantages > 0, "for the test")
+
+            before = state_of(self.model)
+            self.gain = held_out_gain(rehearsal, records, select)
+            assert_untouched(before, state_of(self.model))
+            known = 0.0
+            for half in range(2):
+                mine = fold == half
+                values = []
+                for keep in (mine, mine & (records.advantages > 0)):
+                    end = rehearsal.train(records, Selection.dropping(keep, "")).end
+                    values.append(surrogate_of(self.model, end, records.take(~mine)))
+                known += float((~mine).float().mean()) * (values[1] - values[0])
+            self.known = known
+            return super()._choose(records)
+
+    asking = Asking(KeepAll())
+    made.learn(64, callback=asking)
+    assert asking.gain == pytest.approx(asking.known, rel=1e-5)
+    assert abs(asking.known) > 1e-6
+
+
+def surrogate_of(made, params, records):
+    twin = model_of()
+    twin.policy.load_state_dict(params, strict=False)
+    with torch.no_grad():
+        _, log_probs, _ = twin.policy.evaluate_actions(records.observations, records.actions)
+    return float(((log_probs - records.log_probs).exp() * records.advantages).mean())
+
+
+def test_the_guard_falls_back_where_selecting_does_harm():
+    # One gentle step on a rollout of many episodes, so that what half of them say holds for the other half.
+    settings = {"n_steps": 512, "batch_size": 1024, "n_epochs": 2, "learning_rate": 0.01}
+    fell_back = {}
+    for sign in (1, -1):
+        made = model_of("SGD", **settings)
+        callback = InfluenceCallback(Chosen(sign), guard=True)
+        made.learn(3 * 1024, callback=callback)
+        fell_back[sign] = [row["fell_back"] for row in callback.metrics]
+        for row in callback.metrics:
+            assert row["fell_back"] == (row["held_out_gain"] < 0)
+            assert row["kept"] == (1024 if row["fell_back"] else 512)
+    assert fell_back == {1: [False] * 3, -1: [True] * 3}
+    plain = model_of("SGD", **settings)
+    plain.learn(3 * 1024)  # every round fell back
+    assert all(torch.equal(t, tensors_of(made.policy)[k]) for k, t in tensors_of(plain.policy).items())
+
+
+def test_the_guard_falls_back_where_a_half_is_left_with_nothing():
+    class Few(Chosen):
+        def select(self, records, influence, progress=None):
+            keep = torch.zeros(len(records), dtype=torch.bool)
+            keep[: 2 if len(records) == 64 else 1] = True
+            return Selection.dropping(keep, "for the test")
+
+    made = model_of()
+    callback = InfluenceCallback(Few(1), guard=True)
+    made.learn(64, callback=callback)
+    assert np.isnan(callback.metrics[0]["held_out_gain"])
+    assert callback.metrics[0]["fell_back"]
+    assert callback.metrics[0]["kept"] == 64
+
+
+def test_nothing_dropped_is_nothing_to_judge():
+    made = model_of()
+    callback = InfluenceCallback(ScoreAndKeepAll(), guard=True)
+    made.learn(64, callback=callback)
+    assert callback.metrics[0]["held_out_gain"] is None
+    assert not callback.metrics[0]["fell_back"]
+
+
+def test_recording_a_guarded_round_holds_what_trained():
+    made = model_of(n_steps=128, batch_size=64)
+    recording = recorded(made, Chosen(-1), rounds=1, guard=True)
+    trained = torch.cat(list(recording.steps)).unique()
+    assert len(trained) == 256

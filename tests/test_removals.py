@@ -1,0 +1,223 @@
+"""The highest and the lowest of a score left out: each training as if it were alone, and what its curve says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
+from whence import Return, WhenceError, attribute_round, cli
+from whence.counterfactual import leave_out, removals
+from whence.counterfactual.retrain import retrain
+from whence.rounds import replay
+from whence.rounds.replay import opened
+from whence.sb3.buffer import minibatches
+
+pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+
+
+@pytest.fixture(scope="module", params=["SGD", "Adam"])
+def case(request: pytest.FixtureRequest) -> Any:
+    model = model_of(request.param)
+    return model, recorded(model)
+
+
+class Watched:
+    """`retrain`, with its arguments noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Any, Any]] = []
+        monkeypatch.setattr(removals, "retrain", self)
+
+    def __call__(self, policy: Any, recording: Any, kept: Any, *, orders: Any, memory: int) -> Any:
+        self.calls.append((kept, orders))
+        return retrain(policy, recording, kept, orders=orders, memory=memory)
+
+
+def weight(params: Any) -> float:
+    return float(params["action_net.weight"].sum())
+
+
+def came_to(model: Any, recording: Any, params: Any) -> dict[str, float]:
+    """Return the outcomes of one training, by their definitions."""
+    round = opened(model.policy, recording)
+    with torch.no_grad():
+        log_probs = round.view(params, round.inputs).log_prob
+        target = float(Return()(round.view, params, round.records))
+    surrogate = float(((log_probs - round.records.log_probs).exp() * round.records.advantages).mean())
+    return {"target": target, "surrogate": surrogate, "evaluated": weight(params)}
+
+
+def picked(table: pl.DataFrame, **wanted: Any) -> pl.DataFrame:
+    return table.filter(*(pl.col(name).eq_missing(value) for name, value in wanted.items()))
+
+
+def test_curves_are_those_of_one_training_at_a_time(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recording = case
+    rng = np.random.default_rng(0)
+    scores = {"one": rng.normal(size=64), "two": rng.normal(size=64)}
+    watched, before, told = Watched(monkeypatch), state_of(model), []
+    asked = {"target": Return(), "shares": (0.5, 0.1, 0.11), "draws": 3, "orders": 2, "evaluate": weight}
+    table = leave_out(model.policy, recording, scores, **asked, told=told.append)
+    assert_untouched(before, state_of(model))
+    assert dict(table.schema) == removals.SCHEMA
+    assert told[0] == "leaving out: training 22 times, recorded"
+    assert told[2] == "leaving out: training 22 times, reshuffled, order 2 of 2"
+    sizes = [6, 7, 32]
+    assert table.height == 2 * 3 * len(sizes) * (2 * len(scores) + 1)
+
+    (kept, none), *shuffled = watched.calls
+    assert none is None
+    assert bool(kept[0].all())
+    at_random = {count: [mask for mask in kept[1:] if 64 - int(mask.sum()) == count][4:] for count in sizes}
+    assert {len({tuple(mask.tolist()) for mask in masks}) for masks in at_random.values()} == {3}
+
+    def masks(score: str | None, side: str, count: int) -> Any:
+        if score is None:
+            return at_random[count]
+        ranked = np.argsort(scores[score])
+        mask = torch.ones(64, dtype=torch.bool)
+        mask[ranked[-count:] if side == "top" else ranked[:count]] = False
+        return [mask]
+
+    def along_the_recorded(mask: Any) -> dict[str, float]:
+        return came_to(model, recording, replay(model.policy, recording, weights=mask.float()))
+
+    def in_order(mask: Any, whole: Any) -> dict[str, float]:
+        """Train on what a mask keeps of the permutations that all records were trained in."""
+        epochs = [torch.cat([minibatch[0] for minibatch in whole[first : first + 4]]) for first in (0, 4, 8)]
+        filtered = [permutation[mask[permutation]].numpy() for permutation in epochs]
+        cut = [torch.from_numpy(m) for own in filtered for m in minibatches(own, 16, last="keep", join=True)]
+        own = replace(recording, minibatches=cut, epochs=[0] * len(cut), stopped=False)
+        return came_to(model, recording, replay(model.policy, own))
+
+    everything = torch.ones(64, dtype=torch.bool)
+    orders = [own for mask, own in shuffled if len(mask) == 1 and bool(mask.all())]
+    assert len(orders) == 2
+    assert not torch.equal(orders[0][0], orders[1][0])
+    ways: dict[str, list[Any]] = {
+        "recorded": [along_the_recorded],
+        "reshuffled": [lambda mask, whole=whole: in_order(mask, whole) for whole in orders],
+    }
+    wholes = {truth: [way(everything) for way in own] for truth, own in ways.items()}
+    for (truth, score, side, count), rows in table.group_by("truth", "score", "side", "removed"):
+        found = [[way(mask) for mask in masks(score, side, count)] for way in ways[truth]]
+        for row in rows.to_dicts():
+            outcome = row["outcome"]
+            changes = np.array(
+                [
+                    [one[outcome] - whole[outcome] for one in of_order]
+                    for of_order, whole in zip(found, wholes[truth], strict=True)
+                ]
+            )
+            repeated = changes.mean(axis=0) if side == "random" else changes[:, 0]
+            assert row["change"] == pytest.approx(changes.mean(), abs=1e-5)
+            if len(repeated) == 1:
+                assert row["spread"] is None
+            else:
+                assert row["spread"] == pytest.approx(repeated.std(ddof=1) / np.sqrt(len(repeated)), abs=1e-5)
+
+
+def test_the_lowest_left_out_raise_the_target_and_the_highest_lower_it() -> None:
+    # Small steps of SGD are nearly linear in the weights, so the exact derivative knows which records help.
+    model = model_of("SGD", n_envs=4, batch_size=32, learning_rate=0.01)
+    recording = recorded(model)
+    scores = attribute_round(model.policy, recording, target=Return(), method="unrolled").scores.double().numpy()
+    table = leave_out(model.policy, recording, {"unrolled": scores}, target=Return(), shares=(0.05, 0.2), draws=6)
+    for truth in ("recorded", "reshuffled"):
+        for count in (6, 25):
+            rows = picked(table, truth=truth, outcome="target", removed=count)
+            top, bottom, random = (picked(rows, side=side).row(0, named=True) for side in ("top", "bottom", "random"))
+            assert top["change"] < 0 < bottom["change"]
+            assert top["change"] < random["change"] - 2 * random["spread"]
+            assert bottom["change"] > random["change"] + 2 * random["spread"]
+
+
+def test_of_equal_scores_the_record_that_comes_first_is_left_out(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recording = case
+    watched = Watched(monkeypatch)
+    scores = np.zeros(64)
+    scores[[2, 60]] = -1, 1
+    table = leave_out(model.policy, recording, {"flat": scores}, target=Return(), shares=(0.05,), draws=1, orders=1)
+    without = [(~mask).nonzero().flatten().tolist() for mask in watched.calls[0][0]]
+    assert without[:3] == [[], [0, 1, 60], [0, 1, 2]]
+    assert table["spread"].null_count() == table.height
+    assert table["score"].to_list() == ["flat", "flat", None] * 4
+    assert table["side"].to_list() == ["top", "bottom", "random"] * 4
+
+
+def test_a_seed_gives_the_same_and_another_others(case: Any) -> None:
+    model, recording = case
+    asked = {"target": Return(), "shares": (0.3,), "draws": 2, "orders": 1}
+    one, same, other = (leave_out(model.policy, recording, {}, **asked, seed=seed) for seed in (1, 1, 2))
+    assert one.equals(same)
+    assert one["side"].unique().to_list() == ["random"]
+    assert not one.equals(other)
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.1, 1.5, float("nan"), 0.01, 0.99])
+def test_shares_that_cannot_be_left_out(case: Any, share: float) -> None:
+    model, recording = case
+    with pytest.raises(WhenceError, match=rf"A share of {share} of 64 records .* at least one record .* 1/64 to 62/64"):
+        leave_out(model.policy, recording, {"zero": np.zeros(64)}, target=Return(), shares=(0.5, share))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"shares": ()}, "shares is empty"),
+        ({"draws": 0}, "draws is 0 and orders 4; at least 1 of each"),
+        ({"orders": 0}, "draws is 8 and orders 0; at least 1 of each"),
+        ({"scores": {"short": np.zeros(63)}}, r"The scores 'short' have shape \(63,\); one for each of the 64"),
+        ({"scores": {"odd": np.where(np.arange(64) == 5, np.nan, 0.0)}}, "'odd' hold nan for the record at position 5"),
+        ({"target": mean_of("action_masks")}, "The recording lacks action_masks"),
+        ({"memory": 1000}, "memory is 1,000 bytes, but training round 2"),
+    ],
+)
+def test_what_is_refused_by_name(case: Any, changed: dict[str, Any], said: str) -> None:
+    model, recording = case
+    asked = {"scores": {"zero": np.zeros(64)}, "target": Return(), "shares": (0.1,)} | changed
+    with pytest.raises(WhenceError, match=said):
+        leave_out(model.policy, recording, asked.pop("scores"), **asked)
+
+
+def test_a_round_that_was_not_trained_on(case: Any) -> None:
+    model, recording = case
+    with pytest.raises(WhenceError, match="Round 2 was not trained on"):
+        leave_out(model.policy, replace(recording, minibatches=[], epochs=[]), {}, target=Return(), shares=(0.1,))
+
+
+@pytest.mark.parametrize("episodes", [0, 2])
+def test_the_command_adds_the_curves(tmp_path: Path, episodes: int) -> None:
+    def whence(*arguments: object) -> Any:
+        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+    run = tmp_path / "run"
+    lake = ["FrozenLake-v1", "--n-steps", 32, "--batch-size", 16, "--n-epochs", 1, "--optimizer", "SGD"]
+    trained = whence("train", *lake, "--n-envs", 2, "--rounds", 1, "--run", run, "--record-rounds", 1)
+    assert trained.exit_code == 0, trained.output
+    asked = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2, "--test-episodes", episodes]
+    file = run / "counterfactual" / "round_00001.json"
+    plain = whence(*asked)
+    assert plain.exit_code == 0, plain.output
+    assert "removals" not in json.loads(file.read_text())
+    assert "by records removed" not in plain.output
+    shown = whence(*asked, "--leave-out")
+    assert shown.exit_code == 0, shown.output
+    content = json.loads(file.read_text())
+    table = pl.DataFrame(content["removals"], schema=removals.SCHEMA)
+    assert {row["score"] for row in content["rows"]} - {"random"} == set(table["score"].drop_nulls())
+    assert sorted(set(table["removed"])) == [3, 6, 16, 32]
+    said = " ".join(shown.output.split())
+    for outcome in ["target", "surrogate"] + (["evaluated"] if episodes else []):
+        assert picked(table, outcome=outcome).height == 2 * 4 * (2 * 7 + 1)
+        for truth in ("recorded", "reshuffled"):
+            assert f"Round 1, change of the {outcome}, {truth} minibatches, by records removed" in said
+    first = picked(table, truth="recorded", outcome="target", score="unrolled", side="top")
+    assert f"{first['change'][0]:+.2g}" in said

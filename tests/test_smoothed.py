@@ -1,0 +1,167 @@
+"""Scores averaged over trainings on random halves, across a soft edge of the clip range."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from test_rounds import model_of, recorded
+from whence import A2C, PPOClip, Return, WhenceError, attribute_round
+from whence.counterfactual import reshuffled, retrain, subsets
+from whence.counterfactual.outcomes import outcomes_of
+from whence.policies import Outputs
+from whence.rounds import smoothed
+from whence.rounds.replay import Minibatch, opened, step
+from whence.rounds.smoothed import SoftClip, derivatives, drawn, softened
+
+pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+
+
+@pytest.fixture(scope="module", params=["SGD with momentum", "Adam"])
+def gentle(request):
+    """A round whose ratios stay far from the edge."""
+    model = model_of(request.param, learning_rate=1e-4, max_grad_norm=0.5)
+    return model, recorded(model)
+
+
+def records_at(ratio, advantage):
+    class Records:
+        log_probs, advantages = torch.zeros(1), torch.tensor([advantage])
+
+    return Outputs(torch.tensor([np.log(ratio)], dtype=torch.float32, requires_grad=True)), Records
+
+
+@pytest.mark.parametrize("advantage", [2.0, -3.0])
+@pytest.mark.parametrize("ratio", [0.5, 0.78, 0.8, 0.83, 1.0, 1.17, 1.2, 1.22, 1.5])
+def test_the_soft_edge_by_hand(advantage, ratio):
+    outputs, records = records_at(ratio, advantage)
+    value = SoftClip(clip_range=0.2, advantage_norm="none", width=0.05)(outputs, records)
+    (found,) = torch.autograd.grad(value.sum(), outputs.log_prob)
+    past = (ratio - 1.2) if advantage > 0 else (0.8 - ratio)
+    assert float(found) == pytest.approx(advantage * ratio / (1 + np.exp(past / 0.05)), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("advantage", [2.0, -3.0])
+@pytest.mark.parametrize("ratio", [0.5, 0.75, 0.85, 1.0, 1.15, 1.25])
+def test_a_narrow_edge_is_the_sharp_one(advantage, ratio):
+    found = []
+    for objective in (SoftClip(advantage_norm="none", width=1e-4), PPOClip(advantage_norm="none")):
+        outputs, records = records_at(ratio, advantage)
+        found.append(torch.autograd.grad(objective(outputs, records).sum(), outputs.log_prob)[0])
+    assert torch.allclose(*found, atol=1e-6)
+
+
+def test_only_the_edge_is_softened():
+    sharp = PPOClip(clip_range=0.1, ent_coef=0.01, vf_coef=0.5, clip_range_vf=0.3, advantage_norm="none")
+    soft = softened(sharp)
+    assert vars(soft) == vars(sharp) | {"width": smoothed.WIDTH * 0.1}
+    a2c = A2C()
+    assert softened(a2c) is a2c
+
+
+def test_what_is_drawn(gentle):
+    model, recording = gentle
+    round = opened(model.policy, recording)
+    draws = drawn(round, 5, 0.5, torch.Generator().manual_seed(0))
+    assert draws.weights.sum(dim=1).tolist() == [32.0] * 5
+    assert len(draws.weights.unique(dim=0)) == 5
+    # Minibatches of twice as many, half of which weigh something: those of the round held 16.
+    assert [positions.shape[1] for positions in draws.steps] == [32, 32] * 3
+    assert list(draws.epochs) == [0, 0, 1, 1, 2, 2]
+    for row in range(5):
+        for epoch in range(3):
+            order = torch.cat([draws.steps[number][row] for number in (2 * epoch, 2 * epoch + 1)])
+            assert sorted(order.tolist()) == list(range(64))
+    assert not torch.equal(draws.steps[0][0], draws.steps[0][1])
+    assert not torch.equal(draws.steps[0][0], draws.steps[2][0])
+
+
+def test_the_derivative_of_each_training(gentle, monkeypatch):
+    monkeypatch.setattr(smoothed, "softened", lambda objective: objective)  # nothing is near the edge
+    model, recording = gentle
+    round = opened(model.policy, recording, dtype=torch.float64)
+    draws = drawn(round, 3, 0.5, torch.Generator().manual_seed(1))
+
+    def end(weights, row):
+        point = round.start
+        for positions in draws.steps:
+            index = positions[row]
+            records = round.records.take(index)
+            inputs = {key: tensor[index] for key, tensor in round.inputs.items()}
+            point = step(round, point, Minibatch(index, records, inputs), weights[index])
+        return Return()(round.view, point.params, round.records)
+
+    known = []
+    for row in range(3):
+        weights = draws.weights[row].clone().requires_grad_()
+        known.append(torch.autograd.grad(end(weights, row), weights)[0])
+    known = torch.stack(known).mean(dim=0)
+    for every in (1, 2, 4, 6):
+        found = derivatives(round, draws, Return(), every)
+        assert found.shape == (3, 64)
+        assert torch.allclose(found.sum(dim=0), known, rtol=0, atol=1e-9 * float(known.abs().max()))
+    assert float(known.abs().max()) > 0
+
+
+def test_seed_draws_and_memory(gentle):
+    model, recording = gentle
+
+    def scores(**more):
+        return attribute_round(model.policy, recording, target=Return(), method="smoothed", **more).scores
+
+    plain, few = scores(draws=4), scores(draws=4, memory=2**21)
+    assert torch.equal(plain, scores(draws=4))
+    assert not torch.allclose(plain, scores(draws=4, seed=1))
+    assert not torch.allclose(plain, scores(draws=5))
+    assert torch.allclose(plain, few, rtol=0, atol=1e-5 * float(plain.abs().max()))
+    with pytest.raises(WhenceError, match="draws is 0"):
+        scores(draws=0)
+
+
+def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
+    model, recording = gentle
+    sizes = []
+
+    def counting(round, draws, target, every):
+        sizes.append(len(draws.weights))
+        return derivatives(round, draws, target, every)
+
+    monkeypatch.setattr(smoothed, "derivatives", counting)
+    with pytest.raises(WhenceError, match="smoothed takes about") as refused:
+        attribute_round(model.policy, recording, target=Return(), method="smoothed", memory=1000)
+    needed = int(str(refused.value).split("takes about ")[1].split()[0].replace(",", ""))
+    sizes.clear()
+    attribute_round(model.policy, recording, target=Return(), method="smoothed", draws=5, memory=2 * needed)
+    assert sizes[1:] == [2, 2, 1]  # the first is measured
+
+
+def test_it_sees_the_edge_that_the_derivative_does_not():
+    """Where many ratios are clipped, sums of smoothed scores predict trainings on halves, and unrolled ones do not."""
+    model = model_of(n_steps=128, batch_size=32, n_epochs=10, learning_rate=0.01, max_grad_norm=10.0)
+    recording = recorded(model)
+    generator = torch.Generator().manual_seed(3)
+    kept = subsets(256, 0.5, 60, generator)
+    found = []
+    for _ in range(4):
+        orders = reshuffled(kept, 32, 10, generator)
+        trained = retrain(model.policy, recording, kept, orders=orders)
+        found.append(outcomes_of(model.policy, recording, trained, Return(), None)["surrogate"])
+    truth = np.mean(found, axis=0)
+    rank = {}
+    for method in ("unrolled", "smoothed"):
+        scores = attribute_round(model.policy, recording, target=Return(), method=method).scores
+        rank[method] = stats.spearmanr(kept.double().numpy() @ scores.double().numpy(), truth).statistic
+    assert rank["smoothed"] > 0.5
+    assert rank["smoothed"] > rank["unrolled"] + 0.1
+
+
+def test_a_round_on_fewer_epochs_scores_by_epoch(gentle):
+    model, recording = gentle
+    short = replace(recording, update=replace(recording.update, n_epochs=2))
+    asked = {"target": Return(), "method": "smoothed", "draws": 2}
+    epochs = attribute_round(model.policy, short, per_epoch=True, **asked)
+    assert len(epochs) == 2
+    whole = attribute_round(model.policy, short, **asked)
+    assert torch.allclose(sum(one.scores for one in epochs), whole.scores, rtol=1e-4, atol=1e-7)

@@ -194,14 +194,15 @@ def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     with written_atomically(file) as temporary:
-        temporary.write_text(json.dumps(_rounded(content), allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(rounded(content), allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Return a tree of numbers at six digits, which is more than any of them is good for."""
     if isinstance(value, Mapping):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

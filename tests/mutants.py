@@ -1042,7 +1042,7 @@ MUTANTS = (
         "rounds/smoothed.py",
         "* (len(part.weights) / draws)",
         "/ math.ceil(draws / at_once)",
-        "test_smoothed.py::test_seed_draws_and_memory",
+        "test_smoothed.py::test_trainings_go_in_parts_where_memory_is_short",
     ),
     Mutant(
         "a sharp edge in the derivative",

@@ -1,0 +1,93 @@
+"""The best that a sum of scores could predict: linear predictors fitted to 4,000 trainings of one round.
+
+Run: `python -m benchmarks.datamodels results/faithfulness --only lunarlander-adam [--trainings 4000]`, after
+`benchmarks.faithfulness` has trained the runs. The middle round of seed 0 is trained on 4,000 random halves, along its
+recorded minibatches, so that nothing but the half is random. A ridge regression on growing numbers of them is held
+against trainings that it did not see, alone and beginning from the smoothed score; so is every score, on all of them.
+
+Trainings are kept beside the runs, a hundred at a time: the command goes on where it was interrupted.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.progress import track
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.faithfulness import OPTIMIZERS, SETUPS, Job, rounded
+from whence import Return, attribute, attribute_round, experiments
+from whence.counterfactual import datamodel, lds, retrain, subsets
+from whence.counterfactual.outcomes import outcomes_of
+from whence.guards import written_atomically
+from whence.rounds import METHODS
+from whence.runs import RunDirectory
+from whence.sb3 import model_objective
+
+AT_ONCE = 100
+SIZES = (250, 500, 1000, 2000, 4000)
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
+    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/faithfulness"),
+    only: Annotated[str, typer.Option(help="Environment and optimiser: lunarlander-adam, ...")] = "",
+    trainings: Annotated[int, typer.Option(help="How many, in hundreds.")] = 4000,
+) -> None:
+    """Train, fit and write a file for each environment and optimiser."""
+    torch.set_num_threads(1)
+    jobs = [Job(env, optimizer, 0) for env in ("lunarlander", "minigrid") for optimizer in OPTIMIZERS]
+    for job in jobs:
+        name = f"{job.env}-{job.optimizer}"
+        if name.startswith(only):
+            number = SETUPS[job.env].studied[1]
+            model, recording = experiments.load_recording(RunDirectory.open(runs / job.name), number)
+            kept, outcomes = _trained(model, recording, runs / job.name / "datamodel", trainings)
+            content = {"env": job.env, "optimizer": job.optimizer, "seed": 0, "round": number}
+            content |= {"trainings": trainings, **_fitted(_scores(model, recording), kept, outcomes)}
+            with written_atomically(out / "datamodels" / f"{name}.json") as temporary:
+                temporary.write_text(json.dumps(rounded(content), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    parts = []
+    for number in track(range(trainings // AT_ONCE), str(folder.parent)):
+        file = folder / f"round_{recording.number:05d}_{number:03d}.safetensors"
+        if not file.exists():
+            kept = subsets(len(recording.records), 0.5, AT_ONCE, torch.Generator().manual_seed(number))
+            params = retrain(model.policy, recording, kept)
+            found = outcomes_of(model.policy, recording, params, Return(), None)
+            with written_atomically(file) as temporary:
+                save_file({"kept": kept.numpy(), **found}, temporary)
+        parts.append(load_file(file))
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return torch.from_numpy(whole.pop("kept")), whole
+
+
+def _scores(model: Any, recording: Any) -> dict[str, np.ndarray]:
+    policy, target = model.policy, Return()
+    found = {"snapshot": attribute(policy, recording.records, target=target, objective=model_objective(model))}
+    found |= {name: attribute_round(policy, recording, target=target, method=name) for name in METHODS}
+    return {name: influence.scores.double().numpy() for name, influence in found.items()}
+
+
+def _fitted(scores: dict[str, Any], kept: torch.Tensor, outcomes: dict[str, Any]) -> dict[str, Any]:
+    rows: dict[str, Any] = {"scores": [], "datamodels": []}
+    for outcome, values in outcomes.items():
+        for name, score in scores.items():
+            found = lds(kept.double().numpy() @ score, values)
+            rows["scores"].append({"outcome": outcome, "score": name, **found})
+        for size in (size for size in SIZES if size <= len(kept)):
+            for prior in (None, "smoothed"):
+                fit = datamodel(kept[:size], values[:size], prior=None if prior is None else scores[prior])
+                penalty = fit.penalty if np.isfinite(fit.penalty) else None
+                about = {"outcome": outcome, "trainings": size, "prior": prior, "penalty": penalty}
+                rows["datamodels"].append({**about, "lds": fit.lds, "low": fit.low, "high": fit.high})
+    return rows
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,7 +1,7 @@
 """Tabulate what `benchmarks.faithfulness` has found so far: tables.md, summary.json and pictures.
 
-Run: `python -m benchmarks.faithfulness_tables results/faithfulness [--no-pictures]`. Means are over rounds and seeds of an
-environment and optimiser, with 95% percentile bootstrap intervals over these; every round of a seed is one unit.
+Run: `python -m benchmarks.faithfulness_tables results/faithfulness [--no-pictures]`. Means are over the rounds and
+seeds of an environment and optimiser, with 95% percentile bootstrap intervals; a round of a seed is one unit.
 """
 
 import json

@@ -370,7 +370,7 @@ class TestCommand:
         assert content["target"].startswith("Action(")
 
     def test_skipped_rounds_are_told_of(self, run, monkeypatch):
-        def all_negative(model, recording, target, method):
+        def all_negative(model, recording, target, method, memory):
             return scored(recording, -np.ones(64))
 
         monkeypatch.setattr(cli.interventions, "_scores", all_negative)

@@ -61,6 +61,7 @@ def intervene(
     figure: Annotated[
         Path | None, typer.Option(help="Draw the changes to this file (.svg).", show_default=False)
     ] = None,
+    memory: options.Memory = 2.0,
     json: options.AsJson = False,
 ) -> None:
     """Train recorded rounds again without the records that score below 0, and tell what that does to test returns.
@@ -92,7 +93,7 @@ def intervene(
     with resumable(), errors.status("reading") as status:
         for place, number in enumerate(numbers, start=1):
             told = _saying(status.update, f"round {number}, {place} of {len(numbers)}")
-            found.append(_intervened(directory, number, asked, settings, told))
+            found.append(_intervened(directory, number, asked, settings, int(memory * 2**30), told))
     rows = [_row(content) for content in found]
     means = {variant: mean_change(_changes(rows, variant)) for variant in _CHANGED}
     if json:
@@ -136,7 +137,12 @@ def _asked_rounds(directory: RunDirectory, asked: str | None) -> list[int]:
 
 
 def _intervened(
-    directory: RunDirectory, number: int, asked: Asked, settings: Mapping[str, Any], told: Callable[[str], None]
+    directory: RunDirectory,
+    number: int,
+    asked: Asked,
+    settings: Mapping[str, Any],
+    memory: int,
+    told: Callable[[str], None],
 ) -> Mapping[str, Any]:
     """Return what a round's file holds, which is written unless one of the same settings is there."""
     model, recording = experiments.load_recording(directory, number)
@@ -148,7 +154,7 @@ def _intervened(
     # Rounds have to differ in what chance does to them, or their mean would not be of that many.
     orders_seed, tests_seed = map(int, np.random.SeedSequence([settings["seed"], number]).generate_state(2))
     told("scoring")
-    scores = _scores(model, recording, target, settings["method"])
+    scores = _scores(model, recording, target, settings["method"], memory)
     with measuring(run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed) as evaluate:
         made = intervene_round(
             model.policy,
@@ -157,6 +163,7 @@ def _intervened(
             evaluate,
             orders=settings["orders"],
             seed=orders_seed,
+            memory=memory,
             told=told,
         )
     content["rows"] = made.to_dicts()
@@ -173,10 +180,11 @@ def _read(file: Path) -> Mapping[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _scores(model: PPO, recording: RoundRecording, target: Target, method: str) -> Influence:
+def _scores(model: PPO, recording: RoundRecording, target: Target, method: str, memory: int) -> Influence:
     if method == "snapshot":
-        return attribute(model.policy, recording.records, target=target, objective=model_objective(model))
-    found = attribute_round(model.policy, recording, target=target, method=method)
+        objective = model_objective(model)
+        return attribute(model.policy, recording.records, target=target, objective=objective, memory=memory)
+    found = attribute_round(model.policy, recording, target=target, method=method, memory=memory)
     assert not isinstance(found, list)
     return found
 

@@ -64,6 +64,9 @@ Engine: TypeAlias = Annotated[
     str | None,
     typer.Option(help="How scores are computed; see `whence list engines`. (default: auto)", show_default=False),
 ]
+Memory: TypeAlias = Annotated[
+    float, typer.Option(help="GiB that scoring and training may hold at a time, estimated before the start.", min=0.0)
+]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 

@@ -43,6 +43,7 @@ def counterfactual(
         typer.Option("--leave-out", help="Leave out the highest and the lowest of each score too, more and more."),
     ] = False,
     seed: Annotated[int, typer.Option(help="Of subsets, orders and tests.")] = 0,
+    memory: options.Memory = 2.0,
     json: options.AsJson = False,
 ) -> None:
     """Train a recorded round again without records, and tell how well each score predicts what comes of it.
@@ -72,6 +73,7 @@ def counterfactual(
             orders=orders,
             evaluate=evaluate,
             seed=seed,
+            memory=int(memory * 2**30),
             told=status.update,
         )
         removals = None
@@ -87,6 +89,7 @@ def counterfactual(
                 orders=orders,
                 evaluate=evaluate,
                 seed=seed,
+                memory=int(memory * 2**30),
                 told=status.update,
             )
     settings = {"round": round, "target": repr(asked), "share": share, "subsets": subsets, "orders": orders}

@@ -1,0 +1,92 @@
+"""What scores of a whole round cost, and what training it again without records does, in trainings by SB3.
+
+Run: `python -m benchmarks.rounds [--repeats 5]`. One process, one torch thread, CPU seconds of the process; the things
+compared take turns, and medians of their ratios are printed with the lowest and the highest. The third round of PPO on
+LunarLander-v3 (2,048 records, MLP 64x64, 10 epochs of minibatches of 64) is recorded, under SGD as LDA has it and under
+SB3's default Adam; one SB3 `train()` of that round is what everything is measured by.
+
+- "snapshot", "crossfit": `attribute` and `attribute_crossfit` at the policy that collected the round.
+- the other scores: `attribute_round`.
+- "100 trainings": `retrain` on 100 random halves along the recorded minibatches, over 100 calls of `train()`.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from whence import KeepAll, Return, attribute, attribute_crossfit, attribute_round, experiments
+from whence.counterfactual import retrain, subsets
+from whence.experiments.environments import training_env
+from whence.experiments.training import make_model
+from whence.rounds import METHODS, RoundRecording
+from whence.sb3 import InfluenceCallback, model_objective, replay
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {},
+    "Adam": {"optimizer": "Adam", "hyperparameters": {"learning_rate": 3e-4, "max_grad_norm": 0.5}},
+}
+
+
+def main(repeats: Annotated[int, typer.Option(help="How often each is measured.", min=1)] = 5) -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    table = Table(title=f"CPU time, in trainings of the round ({platform.machine()}, {repeats} repeats)")
+    table.add_column("what")
+    columns = []
+    for name, settings in OPTIMIZERS.items():
+        table.add_column(f"{name}: median [lowest, highest]")
+        columns.append(_ratios(*_recorded(settings), repeats, name))
+    for what in columns[0]:
+        cells = [sorted(column[what]) for column in columns]
+        table.add_row(what, *(f"{statistics.median(c):.3g} [{c[0]:.3g}, {c[-1]:.3g}]" for c in cells))
+    Console(width=100).print(table)
+
+
+def _recorded(settings: dict[str, Any]) -> tuple[Any, RoundRecording]:
+    config = experiments.configure(preset="lda-code/lunarlander", eval_episodes=0, **settings)
+    torch.manual_seed(config.seed)
+    model = make_model(config, training_env(config))
+    callback = InfluenceCallback(KeepAll(), recordings=[3])
+    model.learn(3 * model.n_steps, callback=callback)
+    assert callback.recording is not None
+    return model, callback.recording
+
+
+def _ratios(model: Any, recording: RoundRecording, repeats: int, name: str) -> dict[str, list[float]]:
+    policy, records, target = model.policy, recording.records, Return()
+    objective = model_objective(model)
+    kept = subsets(len(records), 0.5, 100, torch.Generator().manual_seed(0))
+    measured: dict[str, Callable[[], object]] = {
+        "snapshot": lambda: attribute(policy, records, target=target, objective=objective),
+        "crossfit": lambda: attribute_crossfit(policy, records, target=target, objective=objective),
+        **{
+            method: lambda method=method: attribute_round(policy, recording, target=target, method=method)
+            for method in METHODS
+        },
+        "100 trainings": lambda: retrain(policy, recording, kept),
+    }
+    found: dict[str, list[float]] = {what: [] for what in measured}
+    for _ in track(range(repeats), name):
+        for what, run in measured.items():
+            # Beside each measurement, so that a busy machine slows both alike.
+            plain = _seconds(lambda: replay(model, recording))
+            found[what].append(_seconds(run) / plain / (100 if what == "100 trainings" else 1))
+    return found
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from whence import (
     IIF,
+    IPPO,
     BelowMean,
     Influence,
     InvalidInfluence,
@@ -85,7 +86,20 @@ def test_negative_random_draws_from_the_negative_alone() -> None:
     assert dropped[30:60].any()
 
 
-@pytest.mark.parametrize("rule", [IIF, BelowMean, NonPositive, RandomDrop, NegativeRandom])
+def test_ippo_weighs_what_is_positive_by_its_score() -> None:
+    # Kept: 3, 1 and 8, whose mean is 4.
+    records, influence = scored([3.0, -1.0, 0.0, 1.0, 8.0])
+    selection = IPPO().select(records, influence)
+    assert selection.keep.tolist() == [True, False, False, True, True]
+    assert selection.weights.tolist() == [0.75, 0, 0, 0.25, 2]
+    assert IPPO(weighted=False).select(records, influence).weights.tolist() == [1, 0, 0, 1, 1]
+    assert IPPO(warmup=1).select(records, influence).weights.tolist() == [1] * 5
+    nothing = IPPO().select(*scored([-1.0, -2.0]))
+    assert not nothing.keep.any()
+    assert nothing.weights.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rule", [IIF, IPPO, BelowMean, NonPositive, RandomDrop, NegativeRandom])
 def test_nothing_is_dropped_while_warming_up(rule: type[IIF]) -> None:
     records, influence = scored([-4, -3, -2, -1, 5])
     for number, drops in ((1, False), (2, False), (3, True)):
@@ -103,7 +117,7 @@ def test_the_share_may_follow_the_progress_remaining(rule: type[IIF]) -> None:
         rule(drop=lambda remaining: -remaining).select(records, influence, Progress(1, 0.5))
 
 
-@pytest.mark.parametrize("rule", [IIF, BelowMean, NonPositive, RandomDrop, NegativeRandom])
+@pytest.mark.parametrize("rule", [IIF, IPPO, BelowMean, NonPositive, RandomDrop, NegativeRandom])
 def test_a_negative_warmup_is_refused(rule: type[IIF]) -> None:
     with pytest.raises(WhenceError, match="warmup is -1; it is a number of rounds"):
         rule(warmup=-1)

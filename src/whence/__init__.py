@@ -29,6 +29,7 @@ from whence.rounds import RoundRecording as RoundRecording
 from whence.rounds import attribute_round as attribute_round
 from whence.runs import RunDirectory as RunDirectory
 from whence.selection import IIF as IIF
+from whence.selection import IPPO as IPPO
 from whence.selection import BelowMean as BelowMean
 from whence.selection import KeepAll as KeepAll
 from whence.selection import NegativeRandom as NegativeRandom
@@ -53,6 +54,6 @@ register_view("stable_baselines3", _sb3_view)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "sb3":
-        return import_module("whence.sb3")
+    if name in ("sb3", "llm"):
+        return import_module(f"whence.{name}")
     raise AttributeError(f"module 'whence' has no attribute {name!r}")

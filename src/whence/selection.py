@@ -178,6 +178,34 @@ class NonPositive:
 
 
 @dataclass(frozen=True)
+class IPPO:
+    """Drop every record that does not score above 0, and weigh the others by their scores (I-PPO).
+
+    A kept record weighs its score over the mean of the kept scores, so that weights are 1 on average.
+
+    Attributes:
+        weighted: False weighs all kept records alike.
+        warmup: as in `IIF`.
+    """
+
+    weighted: bool = True
+    warmup: int = 0
+    needs_influence = True
+
+    def __post_init__(self) -> None:
+        check_share(1.0, self.warmup)
+
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
+        """Drop what is not positive, and weigh what is."""
+        kept = NonPositive(self.warmup).select(records, influence, progress)
+        if not self.weighted or progress.round <= self.warmup or not kept.keep.any():
+            return kept
+        scores = scores_for(records, influence).double() * kept.keep
+        weights = scores / scores[kept.keep].mean()
+        return Selection(kept.keep, weights.float(), kept.reasons)
+
+
+@dataclass(frozen=True)
 class RandomDrop:
     """The control for IIF: drop as many records as IIF would, drawn at random from all (LDA §5.2).
 

@@ -31,11 +31,12 @@ class Mutant:
 
 ATTRIBUTION, ENGINES, OBJECTIVES = "test_attribution.py", "test_engines.py", "test_objectives.py"
 SB3, CALLBACK, SELECTION = "test_sb3.py", "test_callback.py", "test_selection.py"
+LANGUAGE = "test_llm_engines.py"
 ON_PAPER = f"{ATTRIBUTION}::test_two_records_of_a_softmax_policy_on_paper"
 LEFT_OUT = f"{ATTRIBUTION}::test_score_is_the_limit_of_leaving_the_record_out_of_one_sgd_step"
 
 MUTANTS = (
-    Mutant("sign of the target", "targets.py", "(outputs.log_prob * records", "(-outputs.log_prob * records", ON_PAPER),
+    Mutant("sign of the target", "targets.py", '(single("log_prob", outputs', '(-single("log_prob", outputs', ON_PAPER),
     Mutant(
         "sum for mean in the target", "targets.py", "records.advantages).mean()", "records.advantages).sum()", ON_PAPER
     ),
@@ -79,15 +80,15 @@ MUTANTS = (
     Mutant(
         "ghost keeps the target's weights in the scores",
         "engines/ghost.py",
-        "gradients, own / weights)",
-        "gradients, own)",
+        "return own / weights if",
+        "return own if",
         LEFT_OUT,
     ),
     Mutant(
         "ghost divides by weights of zero",
         "engines/ghost.py",
-        "and weights and _far_from_zero(weights[0]):",
-        "and weights:",
+        "return own / weights if sizes.min() > 1e-12 * sizes.max() else None",
+        "return own / weights",
         f"{ENGINES}::test_records_that_the_target_gives_no_weight_are_scored_all_the_same",
     ),
     Mutant(
@@ -347,8 +348,8 @@ MUTANTS = (
     Mutant(
         "no margin for the allocator",
         "engines/memory.py",
-        "_KEPT * total) / _MARGIN)",
-        "_KEPT * total))",
+        "cost.kept * total) / _MARGIN)",
+        "cost.kept * total))",
         "test_memory.py::test_what_is_held_stays_within_the_budget_for_tensors",
     ),
     Mutant(
@@ -1078,6 +1079,97 @@ MUTANTS = (
         "torch.from_numpy(found - values)",
         "torch.from_numpy(found)",
         "test_gradients.py::test_returns_less_values_step_by_step",
+    ),
+    Mutant(
+        "a verdict that ignores the steps",
+        "llm/lab/problems.py",
+        'response.split(";")[:-1] == expected[:-1]',
+        'len(response.split(";")) == len(expected)',
+        "test_llm_lab.py::test_verdicts_by_hand",
+    ),
+    Mutant(
+        "a biased chance of k answers",
+        "llm/lab/evaluation.py",
+        "1.0 - math.comb(samples - correct, k) / math.comb(samples, k)",
+        "1.0 - (1.0 - correct / samples) ** k",
+        "test_llm_lab.py::test_pass_at_k_by_hand",
+    ),
+    Mutant(
+        "splits that overlap",
+        "llm/lab/arithmetic.py",
+        "first += count",
+        "first += count - 1",
+        "test_llm_lab.py::test_splits_are_disjoint_and_the_seed_decides",
+    ),
+    Mutant(
+        "problems in the imitation loss",
+        "llm/lab/model.py",
+        "labels[row, len(question) : len(whole)] = whole[len(question) :]",
+        "labels[row, : len(whole)] = whole",
+        "test_llm_lab.py::test_only_the_answer_and_its_end_have_labels",
+    ),
+    Mutant(
+        "logits that say of the token they stand at",
+        "llm/view.py",
+        "found.logits[:, -width - 1 : -1]",
+        "found.logits[:, -width:]",
+        f"{LANGUAGE}::test_the_loop_is_plain_autograd_on_each_row_without_padding",
+    ),
+    Mutant(
+        "positions that count padding",
+        "llm/view.py",
+        "(attended.long().cumsum(dim=1) - 1).clamp(min=0)",
+        "torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)",
+        f"{LANGUAGE}::test_padding_makes_no_difference",
+    ),
+    Mutant(
+        "prompt tokens counted as tokens of the response",
+        "llm/targets.py",
+        'int(rows.observations["response_mask"].sum())',
+        'int(rows.observations["attention_mask"].sum())',
+        f"{LANGUAGE}::test_returns_by_hand",
+    ),
+    Mutant(
+        "tokens of no response in a row's mean",
+        "llm/objectives.py",
+        'masked_mean(value, row["response_mask"])',
+        "value.mean(dim=1)",
+        f"{LANGUAGE}::test_token_ppo_by_hand",
+    ),
+    Mutant(
+        "sum for mean over rows",
+        "llm/targets.py",
+        "return len(rows)",
+        "return 1",
+        f"{LANGUAGE}::test_returns_by_hand",
+    ),
+    Mutant(
+        "recorded log-probs of tokens left out of the ratio",
+        "llm/objectives.py",
+        'surrogate(outputs.log_prob, row["log_probs"]',
+        "surrogate(outputs.log_prob, outputs.log_prob.detach()",
+        f"{LANGUAGE}::test_token_ppo_by_hand",
+    ),
+    Mutant(
+        "RMSNorm's input taken as it comes",
+        "llm/rules.py",
+        '(g * _normalised(layer, x) * direction["weight"])',
+        '(g * x * direction["weight"])',
+        f"{LANGUAGE}::test_models_score_as_the_loop_does",
+    ),
+    Mutant(
+        "batches of demonstrations that count alike",
+        "llm/targets.py",
+        "rows.to(outputs.log_prob.device)) / count",
+        "rows.to(outputs.log_prob.device)) / max(self._count(rows), 1)",
+        f"{LANGUAGE}::test_validation_is_the_loss_of_supervised_training",
+    ),
+    Mutant(
+        "one backward pass for tokens that target and objective weigh apart",
+        "engines/ghost.py",
+        "<= _ROUNDING * size).all() else None",
+        "<= 1e9).all() else None",
+        f"{LANGUAGE}::test_one_backward_pass_serves_where_target_and_objective_weigh_a_rows_tokens_alike",
     ),
 )
 

@@ -370,7 +370,7 @@ def test_policies_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(WhenceError, match=r"\(Linear\) has no trainable parameter"):
         attribute(categorical_view(frozen), records, target=Return())
     wide = whence.ModuleView(nn.Linear(5, 3), lambda module, inputs: module(inputs["observations"]))
-    with pytest.raises(WhenceError, match=r"`log_prob` of shape \(2, 3\) for 2 records"):
+    with pytest.raises(WhenceError, match=r"`log_prob` of shape \(\d+, 3\) for \d+ records; one number"):
         attribute(wide, records, target=Return())
 
 

@@ -11,6 +11,7 @@ from whence.attribution import attribute
 from whence.engines import ENGINES, Refused
 from whence.errors import WhenceError, nearest
 from whence.objectives import Objective
+from whence.policies import Outputs, Params, PolicyView
 from whence.records import RecordBatch
 from whence.targets import Return, Target
 
@@ -55,7 +56,7 @@ def check_engines(
 
     def score_beside_another(engine: str) -> Tensor:
         # Several targets take another way through the ghost engine, by its rules' other half.
-        both: dict[str, Target] = {"asked": asked, "another": Return()}
+        both: dict[str, Target] = {"asked": asked, "another": _MeanLogProb()}
         return attribute(policy, records, target=both, objective=objective, engine=engine)["asked"].scores.double()
 
     start = time.perf_counter()
@@ -89,3 +90,15 @@ def check_engines(
         ):
             print(table)
     return table
+
+
+class _MeanLogProb:
+    """A target that any view has, also one with several log-probs a record."""
+
+    reads = frozenset(["log_prob"])
+
+    def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Tensor:
+        return outputs.log_prob.mean()
+
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Tensor:
+        return self.from_outputs(view(params, view.prepare(records)), records)

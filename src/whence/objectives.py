@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.errors import InvalidRecords, WhenceError, nearest
-from whence.records import RecordBatch
+from whence.records import RecordBatch, single
 
 if TYPE_CHECKING:
     from whence.policies import Outputs
@@ -92,12 +92,12 @@ class _ActorCritic:
     def _with_further_terms(self, values: Tensor, outputs: "Outputs", records: RecordBatch) -> Tensor:
         if self.ent_coef:
             # Where no closed form is given, -log pi of the action taken is the one-sample estimate SB3 uses.
-            entropy = -outputs.log_prob if outputs.entropy is None else outputs.entropy
+            entropy = -outputs.log_prob if outputs.entropy is None else single("entropy", outputs.entropy)
             values = values + self.ent_coef * entropy
         if self.vf_coef:
-            value = outputs.value
-            if value is None or records.values is None or records.returns is None:
+            if outputs.value is None or records.values is None or records.returns is None:
                 raise WhenceError(f"vf_coef is {self.vf_coef}, but policy or records give no values. Set vf_coef=0.")
+            value = single("value", outputs.value)
             if self.clip_range_vf is not None:
                 value = records.values + (value - records.values).clamp(-self.clip_range_vf, self.clip_range_vf)
             values = values - self.vf_coef * (records.returns - value) ** 2
@@ -143,7 +143,7 @@ class PPOClip(_ActorCritic):
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""
-        ratio = (outputs.log_prob - records.log_probs).exp()
+        ratio = (single("log_prob", outputs.log_prob) - records.log_probs).exp()
         clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
         surrogate = torch.minimum(ratio * records.advantages, clipped * records.advantages)
         return self._with_further_terms(surrogate, outputs, records)
@@ -164,7 +164,7 @@ class A2C(_ActorCritic):
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""
-        return self._with_further_terms(records.advantages * outputs.log_prob, outputs, records)
+        return self._with_further_terms(records.advantages * single("log_prob", outputs.log_prob), outputs, records)
 
 
 def as_objective(objective: Objective | Callable[["Outputs", RecordBatch], Tensor] | None) -> Objective:

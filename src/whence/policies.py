@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, is_dataclass
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -17,17 +18,21 @@ Params: TypeAlias = Mapping[str, Tensor]
 
 
 class Outputs(NamedTuple):
-    """What a policy says of n records: `log_prob` (n,), `value` (n,) or None, `entropy` (n,) or None."""
+    """What a policy says of n records: `log_prob` (n,), `value` (n,) or None, `entropy` (n,) or None.
 
-    log_prob: Float[Tensor, " n"]
-    value: Float[Tensor, " n"] | None = None
-    entropy: Float[Tensor, " n"] | None = None
+    A record that holds several actions, as a language model's row holds tokens, may have a number for each: (n, R).
+    Objective and target then have to know of it, as those of `whence.llm` do.
+    """
+
+    log_prob: Float[Tensor, "n ..."]
+    value: Float[Tensor, "n ..."] | None = None
+    entropy: Float[Tensor, "n ..."] | None = None
 
 
 class LazyOutputs(NamedTuple):
     """`Outputs` of which value and entropy are computed only where something reads them."""
 
-    log_prob: Float[Tensor, " n"]
+    log_prob: Float[Tensor, "n ..."]
     value: Callable[[], Tensor | None]
     entropy: Callable[[], Tensor | None]
 
@@ -40,8 +45,9 @@ class PolicyView(Protocol):
     """A policy as engines see it.
 
     `prepare` does what needs no derivative (one-hot, image scaling, device), once; the call is what engines
-    differentiate. Each output of a record may depend on that record's inputs only. An attribute `action_space`, where
-    there is one, is a space as Gymnasium has them; targets refuse actions that it does not hold.
+    differentiate. Each output has the records first, and what it says of a record may depend on that record's inputs
+    only. An attribute `action_space`, where there is one, is a space as Gymnasium has them; targets refuse actions that
+    it does not hold.
     """
 
     module: nn.Module
@@ -64,8 +70,8 @@ class ModuleView:
 
     Args:
         module: the policy. Its trainable parameters are those with `requires_grad`.
-        outputs: `outputs(module, inputs)` returns `Outputs`, `LazyOutputs`, or the log-probs (n,) alone. It may call
-            the module and its submodules in any way, but must not keep tensors on them.
+        outputs: `outputs(module, inputs)` returns `Outputs`, `LazyOutputs`, or the log-probs alone, (n,) or (n, R). It
+            may call the module and its submodules in any way, but must not keep tensors on them.
         prepare: `prepare(records)` returns the inputs, records first. Default: a dict of `observations`,
             `actions` and, where there are, `action_masks`.
     """
@@ -172,6 +178,9 @@ def notes_on(view: PolicyView) -> dict[Hashable, Any]:
 
 def _code_alone(function: Callable[..., Any], module: nn.Module) -> Hashable:
     """Return a function's code where it says all there is to it, given the module; else None."""
+    if is_dataclass(function) and not isinstance(function, type):
+        plain = all(isinstance(value, int | float | str) for value in vars(function).values())
+        return (type(function), *astuple(function)) if plain else None
     if not isinstance(function, FunctionType) or function.__defaults__ or function.__kwdefaults__:
         return None
     if any(cell.cell_contents is not module for cell in function.__closure__ or ()):

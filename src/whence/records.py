@@ -47,6 +47,21 @@ def take(tree: Tree, index: Tensor | slice) -> Tree:
     return map_tree(lambda tensor: tensor[index], tree)
 
 
+def single(name: str, column: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
+    """Return a column of a policy's outputs where it holds one number per record, (n,).
+
+    Raises:
+        InvalidRecords: it holds several.
+    """
+    if column.ndim != 1:
+        raise InvalidRecords(
+            f"The policy view returned `{name}` of shape {tuple(column.shape)} for {len(column)} records; one number "
+            f"per record is needed here, shape ({len(column)},). Sum log-probs over a record's own axes, or pass an "
+            "objective and a target that read several, such as TokenPPO and SequenceReturn of whence.llm."
+        )
+    return column
+
+
 def as_numpy(tensor: Tensor) -> NDArray[Any]:
     """Return a tensor as an array; bfloat16, which numpy lacks, as float32."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()

@@ -1,7 +1,7 @@
 """Quantities whose rise or fall a record's influence is measured on (LDA §3.2), all written to be raised."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.errors import WhenceError
-from whence.records import RecordBatch, Tree, leaves
+from whence.records import RecordBatch, Tree, leaves, single
 
 if TYPE_CHECKING:
     from whence.policies import Outputs, Params, PolicyView
@@ -40,6 +40,22 @@ class BatchTarget(Protocol):
         ...
 
 
+@runtime_checkable
+class SummedTarget(Protocol):
+    """A target that runs the policy on records of its own, as a sum of parts.
+
+    Engines differentiate one part after the other, so that the graph of one is all that is held at a time.
+    """
+
+    def parts(self) -> Iterable[Target]:
+        """Return the parts, each a target."""
+        ...
+
+    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the sum of the parts."""
+        ...
+
+
 @dataclass(frozen=True)
 class Return:
     """The expected return's stand-in, `mean(log pi(a|s) A)` over the records, raw advantages (LDA §3.2).
@@ -52,7 +68,7 @@ class Return:
 
     def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target from the outputs of all records."""
-        return (outputs.log_prob * records.advantages).mean()
+        return (single("log_prob", outputs.log_prob) * records.advantages).mean()
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
@@ -77,7 +93,7 @@ class Action:
         """Return the target, a scalar."""
         asked = self._as_records(records)
         _check_actions(getattr(view, "action_space", None), asked.actions)
-        return view(params, view.prepare(asked)).log_prob.mean()
+        return single("log_prob", view(params, view.prepare(asked)).log_prob).mean()
 
     def _as_records(self, like: RecordBatch) -> RecordBatch:
         # Whether one state or a set came shows in the number of axes: a record's observation has one less.

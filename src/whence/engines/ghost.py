@@ -201,8 +201,10 @@ def _whole_products(tape: _Tape) -> Tensor:
     if own.log_prob is None or any(_reads_more(seed) for seed in (own, *found)) or len(weights) < len(found):
         return _pass_by_pass(tape, own, found)
     # Objective and targets move the log-probs alone, each record with weights of its own.
-    if len(problem.targets) == 1 and weights and _far_from_zero(weights[0]):
-        return _from_the_targets_pass(tape, own.log_prob, weights[0])
+    if len(problem.targets) == 1 and weights and (factors := _factors(own.log_prob, weights[0])) is not None:
+        return _from_the_targets_pass(tape, factors, weights[0])
+    if own.log_prob.ndim > 1:
+        return _pass_by_pass(tape, own, found)
     return _from_the_log_probs_pass(tape, own.log_prob, weights)
 
 
@@ -218,13 +220,13 @@ def _pass_by_pass(tape: _Tape, own: Seeds, found: Sequence[Seeds]) -> Tensor:
     return _products(tape, _in_order(tape.problem, of_batch), own)
 
 
-def _from_the_targets_pass(tape: _Tape, own: Tensor, weights: Tensor) -> Tensor:
-    """Return the products from the one target's backward pass alone: its weights are divided out of them."""
+def _from_the_targets_pass(tape: _Tape, factors: Tensor, weights: Tensor) -> Tensor:
+    """Return the products from the one target's backward pass alone; a record's own weights are `factors` times its."""
     edges = [call.edge for call in tape.calls]
     found = pullback(tape.outputs, Seeds(weights), [*edges, *tape.problem.params.values()], retain=False)
     gradient = added({}, dict(zip(tape.problem.params, found[len(edges) :], strict=True)))
     gradients = _in_order(tape.problem, iter([gradient]))
-    return _weighted_products(tape, found[: len(edges)], gradients, own / weights)
+    return _weighted_products(tape, found[: len(edges)], gradients, factors)
 
 
 def _from_the_log_probs_pass(tape: _Tape, own: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -247,10 +249,22 @@ def _in_order(problem: Problem, of_batch: Iterator[Gradient]) -> list[Gradient]:
     ]
 
 
-def _far_from_zero(weights: Tensor) -> bool:
-    """Tell whether a record's log-prob gradient can be had from its weighted one by division."""
-    sizes = weights.abs()
-    return bool(sizes.min() > 1e-12 * sizes.max())
+def _factors(own: Tensor, weights: Tensor) -> Tensor | None:
+    """Return what each record's `weights` are to be multiplied by to give `own`, (n,); None where nothing does."""
+    if own.ndim == 1:
+        sizes = weights.abs()
+        return own / weights if sizes.min() > 1e-12 * sizes.max() else None
+    # Of a record with several numbers, that of the largest weight says what the factor would be.
+    own, weights = own.flatten(1), weights.flatten(1)
+    size = own.abs().amax(dim=1, keepdim=True)
+    largest = weights.gather(1, place := weights.abs().argmax(dim=1, keepdim=True))
+    if not ((size == 0) | (largest.abs() > 1e-12 * largest.abs().max())).all():
+        return None
+    factors = own.gather(1, place) / largest.masked_fill(size == 0, 1)
+    return factors[:, 0] if ((own - factors * weights).abs() <= _ROUNDING * size).all() else None
+
+
+_ROUNDING = 1e-5  # of log-probs that were recorded in other company, where ratios are 1 but for it
 
 
 def _weighted_gradient(tape: _Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:
@@ -280,7 +294,7 @@ def _layer_products(tape: _Tape, g: list[Tensor | None], gradient: Gradient) -> 
             if of_output is not None and direction:
                 product = partial(call.layer.rule.product, call.layer.module, direction)
                 products.append(torch.cat(_by_blocks(product, call.x, of_output)))
-    return torch.stack(products).sum(0) if products else torch.zeros_like(tape.outputs.log_prob)
+    return torch.stack(products).sum(0) if products else tape.outputs.log_prob.new_zeros(len(tape.problem.records))
 
 
 def _by_blocks(rule: Callable[..., T], x: Tensor, g: Tensor, *more: Tensor) -> list[T]:

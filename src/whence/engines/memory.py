@@ -25,15 +25,19 @@ _PROBES = (8, 16)
 # The allocator keeps freed blocks that fit nothing later, and kernels take working memory of their own: the process
 # was seen to grow by up to 2.8 times what the tensors need.
 _MARGIN = 3
-# What is kept for all records at once: outputs, their derivatives, products.
+# What is kept for all records at once: outputs, their derivatives, products; bytes for each number of a record.
 _KEPT = 64
 
 
 class _Cost(NamedTuple):
-    """Bytes held after each allocation and release of an engine's run: `fixed + each * records`."""
+    """Bytes held after each allocation and release of an engine's run: `fixed + each * records`.
+
+    `kept` are the bytes of each record that stay however the records are cut.
+    """
 
     fixed: NDArray[np.float64]
     each: NDArray[np.float64]
+    kept: int
 
     def at(self, records: int) -> float:
         """Return the most bytes held at a time."""
@@ -70,9 +74,9 @@ def fitted(problem: Problem, engine: Callable[[Problem], object], memory: int) -
     if key not in known:
         known[key] = _measured(problem, engine)
     cost: _Cost = known[key]
-    size = cost.records((memory - _KEPT * total) / _MARGIN)
+    size = cost.records((memory - cost.kept * total) / _MARGIN)
     if size < 1:
-        least = math.ceil(cost.at(1) * _MARGIN + _KEPT * total)
+        least = math.ceil(cost.at(1) * _MARGIN + cost.kept * total)
         raise WhenceError(
             f"memory is {memory:,} bytes, but scoring these {total} records one by one takes about {least:,} bytes "
             "with this policy and engine. Allow more, or use engine='forward', which holds least."
@@ -100,7 +104,9 @@ def _measured(problem: Problem, engine: Callable[[Problem], object]) -> _Cost:
     if len(few) != len(more):  # the two runs took different ways; what they held at most is all there is to compare
         few, more = few.max(keepdims=True), more.max(keepdims=True)
     each = (more - few) / (_PROBES[1] - _PROBES[0])
-    return _Cost(few - each * _PROBES[0], each)
+    with torch.no_grad():
+        log_prob = problem.part(slice(0, 1)).outputs().log_prob
+    return _Cost(few - each * _PROBES[0], each, _KEPT * log_prob.numel())
 
 
 def bytes_held(run: Callable[[], object]) -> list[int]:

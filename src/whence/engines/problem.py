@@ -13,7 +13,7 @@ from whence.errors import WhenceError
 from whence.objectives import Objective
 from whence.policies import COLUMNS, ModuleView, Outputs, Params, PolicyView
 from whence.records import RecordBatch, Tree, map_tree, take
-from whence.targets import BatchTarget, Target, name_of
+from whence.targets import BatchTarget, SummedTarget, Target, name_of
 
 Gradient = dict[str, Tensor]
 """One tensor per parameter that a quantity depends on, shaped as the parameter."""
@@ -88,19 +88,20 @@ class Problem:
             outputs = self.view.only(self.columns, params, self.inputs)
         else:
             outputs = self.view(params, self.inputs)
-        expected = (len(self.records),)
+        n = len(self.records)
         for name, column in zip(Outputs._fields, outputs, strict=True):
-            if column is not None and column.shape != expected:
+            if column is not None and (column.ndim == 0 or len(column) != n):
                 raise WhenceError(
-                    f"The policy view returned `{name}` of shape {tuple(column.shape)} for {expected[0]} records; "
-                    f"one number per record is needed, shape {expected}. Sum log-probs over a record's own axes."
+                    f"The policy view returned `{name}` of shape {tuple(column.shape)} for {n} records; the records "
+                    f"are needed first, shape ({n},): one number per record, or {(n, 'R')} where objective and target "
+                    "read several."
                 )
         return outputs
 
     def objective_values(self, outputs: Outputs) -> Float[Tensor, " n"]:
         """Evaluate the objective of each record."""
         values = self.objective(outputs, self.prepared)
-        if values.shape != outputs.log_prob.shape:
+        if values.shape != outputs.log_prob.shape[:1]:
             raise WhenceError(
                 f"The objective returned shape {tuple(values.shape)} for {len(outputs.log_prob)} records; it must "
                 "return one value per record, for any part of the records, and leave the reduction to whence."
@@ -111,22 +112,29 @@ class Problem:
 def takes_no_part(problem: Problem) -> bool:
     """Tell whether the objective goes through for all records, but not for two of them."""
 
-    def takes(records: RecordBatch) -> bool:
-        zeros = torch.zeros_like(records.log_probs)
-        try:
-            return bool(problem.objective(Outputs(zeros, zeros, zeros), records).shape == zeros.shape)
-        except Exception:
-            return False
+    def takes(records: RecordBatch, like: Tensor) -> bool:
+        zeros = like.new_zeros(len(records), *like.shape[1:])
+        return bool(problem.objective(Outputs(zeros, zeros, zeros), records).shape == zeros.shape[:1])
 
-    return takes(problem.prepared) and not takes(problem.prepared.take(slice(0, 2)))
+    try:
+        with torch.no_grad():
+            like = problem.part(slice(0, 2)).outputs().log_prob
+        if not takes(problem.prepared, like):
+            return False
+    except Exception:
+        return False
+    try:
+        return not takes(problem.prepared.take(slice(0, 2)), like)
+    except Exception:
+        return True
 
 
 class Seeds(NamedTuple):
-    """One derivative per record in each output; None where there is no dependence."""
+    """The derivatives in each output, shaped as it is; None where there is no dependence."""
 
-    log_prob: Float[Tensor, " n"] | None = None
-    value: Float[Tensor, " n"] | None = None
-    entropy: Float[Tensor, " n"] | None = None
+    log_prob: Float[Tensor, "n ..."] | None = None
+    value: Float[Tensor, "n ..."] | None = None
+    entropy: Float[Tensor, "n ..."] | None = None
 
 
 def map_outputs(function: Callable[[Tensor], Tensor], outputs: Outputs) -> Outputs:
@@ -166,7 +174,7 @@ def of_outputs(problem: Problem) -> list[Callable[[Outputs], Tensor]]:
     """Return the batch targets as functions of the outputs of all records."""
 
     def bound(target: BatchTarget) -> Callable[[Outputs], Tensor]:
-        return lambda outputs: target.from_outputs(outputs, problem.records)
+        return lambda outputs: _scalar(target.from_outputs(outputs, problem.records), target)
 
     return [bound(target) for target in problem.targets if isinstance(target, BatchTarget)]
 
@@ -193,15 +201,22 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
 
 
 def plain_target_gradient(problem: Problem, target: Target) -> Gradient:
-    """Return the gradient of `target(view, params, records)` by one backward pass."""
-    value = target(problem.view, problem.params, problem.records)
+    """Return the gradient of `target(view, params, records)` by one backward pass, or one for each of its parts."""
+    total = Gradient()
+    for part in target.parts() if isinstance(target, SummedTarget) else [target]:
+        value = _scalar(part(problem.view, problem.params, problem.records), target)
+        if value.requires_grad:
+            found = torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)
+            total = added(total, dict(zip(problem.params, found, strict=True)))
+        del value  # its graph, before the next part makes one
+    return checked(total, target)
+
+
+def _scalar(value: object, target: Target | BatchTarget) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise WhenceError(f"The target {name_of(target)} returned {got}; a scalar tensor is needed.")
-    found: Sequence[Tensor | None] = [None] * len(problem.params)
-    if value.requires_grad:
-        found = torch.autograd.grad(value.reshape(()), list(problem.params.values()), allow_unused=True)
-    return checked(added({}, dict(zip(problem.params, found, strict=True))), target)
+    return value.reshape(())
 
 
 def added(total: Gradient, part: dict[str, Tensor | None]) -> Gradient:

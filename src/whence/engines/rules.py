@@ -63,7 +63,8 @@ def ruled_types() -> list[str]:
     return sorted(layer_type.__name__.lstrip("_") for layer_type in _RULES)
 
 
-def _linear_product(layer: nn.Linear, direction: Own, x: Tensor, g: Tensor) -> Tensor:
+def linear_product(layer: nn.Module, direction: Own, x: Tensor, g: Tensor) -> Tensor:
+    """Return the products of a linear layer, whose direction's weight is (out, in)."""
     weight, bias = direction.get("weight"), direction.get("bias")
     # Whichever side leaves the smaller matrix.
     if weight is not None and weight.shape[0] <= weight.shape[1]:
@@ -76,7 +77,8 @@ def _linear_product(layer: nn.Linear, direction: Own, x: Tensor, g: Tensor) -> T
     return total
 
 
-def _linear_gradient(layer: nn.Linear, x: Tensor, g: Tensor, weights: Tensor) -> Own:
+def linear_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor) -> Own:
+    """Return the weighted gradient of a linear layer, its weight as (out, in)."""
     by_row = weights.reshape(-1, *[1] * (g.ndim - 1))
     if x.shape[-1] < g.shape[-1]:
         weight = _rows(g).mT @ _rows(x * by_row)
@@ -174,7 +176,7 @@ def _spread(parameter: Tensor, g: Tensor, lead: int) -> Tensor:
 
 
 _OWN = frozenset(["weight", "bias"])
-register_rule(nn.Linear, LayerRule(_linear_product, _linear_gradient, parameters=_OWN))
+register_rule(nn.Linear, LayerRule(linear_product, linear_gradient, parameters=_OWN))
 register_rule(nn.Conv1d, LayerRule(_conv_product, _conv_gradient, parameters=_OWN))
 register_rule(nn.Conv2d, LayerRule(_conv_product, _conv_gradient, parameters=_OWN))
 register_rule(nn.Embedding, LayerRule(_embedding_product, _embedding_gradient, _plain_embedding, _OWN))

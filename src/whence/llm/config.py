@@ -1,0 +1,124 @@
+"""What a PPO training of a language model is asked for."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from whence.errors import WhenceError, nearest
+
+ESTIMATES = ("kl", "abs", "mse")
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Settings of `PPOTrainer`; names are those of TRL's first PPOConfig, defaults are LDA's where the paper has any.
+
+    Attributes:
+        output_dir: where checkpoints, the trained model and the table of responses go.
+        rounds: rollouts to train on.
+        batch_size: rows (prompts with a response each) of a rollout, over all processes.
+        mini_batch_size: rows of one forward and backward pass, on each process.
+        gradient_accumulation_steps: passes that make one step of the optimiser.
+        ppo_epochs: passes over the rows of a rollout.
+        learning_rate: of AdamW without weight decay, as LDA's Adam.
+        max_grad_norm: gradients are clipped to it; None: never.
+        cliprange: how far a token's probability ratio may move from 1.
+        cliprange_value: how far a value may move; None: as far as it will.
+        vf_coef: weight of the value loss.
+        gamma: discount factor of a token.
+        lam: lambda of the advantage estimator.
+        whiten_rewards: normalise token rewards too (their scale, not their mean).
+        init_kl_coef: weight of each token's divergence from the start model.
+        adap_kl_ctrl: whether it is steered.
+        target: divergence of a response, in nats, that it is steered to.
+        horizon: rows over which it is steered.
+        kl_penalty: how a token's divergence is estimated: "kl", "abs" or "mse".
+        max_new_tokens: of a response.
+        max_prompt_length: tokens; longer prompts are refused. None: what the model's context leaves.
+        temperature: responses are drawn at; the policy that is trained is the one at this temperature.
+        top_k: draw from the k likeliest tokens; 0: from all.
+        top_p: draw from the likeliest tokens that hold this much probability.
+        missing_eos_penalty: taken from the reward of a response that does not end; None: nothing is.
+        disable_dropout: switch dropout off, so that ratios begin at 1.
+        generation_batch_size: rows that are generated, and evaluated without gradients, at a time.
+        save_every: rounds from one checkpoint to the next; 0: none is written.
+        keep_checkpoints: how many are kept.
+        report_to: trackers, by Accelerate's names: "tensorboard", "wandb", "trackio".
+        seed: of everything random.
+    """
+
+    output_dir: str
+    rounds: int = 100
+    batch_size: int = 256
+    mini_batch_size: int = 16
+    gradient_accumulation_steps: int = 1
+    ppo_epochs: int = 4
+    learning_rate: float = 1e-5
+    max_grad_norm: float | None = None
+    cliprange: float = 0.2
+    cliprange_value: float | None = 0.2
+    vf_coef: float = 0.1
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten_rewards: bool = False
+    init_kl_coef: float = 0.04
+    adap_kl_ctrl: bool = True
+    target: float = 6.0
+    horizon: int = 10_000
+    kl_penalty: str = "kl"
+    max_new_tokens: int = 32
+    max_prompt_length: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    missing_eos_penalty: float | None = None
+    disable_dropout: bool = True
+    generation_batch_size: int = 64
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    report_to: tuple[str, ...] = field(default_factory=tuple)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise WhenceError(f"{name} is {value!r}; a whole number, at least {least}, is needed.")
+        for name, (what, is_met) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and is_met(value)):
+                raise WhenceError(f"{name} is {value!r}; {what} is needed.")
+        if self.kl_penalty not in ESTIMATES:
+            raise WhenceError(f"kl_penalty is {self.kl_penalty!r}.{nearest(str(self.kl_penalty), ESTIMATES)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings in JSON types."""
+        return asdict(self) | {"report_to": list(self.report_to)}
+
+
+_LEAST = {
+    "rounds": 1,
+    "batch_size": 2,
+    "mini_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "ppo_epochs": 1,
+    "horizon": 1,
+    "max_new_tokens": 1,
+    "top_k": 0,
+    "generation_batch_size": 1,
+    "save_every": 0,
+    "keep_checkpoints": 1,
+    "seed": 0,
+}
+
+_POSITIVE: tuple[str, Callable[[float], bool]] = ("a number above 0", lambda value: 0 < value < math.inf)
+_UNIT: tuple[str, Callable[[float], bool]] = ("a number from 0 to 1", lambda value: 0 <= value <= 1)
+_NOT_NEGATIVE: tuple[str, Callable[[float], bool]] = ("a number, 0 or more,", lambda value: 0 <= value < math.inf)
+
+_RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    **dict.fromkeys(("max_grad_norm", "cliprange", "cliprange_value", "target", "temperature"), _POSITIVE),
+    **dict.fromkeys(("gamma", "lam"), _UNIT),
+    **dict.fromkeys(("learning_rate", "vf_coef", "init_kl_coef", "missing_eos_penalty"), _NOT_NEGATIVE),
+    "top_p": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
+}

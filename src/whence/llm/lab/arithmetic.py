@@ -1,0 +1,226 @@
+"""The laboratory `arithmetic`: a small model that half knows its sums, and all that is needed to train it further."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from transformers.utils import logging
+
+from whence.errors import WhenceError, nearest
+from whence.llm.lab import model as small
+from whence.llm.lab import problems
+from whence.llm.lab.problems import Difficulty, Verdict
+
+FORMAT = 1
+"""Raised when the same settings give another laboratory; part of the cache's key."""
+
+_STALE = 3600.0  # seconds; no laboratory takes an hour to make, so an older half-made one was left by a killed process
+
+_POSITIONS = 128  # more than is needed, at no cost: answers may ramble
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a laboratory is made of.
+
+    difficulty: of every problem.
+    train, demonstrations, test: problems of each; no two of all of them are alike.
+    shape: size of the network.
+    imitation: its training on the answers to the training problems.
+    """
+
+    difficulty: Difficulty = field(default_factory=Difficulty)
+    train: int = 8192
+    demonstrations: int = 512
+    test: int = 512
+    shape: small.Shape = field(default_factory=small.Shape)
+    imitation: small.Imitation = field(default_factory=small.Imitation)
+
+    def __post_init__(self) -> None:
+        if min(self.train, self.demonstrations, self.test) < 1:
+            raise WhenceError(
+                f"train={self.train}, demonstrations={self.demonstrations} and test={self.test} problems were asked "
+                "for; at least one of each is needed."
+            )
+
+
+SIZES = {
+    "small": Settings(),
+    "tiny": Settings(
+        difficulty=Difficulty(steps=(1, 2), operand=5, largest=9),
+        train=128,
+        demonstrations=16,
+        test=16,
+        shape=small.Shape(hidden=32, layers=2, heads=2, intermediate=64),
+        imitation=small.Imitation(steps=60, batch_size=32, learning_rate=1e-2),
+    ),
+}
+"""The sizes that `arithmetic` knows: "small" is for experiments, "tiny" for tests."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lab:
+    """A laboratory on disk.
+
+    model_path: directory of the imitated model and its tokenizer, in Transformers' format.
+    train, test: problems, column "prompt".
+    demonstrations: trusted answers to problems of their own, columns "prompt" and "completion" (no end token).
+    max_new_tokens: room for the longest right answer and its end token.
+    settings: what it was made of.
+    """
+
+    model_path: Path
+    train: datasets.Dataset
+    test: datasets.Dataset
+    demonstrations: datasets.Dataset
+    max_new_tokens: int
+    settings: Settings
+
+    def reward(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """Return 1 for each response with the right result, else 0; see `whence.llm.lab.reward`."""
+        return problems.reward(prompts, responses)
+
+    def check(self, prompt: str, response: str) -> Verdict:
+        """Say what is right about a response; see `whence.llm.lab.check`."""
+        return problems.check(prompt, response)
+
+
+def arithmetic(
+    cache: str | Path | None = None, *, seed: int = 0, size: str = "small", progress: bool = True, **changes: Any
+) -> Lab:
+    """Return the laboratory `arithmetic`; the first call with the same settings makes it, later ones load it.
+
+    Nothing is downloaded. The global generators are left as they were.
+
+    Args:
+        cache: directory of made laboratories; None: `$XDG_CACHE_HOME/whence`, or `~/.cache/whence`.
+        seed: of the problems, the weights and the training.
+        size: "small" (a minute or two on one core) or "tiny" (seconds; for tests).
+        progress: show a bar while it is made.
+        **changes: fields of `Settings`, in place of the size's.
+
+    Raises:
+        WhenceError: an unknown size or setting, a setting out of its range, or a damaged cache.
+    """
+    settings = _settings(size, changes)
+    described = {"format": FORMAT, "seed": seed, **asdict(settings)}
+    text = json.dumps(described, indent=2, sort_keys=True)
+    place = _home() if cache is None else Path(cache)
+    path = place / f"arithmetic-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if not path.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        _remove_stale(path)
+        # Made beside its place and then renamed: under its name there is a whole one or none.
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=place) as temporary:
+            made = Path(temporary) / path.name
+            _make(made, settings, seed, progress)
+            (made / "settings.json").write_text(text, encoding="utf-8")
+            try:
+                made.rename(path)
+            except OSError:
+                if not path.exists():  # else another process was quicker, and its laboratory is the same
+                    raise
+    return _load(path, settings)
+
+
+def _settings(size: str, changes: dict[str, Any]) -> Settings:
+    if size not in SIZES:
+        raise WhenceError(f"There is no size {size!r} of the laboratory.{nearest(size, SIZES)}")
+    known = [one.name for one in fields(Settings)]
+    for name in changes:
+        if name not in known:
+            raise WhenceError(f"The laboratory has no setting {name!r}.{nearest(name, known)}")
+    return replace(SIZES[size], **changes)
+
+
+def _home() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "whence"
+
+
+def _remove_stale(path: Path) -> None:
+    for left in path.parent.glob(f".{path.name}.*"):
+        # Another process may be making the same one now, or have just tidied up.
+        try:
+            old = time.time() - left.stat().st_mtime > _STALE
+        except FileNotFoundError:
+            continue
+        if old:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def splits(settings: Settings, seed: int) -> dict[str, list[str]]:
+    """Draw the problems of each split, none of which is in two of them.
+
+    Args:
+        settings: of the laboratory.
+        seed: of the draws.
+
+    Returns:
+        Problems under "train", "demonstrations" and "test".
+    """
+    sizes = {"train": settings.train, "demonstrations": settings.demonstrations, "test": settings.test}
+    drawn = problems.problems(settings.difficulty, sum(sizes.values()), random.Random(seed))
+    found, first = {}, 0
+    for name, count in sizes.items():
+        found[name] = drawn[first : first + count]
+        first += count
+    return found
+
+
+def _make(path: Path, settings: Settings, seed: int, progress: bool) -> None:
+    parts = splits(settings, seed)
+    answers = {name: [problems.demonstration(prompt) for prompt in parts[name]] for name in ("train", "demonstrations")}
+    tokenizer = small.character_tokenizer(problems.SYMBOLS)
+    longest = max(map(len, (prompt for part in parts.values() for prompt in part)))
+    positions = max(_POSITIONS, longest + settings.difficulty.longest + 1)
+    model = small.new_model(tokenizer, settings.shape, positions=positions, seed=seed)
+    tokens, labels = small.encoded(tokenizer, parts["train"], answers["train"])
+    generator = torch.Generator().manual_seed(seed)
+    small.imitate(model, tokens, labels, settings.imitation, generator=generator, progress=progress)
+    columns = {name: {"prompt": prompts} for name, prompts in parts.items()}
+    columns["demonstrations"]["completion"] = answers["demonstrations"]
+    with _no_bars():
+        model.save_pretrained(path / "model")
+        tokenizer.save_pretrained(path / "model")
+        for name, column in columns.items():
+            datasets.Dataset.from_dict(column).save_to_disk(path / name)
+
+
+def _load(path: Path, settings: Settings) -> Lab:
+    try:
+        train, test, demonstrations = (
+            datasets.load_from_disk(path / name) for name in ("train", "test", "demonstrations")
+        )
+    except (OSError, ValueError) as error:
+        raise WhenceError(
+            f"The laboratory in {path} is damaged ({error}); remove this directory, and it is made anew."
+        ) from error
+    return Lab(path / "model", train, test, demonstrations, settings.difficulty.longest + 1, settings)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hide the bars of saving, which takes no time; those of both libraries are on or off for the whole process."""
+    off = datasets.are_progress_bars_disabled()
+    on = logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if not off:
+            datasets.enable_progress_bars()
+        if on:
+            logging.enable_progress_bar()

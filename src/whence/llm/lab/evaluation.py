@@ -1,0 +1,162 @@
+"""How often a model's answers are right, and by which steps."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whence.errors import WhenceError
+from whence.guards import eval_mode, kept_generators
+from whence.llm.lab.problems import Verdict, answer, check
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    samples: int = 8,
+    temperature: float = 1.0,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    batch_size: int = 64,
+    check: Callable[[str, str], Verdict] = check,
+    answer: Callable[[str], str | None] = answer,
+) -> dict[str, float]:
+    """Answer each problem greedily once and by drawing several times, and judge the answers.
+
+    The global generators and the model's mode are left as they were.
+
+    Args:
+        model: a causal language model of Transformers.
+        tokenizer: its tokenizer, with a pad token.
+        prompts: the problems.
+        samples: answers drawn to each.
+        temperature: they are drawn at.
+        max_new_tokens: the longest answer.
+        seed: of the draws.
+        batch_size: answers written at a time.
+        check: says what is right about an answer.
+        answer: finds the result that an answer ends with.
+
+    Returns:
+        "exact_match": share of the greedy answers with the right result; and the measures of `summarise`.
+
+    Raises:
+        WhenceError: no prompts, or a setting out of its range.
+    """
+    if not prompts or samples < 1 or batch_size < 1 or max_new_tokens < 1 or not 0 < temperature < math.inf:
+        raise WhenceError(
+            f"{len(prompts)} prompts, samples={samples}, batch_size={batch_size}, max_new_tokens={max_new_tokens} and "
+            f"temperature={temperature} were given; at least one of each of the first four is needed, and a finite "
+            "temperature above 0 (the greedy answers come anyway)."
+        )
+    drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    with kept_generators(), eval_mode(model.modules()):
+        torch.manual_seed(seed)
+        greedy = _written(model, tokenizer, prompts, batch_size, max_new_tokens, {"do_sample": False})
+        repeated = [prompt for prompt in prompts for _ in range(samples)]
+        drawn = _written(model, tokenizer, repeated, batch_size, max_new_tokens, drawing)
+    right = [check(prompt, response).right for prompt, response in zip(prompts, greedy, strict=True)]
+    several = [drawn[first : first + samples] for first in range(0, len(drawn), samples)]
+    return {"exact_match": sum(right) / len(right)} | summarise(prompts, several, check=check, answer=answer)
+
+
+def _written(
+    model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int, max_new_tokens: int, how: dict[str, Any]
+) -> list[str]:
+    texts: list[str] = []
+    for first in range(0, len(prompts), batch_size):
+        batch = list(prompts[first : first + batch_size])
+        inputs = tokenizer(batch, padding=True, padding_side="left", return_tensors="pt").to(model.device)
+        # Only these two: some tokenizers also give token types, which causal models refuse.
+        kept = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            tokens: Tensor = model.generate(
+                **kept, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **how
+            )
+        texts += tokenizer.batch_decode(tokens[:, kept["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def summarise(
+    prompts: Sequence[str],
+    responses: Sequence[Sequence[str]],
+    *,
+    check: Callable[[str, str], Verdict] = check,
+    answer: Callable[[str], str | None] = answer,
+) -> dict[str, float]:
+    """Measure several answers to each of a number of problems.
+
+    Args:
+        prompts: the problems.
+        responses: as many answers to each.
+        check: says what is right about an answer.
+        answer: finds the result that an answer ends with.
+
+    Returns:
+        "majority_vote": share of problems whose commonest result is right; the result that came first wins a tie.
+        "pass@k", for k = 1, 2, 4, ... and the number of answers: chance that one of k answers is right.
+        "right", "well_formed": shares of all answers.
+        "unfaithful": share, of the right answers, of those by other than the right steps; NaN where none is right.
+
+    Raises:
+        WhenceError: no problem, no answer, or not as many answers to each problem.
+    """
+    counts = {len(several) for several in responses}
+    if len(prompts) != len(responses) or len(counts) != 1 or 0 in counts:
+        raise WhenceError(
+            f"{len(prompts)} prompts came with {len(responses)} lists of {sorted(counts)} responses; give at least "
+            "one prompt, and each the same number of responses, at least one."
+        )
+    (samples,) = counts
+    pairs = zip(prompts, responses, strict=True)
+    verdicts = [[check(prompt, response) for response in several] for prompt, several in pairs]
+    flat = [verdict for several in verdicts for verdict in several]
+    right = [verdict for verdict in flat if verdict.right]
+    votes = [majority([answer(response) for response in several]) for several in responses]
+    won = [vote is not None and several[vote].right for vote, several in zip(votes, verdicts, strict=True)]
+    correct = [sum(verdict.right for verdict in several) for several in verdicts]
+    sizes = sorted({2**power for power in range(samples.bit_length())} | {samples})
+    return {
+        "majority_vote": sum(won) / len(won),
+        **{f"pass@{k}": sum(pass_at(k, samples, c) for c in correct) / len(correct) for k in sizes},
+        "right": len(right) / len(flat),
+        "unfaithful": sum(not verdict.faithful for verdict in right) / len(right) if right else math.nan,
+        "well_formed": sum(verdict.well_formed for verdict in flat) / len(flat),
+    }
+
+
+def majority(results: Sequence[str | None]) -> int | None:
+    """Return where the commonest result first stands; None where there is no result at all.
+
+    Args:
+        results: of several answers; None, an answer without a result, has no vote.
+    """
+    votes = Counter(result for result in results if result is not None)
+    # Counter keeps the order of arrival and max takes the first of equals.
+    return results.index(max(votes, key=votes.__getitem__)) if votes else None
+
+
+def pass_at(k: int, samples: int, correct: int) -> float:
+    """Return the chance that at least one of k answers is right, estimated without bias from more of them.
+
+    Args:
+        k: answers that may be tried, at most `samples`.
+        samples: answers that were drawn.
+        correct: those of them that were right.
+
+    Raises:
+        WhenceError: k is not from 1 to `samples`, or `correct` not from 0 to `samples`.
+
+    Source: Chen et al., arXiv 2107.03374, equation 1.
+    """
+    if not 1 <= k <= samples or not 0 <= correct <= samples:
+        raise WhenceError(
+            f"k={k}, samples={samples} and correct={correct} were given; needed are 1 <= k <= samples and "
+            "0 <= correct <= samples. Draw more samples for a larger k."
+        )
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)

@@ -1,0 +1,208 @@
+"""Chains of small sums: problems, the written steps that solve them, and what is right about an answer.
+
+A problem is worked from left to right, as on a pocket calculator: `7+8-5*2?` is ((7+8)-5)*2, and `/` drops the
+remainder. Its answer writes every step and then the result: `7+8=15;15-5=10;10*2=20;20`. Since dropping remainders
+takes many numbers to one, a wrong step can still end at the right result.
+"""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from whence.errors import WhenceError
+
+SYMBOLS = "0123456789+-*/=;?"
+"""Every character of a problem or of a well-formed answer."""
+
+_OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a // b,
+}
+_NUMBER = "(?:0|[1-9][0-9]*)"
+_ANSWER = re.compile(f"(?:{_NUMBER}[-+*/]{_NUMBER}={_NUMBER};)+{_NUMBER}")
+# Lengths are bounded so that Python's limit on the digits of a number is never met.
+_PROBLEM = re.compile(r"[0-9]{1,9}(?:[-+*/][0-9]{1,9}){1,64}\?")
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """How hard problems are.
+
+    steps: least and most steps of a problem, both included.
+    operand: the largest number in a problem; at least 2.
+    largest: the largest result of any step; at least `operand`.
+    operators: each step draws one of these characters; those that stand here twice come twice as often.
+
+    Raises WhenceError where a setting is out of its range.
+    """
+
+    steps: tuple[int, int] = (2, 4)
+    operand: int = 9
+    largest: int = 99
+    operators: str = "++--**/"
+
+    def __post_init__(self) -> None:
+        least, most = self.steps
+        if not 1 <= least <= most <= 64 or not 2 <= self.operand <= self.largest < 10**9:
+            raise WhenceError(
+                f"Problems of {least} to {most} steps, numbers up to {self.operand} and results up to {self.largest} "
+                "were asked for; needed are 1 to 64 steps, the least first, and 2 <= operand <= largest < 10**9."
+            )
+        # Without both, a step may find no operator that keeps its result in range.
+        if not {"+", "-"} <= set(self.operators) <= set(_OPERATORS):
+            raise WhenceError(
+                f"operators={self.operators!r} were asked for; needed are '+', '-' and, as you like, '*' and '/'."
+            )
+
+    @property
+    def longest(self) -> int:
+        """The most characters that a right answer can have."""
+        result, operand = len(str(self.largest)), len(str(self.operand))
+        return self.steps[1] * (2 * result + operand + 3) + result
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is right about an answer.
+
+    right: it ends with the right result, however it came there.
+    steps_right: it writes exactly the problem's steps, in order, each with its right result.
+    well_formed: it is one or more equations and a result, with nothing else before, between or after.
+    """
+
+    right: bool
+    steps_right: bool
+    well_formed: bool
+
+    @property
+    def faithful(self) -> bool:
+        """The right result, by the right steps."""
+        return self.right and self.steps_right
+
+
+def problem(difficulty: Difficulty, generator: random.Random) -> str:
+    """Draw a problem whose steps all have results from 0 to `difficulty.largest`.
+
+    Args:
+        difficulty: number of steps and size of numbers.
+        generator: of the draws.
+    """
+    value = generator.randint(1, difficulty.operand)
+    text = str(value)
+    for _ in range(generator.randint(*difficulty.steps)):
+        signs = [sign for sign in difficulty.operators if _operands(sign, value, difficulty)]
+        sign = generator.choice(signs)
+        operand = generator.choice(_operands(sign, value, difficulty))
+        value = _OPERATORS[sign](value, operand)
+        text += f"{sign}{operand}"
+    return f"{text}?"
+
+
+def _operands(sign: str, value: int, difficulty: Difficulty) -> range:
+    # Nothing is multiplied or divided by 0 or 1, and no product or quotient is 0: such steps teach nothing.
+    most = {
+        "+": difficulty.largest - value,
+        "-": value,
+        "*": difficulty.largest // value if value else 0,
+        "/": value,
+    }[sign]
+    return range(1 if sign in "+-" else 2, min(most, difficulty.operand) + 1)
+
+
+def problems(difficulty: Difficulty, count: int, generator: random.Random) -> list[str]:
+    """Draw problems, no two of them alike.
+
+    Args:
+        difficulty: of each.
+        count: how many.
+        generator: of the draws.
+
+    Raises:
+        WhenceError: there are hardly that many different ones.
+    """
+    drawn: dict[str, None] = {}
+    for _ in range(100 * count):
+        if len(drawn) == count:
+            break
+        drawn[problem(difficulty, generator)] = None
+    if len(drawn) < count:
+        raise WhenceError(
+            f"{count} different problems were asked for, but only {len(drawn)} were found of {difficulty}; "
+            "ask for fewer, or allow more steps or larger numbers."
+        )
+    return list(drawn)
+
+
+def solution(prompt: str) -> list[str]:
+    """Return what an answer to a problem has to write between its semicolons: the steps, then the result.
+
+    Raises:
+        WhenceError: the prompt is no problem that can be worked in whole numbers from 0 on.
+    """
+    if not _PROBLEM.fullmatch(prompt):
+        raise WhenceError(f"{prompt[:80]!r} is no problem of the arithmetic laboratory; one looks like '7+8-5*2?'.")
+    first, *rest = re.findall(r"[-+*/]?[0-9]+", prompt)
+    value, parts = int(first), []
+    for sign, operand in ((text[0], int(text[1:])) for text in rest):
+        if (sign == "/" and operand == 0) or (sign == "-" and operand > value):
+            raise WhenceError(
+                f"The problem {prompt[:80]!r} divides by 0 or goes below 0 at '{value}{sign}{operand}'; "
+                "every step needs a whole number from 0 on as its result."
+            )
+        result = _OPERATORS[sign](value, operand)
+        parts.append(f"{value}{sign}{operand}={result}")
+        value = result
+    return [*parts, str(value)]
+
+
+def demonstration(prompt: str) -> str:
+    """Return the answer to a problem with every step written.
+
+    Raises:
+        WhenceError: see `solution`.
+    """
+    return ";".join(solution(prompt))
+
+
+def answer(response: str) -> str | None:
+    """Return the result that a response ends with, or None where it ends with no number."""
+    last = response.rpartition(";")[2]
+    return last if re.fullmatch(_NUMBER, last) else None
+
+
+def check(prompt: str, response: str) -> Verdict:
+    """Say what is right about a response; any text is judged, none is repaired.
+
+    Args:
+        prompt: the problem.
+        response: the text after it, without special tokens.
+
+    Raises:
+        WhenceError: the prompt is no problem; see `solution`.
+    """
+    expected = solution(prompt)
+    return Verdict(
+        right=answer(response) == expected[-1],
+        steps_right=response.split(";")[:-1] == expected[:-1],
+        well_formed=_ANSWER.fullmatch(response) is not None,
+    )
+
+
+def reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """Return 1 for each response with the right result, else 0; the steps earn nothing.
+
+    Args:
+        prompts: one problem for each response.
+        responses: the texts after them, without special tokens.
+
+    Raises:
+        WhenceError: not as many prompts as responses, or a prompt that is no problem.
+    """
+    if len(prompts) != len(responses):
+        raise WhenceError(
+            f"{len(prompts)} prompts came with {len(responses)} responses; give each response its own prompt."
+        )
+    return [float(check(prompt, response).right) for prompt, response in zip(prompts, responses, strict=True)]

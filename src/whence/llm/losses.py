@@ -1,0 +1,146 @@
+"""The arithmetic of PPO on responses: rewards of tokens, advantages, losses. Tensors in, tensors out.
+
+Shapes: n rows, R response tokens; `mask` (n, R) is True at the tokens of a response, its end-of-text token included.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+KLEstimate: TypeAlias = Literal["kl", "abs", "mse"]
+
+
+def masked_mean(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Float[Tensor, " n"]:
+    """Return each row's mean over its response tokens; 0 for a row without any."""
+    return torch.where(mask, values, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+def whitened(
+    values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"], *, shift_mean: bool = True
+) -> Float[Tensor, "n R"]:
+    """Return values less their mean over all response tokens, over their standard deviation; 0 where there are none.
+
+    The variance has Bessel's correction, as in TRL.
+
+    Args:
+        values: of each token.
+        mask: of the response tokens.
+        shift_mean: False adds the mean again, as for rewards.
+    """
+    chosen = values[mask]
+    if len(chosen) < 2:
+        return torch.where(mask, values, 0.0)
+    mean = chosen.mean()
+    scaled = (values - mean) * torch.rsqrt(chosen.var() + 1e-8)
+    return torch.where(mask, scaled if shift_mean else scaled + mean, 0.0)
+
+
+def divergence(
+    log_probs: Float[Tensor, "n R"], ref_log_probs: Float[Tensor, "n R"], kind: KLEstimate = "kl"
+) -> Float[Tensor, "n R"]:
+    """Return what each token says of the divergence from the start model.
+
+    "kl": `log pi - log pi_ref`, whose mean over tokens drawn from pi is the divergence; "abs": its absolute value;
+    "mse": half its square.
+    """
+    difference = log_probs - ref_log_probs
+    if kind == "abs":
+        return difference.abs()
+    return 0.5 * difference.square() if kind == "mse" else difference
+
+
+def token_rewards(
+    scores: Float[Tensor, " n"], penalty: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]
+) -> Float[Tensor, "n R"]:
+    """Return each token's reward: less the penalty, and the row's score at its last response token.
+
+    A row without a response token gets no reward at all.
+    """
+    rewards = torch.where(mask, -penalty, 0.0)
+    last = last_token(mask)
+    there = mask.any(dim=1)
+    rewards[there, last[there]] += scores[there].to(rewards)
+    return rewards
+
+
+def last_token(mask: Bool[Tensor, "n R"]) -> Tensor:
+    """Return the position of each row's last response token, (n,) int64; 0 for a row without any."""
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask, positions, 0).amax(dim=1)
+
+
+def gae(
+    rewards: Float[Tensor, "n R"],
+    values: Float[Tensor, "n R"],
+    mask: Bool[Tensor, "n R"],
+    gamma: float,
+    lam: float,
+) -> Float[Tensor, "n R"]:
+    """Return generalised advantage estimates of response tokens; nothing follows the last one.
+
+    Response tokens of a row are consecutive, from the first position on.
+
+    Args:
+        rewards: of each token; see `token_rewards`.
+        values: of the state before each token.
+        mask: of the response tokens.
+        gamma: discount factor.
+        lam: lambda of the estimator.
+    """
+    values = torch.where(mask, values, 0.0)
+    found = torch.zeros_like(rewards)
+    later, following = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    for at in reversed(range(rewards.shape[1])):
+        delta = rewards[:, at] + gamma * following - values[:, at]
+        later = torch.where(mask[:, at], delta + gamma * lam * later, 0.0)
+        found[:, at], following = later, values[:, at]
+    return found
+
+
+def surrogate(
+    log_probs: Float[Tensor, "n R"],
+    old_log_probs: Float[Tensor, "n R"],
+    advantages: Float[Tensor, "n R"],
+    clip_range: float,
+) -> Float[Tensor, "n R"]:
+    """Return PPO's clipped objective of each token, to be raised."""
+    ratio = (log_probs - old_log_probs).exp()
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
+
+
+def value_loss(
+    values: Float[Tensor, "n R"],
+    old_values: Float[Tensor, "n R"],
+    returns: Float[Tensor, "n R"],
+    clip_range: float | None,
+) -> Float[Tensor, "n R"]:
+    """Return half the squared error of each token's value, or that of the value moved by `clip_range` if it is more."""
+    error = (values - returns).square()
+    if clip_range is not None:
+        moved = old_values + (values - old_values).clamp(-clip_range, clip_range)
+        error = torch.maximum(error, (moved - returns).square())
+    return 0.5 * error
+
+
+@dataclass
+class KLController:
+    """The coefficient of the divergence from the start model: fixed, or steered to a target (Ziegler et al., 2019).
+
+    Attributes:
+        coefficient: as it stands.
+        target: divergence of a response, in nats, that is steered to; None: the coefficient stays.
+        horizon: responses over which it is steered.
+    """
+
+    coefficient: float
+    target: float | None = None
+    horizon: int = 10_000
+
+    def update(self, current: float, rows: int) -> None:
+        """Move the coefficient after so many rows whose mean divergence was `current`."""
+        if self.target is not None:
+            error = min(max(current / self.target - 1, -0.2), 0.2)
+            self.coefficient *= 1 + error * rows / self.horizon

@@ -1,0 +1,74 @@
+"""What training on a row raises: PPO's objective of its response tokens, averaged over them."""
+
+import math
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from whence.errors import InvalidRecords, WhenceError
+from whence.llm.losses import masked_mean, surrogate, value_loss
+from whence.policies import Outputs
+from whence.records import RecordBatch
+
+
+@dataclass(frozen=True)
+class TokenPPO:
+    """PPO's clipped objective of each row, to be raised: the mean over its response tokens; 0 for a row without any.
+
+    Of a token, `min(rho A, clip(rho, 1-eps, 1+eps) A) - vf_coef max((V-R)^2, (V'-R)^2) / 2 + ent_coef H`, with `rho`
+    the ratio of its probability to the recorded one, and `V'` the value moved from the recorded one by no more than
+    `clip_range_vf`. Advantages are taken as they are. LDA's code scores with vf_coef=0.1 (its RLHF runs).
+
+    Attributes:
+        clip_range: eps: how far a token's ratio may move from 1 before it is clipped.
+        vf_coef: weight of the value loss; 0 leaves it out.
+        clip_range_vf: range in which a value may move from the recorded one, or None.
+        ent_coef: weight of the entropy; -log pi of the token stands in where the policy gives none.
+    """
+
+    clip_range: float = 0.2
+    vf_coef: float = 0.0
+    clip_range_vf: float | None = 0.2
+    ent_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("clip_range", "clip_range_vf"):
+            given = getattr(self, name)
+            if given is not None and not given > 0:
+                raise WhenceError(f"{name} is {given}; it must be greater than 0 (PPO's usual value: 0.2).")
+        for name in ("vf_coef", "ent_coef"):
+            if not math.isfinite(getattr(self, name)):
+                raise WhenceError(f"{name} is {getattr(self, name)}; a finite number is needed.")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The outputs of the policy that the objective reads; the others need not be computed."""
+        value, entropy = ["value"] if self.vf_coef else [], ["entropy"] if self.ent_coef else []
+        return frozenset(["log_prob", *value, *entropy])
+
+    def prepare(self, records: RecordBatch) -> RecordBatch:
+        """Return the rows as they are, where they hold what is read."""
+        needed = ["response_mask", "log_probs", "advantages", *(["values", "returns"] if self.vf_coef else [])]
+        held = records.observations if isinstance(records.observations, dict) else {}
+        if missing := [name for name in needed if name not in held]:
+            raise InvalidRecords(
+                f"TokenPPO reads `{missing[0]}` of each response token, and these records lack it. Pass it to "
+                "whence.llm.rows_of" + (", or set vf_coef=0." if missing[0] in ("values", "returns") else ".")
+            )
+        return records
+
+    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the objective of each row, (n,)."""
+        row: dict[str, Tensor] = records.observations
+        value = surrogate(outputs.log_prob, row["log_probs"], row["advantages"], self.clip_range)
+        if self.vf_coef:
+            if outputs.value is None:
+                raise WhenceError(
+                    f"vf_coef is {self.vf_coef}, but the model gives no values. Wrap it into WithValueHead, or set "
+                    "vf_coef=0."
+                )
+            value = value - self.vf_coef * value_loss(outputs.value, row["values"], row["returns"], self.clip_range_vf)
+        if self.ent_coef:
+            value = value + self.ent_coef * (-outputs.log_prob if outputs.entropy is None else outputs.entropy)
+        return masked_mean(value, row["response_mask"])

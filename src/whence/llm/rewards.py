@@ -1,0 +1,103 @@
+"""What responses are worth: functions of the user's, or a classifier of Transformers."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from whence.errors import WhenceError
+
+Reward: TypeAlias = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
+"""`reward(prompts, responses)` returns a number for each response."""
+
+
+def weighed(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Reward:
+    """Return the weighted sum of several rewards; every one is checked as it comes.
+
+    Args:
+        rewards: one or more.
+        weights: of each; None: 1.
+
+    Raises:
+        WhenceError: no reward, or another number of weights.
+    """
+    if not rewards:
+        raise WhenceError("No reward was given; pass a function of prompts and responses, or several.")
+    for one in rewards:
+        if not callable(one):
+            raise WhenceError(f"A reward is {one!r}; a function of (prompts, responses) is needed.")
+    factors = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
+    if len(factors) != len(rewards):
+        raise WhenceError(
+            f"{len(factors)} reward weights were given for {len(rewards)} rewards; one for each is needed."
+        )
+
+    def reward(prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float]:
+        total = torch.zeros(len(responses), dtype=torch.float64)
+        for one, factor in zip(rewards, factors, strict=True):
+            total += factor * checked(one, prompts, responses)
+        return total.tolist()
+
+    return reward
+
+
+def checked(reward: Reward, prompts: Sequence[str], responses: Sequence[str]) -> Float[Tensor, " n"]:
+    """Return a reward's numbers, (n,) float64.
+
+    Raises:
+        WhenceError: not as many as responses, or one that is not finite; the first such response is shown.
+    """
+    found = torch.as_tensor(list(reward(prompts, responses)), dtype=torch.float64).reshape(-1)
+    name = getattr(reward, "__name__", type(reward).__name__)
+    if len(found) != len(responses):
+        raise WhenceError(f"The reward {name} returned {len(found)} numbers for {len(responses)} responses.")
+    if not torch.isfinite(found).all():
+        at = int((~torch.isfinite(found)).nonzero()[0])
+        value = "NaN" if math.isnan(found[at]) else str(float(found[at]))
+        raise WhenceError(
+            f"The reward {name} is {value} for response {at}, {responses[at][:80]!r}; a finite number is needed: look "
+            "at how it treats empty or malformed responses."
+        )
+    return found
+
+
+def classifier(model: Any, tokenizer: Any, *, label: str | int | None = None, batch_size: int = 32) -> Reward:
+    """Return the reward of a sequence classifier of Transformers: the raw logit of a label, on the response alone.
+
+    Args:
+        model: for sequence classification.
+        tokenizer: its own.
+        label: name or number of the label; None: the only one there is.
+        batch_size: responses at a time.
+
+    Raises:
+        WhenceError: a model with several labels, and none or an unknown one was chosen.
+    """
+    names = [model.config.id2label[number] for number in range(model.config.num_labels)]
+    if label is None and len(names) > 1:
+        raise WhenceError(f"The reward model has {len(names)} labels, {', '.join(names)}: choose one with label=.")
+    chosen = 0 if label is None else label if isinstance(label, int) else _number(label, names)
+    if not 0 <= chosen < len(names):
+        raise WhenceError(f"label is {label}; the reward model has labels 0 to {len(names) - 1}: {', '.join(names)}.")
+
+    def reward(prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float]:
+        model.eval()
+        found: list[float] = []
+        device = next(model.parameters()).device
+        for first in range(0, len(responses), batch_size):
+            texts = list(responses[first : first + batch_size])
+            inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(device)
+            with torch.no_grad():
+                found += model(**inputs).logits[:, chosen].float().tolist()
+        return found
+
+    return reward
+
+
+def _number(label: str, names: Sequence[str]) -> int:
+    if label not in names:
+        raise WhenceError(f"The reward model has no label {label!r}; its labels are {', '.join(names)}.")
+    return names.index(label)

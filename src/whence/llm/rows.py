@@ -1,0 +1,99 @@
+"""Prompts and responses as records: one record a row, with a number for each of its response tokens."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from whence.errors import InvalidRecords
+from whence.llm.losses import last_token
+from whence.records import Array, RecordBatch, Tree
+
+
+def rows_of(
+    *,
+    input_ids: Int[Tensor, "n L"],
+    attention_mask: Int[Tensor, "n L"],
+    response_mask: Bool[Tensor, "n R"],
+    log_probs: Float[Tensor, "n R"],
+    advantages: Float[Tensor, "n R"],
+    values: Float[Tensor, "n R"] | None = None,
+    returns: Float[Tensor, "n R"] | None = None,
+    record_ids: Int[Tensor, " n"] | None = None,
+) -> RecordBatch:
+    """Return rows of a language model as records: L = P + R, prompts of P tokens and responses of R, with padding.
+
+    What belongs to tokens lies in `observations`, under the names given here, and is 0 where there is no response
+    token. The columns of records sum it up: `actions` are the response's token ids, (n, R); `log_probs` are those of
+    the whole response, (n,); `advantages` are those of its last token, (n,), or 0 where there is none.
+
+    Args:
+        input_ids: prompt, padded on the left or on the right, then response, padded on the right.
+        attention_mask: 1 at tokens, 0 at padding. Positions are counted by it, so padding does not matter.
+        response_mask: True at the tokens of the response that are scored, its end-of-text token included.
+        log_probs: of each response token, under the policy that drew it, at the temperature it was drawn at.
+        advantages: of each response token, normalised as for training: objectives take them as they are.
+        values: of the state before each response token.
+        returns: what values are regressed to.
+        record_ids: see `RecordBatch`.
+
+    Raises:
+        InvalidRecords: shapes that do not fit together, a response token that is padding or follows padding, or a
+            number that is not finite.
+    """
+    mask = torch.as_tensor(response_mask).bool()
+    ids, attended = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
+    check_rows(ids, attended, mask)
+    given = {"log_probs": log_probs, "advantages": advantages, "values": values, "returns": returns}
+    tokens = {name: _of_tokens(name, column, mask) for name, column in given.items() if column is not None}
+    observations: dict[str, Tree] = {"input_ids": ids, "attention_mask": attended, "response_mask": mask, **tokens}
+    return RecordBatch(
+        observations=observations,
+        actions=ids[:, -mask.shape[1] :],
+        log_probs=tokens["log_probs"].sum(dim=1),
+        advantages=tokens["advantages"].gather(1, last_token(mask)[:, None]).squeeze(1),
+        record_ids=record_ids,
+        # A row is an episode, which is what folds are dealt by.
+        episode_ids=torch.arange(len(mask)),
+    )
+
+
+def check_rows(ids: Int[Tensor, "n L"], attended: Tensor, mask: Bool[Tensor, "n R"]) -> None:
+    """Refuse rows whose response tokens have no token before them, or are none themselves.
+
+    Raises:
+        InvalidRecords: names the row.
+    """
+    if ids.ndim != 2 or mask.ndim != 2 or ids.is_floating_point():
+        raise InvalidRecords(
+            f"input_ids came as {tuple(ids.shape)} {str(ids.dtype)[6:]} and response_mask as {tuple(mask.shape)}; "
+            "token ids (n, P + R) and a mask (n, R) are needed."
+        )
+    (n, length), width = ids.shape, mask.shape[1]
+    if attended.shape != ids.shape or len(mask) != n or not 0 < width < length:
+        raise InvalidRecords(
+            f"input_ids has shape {(n, length)}, attention_mask {tuple(attended.shape)} and response_mask "
+            f"{tuple(mask.shape)}; (n, P + R), (n, P + R) and (n, R) are needed, with at least one prompt token. Of a "
+            "mask over all tokens pass mask[:, 1:]."
+        )
+    attended = attended.bool()
+    before = attended[:, -width - 1 : -1].clone()
+    before[:, 0] = attended[:, :-width].any(dim=1)  # of a prompt, padding may be on either side
+    wrong = (mask & ~(attended[:, -width:] & before)).any(dim=1)
+    if wrong.any():
+        raise InvalidRecords(
+            f"Row {int(wrong.nonzero()[0])} has a response token that is padding, or that follows padding "
+            f"({int(wrong.sum())} of {n} rows have one): response_mask is True where attention_mask is 0, or the "
+            "prompt is empty, or there is a gap in the response. Pad responses on the right."
+        )
+
+
+def _of_tokens(name: str, column: Array, mask: Bool[Tensor, "n R"]) -> Float[Tensor, "n R"]:
+    numbers = torch.as_tensor(column).detach().to(mask.device)
+    if numbers.shape != mask.shape:
+        raise InvalidRecords(
+            f"`{name}` has shape {tuple(numbers.shape)}; one number for each response token is needed, shape "
+            f"{tuple(mask.shape)}, as response_mask has."
+        )
+    if not numbers.is_floating_point():
+        numbers = numbers.to(torch.get_default_dtype())
+    return torch.where(mask, numbers, 0.0)

@@ -1,0 +1,462 @@
+"""The laboratory `arithmetic`: problems and verdicts by hand, the model, the cache, the evaluation."""
+
+import json
+import math
+import os
+import random
+import sys
+import time
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from whence.errors import WhenceError
+
+datasets = pytest.importorskip("datasets")
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+from whence.llm.lab import Difficulty, Imitation, Verdict, arithmetic, check, evaluate, reward  # noqa: E402
+from whence.llm.lab.arithmetic import SIZES, splits  # noqa: E402
+from whence.llm.lab.evaluation import majority, pass_at, summarise  # noqa: E402
+from whence.llm.lab.model import IGNORED, character_tokenizer, encoded, imitate, new_model  # noqa: E402
+from whence.llm.lab.problems import SYMBOLS, answer, demonstration, problem, problems, solution  # noqa: E402
+
+PROMPT, ANSWER = "7+8-5*2?", "7+8=15;15-5=10;10*2=20;20"
+TINY = SIZES["tiny"]
+QUICK = {"imitation": Imitation(steps=2, batch_size=8), "train": 32}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("laboratories")
+
+
+@pytest.fixture(scope="module")
+def lab(cache):
+    return arithmetic(cache, size="tiny", progress=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(lab):
+    return AutoTokenizer.from_pretrained(lab.model_path)
+
+
+@pytest.fixture
+def model(lab):
+    return AutoModelForCausalLM.from_pretrained(lab.model_path)
+
+
+# Problems and verdicts
+
+
+def test_a_problem_is_worked_from_left_to_right_and_remainders_are_dropped():
+    assert demonstration(PROMPT) == ANSWER
+    assert solution("9*8/7?") == ["9*8=72", "72/7=10", "10"]
+    assert check(PROMPT, ANSWER) == Verdict(right=True, steps_right=True, well_formed=True)
+    assert check(PROMPT, ANSWER).faithful
+
+
+@pytest.mark.parametrize(
+    ("response", "verdict"),
+    [
+        ("7+8=15;15-5=10;10*2=20;21", Verdict(False, True, True)),
+        ("7+8=16;16-5=11;11*2=22;22", Verdict(False, False, True)),
+        ("7+8=16;16-5=10;10*2=20;20", Verdict(True, False, True)),  # a wrong step
+        ("7+8=15;10*2=20;20", Verdict(True, False, True)),  # a missing step
+        ("15-5=10;7+8=15;10*2=20;20", Verdict(True, False, True)),  # another order
+        ("7+8=15;15-5=10;10*2=20;20+0=20;20", Verdict(True, False, True)),  # a step too many
+        ("7+8=15;15-5=10;10*2=20", Verdict(False, False, False)),  # no result
+        ("20", Verdict(True, False, False)),  # no steps
+        (";20", Verdict(True, False, False)),
+        (f" {ANSWER}", Verdict(True, False, False)),
+    ],
+)
+def test_verdicts_by_hand(response, verdict):
+    assert check(PROMPT, response) == verdict
+    assert check(PROMPT, response).faithful == (verdict.right and verdict.steps_right)
+    assert reward([PROMPT], [response]) == [float(verdict.right)]
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        ";",
+        ";;;;",
+        "=",
+        f"{ANSWER};",
+        f"{ANSWER}\n",
+        f"{ANSWER} ",
+        f"{ANSWER}<eos>",
+        ANSWER.replace("20", "020"),
+        ANSWER.replace("20", "+20"),
+        ANSWER.replace("20", "20.0"),
+        ANSWER.replace("20", "2_0"),
+        ANSWER.replace("20", "２０"),  # full-width digits, which int() reads
+        ANSWER.replace("20", "-20"),
+        ANSWER.replace(";", "\n"),
+        "\0\ud800" + "9" * 100_000,
+        "1+" * 50_000 + "1=1;20!",
+        ("1+1=2;" * 20_000) + "x",
+    ],
+)
+def test_no_hostile_answer_is_right_or_raises(response):
+    verdict = check(PROMPT, response)
+    assert (verdict.right, verdict.faithful, verdict.well_formed) == (False, False, False)
+    assert reward([PROMPT], [response]) == [0.0]
+
+
+def test_long_results_are_compared_and_not_converted():
+    long = "1" + "0" * 50_000
+    assert answer(f"1+1=2;{long}") == long
+    assert not check(PROMPT, f"1+1=2;{long}").right
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", "7+8", "7+8=", "7?", "7+?", "4/0?", "3-5?", "7+8?\n", "٣+٣?", "9*9" * 200 + "?"]
+)
+def test_what_is_no_problem_is_refused(prompt):
+    with pytest.raises(WhenceError):
+        check(prompt, "20")
+
+
+def test_as_many_prompts_as_responses_are_needed():
+    with pytest.raises(WhenceError, match="2 prompts came with 1 responses"):
+        reward([PROMPT, PROMPT], [ANSWER])
+
+
+def test_problems_stay_within_their_difficulty_and_use_every_operator():
+    difficulty = Difficulty(steps=(2, 3), operand=7, largest=20)
+    drawn = problems(difficulty, 500, random.Random(0))
+    assert len(set(drawn)) == 500
+    signs = {sign: sum(prompt.count(sign) for prompt in drawn) for sign in "+-*/"}
+    assert signs["-"] > 1.3 * signs["/"] > 0  # it stands twice among the operators
+    assert not set("*/") & set("".join(problems(replace(difficulty, operators="+-"), 50, random.Random(0))))
+    for prompt in drawn:
+        *steps, result = solution(prompt)
+        assert len(steps) in (2, 3)
+        assert all(0 <= int(step.partition("=")[2]) <= 20 for step in steps)
+        assert check(prompt, demonstration(prompt)) == Verdict(True, True, True)
+        assert len(demonstration(prompt)) <= difficulty.longest
+        assert int(result) <= 20
+    assert problem(difficulty, random.Random(3)) == problem(difficulty, random.Random(3))
+
+
+def test_too_many_problems_and_impossible_difficulties_are_refused():
+    with pytest.raises(WhenceError, match="ask for fewer"):
+        problems(Difficulty(steps=(1, 1), operand=2, largest=2), 50, random.Random(0))
+    for wrong in ({"steps": (0, 1)}, {"steps": (3, 2)}, {"operand": 1}, {"operand": 9, "largest": 8}):
+        with pytest.raises(WhenceError, match="needed are 1 to 64 steps"):
+            Difficulty(**wrong)
+    for operators in ("", "+", "*/", "+-%"):
+        with pytest.raises(WhenceError, match=r"needed are '\+', '-'"):
+            Difficulty(operators=operators)
+
+
+def test_splits_are_disjoint_and_the_seed_decides():
+    parts = splits(TINY, 0)
+    assert {name: len(part) for name, part in parts.items()} == {"train": 128, "demonstrations": 16, "test": 16}
+    assert len({prompt for part in parts.values() for prompt in part}) == 128 + 16 + 16
+    assert splits(TINY, 0) == parts
+    assert splits(TINY, 1) != parts
+
+
+# Tokenizer and model
+
+
+def test_the_tokenizer_round_trips_and_adds_nothing(tokenizer):
+    tokens = tokenizer(PROMPT + ANSWER)["input_ids"]
+    assert len(tokens) == len(PROMPT + ANSWER)
+    assert tokenizer.decode(tokens) == PROMPT + ANSWER
+    assert tokenizer.decode(tokenizer(SYMBOLS)["input_ids"]) == SYMBOLS
+    assert tokenizer.decode([*tokens, tokenizer.eos_token_id], skip_special_tokens=True) == PROMPT + ANSWER
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 4
+    assert tokenizer("1a\n ")["input_ids"][1:] == [tokenizer.unk_token_id] * 3
+    padded = tokenizer(["1+1?", "1?"], padding=True)
+    assert padded["attention_mask"] == [[1, 1, 1, 1], [0, 0, 1, 1]]
+
+
+def test_only_the_answer_and_its_end_have_labels():
+    tokenizer = character_tokenizer(SYMBOLS)
+    tokens, labels = encoded(tokenizer, ["1+1?", "9?"], ["1+1=2;2", "9"])
+    assert tokenizer.decode(tokens[0]) == "1+1?1+1=2;2<eos>"
+    assert tokenizer.decode(tokens[1]) == "9?9<eos>" + "<pad>" * 8
+    assert labels[0].tolist() == [IGNORED] * 4 + tokens[0, 4:].tolist()
+    assert labels[1].tolist() == [IGNORED] * 2 + tokens[1, 2:4].tolist() + [IGNORED] * 8
+
+
+def imitated(seed):
+    tokenizer = character_tokenizer(SYMBOLS)
+    model = new_model(tokenizer, TINY.shape, positions=32, seed=seed)
+    prompts = splits(TINY, 0)["train"]
+    tokens, labels = encoded(tokenizer, prompts, [demonstration(prompt) for prompt in prompts])
+    generator = torch.Generator().manual_seed(seed)
+    losses = imitate(model, tokens, labels, replace(TINY.imitation, steps=30), generator=generator)
+    return losses, model.state_dict()
+
+
+def test_imitation_lowers_the_loss_and_the_seed_decides():
+    before = torch.get_rng_state()
+    losses, weights = imitated(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(losses) == 30
+    assert losses[0] > 2.5  # ln 21 = 3.04 where nothing is known
+    assert sum(losses[-3:]) / 3 < 0.5 * losses[0]
+    again, same = imitated(0)
+    assert again == losses
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert imitated(1)[0] != losses
+
+
+def test_batches_larger_than_the_demonstrations_are_refused():
+    tokenizer = character_tokenizer(SYMBOLS)
+    model = new_model(tokenizer, TINY.shape, positions=32, seed=0)
+    tokens, labels = encoded(tokenizer, ["1+1?"], ["1+1=2;2"])
+    with pytest.raises(WhenceError, match="1 demonstrations came for batches of 32"):
+        imitate(model, tokens, labels, TINY.imitation, generator=torch.Generator())
+
+
+# The laboratory
+
+
+def test_the_laboratory_has_its_data_and_a_model_that_loads(lab, model, tokenizer):
+    assert lab.train.column_names == lab.test.column_names == ["prompt"]
+    assert lab.demonstrations.column_names == ["prompt", "completion"]
+    assert (len(lab.train), len(lab.demonstrations), len(lab.test)) == (128, 16, 16)
+    assert {name: list(getattr(lab, name)["prompt"]) for name in ("train", "demonstrations", "test")} == splits(TINY, 0)
+    assert all(lab.check(row["prompt"], row["completion"]).faithful for row in lab.demonstrations)
+    assert lab.reward(lab.demonstrations["prompt"], lab.demonstrations["completion"]) == [1.0] * 16
+    longest = max(len(tokenizer(row["completion"])["input_ids"]) for row in lab.demonstrations)
+    assert longest < lab.max_new_tokens == 2 * 6 + 1 + 1
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.max_position_embeddings >= lab.max_new_tokens + 6
+
+
+def test_a_second_call_loads_what_the_first_has_made(lab, cache, monkeypatch):
+    def made(*arguments):
+        raise AssertionError("the laboratory was made again")
+
+    monkeypatch.setattr(sys.modules["whence.llm.lab.arithmetic"], "_make", made)
+    again = arithmetic(cache, size="tiny")
+    assert again.model_path == lab.model_path
+    assert list(again.train["prompt"]) == list(lab.train["prompt"])
+    assert again.settings == lab.settings == TINY
+    with pytest.raises(AssertionError):
+        arithmetic(cache, size="tiny", seed=1)
+    with pytest.raises(AssertionError):
+        arithmetic(cache, size="tiny", train=129)
+
+
+def test_another_seed_is_another_laboratory_and_the_default_place_is_the_users_cache(lab, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = torch.get_rng_state(), random.getstate()
+    one, two = (arithmetic(seed=seed, size="tiny", progress=False, **QUICK) for seed in (0, 1))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert one.model_path.is_relative_to(tmp_path / "whence")
+    assert one.model_path != two.model_path
+    assert list(one.train["prompt"]) != list(two.train["prompt"])
+    weights = [AutoModelForCausalLM.from_pretrained(each.model_path).lm_head.weight for each in (one, two)]
+    assert not torch.equal(*weights)
+    written = json.loads((one.model_path.parent / "settings.json").read_text(encoding="utf-8"))
+    assert (written["seed"], written["train"], written["imitation"]["steps"]) == (0, 32, 2)
+    assert not datasets.are_progress_bars_disabled()
+    assert logging.is_progress_bar_enabled()
+
+
+def test_a_killed_process_leaves_no_laboratory_and_what_it_left_is_removed(tmp_path, monkeypatch):
+    def killed(path, *arguments):
+        path.mkdir()
+        (path / "half").touch()
+        os._exit(9)
+
+    with warnings.catch_warnings(), monkeypatch.context() as patched:
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; the child runs none
+        patched.setattr(sys.modules["whence.llm.lab.arithmetic"], "_make", killed)
+        if (child := os.fork()) == 0:
+            try:
+                arithmetic(tmp_path, size="tiny", progress=False, **QUICK)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".arithmetic-")
+    assert list(left.rglob("half"))
+    made = arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path.parent
+    assert sorted(tmp_path.iterdir()) == [left, made]  # it might be another process at work
+
+    (tmp_path / "gone").mkdir()
+    made.rename(tmp_path / "gone" / "made")
+    os.utime(left, (time.time() - 7200,) * 2)
+    assert arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path.parent == made
+    assert not left.exists()
+
+
+def test_nothing_is_printed_where_no_bar_is_wanted(tmp_path, capfd):
+    arithmetic(tmp_path, size="tiny", progress=False, **QUICK)
+    assert capfd.readouterr() == ("", "")
+    arithmetic(tmp_path / "again", size="tiny", **QUICK)
+    assert "imitation: 100%" in capfd.readouterr().err
+
+
+def test_an_error_while_it_is_made_leaves_nothing(tmp_path):
+    with pytest.raises(WhenceError, match="batches of 32"):
+        arithmetic(tmp_path, size="tiny", progress=False, train=31)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_process_that_was_quicker_wins(tmp_path, monkeypatch):
+    module = sys.modules["whence.llm.lab.arithmetic"]
+    made, paths = module._make, []
+
+    def overtaken(path, *arguments):
+        made(path, *arguments)
+        if not paths:
+            paths.append(arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path)
+
+    def once(path, *arguments):
+        monkeypatch.setattr(module, "_make", made)
+        overtaken(path, *arguments)
+
+    monkeypatch.setattr(module, "_make", once)
+    assert [arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path] == paths
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_damaged_cache_says_what_to_do(tmp_path):
+    path = arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path.parent
+    for file in (path / "test").iterdir():
+        file.unlink()
+    with pytest.raises(WhenceError, match="remove this directory"):
+        arithmetic(tmp_path, size="tiny", progress=False, **QUICK)
+
+
+def test_unknown_sizes_and_settings_are_refused(tmp_path):
+    with pytest.raises(WhenceError, match="Did you mean tiny"):
+        arithmetic(tmp_path, size="tini")
+    with pytest.raises(WhenceError, match="Did you mean difficulty"):
+        arithmetic(tmp_path, dificulty=Difficulty())
+    with pytest.raises(WhenceError, match="at least one of each"):
+        arithmetic(tmp_path, size="tiny", test=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Evaluation
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at(1, 4, 1) == pytest.approx(1 / 4)
+    assert pass_at(2, 4, 1) == pytest.approx(1 / 2)  # 3 of the 6 pairs hold the right one; 1 - (3/4)^2 is biased
+    assert pass_at(4, 4, 1) == 1.0
+    assert pass_at(2, 8, 7) == 1.0
+    assert pass_at(8, 8, 0) == 0.0
+    for wrong in ((0, 4, 1), (5, 4, 1), (2, 4, 5), (2, 4, -1)):
+        with pytest.raises(WhenceError, match="1 <= k <= samples"):
+            pass_at(*wrong)
+
+
+def test_majority_votes_by_hand():
+    assert majority(["3", "5", "5", "4"]) == 1
+    assert majority(["3", "5", "5", "3"]) == 0  # a tie: the one that came first
+    assert majority([None, None, None, "5"]) == 3  # no result, no vote
+    assert majority([None, None]) is None
+
+
+def test_measures_by_hand():
+    responses = [
+        ["1+1=2;2", "1+1=3;3", "1+1=3;2", "2"],  # 3 right, 2 of them unfaithful
+        ["2+2=5;5", "2+2=4;4", "2+2=5;5", "x"],  # 1 right, outvoted
+    ]
+    found = summarise(["1+1?", "2+2?"], responses)
+    assert found == {
+        "majority_vote": 0.5,
+        "pass@1": 0.5,
+        "pass@2": pytest.approx((1.0 + 0.5) / 2),
+        "pass@4": 1.0,
+        "right": 0.5,
+        "unfaithful": 0.5,
+        "well_formed": 0.75,
+    }
+    none = summarise(["1+1?"], [["", "", ""]])
+    assert math.isnan(none["unfaithful"])
+    assert [key for key in none if key.startswith("pass")] == ["pass@1", "pass@2", "pass@3"]
+    assert none["majority_vote"] == none["right"] == none["pass@3"] == 0.0
+    for prompts, wrong in ((["1+1?"], []), ([], []), (["1+1?"], [[]]), (["1+1?", "2+2?"], [["2"], ["4", "4"]])):
+        with pytest.raises(WhenceError, match="same number of responses"):
+            summarise(prompts, wrong)
+
+
+def test_evaluation_leaves_mode_and_generators_and_the_seed_decides(lab, model, tokenizer):
+    model.train()
+    model.lm_head.eval()
+    before = [module.training for module in model.modules()]
+    states = torch.get_rng_state(), random.getstate()
+    settings = {"samples": 4, "max_new_tokens": lab.max_new_tokens}
+    first, second = (evaluate(model, tokenizer, lab.test["prompt"], seed=3, **settings) for _ in range(2))
+    assert first == second
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert [module.training for module in model.modules()] == before
+    other = evaluate(model, tokenizer, lab.test["prompt"], seed=4, **settings)
+    assert other != first
+    assert other["exact_match"] == first["exact_match"]  # greedy: nothing is drawn
+    assert first["well_formed"] > 0.2
+    assert set(first) == {
+        "exact_match",
+        "majority_vote",
+        "right",
+        "unfaithful",
+        "well_formed",
+        "pass@1",
+        "pass@2",
+        "pass@4",
+    }
+
+
+def test_evaluation_judges_each_answer_by_its_own_problem(tokenizer):
+    # A model that copies what it reads: the greedy answer to "3?" is "3", whatever stands beside it.
+    class Copies(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def generate(self, *, input_ids, attention_mask, do_sample, **settings):
+            assert settings["pad_token_id"] == tokenizer.pad_token_id
+            assert not do_sample or (settings["temperature"], settings["top_k"], settings["top_p"]) == (0.5, 0, 1.0)
+            sizes.append(len(input_ids))
+            number = input_ids[:, -2:-1]
+            return torch.cat([input_ids, number, torch.full_like(number, tokenizer.eos_token_id)], dim=1)
+
+    sizes = []
+    found = evaluate(
+        Copies(),
+        tokenizer,
+        ["3?", "1+4?", "5?"],
+        samples=2,
+        temperature=0.5,
+        batch_size=2,
+        check=lambda prompt, response: Verdict(f"{prompt[-2]}" == response, prompt == "3?", True),
+        answer=str,
+    )
+    assert sizes == [2, 1, 2, 2, 2]
+    assert (found["exact_match"], found["right"], found["majority_vote"]) == (1.0, 1.0, 1.0)
+    assert found["unfaithful"] == pytest.approx(2 / 3)
+
+
+def test_a_model_answers_the_same_beside_longer_prompts(lab, model, tokenizer):
+    prompts = list(lab.test["prompt"])
+    alone = evaluate(model, tokenizer, prompts, samples=1, max_new_tokens=lab.max_new_tokens, batch_size=1)
+    together = evaluate(model, tokenizer, prompts, samples=1, max_new_tokens=lab.max_new_tokens, batch_size=16)
+    assert alone["exact_match"] == together["exact_match"]
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 0}, {"temperature": 0.0}, {"temperature": math.nan}, {"batch_size": 0}])
+def test_evaluation_refuses_settings_out_of_range(wrong, model, tokenizer):
+    with pytest.raises(WhenceError, match="at least one of each"):
+        evaluate(model, tokenizer, ["1+1?"], **wrong)
+    with pytest.raises(WhenceError, match="0 prompts"):
+        evaluate(model, tokenizer, [])

@@ -1,0 +1,147 @@
+"""PPO's arithmetic on responses, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from whence import WhenceError
+from whence.llm import losses
+from whence.llm.config import PPOConfig
+from whence.llm.generation import _until_the_end
+from whence.llm.rewards import checked, weighed
+
+MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
+
+
+def test_means_over_a_rows_tokens():
+    values = torch.tensor([[1.0, 2.0, 6.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    assert losses.masked_mean(values, MASK).tolist() == [3.0, 4.0, 0.0]
+
+
+def test_whitening_is_over_all_response_tokens():
+    values = torch.tensor([[1.0, 2.0, 3.0], [6.0, 99.0, 99.0], [99.0, 99.0, 99.0]])
+    # Of 1, 2, 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 3.
+    spread = math.sqrt(14 / 3)
+    expected = torch.tensor([[-2 / spread, -1 / spread, 0.0], [3 / spread, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    assert torch.allclose(losses.whitened(values, MASK), expected, atol=1e-6)
+    kept = torch.where(MASK, expected + 3, 0.0)
+    assert torch.allclose(losses.whitened(values, MASK, shift_mean=False), kept, atol=1e-6)
+    single = torch.tensor([[True, False, False]])
+    assert losses.whitened(values[:1], single).tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_divergence_of_tokens():
+    mine, theirs = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -1.5]])
+    assert losses.divergence(mine, theirs).tolist() == [[2.0, -0.5]]
+    assert losses.divergence(mine, theirs, "abs").tolist() == [[2.0, 0.5]]
+    assert losses.divergence(mine, theirs, "mse").tolist() == [[2.0, 0.125]]
+
+
+def test_the_reward_is_at_the_last_token():
+    penalty = torch.tensor([[0.1, 0.2, 0.3], [0.4, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    found = losses.token_rewards(torch.tensor([1.0, 2.0, 3.0]), penalty, MASK)
+    expected = torch.tensor([[-0.1, -0.2, 0.7], [1.6, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    assert torch.allclose(found, expected)
+
+
+def test_advantages_by_hand():
+    rewards = torch.tensor([[0.0, 1.0, 2.0], [3.0, 50.0, 50.0]])
+    values = torch.tensor([[0.5, 0.25, 1.0], [1.0, 70.0, 70.0]])
+    mask = MASK[:2]
+    # The last: 2 - 1 = 1. Before it: 1 + 0.9 * 1 - 0.25 = 1.65, and 0.9 * 0.8 * 1 = 0.72 more. The first:
+    # 0 + 0.9 * 0.25 - 0.5 = -0.275, and 0.72 * 2.37 more.
+    expected = [[-0.275 + 0.72 * 2.37, 2.37, 1.0], [2.0, 0.0, 0.0]]
+    assert torch.allclose(losses.gae(rewards, values, mask, 0.9, 0.8), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "expected"), [(2, 1.5, 2.4), (2, 0.5, 1.0), (-2, 1.5, -3), (-2, 0.5, -1.6)]
+)
+def test_the_clipped_objective(advantage, ratio, expected):
+    found = losses.surrogate(
+        torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([[float(advantage)]]), 0.2
+    )
+    assert float(found) == pytest.approx(expected)
+
+
+def test_the_clipped_value_loss():
+    values, old, returns = torch.tensor([[2.0, 1.1, 0.0]]), torch.ones(1, 3), torch.tensor([[3.0, 3.0, 1.0]])
+    # Moved by at most 0.2: 1.2, 1.1 and 0.8. The larger error of the two counts, and half of it.
+    assert torch.allclose(losses.value_loss(values, old, returns, 0.2), torch.tensor([[1.62, 1.805, 0.5]]))
+    assert torch.allclose(losses.value_loss(values, old, returns, None), torch.tensor([[0.5, 1.805, 0.5]]))
+
+
+def test_the_divergences_weight_is_steered():
+    fixed = losses.KLController(0.1)
+    fixed.update(99.0, 256)
+    assert fixed.coefficient == 0.1
+    steered = losses.KLController(0.1, target=6.0, horizon=10_000)
+    steered.update(12.0, 256)  # twice the target, clipped to 0.2 too much
+    assert steered.coefficient == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000))
+    steered.update(5.4, 1000)  # a tenth too little
+    assert steered.coefficient == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000) * (1 - 0.1 * 0.1))
+
+
+def test_a_response_ends_with_its_first_end():
+    tokens = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [3, 0, 0, 0], [5, 6, 7, 2]])
+    mask, ended = _until_the_end(tokens, [2, 3])
+    assert mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
+    assert ended.tolist() == [True, False, True, True]
+
+
+class TestRewards:
+    def test_a_weighted_sum(self):
+        def length(prompts, responses):
+            return [len(text) for text in responses]
+
+        def asked(prompts, responses):
+            return [len(text) for text in prompts]
+
+        assert weighed([length, asked], [1.0, -0.5])(["abcd", "x"], ["ab", ""]) == [0.0, -0.5]
+        assert weighed([length], None)(["abcd"], ["ab"]) == [2.0]
+
+    @pytest.mark.parametrize(
+        ("made", "said"),
+        [
+            (lambda p, r: [1.0], "returned 1 numbers for 2 responses"),
+            (lambda p, r: [1.0, math.nan], "is NaN for response 1, 'no'"),
+            (lambda p, r: [math.inf, 1.0], "is inf for response 0, 'yes'"),
+        ],
+    )
+    def test_what_is_no_reward(self, made, said):
+        with pytest.raises(WhenceError, match=said):
+            checked(made, ["a", "b"], ["yes", "no"])
+
+    def test_at_the_door(self):
+        with pytest.raises(WhenceError, match="No reward"):
+            weighed([], None)
+        with pytest.raises(WhenceError, match="2 reward weights were given for 1"):
+            weighed([lambda p, r: []], [1, 2])
+        with pytest.raises(WhenceError, match="A reward is 3"):
+            weighed([3], None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"batch_size": 1}, "batch_size is 1; a whole number, at least 2"),
+        ({"rounds": 2.5}, "rounds is 2.5; a whole number"),
+        ({"rounds": True}, "rounds is True; a whole number"),
+        ({"learning_rate": -1e-5}, "learning_rate is -1e-05; a number, 0 or more"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"cliprange": 0}, "cliprange is 0; a number above 0"),
+        ({"top_p": 1.5}, "top_p is 1.5; a number above 0 and at most 1"),
+        ({"kl_penalty": "kll"}, "kl_penalty is 'kll'"),
+        ({"gamma": "1"}, "gamma is '1'; a number from 0 to 1"),
+    ],
+)
+def test_settings_that_cannot_be(wrong, said):
+    with pytest.raises(WhenceError, match=said):
+        PPOConfig("out", **wrong)
+
+
+def test_settings_are_json():
+    assert PPOConfig("out", report_to=("tensorboard",)).to_json()["report_to"] == ["tensorboard"]
+    assert np.isfinite(PPOConfig("out").learning_rate)

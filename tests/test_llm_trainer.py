@@ -1,0 +1,333 @@
+"""PPO on a tiny language model: what trains is what was selected, and nothing else."""
+
+import copy
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError
+from whence.errors import RunDirectoryError
+from whence.llm import losses
+from whence.llm.config import PPOConfig
+from whence.llm.generation import generate, tokenized
+from whence.llm.model import Reference, WithValueHead
+from whence.llm.rollout import evaluated, rolled_out
+from whence.llm.trainer import PPOTrainer
+
+LETTERS = "abcdefghij"
+
+
+def tokenizer_of(pad=True):
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "</s>", *LETTERS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    named = {"pad_token": "<pad>"} if pad else {}
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", **named)
+
+
+def model_of(seed=0, **more):
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**settings | more))
+
+
+def vowels(prompts, responses):
+    return [float(sum(letter in "aei" for letter in text)) for text in responses]
+
+
+def config_of(tmp_path, **more):
+    settings = {
+        "rounds": 2,
+        "batch_size": 8,
+        "mini_batch_size": 4,
+        "ppo_epochs": 2,
+        "learning_rate": 1e-2,
+        "max_new_tokens": 5,
+        "generation_batch_size": 3,
+    }
+    return PPOConfig(str(tmp_path), **settings | more)
+
+
+PROMPTS = ["ab", "cde", "f", "ghij", "aa"]
+
+
+def trainer_of(tmp_path, rule=None, model=None, **more):
+    kept = {name: more.pop(name) for name in ("target", "objective", "seen", "engine") if name in more}
+    return PPOTrainer(
+        config_of(tmp_path, **more), model or model_of(), tokenizer_of(), vowels, PROMPTS, rule=rule, **kept
+    )
+
+
+def state(trainer):
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def same(one, other):
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+class Keep:
+    """Keep the rows at some positions, with some weights."""
+
+    needs_influence = False
+
+    def __init__(self, positions, weights=None):
+        self.positions, self.weights = positions, weights
+
+    def select(self, records, influence=None, progress=None):
+        keep = torch.zeros(len(records), dtype=torch.bool)
+        keep[self.positions] = True
+        weights = torch.zeros(len(records))
+        weights[self.positions] = torch.tensor(self.weights or [1.0] * len(self.positions))
+        return Selection(keep, weights, [None if kept else "for the test" for kept in keep.tolist()])
+
+
+class ScoreAndKeepAll(KeepAll):
+    needs_influence = True
+
+
+def test_training_changes_the_model_and_tells_of_it(tmp_path):
+    seen = []
+    trainer = trainer_of(tmp_path, seen=lambda *about: seen.append(about))
+    before = state(trainer)
+    metrics = trainer.train()
+    assert not same(before, state(trainer))
+    assert [row["round"] for row in metrics] == [1, 2]
+    assert {"reward", "kl", "policy_loss", "value_loss", "approx_kl", "seconds_generation"} <= metrics[0].keys()
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)  # the policy is still the model that it began as
+    assert metrics[1]["kl"] != pytest.approx(0, abs=1e-5)
+    assert len(seen) == 2
+
+
+def test_keeping_all_is_training_without_a_rule(tmp_path):
+    ends = []
+    for rule in (None, KeepAll(), ScoreAndKeepAll()):
+        trainer = trainer_of(tmp_path, rule)
+        trainer.train()
+        ends.append(state(trainer))
+    assert same(ends[0], ends[1])
+    assert same(ends[0], ends[2])
+
+
+def test_a_round_that_keeps_nothing_takes_no_step(tmp_path):
+    trainer = trainer_of(tmp_path, Keep([]))
+    before = state(trainer)
+    metrics = trainer.train()
+    assert same(before, state(trainer))
+    assert metrics[0]["kept_share"] == 0
+    assert metrics[0]["policy_loss"] is None
+
+
+@pytest.mark.parametrize(("mini_batch_size", "accumulation"), [(8, 1), (2, 4), (3, 3)])
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0, 1.0]])
+def test_the_step_is_that_of_the_kept_rows_alone(tmp_path, mini_batch_size, accumulation, weights, monkeypatch):
+    positions, gradients, rollouts = [1, 4, 6], [], []
+    trainer = trainer_of(
+        tmp_path,
+        Keep(positions, weights),
+        mini_batch_size=mini_batch_size,
+        gradient_accumulation_steps=accumulation,
+        ppo_epochs=1,
+        rounds=1,
+        seen=lambda rollout, *rest: rollouts.append(rollout),
+    )
+    start = copy.deepcopy(trainer.model)
+    step = trainer.optimizer.step
+
+    def noting(*args, **kwargs):
+        gradients.append({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.optimizer, "step", noting)
+    trainer.train()
+    assert len(gradients) == 1
+    rows = rollouts[0].rows.take(torch.tensor(positions))
+    given = rows.observations
+    prompt = given["input_ids"].shape[1] - given["response_mask"].shape[1]
+    places = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    found = start(given["input_ids"], given["attention_mask"], places)
+    response = given["input_ids"][:, prompt:]
+    log_probs = found.logits[:, prompt - 1 : -1].log_softmax(-1).gather(2, response[..., None])[..., 0]
+    values, total, mask = found.value[:, prompt - 1 : -1], 0.0, given["response_mask"]
+    factors = torch.tensor(weights or [1.0, 1.0, 1.0])
+    for row in range(3):
+        own = mask[row]
+        ratio = (log_probs[row][own] - given["log_probs"][row][own]).exp()
+        advantage = given["advantages"][row][own]
+        clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+        error = 0.5 * (values[row][own] - given["returns"][row][own]).square().mean()
+        total = total - factors[row] * clipped / factors.sum() + 0.1 * error / 3
+    total.backward()
+    for name, parameter in start.named_parameters():
+        largest = float(parameter.grad.abs().max())
+        assert torch.allclose(gradients[0][name], parameter.grad, rtol=0, atol=1e-5 * largest + 1e-9), name
+
+
+def test_advantages_are_of_the_whole_rollout(tmp_path):
+    model = WithValueHead(model_of())
+    torch.nn.init.normal_(model.value_head.weight)
+    config = config_of(tmp_path, gamma=0.9, whiten_rewards=False)
+    tokenizer = tokenizer_of()
+    torch.manual_seed(3)
+    responses = generate(model.language_model, tokenizer, tokenized(tokenizer, PROMPTS, config, 32), config)
+    reference = Reference(WithValueHead(model_of(seed=1)))
+    rollout = rolled_out(model, reference, responses, vowels, 0.3, config)
+    mask, mine = responses.response_mask, evaluated(model, responses, config)
+    with reference.of(model) as start:
+        theirs = evaluated(start, responses, config).log_prob
+    assert float((mine.log_prob - theirs)[mask].abs().max()) > 0.01
+    raw = []
+    for row in range(len(PROMPTS)):
+        own = mask[row]
+        penalty, values = 0.3 * (mine.log_prob - theirs)[row][own], [*mine.value[row][own].tolist(), 0.0]
+        rewards = (-penalty).tolist()
+        rewards[-1] += vowels([""], [responses.texts[row]])[0]
+        later, estimates = 0.0, []
+        for at in reversed(range(len(rewards))):
+            later = rewards[at] + 0.9 * values[at + 1] - values[at] + 0.9 * 0.95 * later
+            estimates.insert(0, later)
+        raw.append(torch.tensor(estimates))
+    everything = torch.cat(raw)
+    for row, estimates in enumerate(raw):
+        expected = (estimates - everything.mean()) / everything.std()
+        found = rollout.rows.observations["advantages"][row]
+        assert torch.allclose(found[mask[row]], expected, atol=1e-4)
+        assert not found[~mask[row]].any()
+        returns = rollout.rows.observations["returns"][row][mask[row]]
+        assert torch.allclose(returns, estimates + mine.value[row][mask[row]], atol=1e-4)
+    assert rollout.rewards.tolist() == vowels(PROMPTS, responses.texts)
+
+
+def test_log_probs_do_not_depend_on_padding(tmp_path):
+    model, tokenizer = model_of(), tokenizer_of()
+    config = config_of(tmp_path)
+    torch.manual_seed(0)
+    together = generate(model, tokenizer, tokenized(tokenizer, PROMPTS, config, 32), config)
+    found = evaluated(model, together, config).log_prob
+    for row, prompt in enumerate(PROMPTS):
+        width = together.input_ids.shape[1] - together.response_mask.shape[1]
+        own = together.response_mask[row]
+        ids = torch.cat([together.input_ids[row, width - len(prompt) : width], together.input_ids[row, width:][own]])
+        logits = model.eval()(ids[None]).logits[0, len(prompt) - 1 : -1]
+        alone = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
+        assert torch.allclose(found[row][own], alone, atol=1e-5)
+
+
+def test_selection_by_influence_drops_and_weighs(tmp_path):
+    seen = []
+    for rule in (NonPositive(), IPPO()):
+        trainer = trainer_of(tmp_path, rule, seen=lambda *about: seen.append(about))
+        trainer.train()
+    for _, influence, selection, row in seen:
+        assert torch.equal(selection.keep, influence.scores > 0)
+        assert row["kept_share"] == float(selection.keep.double().mean())
+
+
+def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base = model_of()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    trainer = trainer_of(tmp_path, NonPositive(), model=adapted)
+    trainer.train()
+    with trainer.reference.of(trainer.model) as start:
+        ids = torch.tensor([[2, 3, 4, 5]])
+        assert torch.allclose(start(ids).logits, base(ids).logits, atol=1e-6)
+    assert not torch.allclose(trainer.model.language_model(ids).logits, base(ids).logits, atol=1e-4)
+    frozen = {n: p for n, p in trainer.model.language_model.named_parameters() if "lora" not in n}
+    for name, tensor in frozen.items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        assert torch.equal(tensor, before[plain]), name
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    trainer = trainer_of(tmp_path / "out")
+    trainer.train()
+    trainer.save_model()
+    loaded = WithValueHead(LlamaForCausalLM.from_pretrained(tmp_path / "out"))
+    loaded.load_value_head(tmp_path / "out")
+    ids, mask = torch.tensor([[2, 3, 4]]), torch.ones(1, 3, dtype=torch.long)
+    ours, theirs = trainer.model.eval()(ids, mask), loaded.eval()(ids, mask)
+    assert torch.allclose(ours.logits, theirs.logits, atol=1e-6)
+    assert torch.allclose(ours.value, theirs.value, atol=1e-6)
+    with pytest.raises(WhenceError, match="holds no value_head"):
+        loaded.load_value_head(tmp_path)
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_training_that_was_broken_off_goes_on_as_if_not(tmp_path):
+    def breaking(rollout, influence, selection, row):
+        if row["round"] == 4:
+            raise Killed
+
+    settings = {"rounds": 5, "save_every": 1, "keep_checkpoints": 2}
+    whole = trainer_of(tmp_path / "whole", IPPO(), **settings)
+    whole.train()
+    broken = trainer_of(tmp_path / "broken", IPPO(), seen=breaking, **settings)
+    with pytest.raises(Killed):
+        broken.train()
+    files = sorted(file.name for file in (tmp_path / "broken" / "checkpoints").iterdir())
+    assert files == ["round_00002.safetensors", "round_00003.safetensors"]
+    again = trainer_of(tmp_path / "broken", IPPO(), **settings)
+    metrics = again.train(resume=True)
+    assert same(state(whole), state(again))
+    for one, other in zip(metrics, whole.metrics, strict=True):
+        assert {k: v for k, v in one.items() if "seconds" not in k} == {
+            k: v for k, v in other.items() if "seconds" not in k
+        }
+    other = trainer_of(tmp_path / "broken", IPPO(), learning_rate=0.5, **settings)
+    with pytest.raises(RunDirectoryError, match=r"learning_rate was 0\.01, now 0\.5"):
+        other.train(resume=True)
+    larger = trainer_of(tmp_path / "broken", IPPO(), model=model_of(hidden_size=32), **settings)
+    with pytest.raises(RunDirectoryError, match="is of another model"):
+        larger.train(resume=True)
+
+
+class TestRefusals:
+    def test_no_pad_token(self, tmp_path):
+        with pytest.raises(WhenceError, match="no pad token"):
+            PPOTrainer(config_of(tmp_path), model_of(), tokenizer_of(pad=False), vowels, PROMPTS)
+
+    def test_a_response_that_does_not_fit(self, tmp_path):
+        with pytest.raises(WhenceError, match="the model reads 32 tokens in all"):
+            trainer_of(tmp_path, max_new_tokens=32)
+        with pytest.raises(WhenceError, match=r"Prompt 3 has 4 tokens; from 1 to 3 are needed"):
+            trainer_of(tmp_path, max_new_tokens=29)
+
+    def test_no_prompts(self, tmp_path):
+        with pytest.raises(WhenceError, match="no prompts"):
+            PPOTrainer(config_of(tmp_path), model_of(), tokenizer_of(), vowels, [])
+
+    def test_a_class_for_a_rule(self, tmp_path):
+        with pytest.raises(WhenceError, match="pass an instance"):
+            trainer_of(tmp_path, NonPositive)
+
+    def test_a_reward_that_is_no_number(self, tmp_path):
+        trainer = trainer_of(tmp_path)
+        trainer.reward = lambda prompts, responses: [float("nan")] * len(responses)
+        with pytest.raises(WhenceError, match="is NaN for response 0"):
+            trainer.train()
+
+
+def test_rewards_rise(tmp_path):
+    trainer = trainer_of(tmp_path, rounds=15, batch_size=32, mini_batch_size=32, learning_rate=3e-3, init_kl_coef=0.01)
+    metrics = trainer.train()
+    early, late = (sum(row["reward"] for row in part) / 3 for part in (metrics[:3], metrics[-3:]))
+    assert late > early + 0.5
+    assert losses.KLController(0.01).coefficient == 0.01

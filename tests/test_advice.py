@@ -5,6 +5,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from stable_baselines3 import PPO
 from stable_baselines3.common.monitor import Monitor
 
 import whence
@@ -88,7 +89,7 @@ def test_the_callback_says_each_thing_once(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_mean_episode_return_is_that_of_the_monitor() -> None:
-    toy = whence.sb3.callback.PPO("MlpPolicy", Monitor(Toy()), n_steps=64, batch_size=64, device="cpu", seed=0)
+    toy = PPO("MlpPolicy", Monitor(Toy()), n_steps=64, batch_size=64, device="cpu", seed=0)
     callback = InfluenceCallback(whence.KeepAll())
     toy.learn(64, callback=callback)
     returns = toy.env.envs[0].get_episode_rewards()

@@ -76,9 +76,8 @@ def parts(large):
 def test_returns_less_values_step_by_step(case):
     _, model, records, large = case
     every = torch.ones(len(records), dtype=torch.bool)
-    (row,) = (
-        gradient_cosines(model, records, large, {"all": every}).filter(advantages="raw", truth="monte-carlo").rows()
-    )
+    found = gradient_cosines(model, records, large, {"all": every})
+    (row,) = found.filter(advantages="raw", truth="monte-carlo").to_dicts()
     returns = torch.zeros(len(large), dtype=torch.float64)
     for env in range(100):
         at = (large.env_index == env).nonzero().flatten().tolist()

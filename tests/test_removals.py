@@ -15,7 +15,7 @@ from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
 from whence import Return, WhenceError, attribute_round, cli
 from whence.counterfactual import leave_out, removals
 from whence.counterfactual.retrain import retrain
-from whence.rounds import replay
+from whence.rounds import METHODS, replay
 from whence.rounds.replay import opened
 from whence.sb3.buffer import minibatches
 
@@ -216,7 +216,7 @@ def test_the_command_adds_the_curves(tmp_path: Path, episodes: int) -> None:
     assert sorted(set(table["removed"])) == [3, 6, 16, 32]
     said = " ".join(shown.output.split())
     for outcome in ["target", "surrogate"] + (["evaluated"] if episodes else []):
-        assert picked(table, outcome=outcome).height == 2 * 4 * (2 * 7 + 1)
+        assert picked(table, outcome=outcome).height == 2 * 4 * (2 * (len(METHODS) + 3) + 1)
         for truth in ("recorded", "reshuffled"):
             assert f"Round 1, change of the {outcome}, {truth} minibatches, by records removed" in said
     first = picked(table, truth="recorded", outcome="target", score="unrolled", side="top")

@@ -258,7 +258,7 @@ def test_configure_takes_what_the_environment_needs() -> None:
 # Each sends a signal to its own process at one stage of the second round.
 STAGES = {
     "collection": ("stable_baselines3.common.buffers", "RolloutBuffer", "compute_returns_and_advantage"),
-    "scoring": ("whence.sb3.callback", None, "attribute"),
+    "scoring": ("whence.sb3.scoring", None, "attribute"),
     "writing": ("whence.runs", "RunDirectory", "write_policy"),
     "optimisation": ("torch.nn.utils", None, "clip_grad_norm_"),
     "evaluation": ("whence.experiments.training", None, "measured_return"),

@@ -141,7 +141,7 @@ def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours |
             **{"line": {"color": colour, "dash": dash}, "legendgroup": _plain(arm)},
         )
     # On a narrow screen the legend of many arms takes rows, which the plot should not have to give.
-    figure.update_layout(height=_HEIGHT + 16 * max(0, len(_arms(table)) - 6))
+    figure.update_layout(height=_HEIGHT + 24 * max(0, len(_arms(table)) - 6))
     return _whole_rounds(figure, table)
 
 

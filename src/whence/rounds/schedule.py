@@ -28,7 +28,7 @@ def snapshot(round: Round, target: Target) -> Float[Tensor, " n"]:
     """Return `<grad f, grad l_i>` at the policy that collected the round, advantages normalised over all of it."""
     everything = Minibatch(torch.arange(len(round.records)), round.records, round.inputs)
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
-        return _along(round, round.start, everything, _target_gradient(round, round.start.params, target))
+        return _along(round, round.start, everything, target_gradient(round, round.start.params, target))
 
 
 class Method(NamedTuple):
@@ -95,7 +95,7 @@ def _trajectory(round: Round, target: Target, every: int) -> Scores:
     found = []
     for number, point in enumerate(points(round)):
         if number < len(round):
-            found.append(_along(round, point, round.minibatch(number), _target_gradient(round, point.params, target)))
+            found.append(_along(round, point, round.minibatch(number), target_gradient(round, point.params, target)))
     return found
 
 
@@ -110,7 +110,7 @@ def _applied(round: Round, before: Point, after: Point, minibatch: Minibatch, ta
     optimizer, ones = round.recording.optimizer, torch.ones_like(minibatch.records.log_probs)
     gradients = torch.func.grad(lambda free: loss(round, free, minibatch, ones))(before.params)
     factor = optimizer.settings["lr"] * clip_factor(gradients, round.recording.update.max_grad_norm) / len(ones)
-    raised = _target_gradient(round, before.params, target)
+    raised = target_gradient(round, before.params, target)
     return _Applied(
         factor.detach(),
         {name: g * optimizers.preconditioner(optimizer, after.state[name]) for name, g in raised.items()},
@@ -169,7 +169,7 @@ def _unrolled(round: Round, target: Target, every: int) -> Scores:
     adjoint = None
     for number, before, after in _backwards(round, every):
         if adjoint is None:
-            adjoint = _zeros_like(after)._replace(params=_target_gradient(round, after.params, target))
+            adjoint = _zeros_like(after)._replace(params=target_gradient(round, after.params, target))
         found[number], adjoint = _back(round, before, round.minibatch(number), adjoint)
     return found
 
@@ -189,7 +189,12 @@ def _along(round: Round, point: Point, minibatch: Minibatch, direction: Mapping[
     return along_direction(lambda params: values(round, params, minibatch, ones), point.params, free)
 
 
-def _target_gradient(round: Round, params: Mapping[str, Tensor], target: Target) -> Tensors:
+def target_gradient(round: Round, params: Mapping[str, Tensor], target: Target) -> Tensors:
+    """Return the gradient of a target at some parameters; zeros where it depends on none of a tensor's.
+
+    Raises:
+        WhenceError: the target depends on no parameter.
+    """
     free = {name: p.detach().requires_grad_() for name, p in params.items()}
     value = target(round.view, free, round.records)
     found = torch.autograd.grad(value, list(free.values()), allow_unused=True) if value.requires_grad else [None]

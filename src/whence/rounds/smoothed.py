@@ -21,6 +21,7 @@ from whence.objectives import Objective, PPOClip
 from whence.policies import Outputs
 from whence.records import RecordBatch, take
 from whence.rounds.replay import MARGIN, Minibatch, Point, Round, step
+from whence.rounds.schedule import target_gradient
 from whence.targets import Target
 
 DRAWS = 16
@@ -163,9 +164,10 @@ def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float
             if number % every == 0:
                 kept[number] = point
             point = forward(point, positions, own[number])
-    gradient = torch.func.grad(lambda params: target(round.view, params, round.records))
+    # One by one, since a target of the user's may do what no batch of functions can.
+    alone = [target_gradient(round, {name: p[row] for name, p in point.params.items()}, target) for row in range(count)]
     adjoint = point._replace(
-        params=torch.vmap(gradient)(point.params),
+        params={name: torch.stack([one[name] for one in alone]) for name in point.params},
         state={name: {key: torch.zeros_like(t) for key, t in state.items()} for name, state in point.state.items()},
     )
     found = torch.zeros(max(draws.epochs) + 1, *draws.weights.shape).to(draws.weights)

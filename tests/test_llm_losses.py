@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -144,4 +143,3 @@ def test_settings_that_cannot_be(wrong, said):
 
 def test_settings_are_json():
     assert PPOConfig("out", report_to=("tensorboard",)).to_json()["report_to"] == ["tensorboard"]
-    assert np.isfinite(PPOConfig("out").learning_rate)

@@ -206,7 +206,6 @@ def test_advantages_are_normalised_once_over_the_rollout():
 def test_normalised_over_the_buffer_by_hand():
     made = model_of()
     made.learn(64)
-    collected = collect(made)
     buffer = made.rollout_buffer
     buffer.generator_ready = False
     raw = np.arange(64, dtype=np.float32).reshape(32, 2)
@@ -216,22 +215,6 @@ def test_normalised_over_the_buffer_by_hand():
         assert np.allclose(buffer.advantages, (raw - 31.5) / np.sqrt((64**2 - 1) / 12 * 64 / 63), atol=1e-6)
     assert buffer.advantages is raw
     assert made.normalize_advantage
-    assert len(collected) == 64
-
-
-def test_dropping_does_not_move_the_advantages_of_what_is_kept():
-    seen = {}
-    for norm in ("minibatch", "buffer"):
-        made = model_of(batch_size=64, n_epochs=1)
-
-        class Noting(InfluenceCallback):
-            def _train_selected(self, own_train, selection, norm=norm):
-                super()._train_selected(own_train, selection)
-                seen[norm] = self.model
-
-        made.learn(64, callback=Noting(IIF(1.0), advantage_norm=norm))
-    one, other = (tensors_of(seen[norm].policy) for norm in ("minibatch", "buffer"))
-    assert any(not torch.equal(one[key], other[key]) for key in one)
 
 
 def test_with_everything_kept_in_one_minibatch_both_norms_are_one():

@@ -12,7 +12,7 @@ ESTIMATES = ("kl", "abs", "mse")
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """Settings of `PPOTrainer`; names are those of TRL's first PPOConfig, defaults are LDA's where the paper has any.
+    """Settings of `PPOTrainer`, by the names of TRL's first PPOConfig.
 
     Attributes:
         output_dir: where checkpoints, the trained model and the table of responses go.

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from whence.errors import WhenceError
+from whence.guards import eval_mode
 from whence.llm.config import PPOConfig
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, str]]
@@ -96,15 +97,11 @@ def generate(model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], co
         prompt_ids: from `tokenized`.
         config: says how responses are drawn.
     """
-    training = model.training
-    model.eval()
     width = max(map(len, prompt_ids))
     size = config.generation_batch_size
     chunks = [prompt_ids[first : first + size] for first in range(0, len(prompt_ids), size)]
-    try:
+    with eval_mode(model.modules()):
         parts = [_drawn(model, tokenizer, chunk, width, config) for chunk in chunks]
-    finally:
-        model.train(training)
     response = torch.cat(parts)
     mask, ended = _until_the_end(response[:, width:], _ends(model, tokenizer))
     prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]).to(response.device)

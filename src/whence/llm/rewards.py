@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.errors import WhenceError
+from whence.guards import eval_mode
 
 Reward: TypeAlias = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 """`reward(prompts, responses)` returns a number for each response."""
@@ -84,13 +85,12 @@ def classifier(model: Any, tokenizer: Any, *, label: str | int | None = None, ba
         raise WhenceError(f"label is {label}; the reward model has labels 0 to {len(names) - 1}: {', '.join(names)}.")
 
     def reward(prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float]:
-        model.eval()
         found: list[float] = []
         device = next(model.parameters()).device
         for first in range(0, len(responses), batch_size):
             texts = list(responses[first : first + batch_size])
             inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(device)
-            with torch.no_grad():
+            with torch.no_grad(), eval_mode(model.modules()):
                 found += model(**inputs).logits[:, chosen].float().tolist()
         return found
 

@@ -43,7 +43,7 @@ def attribute_round(
       normalisation and clipping; see `whence.rounds.replay` for what a weight is. It does not see that a record may
       move others over the edge at which their ratios are clipped.
     - "smoothed": that derivative across an edge of some width, averaged over trainings on random halves of the records
-      in random orders. What leaving records out at random does is predicted best by it.
+      in random orders, for rounds in which many ratios are clipped.
 
     The policy and every random generator are left as they are.
 

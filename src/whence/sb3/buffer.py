@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -205,6 +205,21 @@ def selected(
         yield
     finally:
         del buffer.get  # the instance's; the class's own shows again
+
+
+@contextmanager
+def training_on(
+    model: Any,
+    selection: Selection,
+    *,
+    last: Last = "keep",
+    advantage_norm: Normalised = "minibatch",
+    recorder: Recorder | None = None,
+) -> Iterator[None]:
+    """Let `model.train()` see the selected records; see `selected` and, for "buffer", `normalised_over_buffer`."""
+    once = normalised_over_buffer(model) if advantage_norm == "buffer" else nullcontext()
+    with once, selected(model.rollout_buffer, selection, last=last, recorder=recorder):
+        yield
 
 
 @contextmanager

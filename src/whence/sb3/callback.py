@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,9 +26,8 @@ from whence.sb3.buffer import (
     check_last,
     check_model,
     check_normalised,
-    normalised_over_buffer,
     read,
-    selected,
+    training_on,
 )
 from whence.sb3.description import describe, without_addresses
 from whence.sb3.episodes import STATE, Ongoing
@@ -241,9 +240,8 @@ class InfluenceCallback(BaseCallback):
         # Apart, so that a subclass can train on what is selected in a way of its own.
         assert self.round is not None
         recorder = Recorder(self.model) if self.round.number in self.recordings else None
-        buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
-        once = normalised_over_buffer(self.model) if self.advantage_norm == "buffer" else nullcontext()
-        with once, selected(buffer, selection, last=self.last, recorder=recorder):
+        asked: dict[str, Any] = {"last": self.last, "advantage_norm": self.advantage_norm, "recorder": recorder}
+        with training_on(self.model, selection, **asked):
             own_train()
         if recorder is not None:
             self.recording = recorder.recording(self.round.number, self.round.records)

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from whence.guards import eval_mode, kept_generators
 from whence.policies import as_view
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.sb3.buffer import Last, Normalised, normalised_over_buffer, selected
+from whence.sb3.buffer import Last, Normalised, training_on
 from whence.sb3.rounds import Recorder, untouched
 from whence.selection import Selection
 
@@ -28,8 +27,8 @@ class Rehearsal:
         model: whose rollout is collected and not yet trained on.
         number: of the round.
         remaining: the progress remaining that schedules will read in the round.
-        last: see `selected`.
-        advantage_norm: "buffer": see `normalised_over_buffer`.
+        last: see `training_on`.
+        advantage_norm: see `training_on`.
     """
 
     model: Any
@@ -54,8 +53,7 @@ class Rehearsal:
             model._logger = Logger(None, [])
             model.rollout_buffer = copy.copy(model.rollout_buffer)  # train() replaces its arrays by flattened ones
             recorder = Recorder(model)
-            once = normalised_over_buffer(model) if self.advantage_norm == "buffer" else nullcontext()
-            with once, selected(model.rollout_buffer, selection, last=self.last, recorder=recorder):
+            with training_on(model, selection, last=self.last, advantage_norm=self.advantage_norm, recorder=recorder):
                 model.train()
             return recorder.recording(self.number, records)
 

@@ -600,8 +600,8 @@ MUTANTS = (
     Mutant(
         "an unrolled score without the optimiser's state",
         "rounds/schedule.py",
-        "    return scores.detach(), _detached(before)",
-        "    return scores.detach(), Point(_detached(before).params, _zeros_like(before).state)",
+        "    return scores.detach(), before.map(Tensor.detach)",
+        "    return scores.detach(), Point(before.map(Tensor.detach).params, before.map(torch.zeros_like).state)",
         "test_rounds.py::TestScores::test_unrolled_is_the_derivative_by_weights",
     ),
     Mutant(
@@ -915,8 +915,8 @@ MUTANTS = (
     Mutant(
         "all points kept by the optimiser's scores",
         "rounds/schedule.py",
-        "in enumerate(pairwise(_detached(point) for point in points(round))):",
-        "in enumerate(list(pairwise(_detached(point) for point in points(round)))):",
+        "in enumerate(pairwise(point.map(Tensor.detach) for point in points(round))):",
+        "in enumerate(list(pairwise(point.map(Tensor.detach) for point in points(round)))):",
         "test_rounds.py::TestMemory::test_going_forwards_holds_as_much_however_many_the_steps",
     ),
     Mutant(

@@ -10,9 +10,8 @@ from torch import Tensor
 from whence.engines.memory import bytes_held
 from whence.errors import WhenceError
 from whence.guards import eval_mode, kept_generators
-from whence.records import take
 from whence.rounds.recording import RoundRecording
-from whence.rounds.replay import MARGIN, Minibatch, Point, Round, check_weights, opened, step
+from whence.rounds.replay import MARGIN, Point, Round, check_weights, opened, step
 
 Orders: TypeAlias = Sequence[Int[Tensor, "m b"]]
 """For each step, the positions of each training's minibatch."""
@@ -170,16 +169,10 @@ def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None,
 
 
 def _side_by_side(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None) -> dict[str, Tensor]:
-    count = len(weights)
-    point = Point(
-        {name: p.expand(count, *p.shape) for name, p in round.start.params.items()},
-        {name: {k: t.expand(count, *t.shape) for k, t in own.items()} for name, own in round.start.state.items()},
-    )
+    point = round.start.spread(len(weights))
 
     def one(point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " n"]) -> Point:
-        records = round.records.with_columns(take(round.records.columns, positions))
-        minibatch = Minibatch(positions, records, take(round.inputs, positions))
-        return step(round, point, minibatch, weights[positions])
+        return step(round, point, round.at(positions), weights[positions])
 
     stepped = torch.vmap(one, in_dims=(0, None if orders is None else 0, 0))
     for positions in round.recording.steps if orders is None else orders:

@@ -38,6 +38,17 @@ class Point(NamedTuple):
         kept = [*self.params.values(), *(tensor for own in self.state.values() for tensor in own.values())]
         return sum(tensor.nbytes for tensor in kept)
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Point":
+        """Return the point with a function applied to each of its tensors."""
+        return Point(
+            {name: function(p) for name, p in self.params.items()},
+            {name: {key: function(t) for key, t in own.items()} for name, own in self.state.items()},
+        )
+
+    def spread(self, count: int) -> "Point":
+        """Return so many of it side by side, first axis, in no more memory."""
+        return self.map(lambda tensor: tensor.expand(count, *tensor.shape))
+
 
 @dataclass(frozen=True, eq=False)
 class Round:
@@ -64,8 +75,12 @@ class Round:
 
     def minibatch(self, number: int) -> "Minibatch":
         """Return the records of a step, from 0."""
-        index = self.recording.steps[number].to(self.records.log_probs.device)
-        return Minibatch(index, self.records.with_columns(take(self.records.columns, index)), take(self.inputs, index))
+        return self.at(self.recording.steps[number].to(self.records.log_probs.device))
+
+    def at(self, positions: Int[Tensor, " b"]) -> "Minibatch":
+        """Return the records at these positions, under `vmap` too."""
+        records = self.records.with_columns(take(self.records.columns, positions))
+        return Minibatch(positions, records, take(self.inputs, positions))
 
     def of_one_step(self) -> "Round":
         """Return a round of the step with the most records alone: what is measured on it holds for the others."""

@@ -119,7 +119,7 @@ def _applied(round: Round, before: Point, after: Point, minibatch: Minibatch, ta
 
 def _optimizer(round: Round, target: Target, every: int) -> Scores:
     found = []
-    for number, (before, after) in enumerate(pairwise(_detached(point) for point in points(round))):
+    for number, (before, after) in enumerate(pairwise(point.map(Tensor.detach) for point in points(round))):
         minibatch = round.minibatch(number)
         applied = _applied(round, before, after, minibatch, target)
         found.append(applied.factor * _along(round, before, minibatch, applied.scaled))
@@ -150,14 +150,16 @@ def _backwards(round: Round, every: int) -> Iterator[tuple[int, Point, Point]]:
     kept: list[Point] = []
     for number, point in enumerate(points(round)):
         if number % every == 0 and number < len(round):
-            kept.append(_detached(point))
-        after = _detached(point)
+            kept.append(point.map(Tensor.detach))
+        after = point.map(Tensor.detach)
     while kept:
         begin = (len(kept) - 1) * every
         segment = [kept.pop()]
         for number in range(begin, min(begin + every, len(round)) - 1):
             minibatch = round.minibatch(number)
-            segment.append(_detached(step(round, segment[-1], minibatch, torch.ones_like(minibatch.records.log_probs))))
+            segment.append(
+                step(round, segment[-1], minibatch, torch.ones_like(minibatch.records.log_probs)).map(Tensor.detach)
+            )
         while segment:
             before = segment.pop()
             yield begin + len(segment), before, after
@@ -169,7 +171,7 @@ def _unrolled(round: Round, target: Target, every: int) -> Scores:
     adjoint = None
     for number, before, after in _backwards(round, every):
         if adjoint is None:
-            adjoint = _zeros_like(after)._replace(params=target_gradient(round, after.params, target))
+            adjoint = after.map(torch.zeros_like)._replace(params=target_gradient(round, after.params, target))
         found[number], adjoint = _back(round, before, round.minibatch(number), adjoint)
     return found
 
@@ -179,7 +181,7 @@ def _back(round: Round, point: Point, minibatch: Minibatch, adjoint: Point) -> t
     weights = torch.ones_like(minibatch.records.log_probs)
     pull = torch.func.vjp(lambda p, w: step(round, p, minibatch, w), point, weights)[1]
     before, scores = pull(adjoint)
-    return scores.detach(), _detached(before)
+    return scores.detach(), before.map(Tensor.detach)
 
 
 def _along(round: Round, point: Point, minibatch: Minibatch, direction: Mapping[str, Tensor]) -> Float[Tensor, " b"]:
@@ -204,20 +206,6 @@ def target_gradient(round: Round, params: Mapping[str, Tensor], target: Target) 
         name: torch.zeros_like(p) if gradient is None else gradient
         for (name, p), gradient in zip(free.items(), found, strict=True)
     }
-
-
-def _detached(point: Point) -> Point:
-    return Point(
-        {name: p.detach() for name, p in point.params.items()},
-        {name: {key: t.detach() for key, t in own.items()} for name, own in point.state.items()},
-    )
-
-
-def _zeros_like(point: Point) -> Point:
-    return Point(
-        {name: torch.zeros_like(p) for name, p in point.params.items()},
-        {name: {key: torch.zeros_like(t) for key, t in own.items()} for name, own in point.state.items()},
-    )
 
 
 SCHEDULED: Mapping[str, Method] = MappingProxyType(

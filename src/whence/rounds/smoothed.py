@@ -19,8 +19,8 @@ from whence.engines.memory import bytes_held
 from whence.errors import WhenceError
 from whence.objectives import Objective, PPOClip
 from whence.policies import Outputs
-from whence.records import RecordBatch, take
-from whence.rounds.replay import MARGIN, Minibatch, Point, Round, step
+from whence.records import RecordBatch
+from whence.rounds.replay import MARGIN, Point, Round, step
 from whence.rounds.schedule import target_gradient
 from whence.targets import Target
 
@@ -144,8 +144,7 @@ def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float
     count = len(draws.weights)
 
     def one(through: Round, point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " b"]) -> Point:
-        records = through.records.with_columns(take(through.records.columns, positions))
-        return step(through, point, Minibatch(positions, records, take(through.inputs, positions)), weights)
+        return step(through, point, through.at(positions), weights)
 
     def back(
         point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " b"], adjoint: Point
@@ -159,17 +158,15 @@ def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float
     own = [draws.weights.gather(1, positions) for positions in draws.steps]
     kept: dict[int, Point] = {}
     with torch.no_grad():
-        point = _spread(round.start, count)
+        point = round.start.spread(count)
         for number, positions in enumerate(draws.steps):
             if number % every == 0:
                 kept[number] = point
             point = forward(point, positions, own[number])
     # One by one, since a target of the user's may do what no batch of functions can.
     alone = [target_gradient(round, {name: p[row] for name, p in point.params.items()}, target) for row in range(count)]
-    adjoint = point._replace(
-        params={name: torch.stack([one[name] for one in alone]) for name in point.params},
-        state={name: {key: torch.zeros_like(t) for key, t in state.items()} for name, state in point.state.items()},
-    )
+    raised = {name: torch.stack([one[name] for one in alone]) for name in point.params}
+    adjoint = point.map(torch.zeros_like)._replace(params=raised)
     found = torch.zeros(max(draws.epochs) + 1, *draws.weights.shape).to(draws.weights)
     for begin in sorted(kept, reverse=True):
         segment = [kept.pop(begin)]
@@ -180,15 +177,5 @@ def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float
             number = begin + len(segment) - 1
             adjoint, scores = backward(segment.pop(), draws.steps[number], own[number], adjoint)
             found[draws.epochs[number]].scatter_add_(1, draws.steps[number], scores.detach())
-            adjoint = Point(
-                {name: p.detach() for name, p in adjoint.params.items()},
-                {name: {key: t.detach() for key, t in state.items()} for name, state in adjoint.state.items()},
-            )
+            adjoint = adjoint.map(torch.Tensor.detach)
     return found.mean(dim=1)
-
-
-def _spread(point: Point, count: int) -> Point:
-    return Point(
-        {name: p.expand(count, *p.shape) for name, p in point.params.items()},
-        {name: {k: t.expand(count, *t.shape) for k, t in own.items()} for name, own in point.state.items()},
-    )

@@ -2,6 +2,7 @@
 
 import copy
 
+import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -9,11 +10,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError
 from whence.errors import RunDirectoryError
+from whence.llm import TokenReturn, ValidationLoss
+from whence.llm import trainer as trainer_module
 from whence.llm.config import PPOConfig
 from whence.llm.generation import generate, tokenized
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.rollout import evaluated, rolled_out
 from whence.llm.trainer import PPOTrainer
+from whence.runs import RunDirectory
 
 LETTERS = "abcdefghij"
 
@@ -55,6 +59,7 @@ def config_of(tmp_path, **more):
         "learning_rate": 1e-2,
         "max_new_tokens": 5,
         "generation_batch_size": 3,
+        "disable_tqdm": True,
     }
     return PPOConfig(str(tmp_path), **settings | more)
 
@@ -62,8 +67,11 @@ def config_of(tmp_path, **more):
 PROMPTS = ["ab", "cde", "f", "ghij", "aa"]
 
 
+_ARGUMENTS = ("target", "objective", "seen", "engine", "held_out", "evaluate", "reward_weights")
+
+
 def trainer_of(tmp_path, rule=None, model=None, **more):
-    kept = {name: more.pop(name) for name in ("target", "objective", "seen", "engine") if name in more}
+    kept = {name: more.pop(name) for name in _ARGUMENTS if name in more}
     return PPOTrainer(
         config_of(tmp_path, **more), model or model_of(), tokenizer_of(), vowels, PROMPTS, rule=rule, **kept
     )
@@ -104,7 +112,7 @@ def test_training_changes_the_model_and_tells_of_it(tmp_path):
     metrics = trainer.train()
     assert not same(before, state(trainer))
     assert [row["round"] for row in metrics] == [1, 2]
-    assert {"reward", "kl", "policy_loss", "value_loss", "approx_kl", "seconds_generation"} <= metrics[0].keys()
+    assert {"reward", "kl", "policy_loss", "value_loss", "approx_kl", "dropped_share"} <= metrics[0].keys()
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)  # the policy is still the model that it began as
     assert metrics[1]["kl"] != pytest.approx(0, abs=1e-5)
     assert len(seen) == 2
@@ -112,8 +120,8 @@ def test_training_changes_the_model_and_tells_of_it(tmp_path):
 
 def test_keeping_all_is_training_without_a_rule(tmp_path):
     ends = []
-    for rule in (None, KeepAll(), ScoreAndKeepAll()):
-        trainer = trainer_of(tmp_path, rule)
+    for number, rule in enumerate((None, KeepAll(), ScoreAndKeepAll())):
+        trainer = trainer_of(tmp_path / str(number), rule)
         trainer.train()
         ends.append(state(trainer))
     assert same(ends[0], ends[1])
@@ -125,7 +133,7 @@ def test_a_round_that_keeps_nothing_takes_no_step(tmp_path):
     before = state(trainer)
     metrics = trainer.train()
     assert same(before, state(trainer))
-    assert metrics[0]["kept_share"] == 0
+    assert metrics[0]["kept"] == 0
     assert metrics[0]["policy_loss"] is None
 
 
@@ -227,11 +235,11 @@ def test_log_probs_do_not_depend_on_padding(tmp_path):
 def test_selection_by_influence_drops_and_weighs(tmp_path):
     seen = []
     for rule in (NonPositive(), IPPO()):
-        trainer = trainer_of(tmp_path, rule, seen=lambda *about: seen.append(about))
+        trainer = trainer_of(tmp_path / type(rule).__name__, rule, seen=lambda *about: seen.append(about))
         trainer.train()
     for _, influence, selection, row in seen:
         assert torch.equal(selection.keep, influence.scores > 0)
-        assert row["kept_share"] == float(selection.keep.double().mean())
+        assert row["kept"] == int(selection.keep.sum())
 
 
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
@@ -256,8 +264,8 @@ def test_what_was_saved_is_loaded(tmp_path):
     trainer = trainer_of(tmp_path / "out")
     trainer.train()
     trainer.save_model()
-    loaded = WithValueHead(LlamaForCausalLM.from_pretrained(tmp_path / "out"))
-    loaded.load_value_head(tmp_path / "out")
+    loaded = WithValueHead(LlamaForCausalLM.from_pretrained(tmp_path / "out" / "model"))
+    loaded.load_value_head(tmp_path / "out" / "model")
     ids, mask = torch.tensor([[2, 3, 4]]), torch.ones(1, 3, dtype=torch.long)
     ours, theirs = trainer.model.eval()(ids, mask), loaded.eval()(ids, mask)
     assert torch.allclose(ours.logits, theirs.logits, atol=1e-6)
@@ -299,6 +307,31 @@ def test_a_training_that_was_broken_off_goes_on_as_if_not(tmp_path):
 
 
 class TestRefusals:
+    def test_a_target_that_has_no_use_for_held_out_prompts(self, tmp_path):
+        for target in (ValidationLoss.of([{"prompt": "a", "completion": "b"}], tokenizer_of()), vowels):
+            with pytest.raises(WhenceError, match="use SequenceReturn"):
+                trainer_of(tmp_path, NonPositive(), target=target, held_out=["jj"])
+        with pytest.raises(WhenceError, match="held_out is empty"):
+            trainer_of(tmp_path, NonPositive(), held_out=[])
+
+    def test_accelerates_own_accumulation(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+        with pytest.raises(WhenceError, match="leave Accelerate's at 1"):
+            trainer_of(tmp_path)
+
+    def test_a_data_set_without_prompts(self, tmp_path):
+        with pytest.raises(WhenceError, match="columns question; a column 'prompt' is needed"):
+            PPOTrainer(
+                *(config_of(tmp_path), model_of(), tokenizer_of(), vowels),
+                datasets.Dataset.from_dict({"question": ["a"]}),
+            )
+
+    def test_reward_weights_and_no_reward(self, tmp_path):
+        with pytest.raises(WhenceError, match="2 reward weights were given for 1 rewards"):
+            trainer_of(tmp_path, reward_weights=[1, 2])
+        with pytest.raises(WhenceError, match="No reward was given"):
+            PPOTrainer(config_of(tmp_path), model_of(), tokenizer_of(), [], PROMPTS)
+
     def test_no_pad_token(self, tmp_path):
         with pytest.raises(WhenceError, match="no pad token"):
             PPOTrainer(config_of(tmp_path), model_of(), tokenizer_of(pad=False), vowels, PROMPTS)
@@ -322,6 +355,116 @@ class TestRefusals:
         trainer.reward = lambda prompts, responses: [float("nan")] * len(responses)
         with pytest.raises(WhenceError, match="is NaN for response 0"):
             trainer.train()
+
+
+def test_a_run_directory_tells_of_every_round(tmp_path):
+    def measured(model, tokenizer):
+        torch.rand(3)
+        return {"exact_match": float(model.training)}
+
+    seen = []
+    trainer = trainer_of(
+        *(tmp_path, NonPositive()),
+        evaluate=measured,
+        seen=lambda *about: seen.append(about),
+        eval_every=2,
+        rounds=3,
+    )
+    trainer.train()
+    run = RunDirectory.open(tmp_path)
+    assert run.config["kind"] == "language"
+    assert run.config["ppo"]["mini_batch_size"] == 4
+    assert run.table("evaluations")["round"].to_list() == [0, 2, 3]
+    assert run.rounds() == [1, 2, 3]
+    metrics, timings = run.table("metrics"), run.table("timings")
+    assert metrics["round"].to_list() == timings["round"].to_list() == [1, 2, 3]
+    for stage in ("generation", "forward", "scoring", "optimisation"):
+        assert (timings[f"{stage}_wall"] > 0).all()
+    for number, (rollout, influence, selection, row) in enumerate(seen, start=1):
+        table = run.round("records", number)
+        assert table["response"].to_list() == list(rollout.responses.texts)
+        assert table["score"].to_list() == pytest.approx(influence.scores.tolist())
+        assert table["keep"].to_list() == selection.keep.tolist()
+        assert table["record_id"][0] == 8 * (number - 1)
+        kept = table.filter("keep")["reward"]
+        assert row["reward_kept"] == pytest.approx(kept.mean()) if len(kept) else row["reward_kept"] is None
+        assert row["reward"] == pytest.approx(table["reward"].mean())
+    alone = trainer_of(tmp_path / "alone", NonPositive(), rounds=3)
+    alone.train()
+    assert same(state(trainer), state(alone))  # measuring draws nothing of training's
+
+
+def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch):
+    found = []
+    with_rows = trainer_module.held_out_target
+
+    def noting(target, rows):
+        found.append(rows)
+        return with_rows(target, rows)
+
+    monkeypatch.setattr(trainer_module, "held_out_target", noting)
+    seen = []
+    trainer = trainer_of(
+        *(tmp_path / "held", ScoreAndKeepAll()),
+        held_out=["ba", "jj", "e"],
+        target=TokenReturn(),
+        seen=lambda *about: seen.append(about),
+    )
+    trainer.train()
+    assert [len(rows) for rows in found] == [3, 3]
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*prompt_part(found[0]), strict=True)]
+    assert prompts == [[3, 2], [11, 11], [6]]
+    assert not torch.equal(found[0].actions, found[1].actions)
+    advantages = found[0].observations["advantages"][found[0].observations["response_mask"]]
+    assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)  # whitened over these rows
+    assert "TokenReturn(3 rows" in seen[0][1].target
+    plain = trainer_of(tmp_path / "plain")
+    plain.train()
+    assert same(state(trainer), state(plain))  # and training's own draws are as they were
+
+
+def prompt_part(rows):
+    held = rows.observations
+    width = held["input_ids"].shape[1] - held["response_mask"].shape[1]
+    return held["input_ids"][:, :width], held["attention_mask"][:, :width]
+
+
+def test_prompts_that_also_train_are_told_of(tmp_path, caplog):
+    trainer_of(tmp_path, NonPositive(), held_out=["ab", "cde", "jj"])
+    assert "2 of 3 held-out prompts also train" in caplog.text
+    caplog.clear()
+    demonstrations = [{"prompt": "ab", "completion": "c"}, {"prompt": "jj", "completion": "d"}]
+    trainer_of(tmp_path, NonPositive(), target=ValidationLoss.of(demonstrations, tokenizer_of()))
+    assert "1 of 2 prompts of the demonstrations also train" in caplog.text
+    caplog.clear()
+    trainer_of(tmp_path, NonPositive(), held_out=["jj"])
+    assert not caplog.text
+
+
+def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(tmp_path, monkeypatch):
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state_of in (AcceleratorState, GradientState, PartialState):
+        state_of._reset_state()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    seen = []
+    trainer = trainer_of(tmp_path, NonPositive(), seen=lambda *about: seen.append(about))
+    before = state(trainer)
+    assert trainer.accelerator.mixed_precision == "bf16"
+    try:
+        metrics = trainer.train()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert all(tensor.dtype == torch.float32 for tensor in state(trainer).values())
+    assert not same(before, state(trainer))
+    rollout, influence = seen[0][:2]
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6)  # model and start model are evaluated alike
+    assert influence.scores.dtype == torch.float32
+    trainer.model.load_state_dict(before)
+    exact = evaluated(trainer.model, rollout.responses, trainer.config).log_prob
+    mask = rollout.responses.response_mask
+    apart = (rollout.rows.observations["log_probs"] - exact)[mask].abs()
+    assert 1e-5 < float(apart.max()) < 0.1
 
 
 def test_rewards_rise(tmp_path):

@@ -1,11 +1,12 @@
 """Which records raise a target, which lower it (LDA §3)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import overload
+from typing import TypeAlias, overload
 
 import torch
 from jaxtyping import Float
@@ -20,6 +21,9 @@ from whence.policies import PolicyView, as_view, check_batch_norm
 from whence.records import RecordBatch
 from whence.targets import Target, as_target, name_of
 
+Summed: TypeAlias = Callable[[Gradient], Gradient]
+"""Sums a gradient over processes."""
+
 
 @overload
 def attribute(
@@ -31,6 +35,7 @@ def attribute(
     engine: str = ...,
     chunk_size: int | None = ...,
     memory: int = ...,
+    summed: Summed | None = ...,
 ) -> dict[str, Influence]: ...
 @overload
 def attribute(
@@ -42,6 +47,7 @@ def attribute(
     engine: str = ...,
     chunk_size: int | None = ...,
     memory: int = ...,
+    summed: Summed | None = ...,
 ) -> Influence: ...
 def attribute(
     policy: object,
@@ -52,6 +58,7 @@ def attribute(
     engine: str = "auto",
     chunk_size: int | None = None,
     memory: int = 2**31,
+    summed: Summed | None = None,
 ) -> Influence | dict[str, Influence]:
     """Score every record by `<grad target, grad objective_i>` at the policy as it is (LDA §3.3; snapshot).
 
@@ -69,6 +76,8 @@ def attribute(
         chunk_size: the most records in one pass; None: as many as `memory` holds. Scores do not depend on it.
         memory: bytes that scoring may hold at a time, beside the policy and the records. The cost of a record is
             measured on a few of them, once per policy. What a target makes that runs the policy itself is not counted.
+        summed: where several processes each score a part of the records: takes a gradient, one tensor per parameter,
+            and returns its sum over the processes. Targets are then shares that add up to what is to be raised.
 
     Returns:
         The `Influence`, scores (n,) on the CPU in the policy's dtype; for a mapping of targets a dict of them.
@@ -88,7 +97,7 @@ def attribute(
     modules = dict(view.module.named_modules())
     check_batch_norm(modules)
     with kept_generators(), eval_mode(modules.values()), torch.inference_mode(False), torch.enable_grad():
-        problem = _problem(view, modules, records, objective, asked, chunk_size or len(records))
+        problem = _problem(view, modules, records, objective, asked, chunk_size or len(records), summed)
         products, used, reason = solve(problem, engine, memory if chunk_size is None else None)
         _check_scores(products, problem)
     influences = {
@@ -117,6 +126,7 @@ def _problem(
     objective: Objective,
     targets: list[Target],
     chunk_size: int,
+    summed: Summed | None,
 ) -> Problem:
     # Fresh leaves that share the parameters' memory: hooks and gradients of the user's own never see our graphs.
     own = view.parameters()
@@ -129,7 +139,7 @@ def _problem(
     device = next(iter(params.values())).device
     records = records.to(device)
     prepared = objective.prepare(records)
-    return Problem(view, modules, own, params, records, prepared, objective, targets, chunk_size)
+    return Problem(view, modules, own, params, records, prepared, objective, targets, chunk_size, summed=summed)
 
 
 @cache
@@ -143,7 +153,8 @@ def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> Non
     finite = torch.isfinite(products).all(dim=0)
     if finite.all():
         return
-    for one, gradient in zip(problem.targets, target_gradients(problem), strict=True):
+    alone = replace(problem, summed=None)  # other processes may have met nothing, and would not take part in a sum
+    for one, gradient in zip(problem.targets, target_gradients(alone), strict=True):
         if guilty := _not_finite(gradient):
             raise NonFinite(
                 f"The gradient of the target {name_of(one)} is not finite in the parameter `{guilty[0]}`, so no score "

@@ -1,8 +1,9 @@
 """A run on disk: typed, versioned files, each written atomically, none of them a pickle."""
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -82,10 +83,41 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
             )
-        document = {"format": FORMAT, "version": VERSION, "config": plain, "versions": dict(versions or {})}
-        with written_atomically(path / "config.json") as temporary:
+        made = cls(path, plain, dict(versions or {}))
+        made._write_config()
+        return made
+
+    @classmethod
+    def resume(
+        cls, path: str | Path, config: Mapping[str, Any], *, rounds: int, may_change: Collection[str] = ()
+    ) -> Self:
+        """Go on with a run after some round, and forget what came later.
+
+        Args:
+            path: the directory.
+            config: what is run, in JSON types.
+            rounds: how many are kept.
+            may_change: what in the configuration need not be as it was; of nested settings, `outer.inner`.
+
+        Raises:
+            RunDirectoryError: no run is there, or one of another configuration.
+        """
+        old = cls.open(path)
+        old.check_same(config, but=may_change)
+        run = cls(old.path, config, old.versions)
+        run._write_config()
+        for name in get_args(Table):
+            if not (table := run.table(name)).is_empty():
+                _write(table.filter(pl.col("round") <= rounds), run.path / f"{name}.parquet")
+        for number in run.rounds():
+            if number > rounds:
+                run._of_round("records", number, "parquet").unlink()
+        return run
+
+    def _write_config(self) -> None:
+        document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
+        with written_atomically(self.path / "config.json") as temporary:
             temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        return cls(path, plain, document["versions"])
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -120,14 +152,16 @@ class RunDirectory:
             )
         return cls(path, config, versions)
 
-    def check_same(self, config: Mapping[str, Any]) -> None:
-        """Refuse a configuration, in JSON types, that is not this run's.
+    def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
+        """Refuse a configuration, in JSON types, that is not this run's, whatever stands at the names in `but`.
 
         Raises:
             RunDirectoryError: names what differs.
         """
-        mine = self.config
-        differing = [name for name in sorted(mine.keys() | config.keys()) if mine.get(name) != config.get(name)]
+        mine, config = _flat(self.config), _flat(config)
+        differing = [
+            name for name in sorted((mine.keys() | config.keys()) - set(but)) if mine.get(name) != config.get(name)
+        ]
         if differing:
             changes = (f"{name} was {mine.get(name)!r}, now {config.get(name)!r}" for name in differing[:3])
             raise RunDirectoryError(
@@ -194,6 +228,20 @@ class RunDirectory:
             rounds = self.rounds()
             there = f"rounds {rounds[0]} to {rounds[-1]}" if rounds else "no rounds"
             raise RunDirectoryError(f"{path} is not there; {self.path} holds {there}.")
+
+
+def without_addresses(text: str) -> str:
+    """Return the text of an object without its place in memory, which differs from run to run."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return nested settings under names such as `outer.inner`."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        nested = isinstance(value, Mapping) and value
+        found |= _flat(value, f"{before}{name}.") if nested else {f"{before}{name}": value}
+    return found
 
 
 def _is_leftover(file: Path) -> bool:

@@ -18,7 +18,7 @@ from whence.engines.problem import (
     Refused,
     Seeds,
     added,
-    checked,
+    completed,
     of_outputs,
     plain_target_gradient,
     pullback,
@@ -244,7 +244,9 @@ def _weighted_products(tape: _Tape, g: list[Tensor | None], gradients: Sequence[
 def _in_order(problem: Problem, of_batch: Iterator[Gradient]) -> list[Gradient]:
     """Return every target's gradient; those of batch targets come from `of_batch`, one after the other."""
     return [
-        checked(next(of_batch), target) if isinstance(target, BatchTarget) else plain_target_gradient(problem, target)
+        completed(problem, next(of_batch), target)
+        if isinstance(target, BatchTarget)
+        else plain_target_gradient(problem, target)
         for target in problem.targets
     ]
 

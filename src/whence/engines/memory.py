@@ -119,7 +119,7 @@ def bytes_held(run: Callable[[], object]) -> list[int]:
 
 def _probed(problem: Problem, engine: Callable[[Problem], object], size: int) -> NDArray[np.float64]:
     targets = [_of_outputs(target) if isinstance(target, BatchTarget) else _of_parameters for target in problem.targets]
-    probe = replace(problem.part(slice(0, size)), targets=targets, chunk_size=size)
+    probe = replace(problem.part(slice(0, size)), targets=targets, chunk_size=size, summed=None)
     return np.array(bytes_held(lambda: engine(probe)), dtype=np.float64)
 
 

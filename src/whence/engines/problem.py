@@ -41,6 +41,7 @@ class Problem:
         targets: one or more.
         chunk_size: the most records in one pass.
         known_inputs: the records' inputs where they are at hand.
+        summed: sums a gradient over processes that share the records; None: one process holds them all.
     """
 
     view: PolicyView
@@ -53,6 +54,7 @@ class Problem:
     targets: Sequence[Target]
     chunk_size: int
     known_inputs: Tree = None
+    summed: Callable[[Gradient], Gradient] | None = None
 
     @cached_property
     def columns(self) -> frozenset[str]:
@@ -197,7 +199,7 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
     for part, of_part in zip(problem.parts(), zip(*splits, strict=True), strict=True):
         found = pullback(part.outputs(), Seeds(*of_part), list(problem.params.values()), retain=False)
         total = added(total, dict(zip(problem.params, found, strict=True)))
-    return checked(total, target)
+    return completed(problem, total, target)
 
 
 def plain_target_gradient(problem: Problem, target: Target) -> Gradient:
@@ -209,7 +211,7 @@ def plain_target_gradient(problem: Problem, target: Target) -> Gradient:
             found = torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)
             total = added(total, dict(zip(problem.params, found, strict=True)))
         del value  # its graph, before the next part makes one
-    return checked(total, target)
+    return completed(problem, total, target)
 
 
 def _scalar(value: object, target: Target | BatchTarget) -> Tensor:
@@ -225,16 +227,20 @@ def added(total: Gradient, part: dict[str, Tensor | None]) -> Gradient:
     return total | {name: total[name] + tensor if name in total else tensor for name, tensor in present.items()}
 
 
-def checked(gradient: Gradient, target: object) -> Gradient:
-    """Return `gradient` where it has an entry.
+def completed(problem: Problem, gradient: Gradient, target: object) -> Gradient:
+    """Return a target's gradient, summed over all processes.
 
     Raises:
         WhenceError: the target depends on no parameter.
     """
-    if not gradient:
+    # A process may have no part of a sum, and none of the gradient then.
+    if not gradient and (problem.summed is None or not isinstance(target, SummedTarget)):
         raise WhenceError(
             f"The target {name_of(target)} depends on no trainable parameter of the policy, so no record can move "
             "it. Compute it from `view(params, inputs)`, not from the policy's own attributes, and without "
             "torch.no_grad() or .detach()."
         )
-    return gradient
+    if problem.summed is None:
+        return gradient
+    # Every process has to bring the same tensors, also where its own share does not reach them all.
+    return problem.summed({name: gradient.get(name, torch.zeros_like(p)) for name, p in problem.params.items()})

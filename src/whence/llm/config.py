@@ -44,6 +44,8 @@ class PPOConfig:
         generation_batch_size: rows that are generated, and evaluated without gradients, at a time.
         save_every: rounds from one checkpoint to the next; 0: none is written.
         keep_checkpoints: how many are kept.
+        eval_every: rounds from one evaluation to the next, where there is one; 0: none.
+        disable_tqdm: hide the bar of rounds.
         report_to: trackers, by Accelerate's names: "tensorboard", "wandb", "trackio".
         seed: of everything random.
     """
@@ -77,6 +79,8 @@ class PPOConfig:
     generation_batch_size: int = 64
     save_every: int = 0
     keep_checkpoints: int = 2
+    eval_every: int = 1
+    disable_tqdm: bool = False
     report_to: tuple[str, ...] = field(default_factory=tuple)
     seed: int = 0
 
@@ -109,6 +113,7 @@ _LEAST = {
     "generation_batch_size": 1,
     "save_every": 0,
     "keep_checkpoints": 1,
+    "eval_every": 0,
     "seed": 0,
 }
 

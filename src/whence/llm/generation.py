@@ -11,6 +11,7 @@ from torch import Tensor
 from whence.errors import WhenceError
 from whence.guards import eval_mode
 from whence.llm.config import PPOConfig
+from whence.llm.processes import ONE, Processes
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, each with "role" and "content"."""
@@ -88,21 +89,28 @@ def tokenized(tokenizer: Any, prompts: Sequence[Prompt], config: PPOConfig, cont
     return found
 
 
-def generate(model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], config: PPOConfig) -> Responses:
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt_ids: Sequence[Sequence[int]],
+    config: PPOConfig,
+    processes: Processes = ONE,
+) -> Responses:
     """Draw a response to each prompt from torch's global generator; the model is left in its mode.
 
     Args:
         model: a causal language model of Transformers.
         tokenizer: its tokenizer.
-        prompt_ids: from `tokenized`.
+        prompt_ids: from `tokenized`; the same in every process.
         config: says how responses are drawn.
+        processes: which draw a part each, and get all.
     """
     width = max(map(len, prompt_ids))
-    size = config.generation_batch_size
-    chunks = [prompt_ids[first : first + size] for first in range(0, len(prompt_ids), size)]
+    size, own = config.generation_batch_size, prompt_ids[processes.own(len(prompt_ids))]
+    chunks = [own[first : first + size] for first in range(0, len(own), size)]
     with eval_mode(model.modules()):
         parts = [_drawn(model, tokenizer, chunk, width, config) for chunk in chunks]
-    response = torch.cat(parts)
+    response = processes.gathered(torch.cat(parts), len(prompt_ids))
     mask, ended = _until_the_end(response[:, width:], _ends(model, tokenizer))
     prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]).to(response.device)
     ids = torch.cat([response[:, :width], torch.where(mask, response[:, width:], tokenizer.pad_token_id)], dim=1)

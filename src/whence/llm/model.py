@@ -1,6 +1,7 @@
 """A causal language model with a value head, and the model that it began as."""
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,10 +19,16 @@ VALUE_HEAD = "value_head.safetensors"
 
 
 class LanguageOutputs(NamedTuple):
-    """What a model says of n sequences: `logits` (n, L, vocabulary) and `value` (n, L) of each position."""
+    """What a model says of n sequences: `logits` (n, L, vocabulary) and `value` (n, L) of the positions asked for."""
 
     logits: Float[Tensor, "n L V"]
     value: Float[Tensor, "n L"]
+
+
+def takes(model: Any, name: str) -> bool:
+    """Tell whether a model's forward pass has a parameter of this name."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's forward takes anything
+    return name in inspect.signature(inner.forward).parameters
 
 
 class WithValueHead(nn.Module):
@@ -46,22 +53,29 @@ class WithValueHead(nn.Module):
         """Whether the language model trains a PEFT adapter."""
         return hasattr(self.language_model, "disable_adapter")
 
+    @property
+    def _keeps_logits(self) -> bool:
+        return takes(self.language_model, "logits_to_keep")
+
     def forward(
         self,
         input_ids: Int[Tensor, "n L"],
         attention_mask: Int[Tensor, "n L"],
         position_ids: Int[Tensor, "n L"] | None = None,
+        logits_to_keep: int = 0,
     ) -> LanguageOutputs:
-        """Return logits and values of every position."""
+        """Return logits and values of the last `logits_to_keep` positions; 0: of all."""
         found = self.language_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             output_hidden_states=True,
             use_cache=False,
+            **({"logits_to_keep": logits_to_keep} if self._keeps_logits else {}),
         )
-        hidden = found.hidden_states[-1]
-        return LanguageOutputs(found.logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1))
+        hidden = found.hidden_states[-1][:, -logits_to_keep:]
+        logits = found.logits[:, -logits_to_keep:]
+        return LanguageOutputs(logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the language model (or its adapter) as Transformers does, and the value head beside it."""

@@ -1,6 +1,6 @@
 """One rollout of a language model: responses, what they are worth, and the advantages of their tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from whence.llm import losses
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Responses
 from whence.llm.model import Reference, WithValueHead
+from whence.llm.processes import ONE, Processes
 from whence.llm.rewards import Reward, checked
 from whence.llm.rows import rows_of
 from whence.llm.view import language_view
@@ -47,6 +48,7 @@ def rolled_out(
     kl_coef: float,
     config: PPOConfig,
     first_id: int = 0,
+    processes: Processes = ONE,
 ) -> Rollout:
     """Return responses with rewards, advantages and returns; the model is left in its mode.
 
@@ -61,18 +63,21 @@ def rolled_out(
         kl_coef: weight of the divergence.
         config: the other settings.
         first_id: record id of the first row.
+        processes: which evaluate a part of the responses each, and get all.
 
     Raises:
         WhenceError: a reward that is not finite, or not one for each response.
     """
     mask = responses.response_mask
-    rewards = checked(reward, responses.prompts, responses.texts)
+    own = processes.own(len(mask))
+    rewards = checked(reward, responses.prompts[own], responses.texts[own])
+    rewards = processes.gathered(rewards.to(mask.device), len(mask)).cpu()
     scores = rewards.clone()
     if config.missing_eos_penalty is not None:
         scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()
-    mine = evaluated(model, responses, config)
+    mine = evaluated(model, responses, config, processes)
     with reference.of(model) as start:
-        theirs = evaluated(start, responses, config).log_prob
+        theirs = evaluated(start, responses, config, processes).log_prob
     assert mine.value is not None
     penalty = losses.divergence(mine.log_prob, theirs, config.kl_penalty)  # type: ignore[arg-type]
     tokens = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
@@ -99,13 +104,14 @@ def rolled_out(
     )
 
 
-def evaluated(model: Any, responses: Responses, config: PPOConfig) -> Outputs:
+def evaluated(model: Any, responses: Responses, config: PPOConfig, processes: Processes = ONE) -> Outputs:
     """Return log-probs and values of the responses' tokens, (n, R), without gradients, in eval mode.
 
     Args:
         model: a causal language model, or one with a value head.
         responses: what to evaluate.
         config: temperature, and how many rows at a time.
+        processes: which evaluate a part each, and get all.
     """
     view = language_view(model, temperature=config.temperature)
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
@@ -117,14 +123,14 @@ def evaluated(model: Any, responses: Responses, config: PPOConfig) -> Outputs:
         log_probs=like,
         advantages=like,
     )
-    parts = []
+    parts, own = [], rows.take(processes.own(len(rows)))
     with torch.no_grad(), eval_mode(model.modules()):
-        for first in range(0, len(rows), config.generation_batch_size):
-            part = rows.take(slice(first, first + config.generation_batch_size))
+        for first in range(0, len(own), config.generation_batch_size):
+            part = own.take(slice(first, first + config.generation_batch_size))
             parts.append(view.only({"log_prob", "value"}, params, view.prepare(part)))
-    value = None if parts[0].value is None else _joined(parts, lambda part: part.value)
-    return Outputs(_joined(parts, lambda part: part.log_prob), value)
 
+    def joined(column: Callable[[Outputs], Any]) -> Tensor:
+        return processes.gathered(torch.cat([column(part) for part in parts]), len(rows))
 
-def _joined(parts: Sequence[Outputs], column: Callable[[Outputs], Any]) -> Tensor:
-    return torch.cat([column(part) for part in parts])
+    value = None if parts[0].value is None else joined(lambda part: part.value)
+    return Outputs(joined(lambda part: part.log_prob), value)

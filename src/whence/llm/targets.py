@@ -4,13 +4,15 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from itertools import islice
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.errors import InvalidRecords, WhenceError
+from whence.llm.demonstrations import encoded
 from whence.llm.rows import rows_of
 from whence.policies import ModuleView, Outputs, Params, PolicyView
 from whence.records import RecordBatch
@@ -68,6 +70,64 @@ class _Mean:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.rows is None else _short(self.rows)})"
+
+
+def share(target: Target, rows: RecordBatch, rank: int, number: int) -> Target:
+    """Return one process's part of a target; the parts of all processes sum to it.
+
+    Args:
+        target: what is to be raised.
+        rows: the scored rows of all processes.
+        rank: of the process, from 0.
+        number: of processes, each of which scores a part of the rows.
+    """
+    if isinstance(target, _Mean):
+        return _OfOwnRows(target, max(target._count(rows), 1)) if target.rows is None else _Parts(target, rank, number)
+    # What a user's function makes of rows is unknown, so each process evaluates the whole of it.
+    return _Whole(target, rows, number)
+
+
+@dataclass(frozen=True, eq=False)
+class _OfOwnRows:
+    """What a process's rows give to a mean over those of all."""
+
+    mean: _Mean
+    count: int
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.mean.reads
+
+    def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
+        return self.mean._total(outputs, records) / self.count
+
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
+        return self.from_outputs(_log_probs(view, params, records), records)
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """Every so many-th part of a mean over rows of its own."""
+
+    mean: _Mean
+    rank: int
+    number: int
+
+    def parts(self) -> Iterator[Target]:
+        return islice(self.mean.parts(), self.rank, None, self.number)
+
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
+        return torch.stack([part(view, params, records) for part in self.parts()]).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class _Whole:
+    target: Target
+    rows: RecordBatch
+    number: int
+
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
+        return self.target(view, params, self.rows) / self.number
 
 
 def _log_probs(view: PolicyView, params: Params, rows: RecordBatch) -> Outputs:
@@ -151,6 +211,30 @@ class ValidationLoss(_Mean):
         zeros = torch.zeros(mask.shape)
         columns = {"input_ids": input_ids, "attention_mask": attention_mask, "response_mask": mask}
         super().__init__(rows_of(**columns, log_probs=zeros, advantages=zeros), batch_size)
+
+    @classmethod
+    def of(cls, dataset: Any, tokenizer: Any, *, max_length: int | None = None, batch_size: int = 16) -> Self:
+        """Return the target of demonstrations as TRL's data sets hold them.
+
+        Args:
+            dataset: rows with "prompt" and "completion", texts or messages of a chat.
+            tokenizer: of the model.
+            max_length: tokens of a demonstration; longer ones lose their ends. None: without limit.
+            batch_size: the most demonstrations in one pass.
+
+        Raises:
+            WhenceError: another data set.
+            InvalidRecords: not a single response token.
+        """
+        return cls(*encoded(dataset, tokenizer, max_length), batch_size=batch_size)
+
+    def prompts(self) -> list[list[int]]:
+        """Return the token ids of the demonstrations' prompts."""
+        assert self.rows is not None
+        held = self.rows.observations
+        width = held["input_ids"].shape[1] - held["response_mask"].shape[1]
+        pairs = zip(held["input_ids"][:, :width], held["attention_mask"][:, :width].bool(), strict=True)
+        return [ids[mask].tolist() for ids, mask in pairs]
 
     def _total(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
         return _of_responses(outputs, rows).sum()

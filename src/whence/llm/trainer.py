@@ -1,40 +1,52 @@
 """PPO for causal language models, on the responses that a rule selects."""
 
-import time
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
+from transformers.utils.logging import tqdm
 
-from whence.attribution import attribute
-from whence.errors import RunDirectoryError, WhenceError
+from whence.errors import WhenceError
+from whence.guards import kept_generators
 from whence.influence import Influence
 from whence.llm import checkpoints, losses
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, check_tokenizer, generate, tokenized
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.objectives import TokenPPO
+from whence.llm.processes import Processes
 from whence.llm.rewards import Reward, weighed
 from whence.llm.rollout import Rollout, rolled_out
+from whence.llm.scoring import check_held_out, held_out_target, score
+from whence.llm.steps import optimise
 from whence.llm.targets import SequenceReturn
-from whence.llm.view import language_view
-from whence.objectives import Objective
-from whence.policies import ModuleView
-from whence.records import RecordBatch
+from whence.llm.told import row_of, table_of
+from whence.objectives import Objective, as_objective
+from whence.runs import RunDirectory, without_addresses
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
-from whence.targets import Target, as_target
+from whence.stopwatch import Stopwatch
+from whence.targets import Target, as_target, name_of
 
 # What a training that goes on may have otherwise than it began.
-_MAY_CHANGE = ("output_dir", "rounds", "save_every", "keep_checkpoints", "report_to", "generation_batch_size")
+_MAY_CHANGE = (
+    "rounds",
+    *(f"ppo.{name}" for name in ("save_every", "keep_checkpoints", "eval_every", "report_to", "disable_tqdm")),
+    "ppo.generation_batch_size",
+)
 
 Seen = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""
+
+Evaluate = Callable[[Any, Any], Mapping[str, float]]
+"""`evaluate(language_model, tokenizer)` measures the model; numbers by name."""
 
 
 class PPOTrainer:
@@ -48,6 +60,9 @@ class PPOTrainer:
     with `p_i` and `v_i` the means over a row's response tokens of the clipped objective and of the value loss: that of
     the kept rows alone. A round that keeps nothing takes no step.
 
+    What happened is kept in `config.output_dir`, a run directory of whence's: `whence report` makes a page of it.
+    Under `accelerate launch` each process takes a part of the rows; scores and selection are as with one.
+
     Args:
         config: settings.
         model: a causal language model of Transformers, whole or with a PEFT adapter, or a `WithValueHead`.
@@ -56,14 +71,18 @@ class PPOTrainer:
         prompts: texts or chats; or a data set with a column "prompt".
         rule: which rows train; None: all, and nothing is scored.
         target: what scores are of; None: `SequenceReturn()`.
+        held_out: prompts, as above, to which responses are drawn in every round for the target to be taken over; None:
+            it is taken over the rows that are scored.
         objective: what a row's training raises; None: the clipped objective without the value loss.
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold at a time.
         reward_weights: of several rewards.
+        evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
         seen: told of every round.
 
     Raises:
         WhenceError: a tokenizer without a pad token, prompts that do not fit, or a rule, target or reward that is none.
+        Unsupported: processes that share the parameters out among them (FSDP, DeepSpeed).
     """
 
     def __init__(
@@ -76,24 +95,27 @@ class PPOTrainer:
         *,
         rule: SelectionRule | None = None,
         target: Target | None = None,
+        held_out: Sequence[Prompt] | Any | None = None,
         objective: Objective | None = None,
         engine: str = "auto",
         memory: int = 2**31,
         reward_weights: Sequence[float] | None = None,
+        evaluate: Evaluate | None = None,
         seen: Seen | None = None,
     ) -> None:
         check_tokenizer(tokenizer)
         if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
             raise WhenceError(f"rule is {rule!r}; pass an instance, such as IPPO(), or None to train on every row.")
-        self.config, self.tokenizer, self.seen = config, tokenizer, seen
+        self.config, self.tokenizer, self.evaluate, self.seen = config, tokenizer, evaluate, seen
         self.reward = weighed([reward] if callable(reward) else list(reward), reward_weights)
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
-        self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else objective
+        self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
-        if self.accelerator.num_processes > 1:
-            raise WhenceError("Several processes are not supported yet; start one.")
+        self.processes = Processes(self.accelerator)
+        self._check_sizes()
+        # The same numbers everywhere while the model is made, and each process's own for its responses.
         set_seed(config.seed)
         self.model = model if isinstance(model, WithValueHead) else WithValueHead(model)
         if config.disable_dropout:
@@ -104,16 +126,42 @@ class PPOTrainer:
         self.prompts = tokenized(tokenizer, _texts(prompts), config, context)
         if not self.prompts:
             raise WhenceError("There are no prompts to draw responses to.")
+        self.held_out = None if held_out is None else tokenized(tokenizer, _texts(held_out), config, context)
+        check_held_out(self.target, self.held_out, self.prompts, warn=self.accelerator.is_main_process)
+        # Accelerate would wrap the model, for gradients' mean over processes and for mixed precision. Here gradients
+        # are summed, since a step's loss has the denominators of all rows, and scores are computed as the model is.
+        if not hasattr(self.model.language_model, "hf_device_map"):
+            self.model = self.model.to(self.accelerator.device)
+        self.processes.make_equal(self.model)
         self.reference = Reference(self.model)
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.Adam(trainable, lr=config.learning_rate)
-        self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        self.optimizer = self.accelerator.prepare_optimizer(torch.optim.Adam(trainable, lr=config.learning_rate))
         self.kl = losses.KLController(
             config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon
         )
         self.metrics: list[dict[str, Any]] = []
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
         self._waiting: list[int] = []
+        self._run: RunDirectory | None = None
+        set_seed(self._seed())
+
+    def _seed(self, *what: int) -> int:
+        """Return a seed of this process's own for something."""
+        return int(np.random.SeedSequence([self.config.seed, self.processes.rank, *what]).generate_state(1)[0])
+
+    def _check_sizes(self) -> None:
+        if self.config.batch_size < self.processes.number:
+            raise WhenceError(
+                f"batch_size is {self.config.batch_size}, and there are {self.processes.number} processes; at least "
+                "one row for each is needed."
+            )
+        # Passes are cut, and gradients summed, by the trainer itself.
+        if self.accelerator.gradient_accumulation_steps > 1:
+            raise WhenceError(
+                "Accelerate's own gradient_accumulation_steps is "
+                f"{self.accelerator.gradient_accumulation_steps}; set PPOConfig.gradient_accumulation_steps, and leave "
+                "Accelerate's at 1."
+            )
 
     def train(self, *, resume: bool = False) -> list[dict[str, Any]]:
         """Train all rounds and return a row of metrics for each.
@@ -123,76 +171,62 @@ class PPOTrainer:
                 the start where there is none.
 
         Raises:
-            RunDirectoryError: the checkpoint is of another model or other settings.
+            RunDirectoryError: the checkpoint is of another model or other settings, or, without `resume`, output_dir
+                holds something else than a run of these settings; such a run is started over.
         """
         config = self.config
-        if resume and (path := checkpoints.latest(config.output_dir)) is not None:
+        path = checkpoints.latest(config.output_dir) if resume else None
+        if path is not None:
             self._restore(path)
+        if self.accelerator.is_main_process:
+            self._run = self._directory(path)
         if config.report_to:
             plain = {name: value for name, value in config.to_json().items() if isinstance(value, int | float | str)}
             self.accelerator.init_trackers("whence", plain)
-        for number in range(len(self.metrics) + 1, config.rounds + 1):
+        first = len(self.metrics) + 1
+        if first == 1:
+            self._evaluate(0)
+        shown = not config.disable_tqdm and self.accelerator.is_main_process
+        bar = tqdm(range(first, config.rounds + 1), desc="rounds", disable=not shown, unit="round")
+        for number in bar:
             row = self._round(number)
-            self.accelerator.log({name: value for name, value in row.items() if value is not None}, step=number)
+            bar.set_postfix(
+                reward=f"{row['reward']:.3g}", kl=f"{row['kl']:.3g}", kept=f"{1 - row['dropped_share']:.0%}"
+            )
             if config.save_every and (number % config.save_every == 0 or number == config.rounds):
                 self._checkpoint(number)
-        self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:  # `end_training` would also part the processes
+            tracker.finish()
         return self.metrics
 
-    def _checkpoint(self, number: int) -> None:
-        """Write how things stand after a round, and delete the oldest such files."""
-        about = {"config": self.config.to_json(), "metrics": self.metrics, "kl_coef": self.kl.coefficient}
-        about["waiting"] = self._waiting
-        generators = {"own": self._generator.get_state(), "torch": torch.get_rng_state()}
-        path = checkpoints.checkpoint_path(self.config.output_dir, number)
-        checkpoints.save(path, self.model, self.optimizer.optimizer, about, generators)
-        for old in sorted(path.parent.glob("round_*.safetensors"))[: -self.config.keep_checkpoints]:
-            old.unlink()
-
-    def _restore(self, path: Path) -> None:
-        about, generators = checkpoints.load(path, self.model, self.optimizer.optimizer)
-        mine = self.config.to_json()
-        if others := [name for name in mine if name not in _MAY_CHANGE and about["config"].get(name) != mine[name]]:
-            raise RunDirectoryError(
-                f"{path} is of other settings: {others[0]} was {about['config'].get(others[0])!r}, now "
-                f"{mine[others[0]]!r}. Choose another output_dir, or train without resume."
-            )
-        self.metrics, self._waiting, self.kl.coefficient = about["metrics"], about["waiting"], about["kl_coef"]
-        self._generator.set_state(generators["own"])
-        torch.set_rng_state(generators["torch"])
-
     def _round(self, number: int) -> dict[str, Any]:
-        seconds: dict[str, float] = {}
-        with _timed(seconds, "generation"):
-            responses = generate(self.model.language_model, self.tokenizer, self._drawn_prompts(), self.config)
-        with _timed(seconds, "forward"):
-            first = (number - 1) * self.config.batch_size
-            rollout = rolled_out(
-                self.model, self.reference, responses, self.reward, self.kl.coefficient, self.config, first
+        config, seconds = self.config, dict[str, dict[str, float]]()
+        with _timed(seconds, "generation"), self.accelerator.autocast():
+            responses = generate(
+                self.model.language_model, self.tokenizer, self._drawn_prompts(), config, self.processes
             )
+        with _timed(seconds, "forward"), self.accelerator.autocast():
+            rollout = self._rolled_out(responses, (number - 1) * config.batch_size)
         with _timed(seconds, "scoring"):
-            influence = self._influence(rollout.rows)
-            progress = Progress(number, 1 - (number - 1) / self.config.rounds)
-            selection = self.rule.select(rollout.rows, influence, progress)
+            influence = None
+            if self.rule.needs_influence:
+                target = self._target(number, seconds)
+                influence = score(
+                    *(self.model, rollout.rows, target, self.objective, config.temperature),
+                    *(self.engine, self.memory, self.processes),
+                )
+            selection = self.rule.select(rollout.rows, influence, Progress(number, 1 - (number - 1) / config.rounds))
         with _timed(seconds, "optimisation"):
-            trained = self._optimise(rollout.rows, selection)
-        divergence = float(rollout.divergence.mean())
-        row = {
-            "round": number,
-            "reward": float(rollout.rewards.mean()),
-            "kl": divergence,
-            "kl_coef": self.kl.coefficient,
-            "entropy": rollout.entropy,
-            "length": float(responses.response_mask.sum(dim=1).double().mean()),
-            "ended_share": float(responses.ended.double().mean()),
-            "kept_share": float(selection.keep.double().mean()),
-            **trained,
-            **{f"seconds_{stage}": value for stage, value in seconds.items()},
-        }
-        self.kl.update(divergence, len(rollout.rows))
+            trained = optimise(
+                *(self.model, self.optimizer, rollout.rows, selection, config),
+                *(self._generator, self.accelerator, self.processes),
+            )
+        row = {**row_of(number, rollout, selection, influence), "kl_coef": self.kl.coefficient, **trained}
+        self.kl.update(row["kl"], len(rollout.rows))
         self.metrics.append(row)
-        if self.seen is not None:
-            self.seen(rollout, influence, selection, row)
+        self._tell(rollout, influence, selection, row, seconds)
+        if config.eval_every and (number % config.eval_every == 0 or number == config.rounds):
+            self._evaluate(number)
         return row
 
     def _drawn_prompts(self) -> list[list[int]]:
@@ -202,75 +236,115 @@ class PPOTrainer:
         chosen, self._waiting = self._waiting[: self.config.batch_size], self._waiting[self.config.batch_size :]
         return [self.prompts[at] for at in chosen]
 
-    def _influence(self, rows: RecordBatch) -> Influence | None:
-        if not self.rule.needs_influence:
-            return None
-        return attribute(
-            self._view(), rows, target=self.target, objective=self.objective, engine=self.engine, memory=self.memory
+    def _rolled_out(self, responses: Any, first_id: int) -> Rollout:
+        return rolled_out(
+            *(self.model, self.reference, responses, self.reward, self.kl.coefficient, self.config),
+            first_id,
+            self.processes,
         )
 
-    def _view(self) -> ModuleView:
-        return language_view(self.model, temperature=self.config.temperature)
+    def _target(self, number: int, seconds: dict[str, dict[str, float]]) -> Target:
+        """Return the target of a round; held-out prompts get responses that leave training's own draws as they are."""
+        if self.held_out is None:
+            return self.target
+        with _timed(seconds, "held_out"), kept_generators(), self.accelerator.autocast():
+            set_seed(self._seed(number))
+            model = self.model.language_model
+            responses = generate(model, self.tokenizer, self.held_out, self.config, self.processes)
+            return held_out_target(self.target, self._rolled_out(responses, 0).rows)
 
-    def _optimise(self, rows: RecordBatch, selection: Selection) -> dict[str, float | None]:
-        """Train on the kept rows, and return means over all steps."""
-        config, totals = self.config, []
-        self.model.train()
-        for _ in range(config.ppo_epochs):
-            # Drawn over all rows and filtered then, so that runs that drop different rows share their orders.
-            order = torch.randperm(len(rows), generator=self._generator)
-            kept = order[selection.keep[order]]
-            steps = kept.split(config.mini_batch_size * config.gradient_accumulation_steps) if len(kept) else ()
-            totals += [self._step(rows, chosen, selection.weights) for chosen in steps]
-        names = ("policy_loss", "value_loss", "approx_kl", "clip_fraction")
-        if not totals:
-            return dict.fromkeys(names)
-        return dict(zip(names, torch.stack(totals).mean(dim=0).tolist(), strict=True))
+    def _tell(
+        self,
+        rollout: Rollout,
+        influence: Influence | None,
+        selection: Selection,
+        row: Mapping[str, Any],
+        seconds: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """Write a round down, and tell trackers and `seen` of it."""
+        if self._run is None:
+            return
+        number = row["round"]
+        self._run.write_round("records", number, table_of(rollout, selection, influence))
+        self._run.append("metrics", row)
+        flat = {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}
+        self._run.append("timings", {"round": number, **flat})
+        numbers = {name: value for name, value in row.items() if value is not None and name != "round"}
+        walls = {f"seconds/{stage}": clocks["wall"] for stage, clocks in seconds.items()}
+        self.accelerator.log(numbers | walls, step=number)
+        if self.seen is not None:
+            self.seen(rollout, influence, selection, row)
 
-    def _step(self, rows: RecordBatch, chosen: Int[Tensor, " b"], weights: Float[Tensor, " n"]) -> Float[Tensor, "4"]:
-        """Take one step of the optimiser on some rows; return policy loss, value loss, divergence, clipped share."""
-        config, view = self.config, self._view()
-        total, seen = float(weights[chosen].sum()) or 1.0, torch.zeros(4)
-        params = view.parameters()
-        for part in chosen.split(config.mini_batch_size):
-            own = rows.take(part).to(self.accelerator.device)
-            outputs = view.only({"log_prob", "value"}, params, view.prepare(own))
-            assert outputs.value is not None
-            assert isinstance(own.observations, dict)
-            given = own.observations
-            mask, old = given["response_mask"], given["log_probs"]
-            policy = losses.masked_mean(
-                losses.surrogate(outputs.log_prob, old, given["advantages"], config.cliprange), mask
-            )
-            value = losses.masked_mean(
-                losses.value_loss(outputs.value, given["values"], given["returns"], config.cliprange_value), mask
-            )
-            weighed_loss = -(weights[part].to(policy) * policy).sum() / total
-            self.accelerator.backward(weighed_loss + config.vf_coef * value.sum() / len(chosen))
-            with torch.no_grad():
-                ratio = (outputs.log_prob - old).exp()
-                apart = losses.masked_mean(ratio - 1 - (outputs.log_prob - old), mask).sum()
-                clipped = losses.masked_mean(((ratio - 1).abs() > config.cliprange).to(ratio), mask).sum()
-                shares = torch.stack([value.sum(), apart, clipped]).cpu() / len(chosen)
-                seen += torch.cat([weighed_loss.detach().cpu().reshape(1), shares])
-        if config.max_grad_norm is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return seen
+    def _evaluate(self, number: int) -> None:
+        if self.evaluate is None or not self.config.eval_every or self._run is None:
+            return
+        with kept_generators():
+            found = dict(self.evaluate(self.model.language_model, self.tokenizer))
+        self._run.append("evaluations", {"round": number, **found})
+        self.accelerator.log({f"test/{name}": value for name, value in found.items()}, step=number)
+
+    def _directory(self, checkpoint: Path | None) -> RunDirectory:
+        ppo = self.config.to_json()
+        own = {name: ppo.pop(name) for name in ("output_dir", "rounds", "seed")}
+        settings = {
+            "kind": "language",
+            "model": getattr(self.model.language_model.config, "_name_or_path", "") or None,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "trained_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            "rule": without_addresses(repr(self.rule)),
+            "target": without_addresses(name_of(self.target)),
+            "held_out": 0 if self.held_out is None else len(self.held_out),
+            "objective": without_addresses(repr(self.objective)),
+            "engine": self.engine,
+            "processes": self.processes.number,
+            "rounds": own["rounds"],
+            "seed": own["seed"],
+            "ppo": ppo,
+        }
+        folder = self.config.output_dir
+        if checkpoint is not None:
+            return RunDirectory.resume(folder, settings, rounds=len(self.metrics), may_change=_MAY_CHANGE)
+        made = RunDirectory.create(folder, settings, versions={name: version(name) for name in _LIBRARIES})
+        shutil.rmtree(Path(folder) / "checkpoints", ignore_errors=True)
+        return made
+
+    def _checkpoint(self, number: int) -> None:
+        """Write how things stand after a round, and delete the oldest such files."""
+        generators = {"own": self._generator.get_state(), **self.processes.generators()}
+        if not self.accelerator.is_main_process:
+            return
+        about = {"metrics": self.metrics, "kl_coef": self.kl.coefficient, "waiting": self._waiting}
+        path = checkpoints.checkpoint_path(self.config.output_dir, number)
+        checkpoints.save(path, self.model, self.optimizer.optimizer, about, generators)
+        for old in sorted(path.parent.glob("round_*.safetensors"))[: -self.config.keep_checkpoints]:
+            old.unlink()
+
+    def _restore(self, path: Path) -> None:
+        about, generators = checkpoints.load(path, self.model, self.optimizer.optimizer)
+        self.metrics, self._waiting, self.kl.coefficient = about["metrics"], about["waiting"], about["kl_coef"]
+        self._generator.set_state(generators.pop("own"))
+        self.processes.set_generators(generators)
 
     def save_model(self, folder: str | Path | None = None) -> None:
         """Write model (or adapter), value head and tokenizer, as Transformers loads them."""
-        folder = Path(self.config.output_dir if folder is None else folder)
+        if not self.accelerator.is_main_process:
+            return
+        folder = Path(self.config.output_dir) / "model" if folder is None else Path(folder)
         self.accelerator.unwrap_model(self.model).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
+_LIBRARIES = ("whence", "torch", "transformers", "accelerate")
+
+
 @contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    began = time.perf_counter()
+def _timed(seconds: dict[str, dict[str, float]], stage: str) -> Iterator[None]:
+    """Note how long a stage takes, without the stages within it."""
+    before, watch = dict(seconds), Stopwatch()
     yield
-    seconds[stage] = time.perf_counter() - began
+    within = [clocks for name, clocks in seconds.items() if name not in before]
+    found = watch.seconds()
+    seconds[stage] = {clock: value - sum(clocks[clock] for clocks in within) for clock, value in found.items()}
 
 
 def _texts(prompts: Any) -> Sequence[Prompt]:

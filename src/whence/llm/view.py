@@ -1,6 +1,5 @@
 """How log-probs, values and entropies of response tokens are read from a causal language model."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whence.errors import Unsupported, WhenceError
+from whence.llm.model import takes
 from whence.llm.rules import register_rules
 from whence.policies import LazyOutputs, ModuleView
 from whence.records import RecordBatch
@@ -74,14 +74,12 @@ def _at_least_single(tensor: Tensor) -> Tensor:
 def _called(module: Any, inputs: dict[str, Tensor], width: int) -> Any:
     # Logits of prompt tokens, as wide as the vocabulary, are not needed where the model can leave them out.
     wished = {"use_cache": False, "logits_to_keep": width + 1}
-    inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # PEFT's forward takes anything
-    known = inspect.signature(inner.forward).parameters
     with _differentiable_attention():
         found = module(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             position_ids=inputs["position_ids"],
-            **{name: value for name, value in wished.items() if name in known},
+            **{name: value for name, value in wished.items() if takes(module, name)},
         )
     if not isinstance(getattr(found, "logits", None), Tensor):
         raise Unsupported(

@@ -1,9 +1,8 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,9 +16,9 @@ from whence.advice import advice
 from whence.errors import WhenceError
 from whence.influence import Influence
 from whence.objectives import Objective
-from whence.records import RecordBatch, as_numpy
+from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, without_addresses
 from whence.sb3.buffer import (
     Last,
     Normalised,
@@ -29,13 +28,15 @@ from whence.sb3.buffer import (
     read,
     training_on,
 )
-from whence.sb3.description import describe, without_addresses
+from whence.sb3.description import describe
 from whence.sb3.episodes import STATE, Ongoing
 from whence.sb3.rehearsal import Rehearsal, held_out_gain
 from whence.sb3.rounds import Recorder, tensors_of
 from whence.sb3.scoring import Scoring
 from whence.sb3.training import around_next_train, cancel
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
+from whence.stopwatch import Stopwatch
+from whence.tables import summary, with_selection
 from whence.targets import Target, name_of
 
 log = logging.getLogger("whence")
@@ -163,7 +164,7 @@ class InfluenceCallback(BaseCallback):
         self._reset_states = [[state] if start else [] for state, start in zip(self._states(), starts, strict=True)]
 
     def _on_rollout_start(self) -> None:
-        self._collection = _Stopwatch()
+        self._collection = Stopwatch()
 
     def _on_step(self) -> bool:
         if self._run is not None:
@@ -175,7 +176,7 @@ class InfluenceCallback(BaseCallback):
 
     def _on_rollout_end(self) -> None:
         seconds = {"collection": self._collection.seconds()}
-        scoring = _Stopwatch()
+        scoring = Stopwatch()
         records, self._ongoing = read(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
         self._read_at = self.model.num_timesteps
         influence, selection, gain = self._choose(records)
@@ -183,7 +184,13 @@ class InfluenceCallback(BaseCallback):
         self._rounds += 1
         self.round = Round(self._rounds, records, influence, selection)
         self._count_skipped(self.round)
-        metrics = _metrics(self.round) | {"episode_return": self._episode_return()}
+        metrics = {
+            "round": self.round.number,
+            "timestep": int(self.round.records.ids.max()) + 1,
+            **summary(selection, self.round.influence),
+            "episode_return": self._episode_return(),
+        }
+        metrics["skipped"] = metrics["kept"] < 2
         if self.guard:
             metrics |= {"held_out_gain": gain, "fell_back": gain is not None and not gain >= 0}
         self._log(metrics, seconds["scoring"]["wall"])
@@ -231,7 +238,7 @@ class InfluenceCallback(BaseCallback):
         metrics: Mapping[str, Any],
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
-        self._optimisation = _Stopwatch()
+        self._optimisation = Stopwatch()
         if not metrics["skipped"]:
             self._train_selected(own_train, selection)
         self._write_rows(metrics, {**seconds, "optimisation": self._optimisation.seconds()})
@@ -283,15 +290,7 @@ class InfluenceCallback(BaseCallback):
     def _write_round(self, current: Round) -> None:
         if self._run is None:
             return
-        table = current.records.to_polars(observations=True)
-        if current.influence is not None:
-            table = table.with_columns(pl.Series("score", as_numpy(current.influence.scores)))
-        chosen = current.selection
-        table = table.with_columns(
-            pl.Series("keep", chosen.keep.numpy()),
-            pl.Series("weight", chosen.weights.numpy()),
-            pl.Series("reason", list(chosen.reasons), dtype=pl.String),
-        )
+        table = with_selection(current.records.to_polars(observations=True), current.selection, current.influence)
         self._run.write_round("records", current.number, table)
         self._run.write_round("episodes", current.number, self._episodes(table))
         self._run.write_policy(current.number, tensors_of(self.model.policy))
@@ -336,23 +335,6 @@ class InfluenceCallback(BaseCallback):
         }
 
 
-def _metrics(current: Round) -> dict[str, Any]:
-    kept, total = int(current.selection.keep.sum()), len(current.records)
-    row: dict[str, Any] = {
-        "round": current.number,
-        "timestep": int(current.records.ids.max()) + 1,
-        "records": total,
-        "kept": kept,
-        "skipped": kept < 2,
-        "dropped_share": 1 - kept / total,
-    }
-    if current.influence is not None:
-        scores = current.influence.scores.double().numpy()
-        quantiles = {f"q{level:02d}": float(np.quantile(scores, level / 100)) for level in (0, 5, 25, 50, 75, 95, 100)}
-        row |= {"negative_share": float((scores < 0).mean()), "mean": float(scores.mean()), **quantiles}
-    return row
-
-
 def library_versions() -> dict[str, str]:
     """Return the versions that a run's results depend on."""
     found = {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
@@ -360,22 +342,3 @@ def library_versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
-
-
-class _Stopwatch:
-    """Seconds since it was made: CPU seconds of the process, and wall time."""
-
-    def __init__(self) -> None:
-        self._cpu, self._wall = time.process_time(), time.perf_counter()
-
-    def seconds(self) -> dict[str, float]:
-        return {"cpu": time.process_time() - self._cpu, "wall": time.perf_counter() - self._wall}
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        cpu, wall = time.process_time(), time.perf_counter()
-        try:
-            yield
-        finally:
-            self._cpu += time.process_time() - cpu
-            self._wall += time.perf_counter() - wall

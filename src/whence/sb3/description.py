@@ -2,13 +2,14 @@
 
 import inspect
 import math
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from stable_baselines3 import PPO
+
+from whence.runs import without_addresses
 
 # What PPO's constructor takes beside its hyper-parameters: what is trained, where, and what is told of it.
 _OTHERS = (
@@ -56,11 +57,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, type) or inspect.isroutine(value):
         return f"{value.__module__}.{value.__qualname__}"
     return without_addresses(repr(value))
-
-
-def without_addresses(text: str) -> str:
-    """Return the text of an object without its place in memory, which differs from run to run."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def _setting(value: Any) -> Any:

@@ -1,0 +1,77 @@
+"""What every process of `accelerate launch` runs for test_llm_processes.py; the first writes down what came of it."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from test_llm_trainer import PROMPTS, model_of, state, tokenizer_of, trainer_of
+from whence import IPPO, NonPositive
+from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
+from whence.llm.targets import _log_probs
+
+DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
+
+
+def summed_by_hand(view, params, records):
+    return (_log_probs(view, params, records).log_prob.sum(dim=1) * records.advantages).mean()
+
+
+def target_of(name):
+    if name == "validation":
+        return ValidationLoss.of(DEMONSTRATIONS, tokenizer_of(), batch_size=2)
+    return {"sequence": SequenceReturn(), "token": TokenReturn(), "held out": TokenReturn(batch_size=2)}.get(
+        name, summed_by_hand
+    )
+
+
+TARGETS = ("sequence", "token", "validation", "held out", "function")
+
+
+def trained(folder, target, processes, **more):
+    """Train on responses that no draw decides, with as many rows a step whatever the number of processes."""
+    told = []
+    held_out = ["ba", "jj", "e"] if target == "held out" else None
+    settings = {"batch_size": 7, "mini_batch_size": 4 // processes, "top_k": 1, "max_grad_norm": 0.5} | more
+    model = model_of(seed=int(os.environ.get("RANK", 0)))  # the first one's is to be everyone's
+    trainer = trainer_of(
+        *(folder, IPPO() if target == "validation" else NonPositive()),
+        model=model,
+        target=target_of(target),
+        held_out=held_out,
+        seen=lambda rollout, influence, selection, row: told.append(
+            {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["value_loss"]}
+        ),
+        **settings,
+    )
+    trainer.train()
+    return trainer, told
+
+
+def main(folder):
+    first = os.environ["RANK"] == "0"
+    for target in TARGETS:
+        trainer, told = trained(folder / target, target, 2)
+        for tensor in trainer.model.state_dict().values():
+            every = trainer.accelerator.gather(tensor.reshape(1, -1))
+            assert torch.equal(every[0], every[1])
+        if first:
+            save_file({k: v.contiguous() for k, v in state(trainer).items()}, folder / f"{target}.safetensors")
+            (folder / f"{target}.json").write_text(json.dumps(told))
+    ends = []
+    for name, parts in (("whole", (3,)), ("broken", (2, 3))):
+        for rounds in parts:
+            trainer = trainer_of(folder / name, NonPositive(), rounds=rounds, save_every=1, mini_batch_size=2)
+            trainer.train(resume=True)
+        ends.append(state(trainer))
+    if first:
+        same = all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+        texts = trainer._run.round("records", 3)["response"].to_list()
+        (folder / "resumed.json").write_text(json.dumps({"same": same, "responses": texts, "prompts": PROMPTS}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,80 @@
+"""Training by two processes: scores, selection and steps are those of one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+
+from processes import TARGETS, trained
+from test_llm_trainer import state, trainer_of
+from whence.errors import Unsupported, WhenceError
+from whence.llm.processes import Processes
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).parent / "processes.py"), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_two_processes_train_as_one(of_two, tmp_path, target):
+    trainer, told = trained(tmp_path, target, 1)
+    theirs = json.loads((of_two / f"{target}.json").read_text())
+    for mine, other in zip(told, theirs, strict=True):
+        scores, others = torch.tensor(mine["scores"]), torch.tensor(other["scores"])
+        assert float((scores - others).abs().max() / scores.abs().max()) < 1e-4
+        assert scores.unique().numel() > 1
+        assert mine["reward"] == pytest.approx(other["reward"], abs=1e-9)
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    parameters = load_file(of_two / f"{target}.safetensors")
+    for name, tensor in state(trainer).items():
+        assert torch.allclose(tensor, parameters[name], atol=1e-4), name
+
+
+def test_two_processes_go_on_as_if_they_had_not_been_broken_off(of_two):
+    found = json.loads((of_two / "resumed.json").read_text())
+    assert found["same"]
+    assert len(set(found["responses"])) > 2
+
+
+def test_processes_that_share_parameters_out_are_refused():
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        with pytest.raises(Unsupported, match="hold a copy each"):
+            Processes(SimpleNamespace(distributed_type=kind))
+
+
+def test_a_batch_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Processes, "number", 9)
+    with pytest.raises(WhenceError, match="batch_size is 8, and there are 9 processes"):
+        trainer_of(tmp_path)
+
+
+@pytest.mark.parametrize(("count", "number"), [(7, 2), (8, 2), (5, 4), (3, 3)])
+def test_parts_cover_all_rows_and_differ_by_one_at_most(count, number):
+    parts = []
+    for rank in range(number):
+        accelerator = SimpleNamespace(
+            distributed_type=DistributedType.MULTI_CPU, num_processes=number, process_index=rank
+        )
+        parts.append(list(range(count))[Processes(accelerator).own(count)])
+    assert [row for part in parts for row in part] == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1

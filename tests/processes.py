@@ -43,7 +43,7 @@ def trained(folder, target, processes, **more):
         target=target_of(target),
         held_out=held_out,
         seen=lambda rollout, influence, selection, row: told.append(
-            {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["value_loss"]}
+            {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["train/value_loss"]}
         ),
         **settings,
     )

@@ -112,7 +112,7 @@ def test_training_changes_the_model_and_tells_of_it(tmp_path):
     metrics = trainer.train()
     assert not same(before, state(trainer))
     assert [row["round"] for row in metrics] == [1, 2]
-    assert {"reward", "kl", "policy_loss", "value_loss", "approx_kl", "dropped_share"} <= metrics[0].keys()
+    assert {"reward", "kl", "train/value_loss", "train/approx_kl", "dropped_share"} <= metrics[0].keys()
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)  # the policy is still the model that it began as
     assert metrics[1]["kl"] != pytest.approx(0, abs=1e-5)
     assert len(seen) == 2
@@ -134,7 +134,7 @@ def test_a_round_that_keeps_nothing_takes_no_step(tmp_path):
     metrics = trainer.train()
     assert same(before, state(trainer))
     assert metrics[0]["kept"] == 0
-    assert metrics[0]["policy_loss"] is None
+    assert metrics[0]["train/policy_gradient_loss"] is None
 
 
 @pytest.mark.parametrize(("mini_batch_size", "accumulation"), [(8, 1), (2, 4), (3, 3)])

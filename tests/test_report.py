@@ -24,9 +24,11 @@ from whence.report.figures import (
     seconds_by_stage,
 )
 from whence.report.page import DEFINITIONS, METRICS, READING, cell, embedded
-from whence.report.records import COLUMNS, ENDS, LONGEST, ROUNDS, browsed, ends, short_text, spread
+from whence.report.records import ENDS, LONGEST, ROUNDS, STEPS, browsed, ends, short_text, spread
 from whence.runs import RunDirectory
 from whence.selection import KeepAll
+
+COLUMNS = [column.key for column in STEPS]
 
 HOSTILE = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(2)>"
 TURNED = "\u202eشَجَرة \u2028</script>\u2029"  # right to left, and separators of lines
@@ -272,7 +274,7 @@ class TestPage:
 
     def test_it_holds_the_records_of_one_seed_of_each_arm(self, tiny, page):
         assert page.of("option") == ["ppo, seed 0", "iif, seed 0", "random, seed 0"]
-        runs = page.data("records-data")
+        runs = page.data("records-data")["runs"]
         assert [run["label"] for run in runs] == page.of("option")
         assert [[(r["round"], r["records"], r["scored"]) for r in run["rounds"]] for run in runs] == [
             [(1, 64, False), (2, 64, False)],
@@ -347,7 +349,7 @@ class TestPage:
         write_report(Comparison(tmp_path, configs, small.summary), tmp_path / "report.html")
         page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
         library = max(len(script) for script in page.scripts)
-        assert [len(run["rounds"]) for run in page.data("records-data")] == [ROUNDS] * 3
+        assert [len(run["rounds"]) for run in page.data("records-data")["runs"]] == [ROUNDS] * 3
         assert (tmp_path / "report.html").stat().st_size - library < 1_000_000
 
 
@@ -367,7 +369,7 @@ class TestRunPage:
         assert page.of("dd")[0] == "128"
         assert "No rounds yet" not in page.of("h2")
         assert page.facts()["arm"] == "iif"
-        assert len(page.data("records-data")) == 1
+        assert len(page.data("records-data")["runs"]) == 1
         assert {"hidden": None} in page.tags("label")  # no run to choose
         # One seed has no spread.
         assert [len(figure["data"]) for figure in page.data("figures-data")[:4]] == [1] * 4
@@ -394,7 +396,7 @@ class TestRunPage:
         page = page_of(directory)
         assert page.of("bdi") == ["lake: IIF(drop=0.5)"]
         assert "2 rounds." in page.of("p")
-        assert [entry["round"] for entry in page.data("records-data")[0]["rounds"]] == [1, 2, 3]
+        assert [entry["round"] for entry in page.data("records-data")["runs"][0]["rounds"]] == [1, 2, 3]
 
     def test_a_run_of_which_only_records_are_left(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": None})
@@ -428,7 +430,9 @@ class TestRunPage:
         assert page.of("bdi") == [f"{text}: {text}".strip()]
         assert page.facts()["env"] == text.strip()
         assert not {"img", "b"} & {tag for tag, _ in page.elements}
-        rows = [dict(zip(COLUMNS, row, strict=True)) for row in page.data("records-data")[0]["rounds"][0]["rows"]]
+        rows = [
+            dict(zip(COLUMNS, row, strict=True)) for row in page.data("records-data")["runs"][0]["rounds"][0]["rows"]
+        ]
         reason = text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
         assert {row["reason"] for row in rows} == {None, reason}
         assert all(row["observation"].startswith(text[:100]) for row in rows)

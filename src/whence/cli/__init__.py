@@ -14,6 +14,7 @@ from whence.cli import sweep as _sweep  # noqa: F401  isort: skip
 from whence.cli import reading as _reading  # noqa: F401  isort: skip
 from whence.cli import rounds as _rounds  # noqa: F401  isort: skip
 from whence.cli import interventions as _interventions  # noqa: F401  isort: skip
+from whence.cli import language as _language  # noqa: F401  isort: skip
 from whence.cli import doctor as _doctor  # noqa: F401  isort: skip
 from whence.cli.app import app as app
 from whence.cli.app import main as main

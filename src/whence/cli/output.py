@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from whence.errors import WhenceError
-from whence.experiments import Planned, RunConfig
+from whence.experiments import AnyConfig, Planned
+from whence.report.page import METRICS, cell, column_heading
 
 console = Console()
 errors = Console(stderr=True)
@@ -96,6 +97,17 @@ def resumable() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
+    """Return a comparison's summary as a table, a column for each arm."""
+    made = Table(title=title.replace("[", r"\["))
+    made.add_column("metric")
+    for arm in summary:
+        made.add_column(column_heading(arm), justify="right")
+    for metric, heading in METRICS.items():
+        made.add_row(heading, *(" ".join(cell(metric, entry[metric])).strip() for entry in summary.values()))
+    return made
+
+
 class _Bars:
     """Bars that are there while their `with` lasts."""
 
@@ -115,13 +127,13 @@ class _Bars:
 class ComparisonBars(_Bars):
     """A bar for all rounds and one for each run under way; plain lines where there is no terminal."""
 
-    def __init__(self, configs: Sequence[RunConfig]) -> None:
+    def __init__(self, configs: Sequence[AnyConfig]) -> None:
         super().__init__()
         self._done: dict[tuple[str, int], int] = {}
         self._bars: dict[tuple[str, int], TaskID] = {}
         self._all = self._progress.add_task("all rounds", total=sum(config.rounds for config in configs), said="")
 
-    def update(self, config: RunConfig, rounds: int) -> None:
+    def update(self, config: AnyConfig, rounds: int) -> None:
         """Show that a run has so many rounds done."""
         key = config.arm, config.seed
         self._done[key] = rounds
@@ -138,10 +150,10 @@ class ComparisonBars(_Bars):
 class RunBar(_Bars):
     """A bar for the rounds of one run, with what the last one came to."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, rounds: int) -> None:
         super().__init__()
         self.rounds = 0
-        self._bar = self._progress.add_task("rounds", total=config.rounds, said="")
+        self._bar = self._progress.add_task("rounds", total=rounds, said="")
 
     def update(self, rounds: int, metrics: Mapping[str, Any]) -> None:
         """Show that so many rounds are done."""
@@ -152,7 +164,8 @@ class RunBar(_Bars):
 def said_of(metrics: Mapping[str, Any]) -> list[str]:
     """Return what a round came to, in words."""
     said = []
-    for name, words in (("test_return", "test return {:.4g}"), ("episode_return", "return {:.4g}")):
+    words_of = {"test_return": "test return {:.4g}", "episode_return": "return {:.4g}", "reward": "reward {:.4g}"}
+    for name, words in words_of.items():
         if metrics.get(name) is not None:
             said.append(words.format(metrics[name]))
     if metrics.get("dropped_share"):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
-from rich.table import Table
 
 from whence import experiments
 from whence.cli import options
@@ -24,12 +23,13 @@ from whence.cli.output import (
     print_json,
     resumable,
     said_of,
+    summary_table,
 )
 from whence.errors import WhenceError
 from whence.experiments import HYPERPARAMETERS, RunConfig
 from whence.experiments.plan import check_read
 from whence.report import write_report, write_run_report
-from whence.report.page import METRICS, READING, cell, column_heading
+from whence.report.page import READING
 from whence.runs import RunDirectory
 
 _PPO = "PPO, by Stable-Baselines3's names"
@@ -215,7 +215,7 @@ def round_numbers(option: str, text: str | None) -> list[int]:
 def _run(config: RunConfig, path: Path, tensorboard: Path | None, recordings: Collection[int]) -> None:
     """Train below a bar; Ctrl-C says what there is."""
     try:
-        with RunBar(config) as bar:
+        with RunBar(config.rounds) as bar:
             experiments.run(config, path, bar.update, tensorboard=tensorboard, recordings=recordings)
     except KeyboardInterrupt:
         done = f"Interrupted after {bar.rounds} of {config.rounds} rounds. They are in {path}:"
@@ -297,17 +297,7 @@ def compare(
         print_json(comparison.summary)
         return
     ((name, summary),) = comparison.summary.items()
-    console.print(_table(f"{name}, {seeds} seeds, {configs[0].rounds} rounds", summary))
+    console.print(summary_table(f"{name}, {seeds} seeds, {configs[0].rounds} rounds", summary))
     console.print(READING, style="dim")
     for name, file in (("Numbers", "summary.json"), ("Page", "report.html")):
         line(f"{name}: {out / file}")
-
-
-def _table(title: str, summary: Mapping[str, Any]) -> Table:
-    made = Table(title=title.replace("[", r"\["))
-    made.add_column("metric")
-    for arm in summary:
-        made.add_column(column_heading(arm), justify="right")
-    for metric, heading in METRICS.items():
-        made.add_row(heading, *(" ".join(cell(metric, entry[metric])).strip() for entry in summary.values()))
-    return made

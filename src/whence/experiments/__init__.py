@@ -1,5 +1,6 @@
 """Training runs as data: presets, arms, comparisons and what they are measured by."""
 
+from whence.experiments import language as language
 from whence.experiments.arms import ARMS as ARMS
 from whence.experiments.arms import STANDARD as STANDARD
 from whence.experiments.arms import Arm as Arm
@@ -10,6 +11,11 @@ from whence.experiments.config import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.experiments.config import TARGETS as TARGETS
 from whence.experiments.config import RunConfig as RunConfig
 from whence.experiments.config import presets as presets
+from whence.experiments.kinds import AnyConfig as AnyConfig
+from whence.experiments.language import LANGUAGE_ARMS as LANGUAGE_ARMS
+from whence.experiments.language import LANGUAGE_TARGETS as LANGUAGE_TARGETS
+from whence.experiments.language import TASKS as TASKS
+from whence.experiments.language import LanguageConfig as LanguageConfig
 from whence.experiments.metrics import Curve as Curve
 from whence.experiments.metrics import summarise as summarise
 from whence.experiments.plan import configure as configure

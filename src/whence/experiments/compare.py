@@ -10,14 +10,13 @@ import polars as pl
 
 from whence.errors import WhenceError
 from whence.experiments.arms import STANDARD
-from whence.experiments.config import RunConfig
+from whence.experiments.kinds import AnyConfig, config_of, kind_of
 from whence.experiments.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
-from whence.experiments.training import curve, is_finished
 from whence.experiments.workers import check_workers, run_all
 from whence.guards import written_atomically
 from whence.runs import RunDirectory, Table
 
-Progress = Callable[[RunConfig, int], None]
+Progress = Callable[[AnyConfig, int], None]
 """Called with a run and the number of its rounds that are done."""
 
 
@@ -32,7 +31,7 @@ class Comparison:
     """
 
     path: Path
-    configs: Sequence[RunConfig]
+    configs: Sequence[AnyConfig]
     summary: Mapping[str, Any]
 
     def table(self, name: Table) -> pl.DataFrame:
@@ -43,18 +42,18 @@ class Comparison:
         ]
         return pl.concat(parts, how="diagonal")
 
-    def run(self, config: RunConfig) -> RunDirectory:
+    def run(self, config: AnyConfig) -> RunDirectory:
         """Return the directory of one of the runs."""
         return RunDirectory.open(run_path(self.path, config))
 
 
-def run_path(path: Path, config: RunConfig) -> Path:
+def run_path(path: Path, config: AnyConfig) -> Path:
     """Return the directory of one run of a comparison."""
     return path / "runs" / config.arm / f"seed_{config.seed}"
 
 
 def compare(
-    configs: Sequence[RunConfig],
+    configs: Sequence[AnyConfig],
     path: Path,
     *,
     workers: int | None = None,
@@ -81,7 +80,7 @@ def compare(
             f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
         )
     check_workers(workers)
-    todo = [config for config in configs if not is_finished(config, run_path(path, config))]
+    todo = [config for config in configs if not kind_of(config).is_finished(config, run_path(path, config))]
     for config in configs:
         progress(config, 0 if config in todo else config.rounds)
     jobs = [(config, run_path(path, config)) for config in todo]
@@ -110,7 +109,7 @@ def load(path: Path) -> Comparison:
     """
     listed, summary = (_read_json(path / name) for name in ("comparison.json", "summary.json"))
     try:
-        configs = [RunConfig.from_json(config) for config in listed]
+        configs = [config_of(config) for config in listed]
     except (AttributeError, TypeError, ValueError) as wrong:
         raise _damaged(path / "comparison.json", f"does not list the runs of a comparison ({wrong})") from None
     if not _is_summary(summary, configs):
@@ -129,7 +128,7 @@ def _read_json(path: Path) -> Any:
         raise _damaged(path, f"is not readable as JSON ({wrong})") from None
 
 
-def _is_summary(value: Any, configs: Sequence[RunConfig]) -> bool:
+def _is_summary(value: Any, configs: Sequence[AnyConfig]) -> bool:
     names = *PAIR_METRICS, *CURVE_METRICS
     try:
         ((env, arms),) = value.items()
@@ -146,8 +145,8 @@ def _damaged(path: Path, fault: str) -> WhenceError:
     )
 
 
-def _curves(configs: Sequence[RunConfig], path: Path) -> dict[str, dict[int, Curve]]:
+def _curves(configs: Sequence[AnyConfig], path: Path) -> dict[str, dict[int, Curve]]:
     curves: dict[str, dict[int, Curve]] = {}
     for config in configs:
-        curves.setdefault(config.arm, {})[config.seed] = curve(config, run_path(path, config))
+        curves.setdefault(config.arm, {})[config.seed] = kind_of(config).curve(config, run_path(path, config))
     return curves

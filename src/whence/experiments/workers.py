@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from whence.errors import WhenceError
-from whence.experiments.config import RunConfig
-from whence.experiments.training import run
+from whence.experiments.kinds import AnyConfig, kind_of
 from whence.guards import written_atomically
 
-Job = tuple[RunConfig, Path]
+Job = tuple[AnyConfig, Path]
 """A run and its directory."""
 
 
@@ -114,13 +113,13 @@ def reason(failure: Exception) -> str:
     return str(failure) if isinstance(failure, WhenceError) else f"{type(failure).__name__}: {failure}"
 
 
-def _work(pipe: Connection, config: RunConfig, path: Path) -> None:
+def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
     torch.set_num_threads(1)
     logging.getLogger("whence").setLevel(logging.ERROR)  # advice stands in the page; here it would break the bars
     threading.Thread(target=_end_with_parent, daemon=True).start()
     told = path.with_name(f"{path.name}.error.txt")
     try:
-        run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
+        kind_of(config).run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
     except Exception as failure:
         with written_atomically(told) as temporary:
             temporary.write_text(traceback.format_exc(), encoding="utf-8")

@@ -21,7 +21,8 @@ class PPOConfig:
         mini_batch_size: rows of one forward and backward pass, on each process.
         gradient_accumulation_steps: passes that make one step of the optimiser.
         ppo_epochs: passes over the rows of a rollout.
-        learning_rate: of AdamW without weight decay, as LDA's Adam.
+        learning_rate: of Adam.
+        value_learning_rate: of the value head, which starts from nothing; None: the same.
         max_grad_norm: gradients are clipped to it; None: never.
         cliprange: how far a token's probability ratio may move from 1.
         cliprange_value: how far a value may move; None: as far as it will.
@@ -57,6 +58,7 @@ class PPOConfig:
     gradient_accumulation_steps: int = 1
     ppo_epochs: int = 4
     learning_rate: float = 1e-5
+    value_learning_rate: float | None = None
     max_grad_norm: float | None = None
     cliprange: float = 0.2
     cliprange_value: float | None = 0.2
@@ -124,6 +126,6 @@ _NOT_NEGATIVE: tuple[str, Callable[[float], bool]] = ("a number, 0 or more,", la
 _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     **dict.fromkeys(("max_grad_norm", "cliprange", "cliprange_value", "target", "temperature"), _POSITIVE),
     **dict.fromkeys(("gamma", "lam"), _UNIT),
-    **dict.fromkeys(("learning_rate", "vf_coef", "init_kl_coef", "missing_eos_penalty"), _NOT_NEGATIVE),
+    **dict.fromkeys(("learning_rate", "value_learning_rate", "vf_coef", "init_kl_coef", "missing_eos_penalty"), _NOT_NEGATIVE),
     "top_p": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
 }

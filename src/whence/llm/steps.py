@@ -15,8 +15,8 @@ from whence.policies import ModuleView
 from whence.records import RecordBatch
 from whence.selection import Selection
 
-MEANS = ("policy_loss", "value_loss", "approx_kl", "clip_fraction")
-"""What is told of a round's steps: means over all of them."""
+MEANS = ("train/policy_gradient_loss", "train/value_loss", "train/approx_kl", "train/clip_fraction")
+"""What is told of a round's steps, by SB3's names: means over all of them."""
 
 
 def optimise(

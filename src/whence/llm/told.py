@@ -45,7 +45,7 @@ def row_of(number: int, rollout: Rollout, selection: Selection, influence: Influ
         "reward_kept": float(rewards[keep].mean()) if keep.any() else None,
         "reward_dropped": float(rewards[~keep].mean()) if (~keep).any() else None,
         "kl": float(rollout.divergence.mean()),
-        "entropy": rollout.entropy,
+        "train/entropy_loss": -rollout.entropy,
         "length": float(rollout.responses.response_mask.sum(dim=1).double().mean()),
         "ended_share": float(rollout.responses.ended.to(torch.float64).mean()),
         **summary(selection, influence),

@@ -78,6 +78,7 @@ class PPOTrainer:
         memory: bytes that scoring may hold at a time.
         reward_weights: of several rewards.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
+        about: what else the run directory is to say of the run, in JSON types.
         seen: told of every round.
 
     Raises:
@@ -101,6 +102,7 @@ class PPOTrainer:
         memory: int = 2**31,
         reward_weights: Sequence[float] | None = None,
         evaluate: Evaluate | None = None,
+        about: Mapping[str, Any] | None = None,
         seen: Seen | None = None,
     ) -> None:
         check_tokenizer(tokenizer)
@@ -111,7 +113,7 @@ class PPOTrainer:
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
-        self.engine, self.memory = engine, memory
+        self.engine, self.memory, self.about = engine, memory, dict(about or {})
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         self.processes = Processes(self.accelerator)
         self._check_sizes()
@@ -134,8 +136,12 @@ class PPOTrainer:
             self.model = self.model.to(self.accelerator.device)
         self.processes.make_equal(self.model)
         self.reference = Reference(self.model)
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = self.accelerator.prepare_optimizer(torch.optim.Adam(trainable, lr=config.learning_rate))
+        head = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
+        groups = [
+            {"params": [p for p in part.parameters() if p.requires_grad], "lr": rate}
+            for part, rate in ((self.model.language_model, config.learning_rate), (self.model.value_head, head))
+        ]
+        self.optimizer = self.accelerator.prepare_optimizer(torch.optim.Adam(groups))
         self.kl = losses.KLController(
             config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon
         )
@@ -288,6 +294,7 @@ class PPOTrainer:
         own = {name: ppo.pop(name) for name in ("output_dir", "rounds", "seed")}
         settings = {
             "kind": "language",
+            **self.about,
             "model": getattr(self.model.language_model.config, "_name_or_path", "") or None,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "trained_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),

@@ -16,7 +16,10 @@ COLOURS = ("#7d8590", "#e27411", "#2f74e6", "#1ba764", "#c2245f", "#a04df0", "#b
 the first four apart for every kind of colour blindness. The later four are drawn dashed as well; where colours come
 again, dots tell the arms apart."""
 
-STAGES: Mapping[str, str] = {"collection": "#a9acd4", "optimisation": "#6266a8", "scoring": "#d9a400"}
+STAGES: Mapping[str, str] = {
+    **{"collection": "#a9acd4", "generation": "#a9acd4", "forward": "#8689bf", "optimisation": "#6266a8"},
+    **{"scoring": "#d9a400", "held_out": "#f0d98c"},
+}
 """The parts of a round's time, with colours that no early arm has."""
 
 _HEIGHT = 340
@@ -82,20 +85,29 @@ def influence_distribution(metrics: pl.DataFrame, arm: str, colours: Colours | N
     return _whole_rounds(figure, means)
 
 
-def seconds_by_stage(timings: pl.DataFrame) -> go.Figure:
-    """Draw the mean seconds of a round by stage, process CPU time."""
+def stages_of(timings: pl.DataFrame, clock: str) -> list[str]:
+    """Return the stages whose seconds by a clock, "cpu" or "wall", a table of timings holds."""
+    return [stage for stage in STAGES if f"{stage}_{clock}" in timings.columns]
+
+
+def seconds_by_stage(timings: pl.DataFrame, clock: str = "cpu") -> go.Figure:
+    """Draw the mean seconds of a round by stage.
+
+    Args:
+        timings: with columns `arm` and, for each stage, `STAGE_CLOCK`.
+        clock: "cpu", the process's, or "wall".
+    """
     figure = _figure("")
     arms = _arms(timings)
-    for stage, colour in STAGES.items():
-        means = [timings.filter(pl.col("arm") == arm)[f"{stage}_cpu"].mean() for arm in arms]
+    for stage in stages_of(timings, clock):
+        means = [timings.filter(pl.col("arm") == arm)[f"{stage}_{clock}"].mean() for arm in arms]
         figure.add_bar(
             **{"x": means, "y": [_plain(arm) for arm in arms], "orientation": "h", "width": 0.55},
-            **{"name": stage, "marker_color": colour, "hovertemplate": "%{x:.3g} s"},
+            **{"name": stage.replace("_", "-"), "marker_color": STAGES[stage], "hovertemplate": "%{x:.3g} s"},
         )
     figure.update_yaxes(type="category", autorange="reversed", showspikes=False)
-    return figure.update_layout(
-        barmode="stack", legend_traceorder="normal", xaxis_title="CPU seconds a round, mean", hovermode="y unified"
-    )
+    title = f"{'CPU seconds' if clock == 'cpu' else 'seconds'} a round, mean"
+    return figure.update_layout(barmode="stack", legend_traceorder="normal", xaxis_title=title, hovermode="y unified")
 
 
 def interventions_box(changes: pl.DataFrame) -> go.Figure:

@@ -11,11 +11,11 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from whence.experiments import STANDARD, Comparison
+from whence.experiments import STANDARD, AnyConfig, Comparison, LanguageConfig
 from whence.experiments.metrics import PAIR_METRICS
 from whence.guards import written_atomically
 from whence.report.figures import arm_colours
-from whence.report.records import browsed
+from whence.report.records import Column, browsed, columns_of
 from whence.report.sections import Drawn, Runs, advised, drawn, facts, latest, tables
 from whence.runs import RunDirectory
 
@@ -68,14 +68,14 @@ def write_report(comparison: Comparison, path: Path) -> None:
     _write(
         path,
         title=f"{env}: {', '.join(arms)}",
-        subtitle=f"{_count(len(seeds), 'seed')}, {_count(first.rounds, 'round')}, "
-        f"{_count(first.eval_episodes, 'evaluation episode')} after each round.",
+        subtitle=f"{_count(len(seeds), 'seed')}, {_count(first.rounds, 'round')}, {_evaluated(first)}.",
         summary=_summary(arms),
         definitions=DEFINITIONS,
         advice=advised(runs),
         drawn=drawn(tables(runs), list(arms), len(seeds)),
         # The records of all seeds would make the page heavy.
         runs=[browsed(run, f"{arm}, seed {seed}") for (arm, seed), run in runs.items() if seed == seeds[0]],
+        columns=columns_of(runs.values()),
         facts=facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
     )
 
@@ -101,6 +101,7 @@ def write_run_report(run: RunDirectory, path: Path) -> None:
         advice=advised(runs),
         drawn=drawn(found, [label]),
         runs=[browsed(run, label)],
+        columns=columns_of([run]),
         facts=facts(run.config, [run]),
     )
 
@@ -128,7 +129,14 @@ def embedded(value: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def _write(path: Path, *, drawn: Sequence[Drawn], runs: Sequence[Mapping[str, Any]], **content: Any) -> None:
+def _write(
+    path: Path,
+    *,
+    drawn: Sequence[Drawn],
+    runs: Sequence[Mapping[str, Any]],
+    columns: Sequence[Column],
+    **content: Any,
+) -> None:
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         _file("template.html")
     )
@@ -137,7 +145,9 @@ def _write(path: Path, *, drawn: Sequence[Drawn], runs: Sequence[Mapping[str, An
         figures=[(title, about) for title, about, _ in drawn],
         figures_json=embedded([_plain(figure) for _, _, figure in drawn]),
         records=[run["label"] for run in runs if run["rounds"]],
-        records_json=embedded([run for run in runs if run["rounds"]]),
+        records_json=embedded(
+            {"columns": [column._asdict() for column in columns], "runs": [run for run in runs if run["rounds"]]}
+        ),
         style=Markup(_file("page.css")),
         plotly=Markup(get_plotlyjs()),
         figures_js=Markup(_file("figures.js")),
@@ -171,6 +181,12 @@ def _label(run: RunDirectory) -> tuple[str, int | None]:
     hyperparameters = config.get("hyperparameters")
     inner = hyperparameters.get("seed") if isinstance(hyperparameters, Mapping) else None
     return str(config.get("arm") or config.get("rule") or "run"), config.get("seed", inner)
+
+
+def _evaluated(config: AnyConfig) -> str:
+    if isinstance(config, LanguageConfig):
+        return f"{_count(config.test_problems, 'problem')} of the test, answered greedily"
+    return f"{_count(config.eval_episodes, 'evaluation episode')} after each round"
 
 
 def _count(number: int, noun: str) -> str:

@@ -3,25 +3,11 @@
 (() => {
   "use strict";
 
-  const COLUMNS = [
-    ["record", "The step of training at which the record was collected"],
-    ["score", "Influence on the target: above 0, training on the record raises it"],
-    ["kept", "Whether the record trained"],
-    ["env", "Index of the environment"],
-    ["episode", "Id of the episode"],
-    ["step", "Position in the episode, from 0"],
-    ["action", ""],
-    ["observation", ""],
-    ["advantage", "As it came, not normalised"],
-    ["return", "Target of the value function"],
-    ["value", "Estimate of the value function"],
-    ["log-prob", "Log-probability of the action"],
-    ["reason", "Why the record was dropped"],
-  ];
-  const SCORE = 1, KEPT = 2, OBSERVATION = 7, REASON = 12;
   const SHOWN = 48; // characters in a cell; the rest stands in its title
 
-  const runs = JSON.parse(document.getElementById("records-data").textContent);
+  const { columns: COLUMNS, runs } = JSON.parse(document.getElementById("records-data").textContent);
+  const place = (kind) => COLUMNS.findIndex((column) => column.kind === kind);
+  const SCORE = place("score"), KEPT = place("keep"), REASON = place("reason");
   const [runSelect, roundSelect, filter, table, note] = ["run", "round", "filter", "table", "note"].map((name) =>
     document.getElementById(`records-${name}`),
   );
@@ -51,7 +37,7 @@
 
   function headings() {
     const row = document.createElement("tr");
-    COLUMNS.forEach(([name, about], column) => {
+    COLUMNS.forEach(({ name, about }, column) => {
       const heading = element("th", "", { scope: "col", class: isText(column) ? "text" : "" });
       const button = element("button", name, { type: "button", title: about });
       button.addEventListener("click", () => {
@@ -65,7 +51,7 @@
     table.tHead.replaceChildren(row);
   }
 
-  const isText = (column) => column === OBSERVATION || column === REASON;
+  const isText = (column) => column === REASON || COLUMNS[column].kind === "text";
 
   function cell(value, column, largest) {
     const text = textOf(value, column);

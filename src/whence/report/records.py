@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -18,11 +18,65 @@ ENDS = 20
 LONGEST = 240
 """Characters of an observation, an action or a reason that a page holds at most."""
 
-COLUMNS = (
-    *("record_id", "score", "keep", "env_index", "episode_id", "step", "action", "observation"),
-    *("advantage", "return", "value", "log_prob", "reason"),
+LONGEST_TEXT = 2000
+"""Characters of a prompt or a response."""
+
+
+class Column(NamedTuple):
+    """A column of the page's table.
+
+    Attributes:
+        key: what the run directory calls it.
+        name: its heading.
+        about: what it holds.
+        kind: "score", "keep", "reason", "text" or "".
+    """
+
+    key: str
+    name: str
+    about: str = ""
+    kind: str = ""
+
+
+_SCORE = Column("score", "score", "Influence on the target: above 0, training on the record raises it", "score")
+_KEPT = Column("keep", "kept", "Whether the record trained", "keep")
+_REASON = Column("reason", "reason", "Why the record was dropped", "reason")
+
+STEPS = (
+    Column("record_id", "record", "The step of training at which the record was collected"),
+    *(_SCORE, _KEPT),
+    Column("env_index", "env", "Index of the environment"),
+    Column("episode_id", "episode", "Id of the episode"),
+    Column("step", "step", "Position in the episode, from 0"),
+    Column("action", "action"),
+    Column("observation", "observation", kind="text"),
+    Column("advantage", "advantage", "As it came, not normalised"),
+    Column("return", "return", "Target of the value function"),
+    Column("value", "value", "Estimate of the value function"),
+    Column("log_prob", "log-prob", "Log-probability of the action"),
+    _REASON,
 )
-"""The columns of a round's rows, by the names they have in the run directory."""
+"""Columns where records are steps in an environment."""
+
+RESPONSES = (
+    Column("record_id", "record", "The response's number, counted from the start of training"),
+    *(_SCORE, _KEPT),
+    Column("prompt", "prompt", kind="text"),
+    Column("response", "response", kind="text"),
+    Column("reward", "reward", "Before any penalty"),
+    Column("advantage", "advantage", "Of the last token, whitened over the rollout"),
+    Column("weight", "weight", "How much the response trained"),
+    Column("divergence", "divergence", "From the start model, in nats, as the penalty estimates it"),
+    Column("tokens", "tokens", "Length of the response"),
+    Column("log_prob", "log-prob", "Log-probability of the whole response"),
+    _REASON,
+)
+"""Columns where records are responses of a language model."""
+
+
+def columns_of(runs: Iterable[RunDirectory]) -> tuple[Column, ...]:
+    """Return the columns for the records of some runs of one kind."""
+    return RESPONSES if any(run.config.get("kind") == "language" for run in runs) else STEPS
 
 
 def browsed(run: RunDirectory, label: str) -> dict[str, Any]:
@@ -50,25 +104,26 @@ def ends(records: pl.DataFrame) -> pl.DataFrame:
     return ordered if len(ordered) <= 2 * ENDS else pl.concat([ordered.head(ENDS), ordered.tail(ENDS)])
 
 
-def short_text(value: Any) -> str:
+def short_text(value: Any, longest: int = LONGEST) -> str:
     """Return numbers, lists of numbers or text as one short line, its end cut off where it is longer than a page holds.
 
     Nothing is written out that would be cut off: an observation may hold thousands of numbers.
     """
-    line = ", ".join(_entry(entry) for entry in value[:LONGEST]) if isinstance(value, list) else _entry(value)
-    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
+    line = ", ".join(_entry(entry) for entry in value[:longest]) if isinstance(value, list) else _entry(value)
+    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def _round(run: RunDirectory, number: int) -> dict[str, Any]:
     records = run.round("records", number)
-    rows = [_row(row) for row in ends(records).iter_rows(named=True)]
+    columns = columns_of([run])
+    rows = [_row(row, columns) for row in ends(records).iter_rows(named=True)]
     return {"round": number, "records": len(records), "scored": "score" in records.columns, "rows": rows}
 
 
-def _row(record: dict[str, Any]) -> list[Any]:
+def _row(record: dict[str, Any], columns: Iterable[Column]) -> list[Any]:
     whole = {name: value for name, value in record.items() if name.split(".")[0] == "observation"}
     shown = record | {"observation": _observation(whole)}
-    return [_cell(name, shown.get(name)) for name in COLUMNS]
+    return [_cell(column.key, shown.get(column.key)) for column in columns]
 
 
 def _observation(parts: dict[str, Any]) -> Any:
@@ -82,6 +137,8 @@ def _cell(name: str, value: Any) -> Any:
     if isinstance(value, float):
         # JSON knows no other floats, and float32 has no more than these digits.
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    if name in ("prompt", "response"):
+        return short_text(value, LONGEST_TEXT)
     return short_text(value) if isinstance(value, str | Iterable) else value
 
 

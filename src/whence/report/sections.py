@@ -44,9 +44,20 @@ def drawn(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
     if _has(evaluations, "test_return"):
         about = f"Mean return of the evaluation episodes after each round; round 0 is the untrained policy.{bands}"
         found.append(("Learning curves", about, figures.learning_curves(evaluations, colours)))
-    elif _has(metrics, "episode_return"):
+    if _has(metrics, "reward"):
+        about = "Mean reward of the round's responses, those that were dropped among them."
+        found.append(("Reward", about, figures.over_rounds(metrics, "reward", "mean reward", colours)))
+    elif not found and _has(metrics, "episode_return"):
         about = f"Mean return of the last hundred training episodes.{bands}"
         found.append(("Learning curves", about, figures.training_returns(metrics, colours)))
+    if _has(evaluations, "unfaithful"):
+        about = "Of the right answers to the test's problems, the share that came by other than the right steps."
+        unfaithful = figures.over_rounds(evaluations, "unfaithful", "share of right answers by wrong steps", colours)
+        found.append(("Unfaithful answers", about, unfaithful))
+    if _has(metrics, "kl"):
+        about = "How far responses are from the start model, as the penalty estimates it."
+        divergence = figures.over_rounds(metrics, "kl", "divergence of a response (nats)", colours)
+        found.append(("Divergence from the start model", about, divergence))
     if _has(metrics, "dropped_share"):
         about = "The share of each rollout that trained; the rest, up to 100%, was dropped."
         found.append(("Records kept and dropped", about, figures.kept_share(metrics, colours)))
@@ -57,9 +68,11 @@ def drawn(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
         about = "How far the round's optimisation took the policy from the one that collected it."
         found.append(("Approximate KL", about, figures.approximate_kl(metrics, colours)))
     scored = _arms_with(metrics, "q50")
-    if _has(timings, "collection_cpu"):
-        about = f"Process CPU seconds of a mean round; evaluation is left out. {_scoring_share(timings, scored)}"
-        found.append(("Time by stage", about, figures.seconds_by_stage(timings)))
+    clock = "cpu" if _has(timings, "collection_cpu") else "wall"
+    if _has(timings, f"optimisation_{clock}"):
+        seconds = "Process CPU seconds" if clock == "cpu" else "Seconds"
+        about = f"{seconds} of a mean round; evaluation is left out. {_scoring_share(timings, scored, clock)}"
+        found.append(("Time by stage", about, figures.seconds_by_stage(timings, clock)))
     about = "Quantiles of each round's scores. Above 0, training on the record raises the target."
     found += [(f"Influence, {arm}", about, figures.influence_distribution(metrics, arm, colours)) for arm in scored]
     return found
@@ -89,12 +102,13 @@ def latest(tables: Tables) -> list[tuple[str, str]]:
         else []
     )
     steps, training, dropped = (last.get(name) for name in ("timestep", "episode_return", "dropped_share"))
-    entropy = last.get("train/entropy_loss")
+    entropy, reward = last.get("train/entropy_loss"), last.get("reward")
     shown = [
         ("steps", f"{steps:,}" if steps is not None else None),
         ("test return", f"{returns[-1]:.4g}" if returns else None),
         ("best test return", f"{max(returns):.4g}" if returns else None),
         ("training return", f"{training:.4g}" if training is not None else None),
+        ("reward", f"{reward:.4g}" if reward is not None else None),
         ("records kept", f"{1 - dropped:.1%}" if dropped is not None else None),
         ("policy entropy", f"{-entropy:.3g} nats" if entropy is not None else None),
     ]
@@ -123,12 +137,12 @@ def _arms_with(table: pl.DataFrame, column: str) -> list[str]:
     return table.drop_nulls(column)["arm"].unique(maintain_order=True).to_list() if _has(table, column) else []
 
 
-def _scoring_share(timings: pl.DataFrame, scored: Sequence[str]) -> str:
+def _scoring_share(timings: pl.DataFrame, scored: Sequence[str], clock: str) -> str:
     """Say what part of their time the arms that score spend on it."""
-    stages = [f"{stage}_cpu" for stage in figures.STAGES]
+    stages = [f"{stage}_{clock}" for stage in figures.stages_of(timings, clock)]
     sums = {row["arm"]: row for row in timings.group_by("arm").agg(pl.col(stages).sum()).to_dicts()}
     totals = {arm: sum(sums[arm][stage] for stage in stages) for arm in scored if arm in sums}
-    shares = [f"{sums[arm]['scoring_cpu'] / total:.1%} of {arm}’s" for arm, total in totals.items() if total > 0]
+    shares = [f"{sums[arm][f'scoring_{clock}'] / total:.1%} of {arm}’s" for arm, total in totals.items() if total > 0]
     return f"Scoring takes {', '.join(shares)} time." if shares else ""
 
 

@@ -8,6 +8,7 @@ from whence.llm.lab.evaluation import evaluate as evaluate
 from whence.llm.lab.model import Imitation as Imitation
 from whence.llm.lab.model import Shape as Shape
 from whence.llm.lab.problems import Difficulty as Difficulty
+from whence.llm.lab.problems import Habit as Habit
 from whence.llm.lab.problems import Verdict as Verdict
 from whence.llm.lab.problems import check as check
 from whence.llm.lab.problems import reward as reward

@@ -7,22 +7,21 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-from transformers.utils import logging
 
 from whence.errors import WhenceError, nearest
+from whence.llm.bars import hidden_bars
 from whence.llm.lab import model as small
 from whence.llm.lab import problems
-from whence.llm.lab.problems import Difficulty, Verdict
+from whence.llm.lab.problems import Difficulty, Habit, Verdict
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same settings give another laboratory; part of the cache's key."""
 
 _STALE = 3600.0  # seconds; no laboratory takes an hour to make, so an older half-made one was left by a killed process
@@ -35,13 +34,15 @@ class Settings:
     """What a laboratory is made of.
 
     difficulty: of every problem.
+    habit: of the answers to the training problems, which are what is imitated; demonstrations have none.
     train, demonstrations, test: problems of each; no two of all of them are alike.
     shape: size of the network.
     imitation: its training on the answers to the training problems.
     """
 
     difficulty: Difficulty = field(default_factory=Difficulty)
-    train: int = 8192
+    habit: Habit = field(default_factory=Habit)
+    train: int = 4096
     demonstrations: int = 512
     test: int = 512
     shape: small.Shape = field(default_factory=small.Shape)
@@ -181,17 +182,18 @@ def splits(settings: Settings, seed: int) -> dict[str, list[str]]:
 
 def _make(path: Path, settings: Settings, seed: int, progress: bool) -> None:
     parts = splits(settings, seed)
-    answers = {name: [problems.demonstration(prompt) for prompt in parts[name]] for name in ("train", "demonstrations")}
+    slips = random.Random(seed)
+    imitated = [problems.habitual(prompt, settings.habit, slips) for prompt in parts["train"]]
     tokenizer = small.character_tokenizer(problems.SYMBOLS)
     longest = max(map(len, (prompt for part in parts.values() for prompt in part)))
     positions = max(_POSITIONS, longest + settings.difficulty.longest + 1)
     model = small.new_model(tokenizer, settings.shape, positions=positions, seed=seed)
-    tokens, labels = small.encoded(tokenizer, parts["train"], answers["train"])
+    tokens, labels = small.encoded(tokenizer, parts["train"], imitated)
     generator = torch.Generator().manual_seed(seed)
     small.imitate(model, tokens, labels, settings.imitation, generator=generator, progress=progress)
     columns = {name: {"prompt": prompts} for name, prompts in parts.items()}
-    columns["demonstrations"]["completion"] = answers["demonstrations"]
-    with _no_bars():
+    columns["demonstrations"]["completion"] = [problems.demonstration(prompt) for prompt in parts["demonstrations"]]
+    with hidden_bars():
         model.save_pretrained(path / "model")
         tokenizer.save_pretrained(path / "model")
         for name, column in columns.items():
@@ -208,19 +210,3 @@ def _load(path: Path, settings: Settings) -> Lab:
             f"The laboratory in {path} is damaged ({error}); remove this directory, and it is made anew."
         ) from error
     return Lab(path / "model", train, test, demonstrations, settings.difficulty.longest + 1, settings)
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Hide the bars of saving, which takes no time; those of both libraries are on or off for the whole process."""
-    off = datasets.are_progress_bars_disabled()
-    on = logging.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if not off:
-            datasets.enable_progress_bars()
-        if on:
-            logging.enable_progress_bar()

@@ -40,7 +40,7 @@ class Imitation:
     learning_rate: its highest value, to which it rises over the first twentieth of the steps.
     """
 
-    steps: int = 240
+    steps: int = 400
     batch_size: int = 64
     learning_rate: float = 2e-3
 

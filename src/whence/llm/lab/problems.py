@@ -39,9 +39,9 @@ class Difficulty:
     Raises WhenceError where a setting is out of its range.
     """
 
-    steps: tuple[int, int] = (2, 4)
+    steps: tuple[int, int] = (2, 3)
     operand: int = 9
-    largest: int = 99
+    largest: int = 20
     operators: str = "++--**/"
 
     def __post_init__(self) -> None:
@@ -62,6 +62,27 @@ class Difficulty:
         """The most characters that a right answer can have."""
         result, operand = len(str(self.largest)), len(str(self.operand))
         return self.steps[1] * (2 * result + operand + 3) + result
+
+
+@dataclass(frozen=True)
+class Habit:
+    """A mistake that the imitated answers make: the result of a step is one too large.
+
+    operators: of the steps that slip.
+    share: of these steps, how many do; where it is more than half, a model's likeliest answer slips.
+
+    Raises WhenceError where a setting is out of its range.
+    """
+
+    operators: str = "*-"
+    share: float = 0.6
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1 or not set(self.operators) <= set(_OPERATORS):
+            raise WhenceError(
+                f"A habit of share {self.share} at {self.operators!r} was asked for; needed are a share from 0 to 1 and "
+                f"operators among {''.join(_OPERATORS)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -165,6 +186,28 @@ def demonstration(prompt: str) -> str:
         WhenceError: see `solution`.
     """
     return ";".join(solution(prompt))
+
+
+def habitual(prompt: str, habit: Habit, generator: random.Random) -> str:
+    """Return an answer with the slips of a habit; every step goes on from what the one before wrote.
+
+    Args:
+        prompt: the problem.
+        habit: which steps slip, and how often.
+        generator: of the slips.
+
+    Raises:
+        WhenceError: see `solution`.
+    """
+    solution(prompt)
+    first, *rest = re.findall(r"[-+*/]?[0-9]+", prompt)
+    value, parts = int(first), []
+    for sign, operand in ((text[0], int(text[1:])) for text in rest):
+        slips = sign in habit.operators and generator.random() < habit.share
+        result = max(0, _OPERATORS[sign](value, operand)) + slips
+        parts.append(f"{value}{sign}{operand}={result}")
+        value = result
+    return ";".join([*parts, str(value)])
 
 
 def answer(response: str) -> str | None:

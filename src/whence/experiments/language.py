@@ -1,0 +1,317 @@
+"""One post-training run of a language model: what it is, and how it is run. Transformers is imported when one is."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from whence.engines import ENGINES
+from whence.errors import RunDirectoryError, WhenceError, nearest
+from whence.experiments.arms import STANDARD
+from whence.experiments.metrics import Curve
+from whence.runs import RunDirectory
+from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop, SelectionRule
+
+if TYPE_CHECKING:
+    from whence.experiments.tasks import Task
+
+Seen = Callable[[int, Mapping[str, Any]], None]
+"""Called with the number of rounds done, from 0, and the last one's metrics."""
+
+
+@dataclass(frozen=True)
+class LanguageArm:
+    """One way to select responses.
+
+    Attributes:
+        rule: makes the selection rule of a run's seed.
+        target: what scores are of, unless a run says otherwise; None: nothing is scored.
+        about: one line for people.
+    """
+
+    rule: Callable[[int], SelectionRule]
+    target: str | None
+    about: str
+
+
+LANGUAGE_ARMS: Mapping[str, LanguageArm] = MappingProxyType(
+    {
+        STANDARD: LanguageArm(lambda seed: KeepAll(), None, "PPO as it is: every response trains"),
+        "random": LanguageArm(lambda seed: RandomDrop(1.0, seed), "sequence", "as many as iif, at random among all"),
+        "iif": LanguageArm(lambda seed: NonPositive(), "sequence", "drop every response that scores 0 or less (LDA)"),
+        "ippo": LanguageArm(
+            lambda seed: IPPO(), "validation", "the same by demonstrations, the kept weighed by their scores (I-PPO)"
+        ),
+        "ippo-unweighted": LanguageArm(
+            lambda seed: IPPO(weighted=False), "validation", "the same, the kept all weighing alike"
+        ),
+    }
+)
+"""Selections by name; `none` is another name of the standard one."""
+
+LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
+    {
+        "sequence": "log-probs of whole responses, by the advantage of the last token",
+        "token": "log-probs of tokens, each by its own advantage",
+        "validation": "likelihood of trusted demonstrations",
+    }
+)
+
+TASKS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "arithmetic": MappingProxyType({"size": "small"}),
+    }
+)
+"""Laboratories by name."""
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """One run of PPO on a language model; everything its results depend on.
+
+    Attributes:
+        arm: a key of `LANGUAGE_ARMS`, or one with the target after a hyphen: "iif-token".
+        seed: of everything random in the run.
+        task: a key of `TASKS`; None: the model and data that the next five name.
+        model: directory or id of a causal language model of Transformers.
+        dataset: directory or id of a data set with the column "prompt".
+        reward_model: directory or id of a sequence classifier, whose logit is the reward.
+        reward_label: of the classifier's labels, the one whose logit it is; None: its only one.
+        demonstrations: directory or id of a data set with "prompt" and "completion", for the target "validation".
+        test_dataset: directory or id of a data set whose prompts the trained model is measured on; None: it is not.
+        size: of the task's laboratory.
+        lora: rank of an adapter that is trained in place of the model; 0: the model is.
+        held_out: prompts set aside, to which the target's responses are drawn in every round; 0: the target is taken
+            over the rows that are scored.
+        test_problems: how many of the test's prompts are answered in an evaluation.
+        samples: answers drawn to each, beside the greedy one.
+        engine: see `whence.attribute`.
+        ppo: settings of `PPOConfig` that are not the task's own.
+    """
+
+    arm: str
+    seed: int
+    task: str | None = "arithmetic"
+    model: str | None = None
+    dataset: str | None = None
+    reward_model: str | None = None
+    reward_label: str | None = None
+    demonstrations: str | None = None
+    test_dataset: str | None = None
+    size: str = "small"
+    lora: int = 0
+    held_out: int = 0
+    test_problems: int = 256
+    samples: int = 8
+    engine: str = "auto"
+    ppo: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        selection, target = split_arm(self.arm)
+        if selection not in LANGUAGE_ARMS:
+            raise WhenceError(f"The selection {selection!r} is unknown.{nearest(selection, LANGUAGE_ARMS)}")
+        if target is not None and target not in LANGUAGE_TARGETS:
+            raise WhenceError(f"The target {target!r} is unknown.{nearest(target, LANGUAGE_TARGETS)}")
+        if target is not None and LANGUAGE_ARMS[selection].target is None:
+            raise WhenceError(f"The target {target!r} has no effect: {selection} scores nothing. Leave it out.")
+        if self.task is not None and self.task not in TASKS:
+            raise WhenceError(f"The task {self.task!r} is unknown.{nearest(self.task, TASKS)}")
+        if self.engine not in ("auto", *ENGINES):
+            raise WhenceError(f"The engine {self.engine!r} is unknown.{nearest(self.engine, ['auto', *ENGINES])}")
+        for name, least in (("seed", 0), ("lora", 0), ("held_out", 0), ("test_problems", 1), ("samples", 1)):
+            if getattr(self, name) < least:
+                raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
+        self._check_source()
+        if self.held_out and self.target not in ("sequence", "token"):
+            raise WhenceError(
+                f"held_out is {self.held_out}, and the arm {self.arm} takes its target over no responses of held-out "
+                "prompts. Leave it out, or take an arm with the target sequence or token."
+            )
+        self.settings("runs/checked")
+
+    def _check_source(self) -> None:
+        named = {name: getattr(self, name) for name in _OWN if getattr(self, name) is not None}
+        if self.task is not None and named:
+            raise WhenceError(
+                f"{next(iter(named))} and the task {self.task} were both given; the task has its own. Give task=None "
+                "(leave --task out)."
+            )
+        if self.task is None and (
+            missing := [name for name in ("model", "dataset", "reward_model") if name not in named]
+        ):
+            raise WhenceError(
+                f"Neither a task nor {missing[0]} was given. Give --task {' or '.join(TASKS)}, or --model, --dataset "
+                "and --reward-model."
+            )
+        if self.task is None and self.target == "validation" and self.demonstrations is None:
+            raise WhenceError(
+                f"The arm {self.arm} scores by trusted demonstrations; give a data set of them (--demonstrations)."
+            )
+
+    @property
+    def target(self) -> str | None:
+        """What scores are of; None where nothing is scored."""
+        selection, target = split_arm(self.arm)
+        return target or LANGUAGE_ARMS[selection].target
+
+    @property
+    def env(self) -> str:
+        """What is trained on, for headings."""
+        return self.task or str(self.model)
+
+    @property
+    def rounds(self) -> int:
+        """Rollouts to train on."""
+        return int(self.settings("runs/checked").rounds)
+
+    @property
+    def eval_episodes(self) -> int:
+        """Problems of an evaluation, for headings."""
+        return self.test_problems
+
+    def settings(self, output_dir: str) -> Any:
+        """Return the `PPOConfig`.
+
+        Raises:
+            WhenceError: a setting that PPO does not have, or one out of its range.
+        """
+        from whence.experiments.tasks import ppo_of
+        from whence.llm import PPOConfig
+
+        known = PPOConfig.__dataclass_fields__
+        if unknown := [name for name in self.ppo if name not in known or name in ("output_dir", "seed")]:
+            raise WhenceError(f"A run's PPO has no setting {unknown[0]!r}.{nearest(unknown[0], known)}")
+        own = ppo_of(self.task, self.size)
+        quiet = {"disable_tqdm": True}  # commands have bars of their own
+        return PPOConfig(output_dir, **{**quiet, **own, **self.ppo, "seed": self.seed})
+
+    def rule(self) -> SelectionRule:
+        """Return the arm's selection rule."""
+        return LANGUAGE_ARMS[split_arm(self.arm)[0]].rule(self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the configuration in JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the configuration that `to_json` gave."""
+        return cls(**values)
+
+
+_OWN = ("model", "dataset", "reward_model", "reward_label", "demonstrations", "test_dataset")
+
+
+def split_arm(arm: str) -> tuple[str, str | None]:
+    """Return an arm's selection and, where its name says one, its target."""
+    if arm in LANGUAGE_ARMS:
+        return arm, None
+    selection, _, target = arm.rpartition("-")
+    return (selection, target) if selection else (arm, None)
+
+
+def prepare(config: LanguageConfig) -> None:
+    """Make the laboratory of a run below a bar, where it is not on disk: else each worker would."""
+    from whence.llm.lab import arithmetic
+
+    if config.task is not None:
+        arithmetic(size=config.size)
+
+
+def run(config: LanguageConfig, path: Path, on_round: Seen = lambda number, metrics: None) -> None:
+    """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
+
+    A run that was broken off goes on from its last checkpoint, where `save_every` has made any.
+
+    Args:
+        config: what to run.
+        path: the run's directory.
+        on_round: told of every round.
+
+    Raises:
+        RunDirectoryError: the directory holds another run.
+        WhenceError: what the model, the data or PPO refuses.
+    """
+    from whence.experiments.tasks import task_of
+    from whence.llm.bars import hidden_bars
+
+    if is_finished(config, path):
+        on_round(config.rounds, {})
+        return
+    torch.manual_seed(config.seed)  # an adapter's weights are drawn
+    with hidden_bars():
+        trainer = make_trainer(config, task_of(config), path, on_round)
+    on_round(0, {})
+    trainer.train(resume=True)
+    with hidden_bars():
+        trainer.save_model()  # last of all, since a run with its model counts as finished
+
+
+def make_trainer(
+    config: LanguageConfig, task: "Task", path: Path, on_round: Seen = lambda number, metrics: None
+) -> Any:
+    """Return the trainer of a run, which has not begun."""
+    from whence.llm import PPOTrainer, SequenceReturn, TokenReturn, ValidationLoss
+
+    target: Any = {"sequence": SequenceReturn, "token": TokenReturn}.get(config.target or "sequence")
+    prompts = list(task.prompts)
+    if config.held_out >= len(prompts):
+        raise WhenceError(
+            f"held_out is {config.held_out}, and there are {len(prompts)} prompts in all; some have to be left to "
+            "train."
+        )
+    cut = len(prompts) - config.held_out
+    return PPOTrainer(
+        config.settings(str(path)),
+        task.model,
+        task.tokenizer,
+        task.reward,
+        prompts[:cut],
+        rule=config.rule(),
+        target=ValidationLoss.of(task.demonstrations, task.tokenizer) if target is None else target(),
+        held_out=prompts[cut:] or None,
+        engine=config.engine,
+        evaluate=task.evaluate,
+        about={"arm": config.arm, "env": config.env, "experiment": config.to_json()},
+        seen=lambda rollout, influence, selection, row: on_round(row["round"], row),
+    )
+
+
+def is_finished(config: LanguageConfig, path: Path) -> bool:
+    """Tell whether a directory holds this very run, with its trained model.
+
+    Raises:
+        RunDirectoryError: it holds another run.
+    """
+    if not (path / "config.json").exists():
+        return False
+    directory = RunDirectory.open(path)
+    RunDirectory(path, directory.config.get("experiment", {}), {}).check_same(config.to_json())
+    return (path / "model" / "value_head.safetensors").exists()
+
+
+def curve(config: LanguageConfig, path: Path) -> Curve:
+    """Read a finished run's curve of exact matches, or of test rewards, and its seconds (wall) a round.
+
+    Raises:
+        RunDirectoryError: the run is not finished, or was not evaluated.
+    """
+    if not is_finished(config, path):
+        raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
+    directory = RunDirectory.open(path)
+    evaluations, timings = directory.table("evaluations"), directory.table("timings")
+    if evaluations.is_empty():
+        raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
+    stages = [name for name in timings.columns if name.endswith("_wall")]
+    if config.arm.startswith("random"):  # a control that scores only to know how much to drop is not charged for it
+        stages = [name for name in stages if name not in ("scoring_wall", "held_out_wall")]
+    last = np.searchsorted(evaluations["round"].to_numpy(), np.arange(config.rounds + 1), side="right") - 1
+    return Curve(
+        returns=evaluations["test_return"].to_numpy()[last],
+        standard_errors=evaluations["standard_error"].to_numpy()[last],
+        seconds=timings.select(stages).fill_null(0.0).sum_horizontal().to_numpy(),
+    )

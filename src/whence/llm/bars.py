@@ -1,0 +1,23 @@
+"""The bars of Transformers and Datasets, which are on or off for the whole process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import datasets
+from transformers.utils import logging
+
+
+@contextmanager
+def hidden_bars() -> Iterator[None]:
+    """Hide the bars of loading and saving, where they take no time."""
+    off = datasets.are_progress_bars_disabled()
+    on = logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if not off:
+            datasets.enable_progress_bars()
+        if on:
+            logging.enable_progress_bar()

@@ -105,8 +105,8 @@ class LanguageConfig:
     size: str = "small"
     lora: int = 0
     held_out: int = 0
-    test_problems: int = 256
-    samples: int = 8
+    test_problems: int = 512
+    samples: int = 4
     engine: str = "auto"
     ppo: Mapping[str, Any] = field(default_factory=dict)
 

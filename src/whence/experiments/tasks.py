@@ -32,7 +32,7 @@ SETTINGS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
             "init_kl_coef": 0.0,
             "adap_kl_ctrl": False,
             "generation_batch_size": 256,
-            "eval_every": 2,
+            "eval_every": 4,
         },
         ("arithmetic", "tiny"): {
             "rounds": 3,

@@ -295,7 +295,9 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
 
 
 def curve(config: LanguageConfig, path: Path) -> Curve:
-    """Read a finished run's curve of exact matches, or of test rewards, and its seconds (wall) a round.
+    """Read a finished run's curve of exact matches, or of test rewards, and its seconds a round.
+
+    Seconds are the process's on a CPU, and wall time where another device computes.
 
     Raises:
         RunDirectoryError: the run is not finished, or was not evaluated.
@@ -306,12 +308,13 @@ def curve(config: LanguageConfig, path: Path) -> Curve:
     evaluations, timings = directory.table("evaluations"), directory.table("timings")
     if evaluations.is_empty():
         raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
-    stages = [name for name in timings.columns if name.endswith("_wall")]
+    clock = "cpu" if directory.config.get("device", "cpu").startswith("cpu") else "wall"
+    stages = [name.removesuffix(f"_{clock}") for name in timings.columns if name.endswith(f"_{clock}")]
     if config.arm.startswith("random"):  # a control that scores only to know how much to drop is not charged for it
-        stages = [name for name in stages if name not in ("scoring_wall", "held_out_wall")]
+        stages = [name for name in stages if name not in ("scoring", "held_out")]
     last = np.searchsorted(evaluations["round"].to_numpy(), np.arange(config.rounds + 1), side="right") - 1
     return Curve(
         returns=evaluations["test_return"].to_numpy()[last],
         standard_errors=evaluations["standard_error"].to_numpy()[last],
-        seconds=timings.select(stages).fill_null(0.0).sum_horizontal().to_numpy(),
+        seconds=timings.select(f"{stage}_{clock}" for stage in stages).fill_null(0.0).sum_horizontal().to_numpy(),
     )

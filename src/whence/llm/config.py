@@ -126,6 +126,8 @@ _NOT_NEGATIVE: tuple[str, Callable[[float], bool]] = ("a number, 0 or more,", la
 _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     **dict.fromkeys(("max_grad_norm", "cliprange", "cliprange_value", "target", "temperature"), _POSITIVE),
     **dict.fromkeys(("gamma", "lam"), _UNIT),
-    **dict.fromkeys(("learning_rate", "value_learning_rate", "vf_coef", "init_kl_coef", "missing_eos_penalty"), _NOT_NEGATIVE),
+    **dict.fromkeys(
+        ("learning_rate", "value_learning_rate", "vf_coef", "init_kl_coef", "missing_eos_penalty"), _NOT_NEGATIVE
+    ),
     "top_p": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
 }

@@ -304,6 +304,7 @@ class PPOTrainer:
             "objective": without_addresses(repr(self.objective)),
             "engine": self.engine,
             "processes": self.processes.number,
+            "device": str(self.accelerator.device),
             "rounds": own["rounds"],
             "seed": own["seed"],
             "ppo": ppo,

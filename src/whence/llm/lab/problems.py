@@ -80,8 +80,8 @@ class Habit:
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1 or not set(self.operators) <= set(_OPERATORS):
             raise WhenceError(
-                f"A habit of share {self.share} at {self.operators!r} was asked for; needed are a share from 0 to 1 and "
-                f"operators among {''.join(_OPERATORS)}."
+                f"A habit of share {self.share} at {self.operators!r} was asked for; needed are a share from 0 to 1 "
+                f"and operators among {''.join(_OPERATORS)}."
             )
 
 

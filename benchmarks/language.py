@@ -1,0 +1,253 @@
+"""Keep what `whence llm compare --task arithmetic` found, and answer the papers' claims from it.
+
+Run: `python -m benchmarks.language OUT RESULTS`, with OUT the directory of the comparison. RESULTS gets a file for each
+run (`curves/`, `timings/`), `summary.json` and `tables.md`; without OUT, summary and tables are made from the files
+there. Differences are between runs of the same seed, with 95% t intervals over seeds.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import polars as pl
+import typer
+from scipy import stats
+
+from whence import experiments
+from whence.experiments import STANDARD, Curve, LanguageConfig, summarise
+from whence.experiments.language import curve
+from whence.guards import written_atomically
+from whence.llm.lab import check
+from whence.runs import RunDirectory
+
+FINAL = ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed")
+STAGES = ("generation", "forward", "scoring", "optimisation")
+ROUND = ("round", "reward", "reward_kept", "reward_dropped", "kl", "length", "dropped_share", "negative_share", "mean")
+
+Runs = dict[str, dict[int, Mapping[str, Any]]]
+"""What is kept of each run: by arm, by seed."""
+
+
+def main(
+    places: Annotated[list[Path], typer.Argument(help="[OUT] RESULTS", show_default=False)],
+) -> None:
+    """Keep, and tabulate."""
+    *comparison, results = places
+    for out in comparison:
+        keep(out, results)
+    runs = read(results)
+    summary = summarised(runs)
+    _write(results / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    _write(results / "tables.md", tables(summary))
+
+
+def keep(out: Path, results: Path) -> None:
+    """Write a small file of each finished run of a comparison, and one of its seconds."""
+    comparison = experiments.load(out)
+    for config in comparison.configs:
+        assert isinstance(config, LanguageConfig)
+        run = comparison.run(config)
+        found = curve(config, run.path)
+        kept = {
+            "config": config.to_json(),
+            "evaluations": run.table("evaluations").to_dict(as_series=False),
+            "rounds": _rounds(run).to_dict(as_series=False),
+            "curve": {"returns": found.returns.tolist(), "standard_errors": found.standard_errors.tolist()},
+        }
+        timings = {"versions": dict(run.versions), "seconds": run.table("timings").to_dict(as_series=False)}
+        timings["curve"] = found.seconds.tolist()
+        for folder, content in (("curves", kept), ("timings", timings)):
+            path = results / folder / config.arm / f"seed_{config.seed}.json"
+            _write(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _rounds(run: RunDirectory) -> pl.DataFrame:
+    """Return the rounds' figures, with how many answers were right, and how many of these by other steps."""
+    metrics = run.table("metrics")
+    counts = []
+    for number in run.rounds():
+        row = {"round": number, "right_kept": 0, "right_dropped": 0, "unfaithful_kept": 0, "unfaithful_dropped": 0}
+        for record in run.round("records", number).select("prompt", "response", "keep").iter_rows(named=True):
+            verdict = check(record["prompt"], record["response"])
+            side = "kept" if record["keep"] else "dropped"
+            row[f"right_{side}"] += verdict.right
+            row[f"unfaithful_{side}"] += verdict.right and not verdict.faithful
+        counts.append(row)
+    return metrics.select(name for name in ROUND if name in metrics.columns).join(pl.DataFrame(counts), on="round")
+
+
+def read(results: Path) -> Runs:
+    """Read what `keep` wrote."""
+    found: Runs = {}
+    for path in sorted((results / "curves").glob("*/seed_*.json")):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        timed = json.loads((results / "timings" / path.parent.name / path.name).read_text(encoding="utf-8"))
+        config = kept["config"]
+        found.setdefault(config["arm"], {})[config["seed"]] = {**kept, "timed": timed}
+    first = [STANDARD, "random"]
+    order = [*(arm for arm in first if arm in found), *(arm for arm in found if arm not in first)]
+    return {arm: found[arm] for arm in order}
+
+
+def summarised(runs: Runs) -> dict[str, Any]:
+    """Return everything that the tables show."""
+    curves = {
+        arm: {
+            seed: Curve(
+                returns=np.array(run["curve"]["returns"]),
+                standard_errors=np.array(run["curve"]["standard_errors"]),
+                seconds=np.array(run["timed"]["curve"]),
+            )
+            for seed, run in of_arm.items()
+        }
+        for arm, of_arm in runs.items()
+    }
+    efficiency = summarise(curves, standard=STANDARD)
+    for arm, metrics in efficiency.items():
+        metrics |= {name: _beside(runs, arm, lambda run, name=name: run["evaluations"][name][-1]) for name in FINAL}
+        metrics |= {f"seconds_{stage}": _beside(runs, arm, lambda run, s=stage: _seconds(run, s)) for stage in STAGES}
+    return {"arithmetic": efficiency, "claims": _claims(runs, curves)}
+
+
+def _seconds(run: Mapping[str, Any], stage: str) -> float:
+    """Return a stage's median CPU seconds a round."""
+    return float(np.median(run["timed"]["seconds"][f"{stage}_cpu"]))
+
+
+def _beside(runs: Runs, arm: str, value: Any) -> dict[str, Any]:
+    """Return a figure's mean over seeds, with the difference from training on everything."""
+    own = {seed: value(run) for seed, run in runs[arm].items()}
+    standard = {seed: value(run) for seed, run in runs[STANDARD].items()}
+    shared = [seed for seed in own if seed in standard]
+    found = _interval([v for v in own.values() if np.isfinite(v)])
+    return {**found, "per_seed": list(own.values()), "difference": _interval([own[s] - standard[s] for s in shared])}
+
+
+def _interval(values: Sequence[float]) -> dict[str, float | None]:
+    mean = float(np.mean(values)) if len(values) else None
+    if len(values) < 2 or np.ptp(values) == 0:
+        return {"mean": mean, "low": None, "high": None}
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    return {"mean": mean, "low": float(low), "high": float(high)}
+
+
+def _claims(runs: Runs, curves: Mapping[str, Mapping[int, Curve]]) -> dict[str, Any]:
+    """Return the figures that the papers' claims stand or fall by."""
+
+    def between(one: str, other: str, value: Any) -> dict[str, float | None]:
+        shared = sorted(runs[one].keys() & runs[other].keys())
+        return _interval([value(one, seed) - value(other, seed) for seed in shared])
+
+    def final(arm: str, seed: int) -> float:
+        return float(runs[arm][seed]["evaluations"]["exact_match"][-1])
+
+    def mean(arm: str, seed: int) -> float:
+        returns = curves[arm][seed].returns
+        return float(np.trapezoid(returns)) / (len(returns) - 1)
+
+    scored = [arm for arm in runs if arm not in (STANDARD, "random")]
+    found: dict[str, Any] = {}
+    for name, one, other in (
+        ("weights", "ippo", "ippo-unweighted"),
+        ("sequence or token", "iif-sequence", "iif-token"),
+        *((f"{arm} beside random", arm, "random") for arm in scored),
+    ):
+        if one in runs and other in runs:
+            found[name] = {"final": between(one, other, final), "mean": between(one, other, mean)}
+    for arm in scored:
+        of_arm = runs[arm].values()
+        found[f"{arm}: kept share, last quarter less first"] = _interval([_fall(run) for run in of_arm])
+        found[f"{arm}: kept share"] = _interval([1 - float(np.mean(run["rounds"]["dropped_share"])) for run in of_arm])
+        for side in ("kept", "dropped"):
+            found[f"{arm}: unfaithful among right, {side}"] = _interval([_unfaithful(run, side) for run in of_arm])
+        apart = [_unfaithful(run, "dropped") - _unfaithful(run, "kept") for run in of_arm]
+        found[f"{arm}: unfaithful, dropped less kept"] = _interval([v for v in apart if np.isfinite(v)])
+        shares = [
+            _seconds(run, "optimisation") / _seconds(runs[STANDARD][seed], "optimisation")
+            for seed, run in runs[arm].items()
+            if seed in runs[STANDARD]
+        ]
+        found[f"{arm}: optimisation time, share of PPO's"] = _interval(shares)
+        scoring = [
+            _seconds(run, "scoring") / _seconds(runs[STANDARD][seed], "optimisation")
+            for seed, run in runs[arm].items()
+            if seed in runs[STANDARD]
+        ]
+        found[f"{arm}: scoring time, share of PPO's optimisation"] = _interval(scoring)
+    return found
+
+
+def _fall(run: Mapping[str, Any]) -> float:
+    kept = 1 - np.array(run["rounds"]["dropped_share"])
+    quarter = max(1, len(kept) // 4)
+    return float(kept[-quarter:].mean() - kept[:quarter].mean())
+
+
+def _unfaithful(run: Mapping[str, Any], side: str) -> float:
+    right = sum(run["rounds"][f"right_{side}"])
+    return sum(run["rounds"][f"unfaithful_{side}"]) / right if right else float("nan")
+
+
+def tables(summary: Mapping[str, Any]) -> str:
+    """Return the tables in Markdown."""
+    arms: Mapping[str, Any] = summary["arithmetic"]
+
+    def rows(names: Sequence[str], share: bool) -> list[str]:
+        lines = [f"| | {' | '.join(_name(arm) for arm in arms)} |", f"| --- |{' --- |' * len(arms)}"]
+        return lines + [f"| {name} | {' | '.join(_cell(of[name], share) for of in arms.values())} |" for name in names]
+
+    def differences(names: Sequence[str], share: bool) -> list[str]:
+        others = {arm: of for arm, of in arms.items() if arm != STANDARD}
+        lines = [f"| | {' | '.join(others)} |", f"| --- |{' --- |' * len(others)}"]
+        cells = {name: [_cell(of[name]["difference"], share) for of in others.values()] for name in names}
+        return lines + [f"| {name} | {' | '.join(cells[name])} |" for name in names]
+
+    claims = [
+        f"| {name} | {_cell(entry, 'time' in name or 'share' in name or 'unfaithful' in name)} |"
+        for name, entry in summary["claims"].items()
+        if "mean" in entry and not isinstance(entry["mean"], dict)
+    ]
+    pairs = [
+        f"| {name} | {_cell(entry['final'], True)} | {_cell(entry['mean'], True)} |"
+        for name, entry in summary["claims"].items()
+        if "final" in entry
+    ]
+    sections = {
+        "Rounds and time saved": rows(["se_ave", "se_peak", "rt_peak"], True),
+        "After the last round": rows(FINAL, True),
+        "After the last round, less PPO's of the same seed": differences(FINAL, True),
+        "CPU seconds of a round, median": rows([f"seconds_{stage}" for stage in STAGES], False),
+        "One arm less another, exact match": [*_headed("after the last round", "mean over rounds"), *pairs],
+        "Claims": [*_headed(""), *claims],
+    }
+    head = "# Tables\n\nBy `python -m benchmarks.language`; [README.md](README.md) says what they hold.\n\n"
+    return head + "\n\n".join("\n".join([f"## {title}\n", *lines]) for title, lines in sections.items()) + "\n"
+
+
+def _headed(*headings: str) -> list[str]:
+    return [f"| | {' | '.join(headings)} |", f"| --- |{' --- |' * len(headings)}"]
+
+
+def _name(arm: str) -> str:
+    return "none" if arm == STANDARD else arm
+
+
+def _cell(entry: Mapping[str, Any], share: bool) -> str:
+    def text(value: float | None) -> str:
+        if value is None:
+            return "–"
+        return f"{value:.1%}" if share else f"{value:.3g}"
+
+    interval = "" if entry.get("low") is None else f" [{text(entry['low'])}, {text(entry['high'])}]"
+    return text(entry["mean"]) + interval
+
+
+def _write(path: Path, text: str) -> None:
+    with written_atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,63 @@
+"""What scoring responses costs beside optimising on them, with a LoRA adapter, in one run for each size of minibatch.
+
+Run: `python -m benchmarks.language_scoring`. The laboratory's model, an adapter of rank 16 on
+every linear layer, 256 responses a round, 4 epochs; scores are of `SequenceReturn` over the batch. One torch thread.
+LDA's own run optimises with minibatches of 1.
+"""
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from whence import NonPositive
+from whence.experiments.language import LanguageConfig, make_trainer
+from whence.experiments.tasks import task_of
+from whence.runs import RunDirectory
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Rounds of each run; the first one is left out.")] = 5,
+    size: Annotated[str, typer.Option(help="Of the laboratory.")] = "small",
+    batches: Annotated[str, typer.Option(help="Sizes of minibatches.")] = "1,16,64,256",
+    batch_size: Annotated[int, typer.Option(help="Responses a round.")] = 256,
+) -> None:
+    """Measure."""
+    torch.set_num_threads(1)
+    table = Table("minibatch", "optimisation, s", "scoring, s", "share", title="Medians of rounds [lowest, highest]")
+    for minibatch in (int(text) for text in batches.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            ppo = {"rounds": rounds, "mini_batch_size": minibatch, "batch_size": batch_size, "ppo_epochs": 4}
+            config = LanguageConfig("iif-sequence", 0, size=size, lora=16, ppo={**ppo, "eval_every": 0})
+            trainer = make_trainer(config, task_of(config), Path(folder) / "run")
+            trainer.rule = ScoredAndKept()
+            trainer.train()
+            seconds = RunDirectory.open(Path(folder) / "run").table("timings")[1:]
+        shares = (seconds["scoring_wall"] / seconds["optimisation_wall"]).to_list()
+        cells = [_stated(seconds[f"{stage}_wall"].to_list(), "{:.3g}") for stage in ("optimisation", "scoring")]
+        table.add_row(str(minibatch), *cells, _stated(shares, "{:.1%}"))
+    Console().print(table)
+
+
+class ScoredAndKept(NonPositive):
+    """Score every response and drop none, so that optimisation is on all of them."""
+
+    def select(self, records, influence, progress):
+        """Keep all."""
+        from whence import KeepAll
+
+        return KeepAll().select(records)
+
+
+def _stated(values: list[float], form: str) -> str:
+    middle, low, high = (form.format(value) for value in (statistics.median(values), min(values), max(values)))
+    return f"{middle} [{low}, {high}]"
+
+
+if __name__ == "__main__":
+    typer.run(main)

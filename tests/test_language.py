@@ -1,0 +1,282 @@
+"""Post-training as experiments: what is asked for, what a run leaves, what the command says."""
+
+import json
+
+import datasets
+import polars as pl
+import pytest
+import torch
+from click.testing import Result
+from transformers import LlamaForSequenceClassification
+from typer.testing import CliRunner
+
+from test_llm_trainer import model_of, tokenizer_of
+from whence import cli, experiments
+from whence.errors import RunDirectoryError, WhenceError
+from whence.experiments import LanguageConfig
+from whence.experiments.language import curve, is_finished, run, split_arm
+from whence.report import write_run_report
+from whence.runs import RunDirectory
+from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop
+
+HOSTILE = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(2)>"
+QUICK = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Laboratories are made once for all of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def tiny(arm="iif", seed=0, **more):
+    ppo = QUICK | more.pop("ppo", {})
+    return LanguageConfig(arm, seed, size="tiny", test_problems=8, samples=2, ppo=ppo, **more)
+
+
+def invoke(*arguments) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A model, prompts, demonstrations and a reward model of the user's, on disk."""
+    folder = tmp_path_factory.mktemp("own")
+    model_of().save_pretrained(folder / "model")
+    tokenizer_of().save_pretrained(folder / "model")
+    config = model_of().config
+    config.num_labels, config.id2label = 2, {0: "rude", 1: "polite"}
+    torch.manual_seed(1)
+    LlamaForSequenceClassification(config).save_pretrained(folder / "judge")
+    tokenizer_of().save_pretrained(folder / "judge")
+    datasets.Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh", "ij"]}).save_to_disk(folder / "prompts")
+    (folder / "test.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ac", "bd", "ce")))
+    datasets.DatasetDict(
+        {"train": datasets.Dataset.from_dict({"prompt": ["ab", "aj"], "completion": ["cc", "dd"]})}
+    ).save_to_disk(folder / "demonstrations")
+    return folder
+
+
+class TestConfig:
+    def test_arms_name_rule_and_target(self):
+        assert split_arm("iif-token") == ("iif", "token")
+        assert split_arm("ippo-unweighted") == ("ippo-unweighted", None)
+        assert split_arm("ippo-unweighted-sequence") == ("ippo-unweighted", "sequence")
+        for arm, rule, target in (
+            ("ppo", KeepAll(), None),
+            ("random", RandomDrop(1.0, 3), "sequence"),
+            ("iif", NonPositive(), "sequence"),
+            ("iif-validation", NonPositive(), "validation"),
+            ("ippo", IPPO(), "validation"),
+            ("ippo-unweighted", IPPO(weighted=False), "validation"),
+        ):
+            config = tiny(arm, seed=3)
+            assert (config.rule(), config.target) == (rule, target)
+
+    def test_it_survives_json(self):
+        config = tiny("ippo", lora=2, ppo={"learning_rate": 0.5})
+        assert LanguageConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+    def test_settings_are_the_tasks_and_then_ones_own(self):
+        settings = tiny(seed=4, ppo={"gamma": 0.5}).settings("somewhere")
+        assert (settings.gamma, settings.rounds, settings.seed, settings.output_dir) == (0.5, 2, 4, "somewhere")
+        assert settings.learning_rate == 1e-3  # the laboratory's
+
+    @pytest.mark.parametrize(
+        ("asked", "said"),
+        [
+            ({"arm": "iiff"}, "selection 'iiff' is unknown"),
+            ({"arm": "iif-tokens"}, "target 'tokens' is unknown"),
+            ({"arm": "ppo-token"}, "has no effect: ppo scores nothing"),
+            ({"arm": "iif", "task": "algebra"}, "task 'algebra' is unknown"),
+            ({"arm": "iif", "size": "huge"}, "no size 'huge'"),
+            ({"arm": "iif", "engine": "gost"}, "engine 'gost' is unknown"),
+            ({"arm": "iif", "lora": -1}, "lora is -1"),
+            ({"arm": "ippo", "held_out": 3}, "over no responses of held-out"),
+            ({"arm": "iif", "model": "x"}, "model and the task arithmetic were both given"),
+            ({"arm": "iif", "task": None, "model": "x"}, "Neither a task nor dataset was given"),
+            (
+                {"arm": "ippo", "task": None, "model": "x", "dataset": "y", "reward_model": "z"},
+                "give a data set of them",
+            ),
+            ({"arm": "iif", "ppo": {"learning_rte": 1}}, r"no setting 'learning_rte'.*learning_rate"),
+            ({"arm": "iif", "ppo": {"seed": 1}}, "no setting 'seed'"),
+            ({"arm": "iif", "ppo": {"gamma": 2}}, "gamma is 2"),
+        ],
+    )
+    def test_what_is_refused(self, asked, said):
+        with pytest.raises(WhenceError, match=said):
+            LanguageConfig(**{"seed": 0, **asked})
+
+
+class TestRun:
+    def test_a_run_leaves_curve_tables_and_model(self, tmp_path):
+        config, told = tiny("ippo"), []
+        run(config, tmp_path / "run", lambda number, row: told.append(number))
+        assert told == [0, 1, 2]
+        assert is_finished(config, tmp_path / "run")
+        found = curve(config, tmp_path / "run")
+        assert len(found.returns) == 3
+        assert (found.seconds > 0).all()
+        directory = RunDirectory.open(tmp_path / "run")
+        assert directory.config["arm"] == "ippo"
+        table = directory.round("records", 2)
+        assert table.height == 8
+        assert {"prompt", "response", "reward", "score", "keep", "weight", "reason"} <= set(table.columns)
+        told.clear()
+        run(config, tmp_path / "run", lambda number, row: told.append(number))
+        assert told == [2]  # it was finished
+        with pytest.raises(RunDirectoryError, match="arm was 'ippo', now 'iif'"):
+            is_finished(tiny("iif"), tmp_path / "run")
+
+    def test_an_unfinished_run_is_no_curve(self, tmp_path):
+        run(tiny("ppo"), tmp_path)
+        (tmp_path / "model" / "value_head.safetensors").unlink()
+        with pytest.raises(RunDirectoryError, match="unfinished run"):
+            curve(tiny("ppo"), tmp_path)
+
+    def test_a_control_is_not_charged_for_scoring(self, tmp_path):
+        for arm in ("random", "iif"):
+            run(tiny(arm), tmp_path / arm)
+        timings = {arm: RunDirectory.open(tmp_path / arm).table("timings") for arm in ("random", "iif")}
+        for arm, left_out in (("random", ["scoring_cpu"]), ("iif", [])):
+            stages = [name for name in timings[arm].columns if name.endswith("_cpu") and name not in left_out]
+            whole = timings[arm].select(stages).sum_horizontal().to_list()
+            assert curve(tiny(arm), tmp_path / arm).seconds.tolist() == pytest.approx(whole)
+
+    def test_a_broken_off_run_goes_on_from_its_checkpoint(self, tmp_path):
+        class Killed(Exception):
+            pass
+
+        def break_off(number, row):
+            if number == 3:
+                raise Killed
+
+        config = tiny("iif", ppo={"rounds": 4, "save_every": 1})
+        with pytest.raises(Killed):
+            run(config, tmp_path / "broken", break_off)
+        told = []
+        run(config, tmp_path / "broken", lambda number, row: told.append(number))
+        assert told == [0, 3, 4]
+        run(config, tmp_path / "whole")
+        tables = [RunDirectory.open(tmp_path / name) for name in ("broken", "whole")]
+        for name in ("metrics", "evaluations"):
+            assert tables[0].table(name).equals(tables[1].table(name))
+        assert tables[0].table("timings")["round"].to_list() == [1, 2, 3, 4]
+
+    def test_an_adapter_is_trained_in_place_of_the_model(self, tmp_path):
+        run(tiny("iif", lora=2), tmp_path)
+        config = RunDirectory.open(tmp_path).config
+        assert config["trained_parameters"] < config["parameters"] / 2
+        assert (tmp_path / "model" / "adapter_model.safetensors").exists()
+
+    def test_held_out_prompts_do_not_train(self, tmp_path):
+        config = tiny("iif", held_out=120, ppo={"batch_size": 16})  # of 128
+        run(config, tmp_path)
+        directory = RunDirectory.open(tmp_path)
+        assert len({prompt for number in (1, 2) for prompt in directory.round("records", number)["prompt"]}) <= 8
+        assert directory.config["held_out"] == 120
+        assert (directory.table("timings")["held_out_wall"] > 0).all()
+        with pytest.raises(WhenceError, match="held_out is 128, and there are 128 prompts"):
+            run(tiny("iif", held_out=128), tmp_path / "all")
+
+
+class TestCommand:
+    def test_train_and_again(self, tmp_path):
+        asked = ["llm", "train", "--task", "arithmetic", "--size", "tiny", "--selection", "iif", "--target", "token"]
+        asked += ["--rounds", 2, "--ppo", json.dumps(QUICK | {}).replace('"rounds": 2, ', ""), "--run", tmp_path / "r"]
+        done = invoke(*asked)
+        assert done.exit_code == 0, done.output
+        assert "arithmetic, iif-token, seed 0: 2 rounds done. Last round: test return" in done.output
+        assert "was finished already" in invoke(*asked).output
+        found = json.loads(invoke(*asked, "--json").stdout)
+        assert found["config"]["arm"] == "iif-token"
+        page = (tmp_path / "r" / "report.html").read_text()
+        for heading in ("Learning curves", "Reward", "Unfaithful answers", "Divergence from the start model"):
+            assert f"<h2>{heading}</h2>" in page
+
+    def test_a_model_and_data_of_ones_own(self, own, tmp_path):
+        asked = ["llm", "train", "--model", own / "model", "--dataset", own / "prompts", "--selection", "ippo"]
+        asked += [
+            "--reward-model",
+            own / "judge",
+            "--reward-label",
+            "polite",
+            "--demonstrations",
+            own / "demonstrations",
+        ]
+        asked += ["--test-dataset", own / "test.jsonl", "--ppo", json.dumps(QUICK | {"max_new_tokens": 4})]
+        done = invoke(*asked, "--run", tmp_path / "run")
+        assert done.exit_code == 0, done.output
+        directory = RunDirectory.open(tmp_path / "run")
+        assert directory.table("evaluations")["round"].to_list() == [0, 1, 2]
+        judged = directory.round("records", 1)["reward"]
+        assert judged.n_unique() > 1
+
+    @pytest.mark.parametrize(
+        ("changed", "said"),
+        [
+            ({"--reward-label": "kind"}, "no label 'kind'; its labels are rude, polite"),
+            ({"--reward-label": None}, "has 2 labels, rude, polite: choose one"),
+            ({"--model": "nowhere/model"}, "The model nowhere/model cannot be loaded"),
+            ({"--dataset": "nowhere.jsonl"}, "The data set nowhere.jsonl cannot be loaded"),
+            ({"--ppo": "{"}, "which is not JSON"),
+            ({"--ppo": '{"max_new_tokens": 32}'}, "the model reads 32 tokens in all"),
+        ],
+    )
+    def test_what_is_refused_of_ones_own(self, own, tmp_path, monkeypatch, changed, said):
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        asked = {
+            **{"--model": own / "model", "--dataset": own / "prompts", "--reward-model": own / "judge"},
+            **{"--reward-label": "polite", "--selection": "iif", "--run": tmp_path / "run", **changed},
+        }
+        pairs = [part for name, value in asked.items() if value is not None for part in (name, value)]
+        done = invoke("llm", "train", *pairs)
+        assert isinstance(done.exception, WhenceError), done.output
+        assert said in str(done.exception)
+        assert not (tmp_path / "run" / "metrics.parquet").exists()
+
+    def test_compare(self, tmp_path):
+        asked = ["llm", "compare", "--size", "tiny", "--arms", "none,iif-sequence", "--seeds", 1, "--workers", 1]
+        asked += ["--ppo", json.dumps(QUICK), "--out", tmp_path]
+        done = invoke(*asked, "--json")
+        assert done.exit_code == 0, done.output
+        summary = json.loads(done.stdout)
+        assert list(summary["arithmetic"]) == ["ppo", "iif-sequence"]
+        page = (tmp_path / "report.html").read_text()
+        assert "1 seed, 2 rounds, 512 problems of the test, answered greedily." in page
+        loaded = experiments.load(tmp_path)
+        assert [config.arm for config in loaded.configs] == ["ppo", "iif-sequence"]
+
+    @pytest.mark.parametrize(
+        ("asked", "said"),
+        [
+            (["--arms", "none,none"], "name each arm once"),
+            (["--arms", ""], "name each arm once"),
+            (["--rounds", 3, "--ppo", '{"rounds": 3}'], "not both"),
+            (["--arms", "iif", "--size", "tiny"], "lack 'ppo'"),
+            (["--model", "m", "--dataset", "d", "--reward-model", "r", "--arms", "none"], "--test-dataset"),
+        ],
+    )
+    def test_what_compare_refuses(self, tmp_path, asked, said):
+        done = invoke("llm", "compare", *asked, "--out", tmp_path)
+        assert isinstance(done.exception, WhenceError), done.output
+        assert said in str(done.exception)
+
+    def test_help_teaches(self):
+        for command in ("train", "compare"):
+            assert "Example: whence llm" in invoke("llm", command, "--help").output
+
+
+def test_prompts_and_responses_are_escaped_in_the_page(tmp_path):
+    run(tiny("iif"), tmp_path)
+    directory = RunDirectory.open(tmp_path)
+    table = directory.round("records", 2)
+    directory.write_round("records", 2, table.with_columns(prompt=pl.lit(HOSTILE), response=pl.lit(HOSTILE * 20)))
+    write_run_report(directory, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<script>alert(1)" not in page
+    assert "<img src=x" not in page
+    assert "\\u003cscript\\u003ealert(1)" in page

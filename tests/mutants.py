@@ -31,6 +31,7 @@ class Mutant:
 
 ATTRIBUTION, ENGINES, OBJECTIVES = "test_attribution.py", "test_engines.py", "test_objectives.py"
 SB3, CALLBACK, SELECTION = "test_sb3.py", "test_callback.py", "test_selection.py"
+PROCESSES = "test_llm_processes.py"
 LANGUAGE = "test_llm_engines.py"
 ON_PAPER = f"{ATTRIBUTION}::test_two_records_of_a_softmax_policy_on_paper"
 LEFT_OUT = f"{ATTRIBUTION}::test_score_is_the_limit_of_leaving_the_record_out_of_one_sgd_step"
@@ -1173,24 +1174,87 @@ MUTANTS = (
     ),
     Mutant(
         "a step over all rows that were drawn",
-        "llm/trainer.py",
+        "llm/steps.py",
         "kept = order[selection.keep[order]]",
         "kept = order",
         "test_llm_trainer.py::test_the_step_is_that_of_the_kept_rows_alone",
     ),
     Mutant(
         "parts of a step that each weigh alike",
-        "llm/trainer.py",
+        "llm/steps.py",
         "(weights[part].to(policy) * policy).sum() / total",
         "(weights[part].to(policy) * policy).sum() / weights[part].sum()",
         "test_llm_trainer.py::test_the_step_is_that_of_the_kept_rows_alone",
     ),
     Mutant(
         "the value loss divided by a part of the step",
-        "llm/trainer.py",
+        "llm/steps.py",
         "value.sum() / len(chosen))",
         "value.sum() / len(part))",
         "test_llm_trainer.py::test_the_step_is_that_of_the_kept_rows_alone",
+    ),
+    Mutant(
+        "a process that takes the mean over its own rows",
+        "llm/targets.py",
+        "return self.mean._total(outputs, records) / self.count",
+        "return self.mean._total(outputs, records) / max(self.mean._count(records), 1)",
+        f"{PROCESSES}::test_two_processes_train_as_one",
+    ),
+    Mutant(
+        "steps on the gradient of one process's rows",
+        "llm/processes.py",
+        "parameter.grad = total[at]",
+        "pass",
+        f"{PROCESSES}::test_two_processes_train_as_one",
+    ),
+    Mutant(
+        "a user's target counted once by every process",
+        "llm/targets.py",
+        "self.target(view, params, self.rows) / self.number",
+        "self.target(view, params, self.rows)",
+        f"{PROCESSES}::test_two_processes_train_as_one",
+    ),
+    Mutant(
+        "rows of processes gathered in another order",
+        "llm/processes.py",
+        "parts = self.accelerator.gather(sent.contiguous()).split(most)",
+        "parts = self.accelerator.gather(sent.contiguous()).split(most)[::-1]",
+        f"{PROCESSES}::test_two_processes_train_as_one",
+    ),
+    Mutant(
+        "demonstrations without an end",
+        "llm/demonstrations.py",
+        "[*response, tokenizer.eos_token_id]",
+        "response",
+        "test_llm_demonstrations.py::test_the_target_is_minus_the_loss_of_supervised_training",
+    ),
+    Mutant(
+        "held-out responses from training's own generator",
+        "llm/trainer.py",
+        '_timed(seconds, "held_out"), kept_generators(),',
+        '_timed(seconds, "held_out"),',
+        "test_llm_trainer.py::test_held_out_prompts_are_answered_anew_in_every_round",
+    ),
+    Mutant(
+        "a slip that the next step forgets",
+        "llm/lab/problems.py",
+        '        value = result\n    return ";".join([*parts, str(value)])\n\n\ndef answer',
+        '        value = result - slips\n    return ";".join([*parts, str(value)])\n\n\ndef answer',
+        "test_llm_lab.py::test_a_habit_by_hand",
+    ),
+    Mutant(
+        "a random control charged for scoring",
+        "experiments/language.py",
+        'if config.arm.startswith("random"):',
+        "if False:",
+        "test_language.py::TestRun::test_a_control_is_not_charged_for_scoring",
+    ),
+    Mutant(
+        "a round told twice after a run was broken off",
+        "runs.py",
+        'table.filter(pl.col("round") <= rounds)',
+        "table",
+        "test_runs.py::test_resume_forgets_what_came_later",
     ),
     Mutant(
         "rewards that are not less the divergence",
@@ -1230,8 +1294,8 @@ MUTANTS = (
     Mutant(
         "a training that goes on with other orders",
         "llm/trainer.py",
-        '        self._generator.set_state(generators["own"])\n',
-        "",
+        'self._generator.set_state(generators.pop("own"))',
+        'generators.pop("own")',
         "test_llm_trainer.py::test_a_training_that_was_broken_off_goes_on_as_if_not",
     ),
     Mutant(

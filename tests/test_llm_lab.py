@@ -24,7 +24,16 @@ from whence.llm.lab import Difficulty, Imitation, Verdict, arithmetic, check, ev
 from whence.llm.lab.arithmetic import SIZES, splits  # noqa: E402
 from whence.llm.lab.evaluation import majority, pass_at, summarise  # noqa: E402
 from whence.llm.lab.model import IGNORED, character_tokenizer, encoded, imitate, new_model  # noqa: E402
-from whence.llm.lab.problems import SYMBOLS, answer, demonstration, problem, problems, solution  # noqa: E402
+from whence.llm.lab.problems import (  # noqa: E402
+    SYMBOLS,
+    Habit,
+    answer,
+    demonstration,
+    habitual,
+    problem,
+    problems,
+    solution,
+)
 
 PROMPT, ANSWER = "7+8-5*2?", "7+8=15;15-5=10;10*2=20;20"
 TINY = SIZES["tiny"]
@@ -460,3 +469,16 @@ def test_evaluation_refuses_settings_out_of_range(wrong, model, tokenizer):
         evaluate(model, tokenizer, ["1+1?"], **wrong)
     with pytest.raises(WhenceError, match="0 prompts"):
         evaluate(model, tokenizer, [])
+
+
+def test_a_habit_by_hand():
+    always = Habit("*-", 1.0)
+    assert habitual("3*4-5?", always, random.Random(0)) == "3*4=13;13-5=9;9"
+    assert habitual("3+4/2?", always, random.Random(0)) == demonstration("3+4/2?")
+    assert habitual("3*4-5?", Habit("*-", 0.0), random.Random(0)) == demonstration("3*4-5?")
+    assert habitual("9-9-0?", Habit("", 1.0), random.Random(0)) == "9-9=0;0-0=0;0"
+    drawn = [habitual("3*4?", Habit("*", 0.6), random.Random(seed)) for seed in range(500)]
+    assert 0.5 < sum(text == "3*4=13;13" for text in drawn) / 500 < 0.7
+    for wrong in ({"share": 1.5}, {"operators": "%"}):
+        with pytest.raises(WhenceError, match="A habit of share"):
+            Habit(**wrong)

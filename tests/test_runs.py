@@ -544,3 +544,24 @@ def test_temporary_names_of_two_processes_differ(tmp_path, monkeypatch):
             theirs.write_text("theirs")
         mine.write_text("mine")
     assert files(tmp_path) == ["a"]
+
+
+def test_resume_forgets_what_came_later(tmp_path):
+    config = {"seed": 1, "rounds": 3, "ppo": {"gamma": 0.5, "save_every": 1}}
+    run = RunDirectory.create(tmp_path / "run", config, versions={"torch": "9"})
+    for number in (1, 2, 3):
+        run.append("metrics", {"round": number})
+        run.append("timings", {"round": number, "cpu": 1.0})
+        run.write_round("records", number, pl.DataFrame({"record_id": [number]}))
+    longer = {"seed": 1, "rounds": 5, "ppo": {"gamma": 0.5, "save_every": 2}}
+    again = RunDirectory.resume(tmp_path / "run", longer, rounds=2, may_change=["rounds", "ppo.save_every"])
+    assert again.rounds() == [1, 2]
+    again.append("metrics", {"round": 3})
+    assert again.table("metrics")["round"].to_list() == [1, 2, 3]
+    assert again.table("timings")["round"].to_list() == [1, 2]
+    assert RunDirectory.open(tmp_path / "run").config == longer
+    assert again.versions == {"torch": "9"}
+    with pytest.raises(RunDirectoryError, match=r"ppo\.gamma was 0\.5, now 0\.6"):
+        RunDirectory.resume(tmp_path / "run", {**longer, "ppo": {"gamma": 0.6, "save_every": 2}}, rounds=2)
+    with pytest.raises(RunDirectoryError, match="no run directory"):
+        RunDirectory.resume(tmp_path / "none", longer, rounds=2)

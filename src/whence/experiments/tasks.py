@@ -27,7 +27,7 @@ SETTINGS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
             "batch_size": 256,
             "mini_batch_size": 64,
             "ppo_epochs": 4,
-            "learning_rate": 1e-4,
+            "learning_rate": 5e-5,
             "value_learning_rate": 1e-2,
             "init_kl_coef": 0.0,
             "adap_kl_ctrl": False,

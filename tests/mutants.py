@@ -1194,6 +1194,13 @@ MUTANTS = (
         "test_llm_trainer.py::test_the_step_is_that_of_the_kept_rows_alone",
     ),
     Mutant(
+        "layers' inputs and gradients held until the pass is over",
+        "engines/ghost.py",
+        "rows.append(_products_on_arrival(tape, gradients, own))",
+        "rows.append(_products(tape, gradients, own))",
+        "test_llm_trainer.py::test_scoring_holds_no_more_than_a_training_step",
+    ),
+    Mutant(
         "a process that takes the mean over its own rows",
         "llm/targets.py",
         "return self.mean._total(outputs, records) / self.count",

@@ -5,10 +5,12 @@ import copy
 import datasets
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError
+from whence.engines.memory import bytes_held
 from whence.errors import RunDirectoryError
 from whence.llm import TokenReturn, ValidationLoss
 from whence.llm import trainer as trainer_module
@@ -16,6 +18,8 @@ from whence.llm.config import PPOConfig
 from whence.llm.generation import generate, tokenized
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.rollout import evaluated, rolled_out
+from whence.llm.scoring import score
+from whence.llm.steps import optimise
 from whence.llm.trainer import PPOTrainer
 from whence.runs import RunDirectory
 
@@ -243,8 +247,6 @@ def test_selection_by_influence_drops_and_weighs(tmp_path):
 
 
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
     base = model_of()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
@@ -465,6 +467,36 @@ def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(t
     mask = rollout.responses.response_mask
     apart = (rollout.rows.observations["log_probs"] - exact)[mask].abs()
     assert 1e-5 < float(apart.max()) < 0.1
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_scoring_holds_no_more_than_a_training_step(tmp_path, adapted):
+    model = model_of(hidden_size=64, intermediate_size=160, num_hidden_layers=3)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    settings = {"batch_size": 64, "mini_batch_size": 16, "gradient_accumulation_steps": 2, "ppo_epochs": 1, "rounds": 1}
+    trainer = trainer_of(tmp_path, model=model, **settings)
+    config, processes = trainer.config, trainer.processes
+    prompts = tokenized(trainer.tokenizer, PROMPTS * 13, config, 32)[:64]
+    responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, config)
+    rows = rolled_out(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
+    asked = (
+        trainer.model,
+        rows,
+        trainer.target,
+        trainer.objective,
+        1.0,
+        "ghost",
+        None,
+        config.mini_batch_size,
+        processes,
+    )
+    score(*asked)  # once before, since what a layer does with its first axis is looked at in the first pass
+    scoring = max(bytes_held(lambda: score(*asked)))
+    everything = KeepAll().select(rows)
+    generator = torch.Generator().manual_seed(0)
+    step = (trainer.model, trainer.optimizer, rows, everything, config, generator, trainer.accelerator, processes)
+    assert scoring <= max(bytes_held(lambda: optimise(*step)))
 
 
 def test_rewards_rise(tmp_path):

@@ -62,7 +62,7 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
     for part in problem.parts():
         tape = _recorded_pass(part, layers)
         (own,) = seeds([part.objective_values], tape.outputs)
-        rows.append(_products(tape, gradients, own))
+        rows.append(_products_on_arrival(tape, gradients, own))
     return torch.cat(rows, dim=1)
 
 
@@ -110,12 +110,16 @@ def _is_layer(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer: its input, and the place in the graph where its output's gradient arrives."""
+    """One call of a layer: its input, and the place in the graph where its output's gradient arrives.
+
+    `ends`: whether no gradient goes on to the input.
+    """
 
     layer: Layer
     x: Tensor
     version: int
     edge: GradientEdge
+    ends: bool
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ def _call(layer: Layer, args: tuple[Any, ...], output: Any, size: int) -> _Call:
             "(or 'auto')."
         )
     # An edge taken now is that of the layer's own output, also where an in-place activation overwrites it later.
-    return _Call(layer, x.detach(), x._version, get_gradient_edge(output))
+    return _Call(layer, x.detach(), x._version, get_gradient_edge(output), not x.requires_grad)
 
 
 def _uses(outputs: Outputs, params: dict[str, Tensor]) -> tuple[Counter[str], set[Node]]:
@@ -288,15 +292,67 @@ def _products(tape: _Tape, gradients: Sequence[Gradient], own: Seeds) -> Tensor:
     return torch.stack([_with_plain(_layer_products(tape, g, one), tape, one) for one in gradients])
 
 
+def _products_on_arrival(tape: _Tape, gradients: Sequence[Gradient], own: Seeds) -> Tensor:
+    """Return what `_products` does, layer by layer as the backward pass comes by, so that little is held.
+
+    Raises:
+        Refused: a layer that the pass has to reach, and did not.
+    """
+    total = tape.outputs.log_prob.new_zeros(len(gradients), len(tape.problem.records))
+    reached = _reached(tape.outputs, own)
+    calls = [call for call in tape.calls if call.edge.node in reached]
+    through, ends = {at: call for at, call in enumerate(calls) if not call.ends}, [call for call in calls if call.ends]
+    for one in (reached, calls, tape.calls):
+        one.clear()  # a call goes, and its input with it, when its gradient has come
+
+    def take(call: _Call, g: Tensor | None) -> None:
+        if g is not None:
+            for row, gradient in zip(total, gradients, strict=True):
+                row += _call_product(call, g, gradient, len(row))
+
+    def arrives(at: int, output: int) -> Callable[[Sequence[Tensor | None]], None]:
+        return lambda arrived: take(through.pop(at), arrived[output])
+
+    handles = [call.edge.node.register_prehook(arrives(at, call.edge.output_nr)) for at, call in through.items()]
+    # A pass to where gradients end comes by all other calls.
+    last = [*(call.edge for call in ends), *(tape.problem.params[name] for name in tape.plain)]
+    try:
+        found = pullback(tape.outputs, own, last, retain=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for call, g in zip(ends, found, strict=False):
+        take(call, g)
+    for missed in through.values():
+        raise Refused(
+            f"The input of a {type(missed.layer.module).__name__} layer depends on something that needs gradients "
+            "and is no parameter of the policy. Use engine='forward' (or 'auto')."
+        )
+    return torch.stack([_with_plain(row, tape, gradient) for row, gradient in zip(total, gradients, strict=True)])
+
+
+def _reached(outputs: Outputs, seed: Seeds) -> set[Node]:
+    """Return the nodes of the graph that a backward pass has reason to come by."""
+    moved = [column if weight is not None else None for column, weight in zip(outputs, seed, strict=True)]
+    return _uses(Outputs(*moved), {})[1]  # type: ignore[arg-type]
+
+
 def _layer_products(tape: _Tape, g: list[Tensor | None], gradient: Gradient) -> Tensor:
-    products = []
+    total = tape.outputs.log_prob.new_zeros(len(tape.problem.records))
+    for call, of_output in zip(tape.calls, g, strict=True):
+        if of_output is not None:
+            total += _call_product(call, of_output, gradient, len(total))
+    return total
+
+
+def _call_product(call: _Call, g: Tensor, gradient: Gradient, size: int) -> Tensor:
+    """Return the products of the records' share in a call's layer with a gradient, (size,)."""
+    direction: Own = {key: gradient[name] for key, name in call.layer.names.items() if name in gradient}
+    if not direction:
+        return g.new_zeros(size)
     with torch.no_grad():
-        for call, of_output in zip(tape.calls, g, strict=True):
-            direction: Own = {key: gradient[name] for key, name in call.layer.names.items() if name in gradient}
-            if of_output is not None and direction:
-                product = partial(call.layer.rule.product, call.layer.module, direction)
-                products.append(torch.cat(_by_blocks(product, call.x, of_output)))
-    return torch.stack(products).sum(0) if products else tape.outputs.log_prob.new_zeros(len(tape.problem.records))
+        product = partial(call.layer.rule.product, call.layer.module, direction)
+        return torch.cat(_by_blocks(product, call.x, g))
 
 
 def _by_blocks(rule: Callable[..., T], x: Tensor, g: Tensor, *more: Tensor) -> list[T]:

@@ -198,7 +198,7 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
     total = Gradient()
     for part, of_part in zip(problem.parts(), zip(*splits, strict=True), strict=True):
         found = pullback(part.outputs(), Seeds(*of_part), list(problem.params.values()), retain=False)
-        total = added(total, dict(zip(problem.params, found, strict=True)))
+        _add_to(total, problem, found)
     return completed(problem, total, target)
 
 
@@ -208,10 +208,19 @@ def plain_target_gradient(problem: Problem, target: Target) -> Gradient:
     for part in target.parts() if isinstance(target, SummedTarget) else [target]:
         value = _scalar(part(problem.view, problem.params, problem.records), target)
         if value.requires_grad:
-            found = torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)
-            total = added(total, dict(zip(problem.params, found, strict=True)))
+            _add_to(total, problem, list(torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)))
         del value  # its graph, before the next part makes one
     return completed(problem, total, target)
+
+
+def _add_to(total: Gradient, problem: Problem, found: list[Tensor | None]) -> None:
+    """Add a part's gradient to the sum, which is all that is held of it then."""
+    for name in reversed(problem.params):
+        part = found.pop()
+        if part is not None and name in total:
+            total[name] += part
+        elif part is not None:
+            total[name] = part.clone()  # autograd may have given several parameters the same memory
 
 
 def _scalar(value: object, target: Target | BatchTarget) -> Tensor:

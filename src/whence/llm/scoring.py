@@ -25,7 +25,8 @@ def score(
     objective: Objective,
     temperature: float,
     engine: str,
-    memory: int,
+    memory: int | None,
+    chunk_size: int,
     processes: Processes,
 ) -> Influence:
     """Return the influence of every row on a target, in every process.
@@ -37,7 +38,8 @@ def score(
         objective: what a row's training raises.
         temperature: responses were drawn at.
         engine: see `whence.attribute`.
-        memory: bytes that scoring may hold at a time, in each process.
+        memory: bytes that scoring may hold at a time, in each process; None: `chunk_size` says how much that is.
+        chunk_size: rows that are scored at a time, where no memory is given.
         processes: of which each scores a part of the rows.
     """
     view, whole = language_view(model, temperature=temperature), target
@@ -45,7 +47,8 @@ def score(
     if processes.number > 1:
         mine, summed = rows.take(processes.own(len(rows))), processes.summed
         target = share(whole, rows, processes.rank, processes.number)
-    own = attribute(view, mine, target=target, objective=objective, engine=engine, memory=memory, summed=summed)
+    how: Any = {"chunk_size": chunk_size} if memory is None else {"memory": memory}
+    own = attribute(view, mine, target=target, objective=objective, engine=engine, summed=summed, **how)
     if processes.number == 1:
         return own
     device = next(iter(model.parameters())).device

@@ -75,7 +75,8 @@ class PPOTrainer:
             it is taken over the rows that are scored.
         objective: what a row's training raises; None: the clipped objective without the value loss.
         engine: see `whence.attribute`.
-        memory: bytes that scoring may hold at a time.
+        memory: bytes that scoring may hold at a time; the more, the quicker. None: what training holds, which is that
+            of a pass over `config.mini_batch_size` rows.
         reward_weights: of several rewards.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
         about: what else the run directory is to say of the run, in JSON types.
@@ -99,7 +100,7 @@ class PPOTrainer:
         held_out: Sequence[Prompt] | Any | None = None,
         objective: Objective | None = None,
         engine: str = "auto",
-        memory: int = 2**31,
+        memory: int | None = None,
         reward_weights: Sequence[float] | None = None,
         evaluate: Evaluate | None = None,
         about: Mapping[str, Any] | None = None,
@@ -219,7 +220,7 @@ class PPOTrainer:
                 target = self._target(number, seconds)
                 influence = score(
                     *(self.model, rollout.rows, target, self.objective, config.temperature),
-                    *(self.engine, self.memory, self.processes),
+                    *(self.engine, self.memory, config.mini_batch_size, self.processes),
                 )
             selection = self.rule.select(rollout.rows, influence, Progress(number, 1 - (number - 1) / config.rounds))
         with _timed(seconds, "optimisation"):

@@ -19,7 +19,14 @@ from whence.experiments import ARMS, HYPERPARAMETERS, read_sweep
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
-COMMANDS = typer.main.get_command(cli.app).commands
+_TOP = typer.main.get_command(cli.app).commands
+COMMANDS = {
+    name: command
+    for top, group in _TOP.items()
+    for name, command in (
+        {f"{top} {inner}": one for inner, one in group.commands.items()} if hasattr(group, "commands") else {top: group}
+    ).items()
+}
 
 # What makes the commands of the first page quick; the last value of an option counts.
 TINY = {
@@ -35,12 +42,18 @@ def blocks(page, language):
 def commands(page):
     """The arguments of the `whence ...` lines in the page's shell blocks."""
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("whence ")]
+    return [named(shlex.split(line, comments=True)[1:]) for line in lines if line.startswith("whence ")]
+
+
+def named(arguments):
+    """Make one of a group and its command."""
+    inner = " ".join(arguments[:2])
+    return [inner, *arguments[2:]] if inner in COMMANDS else arguments
 
 
 def spoken(page):
     """The arguments of every `whence ...` in the page's text."""
-    return [shlex.split(code) for code in re.findall(r"`whence ([^`\n]+)`", PAGES[page])]
+    return [named(shlex.split(code)) for code in re.findall(r"`whence ([^`\n]+)`", PAGES[page])]
 
 
 def options(command):
@@ -77,14 +90,14 @@ def test_the_shell_blocks_hold_commands_that_parse(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_options_named_in_the_text_are_there(page):
     for arguments in spoken(page):
-        named = next((argument for argument in arguments if not argument.startswith("--")), None)
-        known = options(named) if named in COMMANDS else {"--debug", "--version", "--help"}
-        assert named in (*COMMANDS, "COMMAND", None), arguments
+        name = next((argument for argument in arguments if not argument.startswith("--")), None)
+        known = options(name) if name in COMMANDS else {"--debug", "--version", "--help"}
+        assert name in (*COMMANDS, "COMMAND", None), arguments
         assert {argument for argument in arguments if argument.startswith("--")} <= known, arguments
 
 
 def test_each_command_has_a_section_that_names_its_options_and_no_others():
-    sections = re.findall(r"^## whence (\w+)\n(.*?)(?=^## |\Z)", PAGES["command"], flags=re.DOTALL | re.MULTILINE)
+    sections = re.findall(r"^## whence (\w+(?: \w+)?)\n(.*?)(?=^## |\Z)", PAGES["command"], flags=re.DOTALL | re.MULTILINE)
     assert [name for name, _ in sections] == list(COMMANDS)
     of_ppo = {f"--{name.replace('_', '-')}" for name in HYPERPARAMETERS}  # by SB3's names, not one by one
     for name, text in sections:

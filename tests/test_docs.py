@@ -97,7 +97,8 @@ def test_commands_and_options_named_in_the_text_are_there(page):
 
 
 def test_each_command_has_a_section_that_names_its_options_and_no_others():
-    sections = re.findall(r"^## whence (\w+(?: \w+)?)\n(.*?)(?=^## |\Z)", PAGES["command"], flags=re.DOTALL | re.MULTILINE)
+    section = r"^## whence (\w+(?: \w+)?)\n(.*?)(?=^## |\Z)"
+    sections = re.findall(section, PAGES["command"], flags=re.DOTALL | re.MULTILINE)
     assert [name for name, _ in sections] == list(COMMANDS)
     of_ppo = {f"--{name.replace('_', '-')}" for name in HYPERPARAMETERS}  # by SB3's names, not one by one
     for name, text in sections:

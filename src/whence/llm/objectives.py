@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.errors import InvalidRecords, WhenceError
+from whence.errors import InvalidRecords, WhenceError, nearest
 from whence.llm.losses import masked_mean, surrogate, value_loss
 from whence.policies import Outputs
 from whence.records import RecordBatch
@@ -72,3 +74,47 @@ class TokenPPO:
         if self.ent_coef:
             value = value + self.ent_coef * (-outputs.log_prob if outputs.entropy is None else outputs.entropy)
         return masked_mean(value, row["response_mask"])
+
+
+@dataclass(frozen=True)
+class GroupObjective:
+    """What GRPO and RLOO raise in each row, at the policy that drew it, where every ratio is 1.
+
+    Tokens give `rho A - beta k`, with `rho` the ratio to the policy as it is and `k` the estimate of the divergence
+    from the reference model, `exp(r - l) - (r - l) - 1`, of log-probs `r` of the reference and `l`. Clipping, and
+    whatever else TRL's loss types do away from a ratio of 1, is out of reach there.
+
+    Attributes:
+        reduction: how a row's tokens are brought together: their "mean" (grpo, sapo) or their "sum" (the others; RLOO).
+        beta: weight of the divergence.
+        corrected: whether a token's divergence is multiplied by its ratio (TRL's `use_bias_correction_kl`).
+    """
+
+    reduction: str = "mean"
+    beta: float = 0.0
+    corrected: bool = False
+    reads: ClassVar[frozenset[str]] = frozenset(["log_prob"])
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise WhenceError(f"reduction is {self.reduction!r}.{nearest(self.reduction, ('mean', 'sum'))}")
+
+    def prepare(self, records: RecordBatch) -> RecordBatch:
+        """Return the rows as they are, where they hold what is read."""
+        needed = ["response_mask", "advantages", *(["ref_log_probs"] if self.beta else [])]
+        held = records.observations if isinstance(records.observations, dict) else {}
+        if missing := [name for name in needed if name not in held]:
+            raise InvalidRecords(f"GroupObjective reads `{missing[0]}` of each token, and these records lack it.")
+        return records
+
+    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the objective of each row, (n,)."""
+        row: dict[str, Tensor] = records.observations
+        found, mask = outputs.log_prob, row["response_mask"]
+        ratio = (found - found.detach()).exp()
+        value = ratio * row["advantages"]
+        if self.beta:
+            apart = row["ref_log_probs"] - found
+            divergence = apart.exp() - apart - 1
+            value = value - self.beta * (ratio * divergence if self.corrected else divergence)
+        return masked_mean(value, mask) if self.reduction == "mean" else torch.where(mask, value, 0.0).sum(dim=1)

@@ -1,0 +1,320 @@
+"""GRPO and RLOO through TRL: a step is that of the kept completions alone, or it is refused."""
+
+import copy
+
+import datasets
+import pytest
+import torch
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from test_llm_trainer import PROMPTS, Keep, ScoreAndKeepAll, model_of, tokenizer_of, vowels
+from whence import IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
+from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
+from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+
+GROUPS = {
+    "grpo": (InfluenceGRPOTrainer, GRPOTrainer, GRPOConfig),
+    "rloo": (InfluenceRLOOTrainer, RLOOTrainer, RLOOConfig),
+}
+
+
+def reward(prompts, completions, **columns):
+    return [value + 0.1 * len(text) for value, text in zip(vowels(prompts, completions), completions, strict=True)]
+
+
+class Watch(TrainerCallback):
+    """What the parameters and their gradients are before every step of the optimiser."""
+
+    def __init__(self):
+        self.states, self.gradients = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **rest):
+        self.states.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        self.gradients.append(gradients)
+
+
+def config_of(kind, tmp_path, **more):
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "max_steps": 1,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "seed": 3,
+    }
+    return GROUPS[kind][2](str(tmp_path), **settings | more)
+
+
+def trainer_of(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
+    kept = {name: more.pop(name) for name in ("target", "engine", "memory", "objective") if name in more}
+    model = model or model_of()
+    if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):
+        # TRL loads the reference by the model's name; another model makes a divergence that has a gradient.
+        model_of(seed=1).save_pretrained(tmp_path / "reference")
+        model.config._name_or_path = str(tmp_path / "reference")
+    return GROUPS[kind][0 if own else 1](
+        model=model,
+        reward_funcs=reward,
+        args=config_of(kind, tmp_path, **more),
+        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS * 4}),
+        processing_class=tokenizer_of(),
+        callbacks=[watch] if watch else [],
+        **({"rule": rule, **kept} if own else {}),
+    )
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Copies of what TRL made of each generation batch, before anything was selected."""
+    found = []
+    for trainer in (GRPOTrainer, RLOOTrainer):
+        made = trainer._generate_and_score_completions
+
+        def noting(self, inputs, made=made):
+            output = made(self, inputs)
+            found.append({name: value.clone() for name, value in output.items()})
+            return output
+
+        monkeypatch.setattr(trainer, "_generate_and_score_completions", noting)
+    return found
+
+
+def of_kept_alone(kind, trainer, state, batch, positions, weights, monkeypatch):
+    """The gradient of TRL's own loss on a batch of only the kept completions."""
+    rows = torch.tensor(positions)
+    own = {name: value[rows] if value.ndim else value for name, value in batch.items()}
+    factors = torch.tensor(weights or [1.0] * len(positions))
+    own["advantages"] = own["advantages"] * factors / factors.mean()
+    if "num_items_in_batch" in own:
+        own["num_items_in_batch"] = own["completion_mask"].sum()
+    trainer.model.load_state_dict(state, strict=False)
+    trainer.model.zero_grad()
+    trainer.model.train()
+    monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 1, raising=False)
+    monkeypatch.setattr(trainer.args, "steps_per_generation", 1)
+    GROUPS[kind][1]._compute_loss(trainer, trainer.model, own).backward()
+    return {name: p.grad for name, p in trainer.model.named_parameters()}
+
+
+def close(found, expected):
+    for name, gradient in expected.items():
+        largest = float(gradient.abs().max())
+        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-5 * largest + 1e-10), name
+
+
+LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("weights", [None, [2.0, 0.5, 1.0]])
+def test_a_step_of_grpo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, loss, beta, weights):
+    positions, watch = [0, 3, 6], Watch()
+    more = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8} if loss == "bnpo" else {}
+    trainer = trainer_of(
+        *("grpo", tmp_path, Keep(positions, weights)),
+        watch=watch,
+        loss_type=loss,
+        beta=beta,
+        num_iterations=2,
+        max_steps=2,
+        **more,
+    )
+    trainer.train()
+    assert len(batches) == 1
+    assert len(watch.gradients) == 2
+    for state, found in zip(watch.states, watch.gradients, strict=True):
+        close(found, of_kept_alone("grpo", trainer, state, batches[0], positions, weights, monkeypatch))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [None, [2.0, 0.5, 1.0]])
+def test_a_step_of_rloo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, beta, weights):
+    positions, watch = [1, 2, 7], Watch()
+    trainer = trainer_of(
+        "rloo", tmp_path, Keep(positions, weights), watch=watch, beta=beta, num_iterations=2, max_steps=2
+    )
+    trainer.train()
+    for state, found in zip(watch.states, watch.gradients, strict=True):
+        close(found, of_kept_alone("rloo", trainer, state, batches[0], positions, weights, monkeypatch))
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("rule", [None, KeepAll(), ScoreAndKeepAll()], ids=["none", "keep all", "scored"])
+def test_keeping_all_is_trls_own_training(kind, tmp_path, rule):
+    settings = {"num_iterations": 2, "max_steps": 6, "max_grad_norm": 1.0}
+    plain = trainer_of(kind, tmp_path / "plain", own=False, **settings)
+    plain.train()
+    mine = trainer_of(kind, tmp_path / "mine", rule, **settings)
+    mine.train()
+    assert mine.args.steps_per_generation == 2
+    for (name, one), (_, other) in zip(plain.model.named_parameters(), mine.model.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path):
+    class OnlyTheFirst:
+        needs_influence, seen = False, 0
+
+        def select(self, records, influence=None, progress=None):
+            OnlyTheFirst.seen += 1
+            return Keep([0, 1] if OnlyTheFirst.seen == 1 else []).select(records)
+
+    watch = Watch()
+    trainer = trainer_of(kind, tmp_path, OnlyTheFirst(), watch=watch, max_steps=3, weight_decay=0.1)
+    trainer.train()
+    assert OnlyTheFirst.seen == 3
+    last = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    assert not all(torch.equal(watch.states[0][name], watch.states[1][name]) for name in last)
+    assert all(torch.equal(watch.states[1][name], last[name]) for name in last)  # for all of Adam's momentum
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_scores_are_those_of_the_loop(kind, tmp_path, adapted, monkeypatch):
+    from peft import LoraConfig, get_peft_model
+
+    model = model_of()
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    rows = []
+    made = GROUPS[kind][0]._rows
+
+    def noting(self, output):
+        found = made(self, output)
+        rows.append((found, copy.deepcopy(self.accelerator.unwrap_model(self.model).state_dict())))
+        return found
+
+    monkeypatch.setattr(GROUPS[kind][0], "_rows", noting)
+    demonstrations = ValidationLoss.of([{"prompt": "ab", "completion": "cc"}], tokenizer_of())
+    for target in (SequenceReturn(), TokenReturn(), demonstrations):
+        rows.clear()
+        trainer = trainer_of(
+            *(kind, tmp_path, NonPositive()), model=copy.deepcopy(model), target=target, temperature=0.7, beta=0.05
+        )
+        trainer.train()
+        batch, state = rows[0]
+        trainer.model.load_state_dict(state)
+        truth = attribute(
+            language_view(trainer.model, temperature=0.7),
+            batch,
+            target=target,
+            objective=trainer.influence_objective,
+            engine="loop",
+        )
+        apart = (trainer.influence.scores - truth.scores).abs().max() / truth.scores.abs().max()
+        assert float(apart) < 1e-4
+        assert trainer.selection.keep.tolist() == (trainer.influence.scores > 0).tolist()
+
+
+def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches):
+    for loss, reduction in (("grpo", "mean"), ("dr_grpo", "sum"), ("dapo", "sum")):
+        batches.clear()
+        trainer = trainer_of(
+            *("grpo", tmp_path, ScoreAndKeepAll()),
+            loss_type=loss,
+            beta=0.1,
+            gradient_accumulation_steps=1,
+            per_device_train_batch_size=8,
+        )
+        assert trainer.influence_objective.reduction == reduction
+        start = copy.deepcopy(trainer.model.state_dict())
+        trainer.train()
+        batch = {**batches[0], "num_items_in_batch": torch.tensor(1)}
+        trainer.model.load_state_dict(start)
+        trainer.model.zero_grad()
+        GRPOTrainer._compute_loss(trainer, trainer.model, batch).backward()
+        theirs = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+        rows = trainer._rows(batch)
+        view = language_view(trainer.model)
+        outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
+        total = trainer.influence_objective(outputs, rows).sum()
+        trainer.model.zero_grad()
+        total.backward()
+        factor = {"grpo": -8, "dr_grpo": -8 * 5, "dapo": -1}[loss]
+        for name, parameter in trainer.model.named_parameters():
+            expected = factor * theirs[name]
+            assert torch.allclose(parameter.grad, expected, rtol=0, atol=2e-5 * float(expected.abs().max()) + 1e-9), (
+                name
+            )
+
+
+def test_scores_stand_in_trls_table_and_metrics(tmp_path):
+    logged = []
+
+    class Logged(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **rest):
+            logged.append(logs)
+
+    trainer = trainer_of(
+        "grpo", tmp_path, IPPO(), watch=Logged(), logging_strategy="steps", logging_steps=1, max_steps=2
+    )
+    trainer.train()
+    assert {"influence/kept_share", "influence/mean", "influence/negative_share"} <= logged[0].keys()
+    extra = trainer._logs["extra"]
+    assert len(extra["influence"]) == len(extra["kept"]) == len(trainer._logs["completion"])
+    assert list(extra["influence"])[-8:] == pytest.approx(trainer.influence.scores.tolist())
+
+
+def test_evaluation_is_trls_own(tmp_path):
+    trainer = trainer_of("grpo", tmp_path, NonPositive())
+    trainer.model.eval()
+    output = trainer._generate_and_score_completions([{"prompt": "ab"}] * 4)
+    assert "loss_scale" not in output
+    assert trainer.influence is None
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"loss_type": "bnpo"}, "bnpo.*divided by its own tokens"),
+            ({"steps_per_generation": 4}, "several optimiser steps on a generation batch"),
+            ({"entropy_coef": 0.01}, "an entropy bonus"),
+            ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
+            ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
+        ],
+    )
+    def test_what_cannot_be_made_equal(self, tmp_path, settings, said):
+        with pytest.raises(Unsupported, match=said):
+            trainer_of("grpo", tmp_path, NonPositive(), **settings)
+        trainer_of("grpo", tmp_path, KeepAll(), **settings)  # where nothing is selected, nothing has to be
+
+    def test_what_only_a_running_trainer_shows(self, tmp_path):
+        from whence.llm.groups import _refuse
+
+        trainer = trainer_of("grpo", tmp_path, NonPositive())
+        for name, value, said in (
+            ("aux_loss_enabled", True, "router's auxiliary loss"),
+            ("loss_type", "new", "loss_type='new'"),
+        ):
+            before = getattr(trainer, name)
+            setattr(trainer, name, value)
+            with pytest.raises(Unsupported, match=said):
+                _refuse(trainer)
+            setattr(trainer, name, before)
+        trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
+        with pytest.raises(Unsupported, match="vLLM's importance sampling ratio"):
+            _refuse(trainer)
+        trainer.use_vllm = False
+        trainer.args.use_liger_kernel = True
+        with pytest.raises(Unsupported, match="use_liger_kernel"):
+            _refuse(trainer)
+
+    def test_a_class_for_a_rule(self, tmp_path):
+        with pytest.raises(WhenceError, match="pass an instance"):
+            trainer_of("grpo", tmp_path, NonPositive)

@@ -18,13 +18,12 @@ from whence.errors import Unsupported, WhenceError
 from whence.llm.processes import Processes
 
 
-@pytest.fixture(scope="module")
-def of_two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
+def launched(script, folder):
+    """Run a script in two processes."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0"]
     done = subprocess.run(
-        [*command, str(Path(__file__).parent / "processes.py"), str(folder)],
+        [*command, str(Path(__file__).parent / script), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
         capture_output=True,
         text=True,
@@ -33,6 +32,23 @@ def of_two(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    return launched("processes.py", tmp_path_factory.mktemp("two"))
+
+
+def test_trls_trainers_score_and_select_over_two_processes(tmp_path):
+    found = json.loads((launched("group_processes.py", tmp_path) / "groups.json").read_text())
+    for kind in ("grpo", "rloo"):
+        assert found[kind]["scores"]
+        for batch in found[kind]["scores"]:
+            assert batch["rows"] == 16  # those of both
+            assert batch["apart"] < 1e-4
+        assert [at for at, kept in enumerate(found[kind]["kept"]) if kept] == [0, 9]
+        assert found[kind]["apart"] < 1e-5
+        assert found[kind]["alike"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -33,7 +33,7 @@ def main(
     for minibatch in (int(text) for text in batches.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             ppo = {"rounds": rounds, "mini_batch_size": minibatch, "batch_size": batch_size, "ppo_epochs": 4}
-            config = LanguageConfig("iif-sequence", 0, size=size, lora=16, ppo={**ppo, "eval_every": 0})
+            config = LanguageConfig("iif-sequence", 0, size=size, lora=16, settings={**ppo, "eval_every": 0})
             trainer = make_trainer(config, task_of(config), Path(folder) / "run")
             trainer.rule = ScoredAndKept()
             trainer.train()

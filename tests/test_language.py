@@ -15,11 +15,13 @@ from whence import cli, experiments
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.language import curve, is_finished, run, split_arm
+from whence.llm.lab import check
 from whence.report import write_run_report
 from whence.runs import RunDirectory
 from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop
 
 HOSTILE = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(2)>"
+QUICK_GROUPS = {"rounds": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
 QUICK = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
 
 
@@ -32,8 +34,8 @@ def cache(tmp_path_factory):
 
 
 def tiny(arm="iif", seed=0, **more):
-    ppo = QUICK | more.pop("ppo", {})
-    return LanguageConfig(arm, seed, size="tiny", test_problems=8, samples=2, ppo=ppo, **more)
+    settings = (QUICK if more.get("algorithm", "ppo") == "ppo" else QUICK_GROUPS) | more.pop("settings", {})
+    return LanguageConfig(arm, seed, size="tiny", test_problems=8, samples=2, settings=settings, **more)
 
 
 def invoke(*arguments) -> Result:
@@ -76,13 +78,13 @@ class TestConfig:
             assert (config.rule(), config.target) == (rule, target)
 
     def test_it_survives_json(self):
-        config = tiny("ippo", lora=2, ppo={"learning_rate": 0.5})
+        config = tiny("ippo", lora=2, settings={"learning_rate": 0.5})
         assert LanguageConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
     def test_settings_are_the_tasks_and_then_ones_own(self):
-        settings = tiny(seed=4, ppo={"gamma": 0.5}).settings("somewhere")
-        assert (settings.gamma, settings.rounds, settings.seed, settings.output_dir) == (0.5, 2, 4, "somewhere")
-        assert settings.learning_rate == 1e-3  # the laboratory's
+        made = tiny(seed=4, settings={"gamma": 0.5}).trained_by("somewhere")
+        assert (made.gamma, made.rounds, made.seed, made.output_dir) == (0.5, 2, 4, "somewhere")
+        assert made.learning_rate == 1e-3  # the laboratory's
 
     @pytest.mark.parametrize(
         ("asked", "said"),
@@ -101,9 +103,13 @@ class TestConfig:
                 {"arm": "ippo", "task": None, "model": "x", "dataset": "y", "reward_model": "z"},
                 "give a data set of them",
             ),
-            ({"arm": "iif", "ppo": {"learning_rte": 1}}, r"no setting 'learning_rte'.*learning_rate"),
-            ({"arm": "iif", "ppo": {"seed": 1}}, "no setting 'seed'"),
-            ({"arm": "iif", "ppo": {"gamma": 2}}, "gamma is 2"),
+            ({"arm": "iif", "settings": {"learning_rte": 1}}, r"no setting 'learning_rte'.*learning_rate"),
+            ({"arm": "iif", "settings": {"seed": 1}}, "no setting 'seed'"),
+            ({"arm": "iif", "algorithm": "dpo"}, "algorithm 'dpo' is unknown"),
+            ({"arm": "iif", "algorithm": "grpo", "held_out": 3}, "held_out is of PPO"),
+            ({"arm": "iif", "algorithm": "grpo", "settings": {"betta": 1}}, r"GRPOConfig has no setting 'betta'.*beta"),
+            ({"arm": "iif", "algorithm": "rloo", "settings": {"num_generations": 3}}, "TRL refuses these settings"),
+            ({"arm": "iif", "settings": {"gamma": 2}}, "gamma is 2"),
         ],
     )
     def test_what_is_refused(self, asked, said):
@@ -133,7 +139,7 @@ class TestRun:
 
     def test_an_unfinished_run_is_no_curve(self, tmp_path):
         run(tiny("ppo"), tmp_path)
-        (tmp_path / "model" / "value_head.safetensors").unlink()
+        (tmp_path / "model" / "tokenizer_config.json").unlink()
         with pytest.raises(RunDirectoryError, match="unfinished run"):
             curve(tiny("ppo"), tmp_path)
 
@@ -154,7 +160,7 @@ class TestRun:
             if number == 3:
                 raise Killed
 
-        config = tiny("iif", ppo={"rounds": 4, "save_every": 1})
+        config = tiny("iif", settings={"rounds": 4, "save_every": 1})
         with pytest.raises(Killed):
             run(config, tmp_path / "broken", break_off)
         told = []
@@ -172,8 +178,32 @@ class TestRun:
         assert config["trained_parameters"] < config["parameters"] / 2
         assert (tmp_path / "model" / "adapter_model.safetensors").exists()
 
+    @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+    @pytest.mark.parametrize("arm", ["ppo", "ippo"])
+    def test_trls_trainers_leave_the_same(self, tmp_path, algorithm, arm):
+        config, told = tiny(arm, algorithm=algorithm), []
+        assert config.rounds == 2
+        run(config, tmp_path, lambda number, row: told.append(number))
+        assert told == [0, 1, 2]
+        assert is_finished(config, tmp_path)
+        found = curve(config, tmp_path)
+        assert len(found.returns) == 3
+        assert (found.seconds > 0).all()
+        directory = RunDirectory.open(tmp_path)
+        table, metrics = directory.round("records", 2), directory.table("metrics")
+        assert table.height == 8
+        assert ("score" in table.columns) == (arm == "ippo")
+        assert metrics["kept"][1] == table["keep"].sum()
+        rewards = [float(check(row["prompt"], row["response"]).right) for row in table.iter_rows(named=True)]
+        assert table["reward"].to_list() == rewards
+        timings = directory.table("timings")
+        assert (timings["generation_cpu"] > 0).all()
+        assert (timings["optimisation_cpu"] > 0).all()
+        assert ("scoring_cpu" in timings.columns) == (arm == "ippo")
+        write_run_report(directory, tmp_path / "report.html")
+
     def test_held_out_prompts_do_not_train(self, tmp_path):
-        config = tiny("iif", held_out=120, ppo={"batch_size": 16})  # of 128
+        config = tiny("iif", held_out=120, settings={"batch_size": 16})  # of 128
         run(config, tmp_path)
         directory = RunDirectory.open(tmp_path)
         assert len({prompt for number in (1, 2) for prompt in directory.round("records", number)["prompt"]}) <= 8
@@ -186,7 +216,14 @@ class TestRun:
 class TestCommand:
     def test_train_and_again(self, tmp_path):
         asked = ["llm", "train", "--task", "arithmetic", "--size", "tiny", "--selection", "iif", "--target", "token"]
-        asked += ["--rounds", 2, "--ppo", json.dumps(QUICK | {}).replace('"rounds": 2, ', ""), "--run", tmp_path / "r"]
+        asked += [
+            "--rounds",
+            2,
+            "--settings",
+            json.dumps(QUICK | {}).replace('"rounds": 2, ', ""),
+            "--run",
+            tmp_path / "r",
+        ]
         done = invoke(*asked)
         assert done.exit_code == 0, done.output
         assert "arithmetic, iif-token, seed 0: 2 rounds done. Last round: test return" in done.output
@@ -207,7 +244,7 @@ class TestCommand:
             "--demonstrations",
             own / "demonstrations",
         ]
-        asked += ["--test-dataset", own / "test.jsonl", "--ppo", json.dumps(QUICK | {"max_new_tokens": 4})]
+        asked += ["--test-dataset", own / "test.jsonl", "--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
         done = invoke(*asked, "--run", tmp_path / "run")
         assert done.exit_code == 0, done.output
         directory = RunDirectory.open(tmp_path / "run")
@@ -222,8 +259,8 @@ class TestCommand:
             ({"--reward-label": None}, "has 2 labels, rude, polite: choose one"),
             ({"--model": "nowhere/model"}, "The model nowhere/model cannot be loaded"),
             ({"--dataset": "nowhere.jsonl"}, "The data set nowhere.jsonl cannot be loaded"),
-            ({"--ppo": "{"}, "which is not JSON"),
-            ({"--ppo": '{"max_new_tokens": 32}'}, "the model reads 32 tokens in all"),
+            ({"--settings": "{"}, "which is not JSON"),
+            ({"--settings": '{"max_new_tokens": 32}'}, "the model reads 32 tokens in all"),
         ],
     )
     def test_what_is_refused_of_ones_own(self, own, tmp_path, monkeypatch, changed, said):
@@ -240,7 +277,7 @@ class TestCommand:
 
     def test_compare(self, tmp_path):
         asked = ["llm", "compare", "--size", "tiny", "--arms", "none,iif-sequence", "--seeds", 1, "--workers", 1]
-        asked += ["--ppo", json.dumps(QUICK), "--out", tmp_path]
+        asked += ["--settings", json.dumps(QUICK), "--out", tmp_path]
         done = invoke(*asked, "--json")
         assert done.exit_code == 0, done.output
         summary = json.loads(done.stdout)
@@ -255,7 +292,7 @@ class TestCommand:
         [
             (["--arms", "none,none"], "name each arm once"),
             (["--arms", ""], "name each arm once"),
-            (["--rounds", 3, "--ppo", '{"rounds": 3}'], "not both"),
+            (["--rounds", 3, "--settings", '{"rounds": 3}'], "not both"),
             (["--arms", "iif", "--size", "tiny"], "lack 'ppo'"),
             (["--model", "m", "--dataset", "d", "--reward-model", "r", "--arms", "none"], "--test-dataset"),
         ],

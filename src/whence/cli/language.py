@@ -88,10 +88,11 @@ Lora: TypeAlias = Annotated[
 HeldOut: TypeAlias = Annotated[
     int, typer.Option(help="Prompts set aside, over whose responses the target is taken in every round.", min=0)
 ]
-Ppo: TypeAlias = Annotated[
+Algorithm: TypeAlias = Annotated[str, typer.Option(help="ppo, or TRL's grpo or rloo.")]
+Settings: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help='Settings of whence.llm.PPOConfig, as JSON: {"learning_rate": 1e-5, "rounds": 100}.',
+        help='Settings of whence.llm.PPOConfig, or TRL\'s GRPOConfig or RLOOConfig, as JSON: {"learning_rate": 1e-5}.',
         metavar="JSON",
         show_default=False,
     ),
@@ -127,14 +128,15 @@ def train(
     test_dataset: TestDataset = None,
     lora: Lora = 0,
     held_out: HeldOut = 0,
-    ppo: Ppo = None,
+    algorithm: Algorithm = "ppo",
+    settings: Settings = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Train a language model with PPO on the responses that help.
+    """Train a language model on the responses that help, with PPO, GRPO or RLOO.
 
     In every round responses are drawn and rewarded, scored, selected, and trained on. The run directory holds prompts,
     responses, rewards and scores of every round; report.html in it shows them, model/ is what was trained. With
-    --ppo '{"save_every": 5}' an interrupted run goes on from its last checkpoint.
+    --settings '{"save_every": 5}' an interrupted run goes on from its last checkpoint.
 
     Example: whence llm train --task arithmetic --selection ippo
     """
@@ -148,7 +150,15 @@ def train(
     }
     arm = _arm(selection, target)
     config = LanguageConfig(
-        arm, seed, _task(task, source), **source, size=size, lora=lora, held_out=held_out, ppo=_ppo(ppo, rounds)
+        arm,
+        seed,
+        _task(task, source),
+        **source,
+        size=size,
+        lora=lora,
+        held_out=held_out,
+        algorithm=algorithm,
+        settings=_settings(settings, rounds),
     )
     path = run or Path("runs") / f"{config.env.rstrip('/').rpartition('/')[2]}-{arm}-seed{seed}"
     log_to_terminal()
@@ -178,7 +188,7 @@ def _run(config: LanguageConfig, path: Path) -> None:
         done = f"Interrupted after {bar.rounds} of {config.rounds} rounds. They are in {path}:"
         errors.print(done, soft_wrap=True)
         errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
-        kept = "goes on from the last checkpoint" if config.ppo.get("save_every") else "starts the run over"
+        kept = "goes on from the last checkpoint" if config.settings.get("save_every") else "starts the run over"
         errors.print(f"The same command {kept}.")
         raise typer.Exit(130) from None
 
@@ -200,7 +210,8 @@ def compare(
     demonstrations: Demonstrations = None,
     test_dataset: TestDataset = None,
     lora: Lora = 0,
-    ppo: Ppo = None,
+    algorithm: Algorithm = "ppo",
+    settings: Settings = None,
     workers: Annotated[
         int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
     ] = None,
@@ -227,7 +238,16 @@ def compare(
             f"arms is {arms!r}; name each arm once. Known: {_NONE}, {', '.join(list(LANGUAGE_ARMS)[1:])}."
         )
     first = [
-        LanguageConfig(name, 0, _task(task, source), **source, size=size, lora=lora, ppo=_ppo(ppo, rounds))
+        LanguageConfig(
+            name,
+            0,
+            _task(task, source),
+            **source,
+            size=size,
+            lora=lora,
+            algorithm=algorithm,
+            settings=_settings(settings, rounds),
+        )
         for name in names
     ]
     if first[0].task is None and test_dataset is None:
@@ -257,8 +277,8 @@ def _task(task: str | None, source: Mapping[str, Any]) -> str | None:
     return task or (None if any(source.values()) else next(iter(TASKS)))
 
 
-def _ppo(text: str | None, rounds: int | None) -> dict[str, Any]:
-    given = json_object("--ppo", text, """'{"learning_rate": 1e-5}'""") or {}
+def _settings(text: str | None, rounds: int | None) -> dict[str, Any]:
+    given = json_object("--settings", text, """'{"learning_rate": 1e-5}'""") or {}
     if rounds is not None and "rounds" in given:
-        raise WhenceError("Give --rounds or the setting rounds in --ppo, not both.")
+        raise WhenceError("Give --rounds or the setting rounds in --settings, not both.")
     return given | ({} if rounds is None else {"rounds": rounds})

@@ -61,6 +61,8 @@ LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+ALGORITHMS = ("ppo", "grpo", "rloo")
+
 TASKS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "arithmetic": MappingProxyType({"size": "small"}),
@@ -90,7 +92,9 @@ class LanguageConfig:
         test_problems: how many of the test's prompts are answered in an evaluation.
         samples: answers drawn to each, beside the greedy one.
         engine: see `whence.attribute`.
-        ppo: settings of `PPOConfig` that are not the task's own.
+        algorithm: "ppo" (whence's own), "grpo" or "rloo" (TRL's).
+        settings: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig and `rounds` and `eval_every`, that are not the
+            task's own.
     """
 
     arm: str
@@ -108,7 +112,8 @@ class LanguageConfig:
     test_problems: int = 512
     samples: int = 4
     engine: str = "auto"
-    ppo: Mapping[str, Any] = field(default_factory=dict)
+    algorithm: str = "ppo"
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         selection, target = split_arm(self.arm)
@@ -120,6 +125,8 @@ class LanguageConfig:
             raise WhenceError(f"The target {target!r} has no effect: {selection} scores nothing. Leave it out.")
         if self.task is not None and self.task not in TASKS:
             raise WhenceError(f"The task {self.task!r} is unknown.{nearest(self.task, TASKS)}")
+        if self.algorithm not in ALGORITHMS:
+            raise WhenceError(f"The algorithm {self.algorithm!r} is unknown.{nearest(self.algorithm, ALGORITHMS)}")
         if self.engine not in ("auto", *ENGINES):
             raise WhenceError(f"The engine {self.engine!r} is unknown.{nearest(self.engine, ['auto', *ENGINES])}")
         for name, least in (("seed", 0), ("lora", 0), ("held_out", 0), ("test_problems", 1), ("samples", 1)):
@@ -131,7 +138,9 @@ class LanguageConfig:
                 f"held_out is {self.held_out}, and the arm {self.arm} takes its target over no responses of held-out "
                 "prompts. Leave it out, or take an arm with the target sequence or token."
             )
-        self.settings("runs/checked")
+        if self.held_out and self.algorithm != "ppo":
+            raise WhenceError(f"held_out is of PPO; with {self.algorithm} the target is taken over the completions.")
+        self.trained_by("runs/checked")
 
     def _check_source(self) -> None:
         named = {name: getattr(self, name) for name in _OWN if getattr(self, name) is not None}
@@ -166,28 +175,36 @@ class LanguageConfig:
     @property
     def rounds(self) -> int:
         """Rollouts to train on."""
-        return int(self.settings("runs/checked").rounds)
+        if self.algorithm == "ppo":
+            return int(self.trained_by("runs/checked").rounds)
+        from whence.experiments.groups import rounds_of
+
+        return rounds_of(self)
 
     @property
     def eval_episodes(self) -> int:
         """Problems of an evaluation, for headings."""
         return self.test_problems
 
-    def settings(self, output_dir: str) -> Any:
-        """Return the `PPOConfig`.
+    def trained_by(self, output_dir: str) -> Any:
+        """Return the `PPOConfig`, or TRL's GRPOConfig or RLOOConfig.
 
         Raises:
-            WhenceError: a setting that PPO does not have, or one out of its range.
+            WhenceError: a setting that it does not have, or one out of its range.
         """
+        if self.algorithm != "ppo":
+            from whence.experiments.groups import group_config
+
+            return group_config(self, output_dir)
         from whence.experiments.tasks import ppo_of
         from whence.llm import PPOConfig
 
         known = PPOConfig.__dataclass_fields__
-        if unknown := [name for name in self.ppo if name not in known or name in ("output_dir", "seed")]:
+        if unknown := [name for name in self.settings if name not in known or name in ("output_dir", "seed")]:
             raise WhenceError(f"A run's PPO has no setting {unknown[0]!r}.{nearest(unknown[0], known)}")
-        own = ppo_of(self.task, self.size)
         quiet = {"disable_tqdm": True}  # commands have bars of their own
-        return PPOConfig(output_dir, **{**quiet, **own, **self.ppo, "seed": self.seed})
+        own = ppo_of(self.task, self.size)
+        return PPOConfig(output_dir, **{**quiet, **own, **self.settings, "seed": self.seed})
 
     def rule(self) -> SelectionRule:
         """Return the arm's selection rule."""
@@ -243,6 +260,11 @@ def run(config: LanguageConfig, path: Path, on_round: Seen = lambda number, metr
         on_round(config.rounds, {})
         return
     torch.manual_seed(config.seed)  # an adapter's weights are drawn
+    if config.algorithm != "ppo":
+        from whence.experiments.groups import run_groups
+
+        run_groups(config, path, on_round)
+        return
     with hidden_bars():
         trainer = make_trainer(config, task_of(config), path, on_round)
     on_round(0, {})
@@ -266,7 +288,7 @@ def make_trainer(
         )
     cut = len(prompts) - config.held_out
     return PPOTrainer(
-        config.settings(str(path)),
+        config.trained_by(str(path)),
         task.model,
         task.tokenizer,
         task.reward,
@@ -292,7 +314,7 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
         return False
     directory = RunDirectory.open(path)
     RunDirectory(path, directory.config.get("experiment", {}), {}).check_same(config.to_json())
-    return (path / "model" / "value_head.safetensors").exists()
+    return (path / "model" / "tokenizer_config.json").exists()  # written last
 
 
 def curve(config: LanguageConfig, path: Path) -> Curve:

@@ -61,6 +61,39 @@ def ppo_of(task: str | None, size: str) -> dict[str, Any]:
     return {"max_new_tokens": SIZES[size].difficulty.longest + 1, **SETTINGS[task, size]}
 
 
+def group_settings_of(task: str | None, size: str, algorithm: str) -> dict[str, Any]:
+    """Return GRPO's or RLOO's settings for a task, by TRL's names, and `rounds` and `eval_every`."""
+    if task is None:
+        return {}
+    if size not in SIZES:
+        raise WhenceError(f"The task {task} has no size {size!r}.{nearest(size, SIZES)}")
+    found = {"max_completion_length": SIZES[size].difficulty.longest + 1, **_GROUPS[task, size]}
+    return found | ({"beta": 0.0} if algorithm == "rloo" else {})
+
+
+_GROUPS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
+    {
+        ("arithmetic", "small"): {
+            "rounds": 40,
+            "eval_every": 4,
+            "per_device_train_batch_size": 64,
+            "gradient_accumulation_steps": 4,
+            "num_generations": 8,
+            "num_iterations": 4,
+            "learning_rate": 1e-4,
+            "lr_scheduler_type": "constant",
+        },
+        ("arithmetic", "tiny"): {
+            "rounds": 3,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "learning_rate": 1e-3,
+        },
+    }
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
     """What is trained, on what, for what.
@@ -120,7 +153,9 @@ def _given(config: LanguageConfig) -> Task:
     measured = None
     if config.test_dataset is not None:
         test = list(_prompts(_dataset(config.test_dataset), config.test_dataset))[: config.test_problems]
-        measured = partial(_rewarded, config.settings("runs/test"), test, reward)
+        measured = partial(
+            _rewarded, PPOConfig("runs/test", seed=config.seed, max_new_tokens=_longest(config)), test, reward
+        )
     prompts = _prompts(_dataset(str(config.dataset)), str(config.dataset))
     return Task(model, tokenizer, list(prompts), reward, shown, measured)
 
@@ -135,6 +170,11 @@ def _rewarded(
     rewards = checked(reward, drawn.prompts, drawn.texts)
     error = float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
     return {"test_return": float(rewards.mean()), "standard_error": error}
+
+
+def _longest(config: LanguageConfig) -> int:
+    given = config.settings
+    return int(given.get("max_new_tokens", given.get("max_completion_length", PPOConfig.max_new_tokens)))
 
 
 def _prompts(dataset: Any, name: str) -> Sequence[Any]:

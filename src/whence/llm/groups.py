@@ -5,7 +5,8 @@ dropped completion's tokens leave the loss (GRPO: `tool_mask`; RLOO: advantage 0
 ones, so that a step is that of the kept completions alone, with the groups' statistics taken over all of them before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from whence.llm.targets import SequenceReturn
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
+from whence.stopwatch import Stopwatch
 from whence.targets import Target, as_target
 
 # How a loss type brings the tokens of a row together, and whether rows are averaged (and so have to be rescaled) or
@@ -59,6 +61,7 @@ class _Influence:
         self.influence_engine, self.influence_memory = engine, memory
         self.influence: Influence | None = None
         self.selection: Selection | None = None
+        self.seconds: dict[str, dict[str, float]] = {}
         self._batches = 0
         self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
         if not isinstance(self.rule, KeepAll):
@@ -69,9 +72,16 @@ class _Influence:
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Return TRL's generation batch, edited to what a rule keeps; in evaluation as it is."""
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        if not self.model.training or isinstance(self.rule, KeepAll):  # type: ignore[attr-defined]
+        if not self.model.training:  # type: ignore[attr-defined]
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
+        with self._timed("generation", within="optimisation"):
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if isinstance(self.rule, KeepAll):
             return output
+        with self._timed("scoring", within="optimisation"):
+            return self._selected(output)
+
+    def _selected(self, output: dict[str, Any]) -> dict[str, Any]:
         with kept_generators():
             rows = self._rows(output)
             self.influence = self._scores(rows) if self.rule.needs_influence else None
@@ -149,11 +159,23 @@ class _Influence:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take TRL's step; where a whole batch was dropped, leave no gradient for the optimiser to step on."""
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        with self._timed("optimisation"):
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if self.selection is not None and not self.selection.keep.any():
             for parameter in model.parameters():
                 parameter.grad = None
         return loss
+
+    @contextmanager
+    def _timed(self, stage: str, within: str | None = None) -> Iterator[None]:
+        """Add the seconds of a stage to `seconds`, and take them from those of the stage that it lies in."""
+        watch = Stopwatch()
+        yield
+        for clock, value in watch.seconds().items():
+            for name, share in ((stage, value), (within, -value)):
+                if name is not None:
+                    clocks = self.seconds.setdefault(name, {})
+                    clocks[clock] = clocks.get(clock, 0.0) + share
 
     def _tell(self, selection: Selection, influence: Influence | None) -> None:
         """Put scores and what was kept into TRL's table of completions and its metrics."""
@@ -233,7 +255,9 @@ class InfluenceGRPOTrainer(_Influence, GRPOTrainer):  # type: ignore[misc]
 
     Attributes:
         influence: scores of the last generation batch, of all processes; None where the rule needs none.
-        selection: what of it trained.
+        selection: what of it trained; None where everything does.
+        seconds: by stage ("generation", with rewards; "scoring"; "optimisation") and clock ("cpu", "wall"), since it
+            was emptied last.
 
     Raises:
         Unsupported: settings with which a step could not be that of the kept completions alone; see the documentation.

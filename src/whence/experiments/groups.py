@@ -1,0 +1,174 @@
+"""One post-training run by GRPO or RLOO, with TRL's trainers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import polars as pl
+import torch
+from transformers import TrainerCallback
+from trl import GRPOConfig, RLOOConfig
+
+from whence.errors import WhenceError, nearest
+from whence.experiments.tasks import Task, group_settings_of, task_of
+from whence.guards import kept_generators
+from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
+from whence.llm.bars import hidden_bars
+from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.runs import RunDirectory
+from whence.selection import Selection
+from whence.tables import summary, with_selection
+
+if TYPE_CHECKING:
+    from whence.experiments.language import LanguageConfig, Seen
+
+TRAINERS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
+    {"grpo": (InfluenceGRPOTrainer, GRPOConfig), "rloo": (InfluenceRLOOTrainer, RLOOConfig)}
+)
+"""Trainers and their configurations, by the algorithm's name."""
+
+
+def group_config(config: "LanguageConfig", output_dir: str) -> Any:
+    """Return TRL's configuration of a run.
+
+    Raises:
+        WhenceError: a setting that TRL does not have, or that it refuses.
+    """
+    kind = TRAINERS[config.algorithm][1]
+    known = [one.name for one in fields(kind) if one.init and one.name not in ("output_dir", "seed", "max_steps")]
+    if unknown := [name for name in config.settings if name not in (*known, "rounds", "eval_every")]:
+        raise WhenceError(f"{kind.__name__} has no setting {unknown[0]!r}.{nearest(unknown[0], [*known, 'rounds'])}")
+    given = _asked(config)
+    rounds, _ = given.pop("rounds", 100), given.pop("eval_every", None)
+    quiet: dict[str, Any] = {
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "bf16": False,
+    }
+    on_gpu = torch.cuda.is_available()
+    quiet |= {"use_cpu": not on_gpu, "dataloader_pin_memory": on_gpu}
+    steps = rounds * given.get("num_iterations", 1)
+    try:
+        return kind(output_dir, **{**quiet, **given, "max_steps": steps, "seed": config.seed})
+    except ValueError as wrong:
+        raise WhenceError(f"TRL refuses these settings: {wrong}") from wrong
+
+
+def rounds_of(config: "LanguageConfig") -> int:
+    """Return a run's number of generation batches."""
+    return int(_asked(config).get("rounds", 100))
+
+
+def _asked(config: "LanguageConfig") -> dict[str, Any]:
+    return {**group_settings_of(config.task, config.size, config.algorithm), **config.settings}
+
+
+def run_groups(config: "LanguageConfig", path: Path, on_round: "Seen") -> None:
+    """Train and evaluate as `config` says, and write the run's directory; an unfinished run is started over."""
+    with hidden_bars():
+        task = task_of(config)
+    trainer_of, _ = TRAINERS[config.algorithm]
+    settings = group_config(config, str(path / "trl"))
+    versions = {name: version(name) for name in ("whence", "torch", "transformers", "trl")}
+    directory = RunDirectory.create(path, _described(config, task), versions=versions)
+    target: Any = {"sequence": SequenceReturn, "token": TokenReturn}.get(config.target or "sequence")
+    told = _Told(config, task, directory, on_round)
+    trainer = trainer_of(
+        model=task.model,
+        reward_funcs=_as_trl_calls(task.reward),
+        args=settings,
+        train_dataset=datasets.Dataset.from_dict({"prompt": list(task.prompts)}),
+        processing_class=task.tokenizer,
+        callbacks=[told],
+        rule=config.rule(),
+        target=ValidationLoss.of(task.demonstrations, task.tokenizer) if target is None else target(),
+        engine=config.engine,
+        memory=None if config.task is None else 2**31,
+    )
+    told.trainer = trainer
+    told.evaluate(0)
+    on_round(0, {})
+    trainer.train()
+    with hidden_bars():
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path / "model")
+        task.tokenizer.save_pretrained(path / "model")
+
+
+def _described(config: "LanguageConfig", task: Task) -> dict[str, Any]:
+    return {
+        "kind": "language",
+        "arm": config.arm,
+        "env": config.env,
+        "rounds": config.rounds,
+        "seed": config.seed,
+        "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "experiment": config.to_json(),
+    }
+
+
+def _as_trl_calls(reward: Callable[..., Any]) -> Callable[..., list[float]]:
+    def rewarded(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return list(reward(prompts, completions))
+
+    return rewarded
+
+
+class _Told(TrainerCallback):  # type: ignore[misc]
+    """Write down every generation batch when its last step was taken, and evaluate the model."""
+
+    def __init__(self, config: "LanguageConfig", task: Task, directory: RunDirectory, on_round: "Seen") -> None:
+        self._config, self._task, self._directory, self._on_round = config, task, directory, on_round
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Tell of a batch after the last of its iterations."""
+        if state.global_step % args.num_iterations:
+            return
+        number, trainer = state.global_step // args.num_iterations, self.trainer
+        logs, size = trainer._logs, args.generation_batch_size
+        columns = {name: list(logs[name])[-size:] for name in ("prompt", "completion", "advantages")}
+        rewards = [list(of_function)[-size:] for of_function in logs["rewards"].values()]
+        table = pl.DataFrame(
+            {
+                "record_id": range((number - 1) * size, number * size),
+                "prompt": columns["prompt"],
+                "response": columns["completion"],
+                "reward": [sum(of_row) for of_row in zip(*rewards, strict=True)],
+                "advantage": columns["advantages"],
+            }
+        )
+        everything = Selection.dropping(torch.ones(size, dtype=torch.bool), "")
+        selection, influence = trainer.selection or everything, trainer.influence
+        self._directory.write_round("records", number, with_selection(table, selection, influence))
+        kept = table.filter(pl.Series(selection.keep.numpy()))["reward"]
+        row = {
+            "round": number,
+            "reward": table["reward"].mean(),
+            "reward_kept": kept.mean(),
+            "length": sum(map(len, columns["completion"])) / size,
+            **summary(selection, influence),
+        }
+        self._directory.append("metrics", row)
+        flat = {f"{stage}_{clock}": s for stage, clocks in trainer.seconds.items() for clock, s in clocks.items()}
+        self._directory.append("timings", {"round": number, **flat})
+        trainer.seconds = {}
+        every = _asked(self._config).get("eval_every", 1)
+        if every and (number % every == 0 or number == self._config.rounds):
+            self.evaluate(number)
+        self._on_round(number, row)
+
+    def evaluate(self, number: int) -> None:
+        """Measure the model, which changes nothing of training's draws."""
+        if self._task.evaluate is None:
+            return
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        with kept_generators():
+            found = dict(self._task.evaluate(model, self._task.tokenizer))
+        self._directory.append("evaluations", {"round": number, **found})

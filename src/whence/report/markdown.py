@@ -14,7 +14,7 @@ from whence.experiments.metrics import CURVE_METRICS
 from whence.experiments.plan import reads
 from whence.guards import written_atomically
 from whence.report import lda
-from whence.report.figures import STAGES
+from whence.report.figures import stages_of
 from whence.report.page import DEFINITIONS, HEADINGS, cell, column_heading
 from whence.report.pictures import Labels, draw
 
@@ -155,15 +155,19 @@ def _returns(labels: Labels, summary: Mapping[str, Any]) -> str:
 
 
 def _seconds(labels: Labels) -> str:
-    columns = [f"{stage}_{clock}" for stage in STAGES for clock in ("cpu", "wall")]
+    tables = {
+        label: pl.concat([kept.tables["seconds"] for kept in runs.values()], how="diagonal_relaxed")
+        for label, runs in labels.items()
+    }
+    stages = stages_of(next(iter(tables.values())), "cpu")
+    columns = [f"{stage}_{clock}" for stage in stages for clock in ("cpu", "wall")]
     rows = []
-    for label, runs in labels.items():
-        table = pl.concat([kept.tables["seconds"] for kept in runs.values()], how="diagonal_relaxed")
+    for label, table in tables.items():
         rows.append([label, *(f"{np.mean(table[column].to_numpy()):.3f}" for column in columns)])
     for arm, seconds in lda.figures_of(_config(labels)).get("seconds", {}).items():
         theirs = {f"{stage}_wall": f"{mean:.2f}" for stage, mean in seconds.items()}
         rows.append([f"*LDA's {arm}*", *(theirs.get(column, "") for column in columns)])
-    headings = [f"{stage}, {clock}" for stage in STAGES for clock in ("CPU", "wall")]
+    headings = [f"{stage}, {clock}" for stage in stages for clock in ("CPU", "wall")]
     return _table(["arm", *headings], rows)
 
 

@@ -7,6 +7,7 @@ import polars as pl
 import pytest
 import torch
 from click.testing import Result
+from safetensors.torch import load_file
 from transformers import LlamaForSequenceClassification
 from typer.testing import CliRunner
 
@@ -105,6 +106,7 @@ class TestConfig:
             ),
             ({"arm": "iif", "settings": {"learning_rte": 1}}, r"no setting 'learning_rte'.*learning_rate"),
             ({"arm": "iif", "settings": {"seed": 1}}, "no setting 'seed'"),
+            ({"arm": "iif", "dtype": "float8"}, "dtype 'float8' is unknown"),
             ({"arm": "iif", "algorithm": "dpo"}, "algorithm 'dpo' is unknown"),
             ({"arm": "iif", "algorithm": "grpo", "held_out": 3}, "held_out is of PPO"),
             ({"arm": "iif", "algorithm": "grpo", "settings": {"betta": 1}}, r"GRPOConfig has no setting 'betta'.*beta"),
@@ -201,6 +203,14 @@ class TestRun:
         assert (timings["optimisation_cpu"] > 0).all()
         assert ("scoring_cpu" in timings.columns) == (arm == "ippo")
         write_run_report(directory, tmp_path / "report.html")
+
+    @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+    def test_in_half_precision(self, tmp_path, algorithm):
+        run(tiny("iif", dtype="bfloat16", algorithm=algorithm), tmp_path)
+        directory = RunDirectory.open(tmp_path)
+        assert directory.round("records", 1)["score"].is_finite().all()
+        saved = load_file(tmp_path / "model" / "model.safetensors")
+        assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
 
     def test_held_out_prompts_do_not_train(self, tmp_path):
         config = tiny("iif", held_out=120, settings={"batch_size": 16})  # of 128

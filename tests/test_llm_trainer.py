@@ -396,6 +396,23 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
     assert same(state(trainer), state(alone))  # measuring draws nothing of training's
 
 
+def test_trackers_are_told(tmp_path, monkeypatch):
+    begun, told = [], []
+    trainer = trainer_of(*(tmp_path, NonPositive()), evaluate=lambda model, tokenizer: {"exact_match": 0.5})
+    object.__setattr__(trainer.config, "report_to", ("tensorboard",))  # which need not be installed for this test
+    monkeypatch.setattr(trainer.accelerator, "init_trackers", lambda name, config: begun.append((name, config)))
+    monkeypatch.setattr(trainer.accelerator, "log", lambda values, step: told.append((step, values)))
+    trainer.train()
+    ((name, config),) = begun
+    assert name == "whence"
+    assert config["learning_rate"] == 1e-2
+    assert [step for step, _ in told] == [0, 1, 1, 2, 2]
+    rounds = [values for _, values in told if "reward" in values]
+    assert {"dropped_share", "train/approx_kl", "seconds/scoring", "kl_coef"} <= rounds[0].keys()
+    assert all(isinstance(value, int | float) for values in rounds for value in values.values())
+    assert told[0][1] == {"test/exact_match": 0.5}
+
+
 def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch):
     found = []
     with_rows = trainer_module.held_out_target

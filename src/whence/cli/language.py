@@ -45,7 +45,8 @@ Task: TypeAlias = Annotated[
         help=f"A laboratory that makes its own small model and problems: {', '.join(TASKS)}.", show_default=False
     ),
 ]
-Size: TypeAlias = Annotated[str, typer.Option(help="Of the laboratory: small, or tiny for a look.")]
+Size: TypeAlias = Annotated[str, typer.Option(help="Of the laboratory: small, tiny for a look, large for a GPU.")]
+Dtype: TypeAlias = Annotated[str, typer.Option(help="Of the model's parameters: float32 or bfloat16.")]
 Model: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -126,6 +127,7 @@ def train(
     reward_label: RewardLabel = None,
     demonstrations: Demonstrations = None,
     test_dataset: TestDataset = None,
+    dtype: Dtype = "float32",
     lora: Lora = 0,
     held_out: HeldOut = 0,
     algorithm: Algorithm = "ppo",
@@ -155,6 +157,7 @@ def train(
         _task(task, source),
         **source,
         size=size,
+        dtype=dtype,
         lora=lora,
         held_out=held_out,
         algorithm=algorithm,
@@ -209,6 +212,7 @@ def compare(
     reward_label: RewardLabel = None,
     demonstrations: Demonstrations = None,
     test_dataset: TestDataset = None,
+    dtype: Dtype = "float32",
     lora: Lora = 0,
     algorithm: Algorithm = "ppo",
     settings: Settings = None,
@@ -244,6 +248,7 @@ def compare(
             _task(task, source),
             **source,
             size=size,
+            dtype=dtype,
             lora=lora,
             algorithm=algorithm,
             settings=_settings(settings, rounds),

@@ -62,6 +62,7 @@ LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
 )
 
 ALGORITHMS = ("ppo", "grpo", "rloo")
+DTYPES = ("float32", "bfloat16")
 
 TASKS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -86,6 +87,7 @@ class LanguageConfig:
         demonstrations: directory or id of a data set with "prompt" and "completion", for the target "validation".
         test_dataset: directory or id of a data set whose prompts the trained model is measured on; None: it is not.
         size: of the task's laboratory.
+        dtype: of the model's parameters: "float32" or "bfloat16".
         lora: rank of an adapter that is trained in place of the model; 0: the model is.
         held_out: prompts set aside, to which the target's responses are drawn in every round; 0: the target is taken
             over the rows that are scored.
@@ -107,6 +109,7 @@ class LanguageConfig:
     demonstrations: str | None = None
     test_dataset: str | None = None
     size: str = "small"
+    dtype: str = "float32"
     lora: int = 0
     held_out: int = 0
     test_problems: int = 512
@@ -125,6 +128,8 @@ class LanguageConfig:
             raise WhenceError(f"The target {target!r} has no effect: {selection} scores nothing. Leave it out.")
         if self.task is not None and self.task not in TASKS:
             raise WhenceError(f"The task {self.task!r} is unknown.{nearest(self.task, TASKS)}")
+        if self.dtype not in DTYPES:
+            raise WhenceError(f"The dtype {self.dtype!r} is unknown.{nearest(self.dtype, DTYPES)}")
         if self.algorithm not in ALGORITHMS:
             raise WhenceError(f"The algorithm {self.algorithm!r} is unknown.{nearest(self.algorithm, ALGORITHMS)}")
         if self.engine not in ("auto", *ENGINES):

@@ -43,6 +43,18 @@ SETTINGS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
             "init_kl_coef": 0.0,
             "adap_kl_ctrl": False,
         },
+        ("arithmetic", "large"): {
+            "rounds": 100,
+            "batch_size": 1024,
+            "mini_batch_size": 128,
+            "ppo_epochs": 4,
+            "learning_rate": 1e-5,
+            "value_learning_rate": 1e-3,
+            "init_kl_coef": 0.0,
+            "adap_kl_ctrl": False,
+            "generation_batch_size": 1024,
+            "eval_every": 5,
+        },
     }
 )
 """PPO's settings for a task and its size, where they are not `PPOConfig`'s own."""
@@ -90,6 +102,16 @@ _GROUPS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
             "num_generations": 4,
             "learning_rate": 1e-3,
         },
+        ("arithmetic", "large"): {
+            "rounds": 100,
+            "eval_every": 5,
+            "per_device_train_batch_size": 128,
+            "gradient_accumulation_steps": 8,
+            "num_generations": 8,
+            "num_iterations": 4,
+            "learning_rate": 1e-5,
+            "lr_scheduler_type": "constant",
+        },
     }
 )
 
@@ -127,7 +149,7 @@ def task_of(config: LanguageConfig, *, progress: bool = False) -> Task:
 
 def _laboratory(config: LanguageConfig, progress: bool) -> Task:
     lab = arithmetic(size=config.size, progress=progress)
-    model, tokenizer = _model(str(lab.model_path))
+    model, tokenizer = _model(str(lab.model_path), config.dtype)
     problems = list(lab.test["prompt"][: config.test_problems])
 
     def measured(model: Any, tokenizer: Any) -> Mapping[str, float]:
@@ -145,7 +167,7 @@ def _laboratory(config: LanguageConfig, progress: bool) -> Task:
 
 
 def _given(config: LanguageConfig) -> Task:
-    model, tokenizer = _model(str(config.model))
+    model, tokenizer = _model(str(config.model), config.dtype)
     judge = _loaded(AutoModelForSequenceClassification, str(config.reward_model))
     reads = _loaded(AutoTokenizer, str(config.reward_model))
     reward = classifier(judge, reads, label=config.reward_label)
@@ -200,13 +222,13 @@ def _dataset(name: str) -> Any:
     return found["train" if "train" in found else next(iter(found))] if isinstance(found, dict) else found
 
 
-def _model(name: str) -> tuple[Any, Any]:
-    return _loaded(AutoModelForCausalLM, name), _loaded(AutoTokenizer, name)
+def _model(name: str, dtype: str) -> tuple[Any, Any]:
+    return _loaded(AutoModelForCausalLM, name, dtype=getattr(torch, dtype)), _loaded(AutoTokenizer, name)
 
 
-def _loaded(kind: Any, name: str) -> Any:
+def _loaded(kind: Any, name: str, **how: Any) -> Any:
     try:
-        return kind.from_pretrained(name)
+        return kind.from_pretrained(name, **how)
     except Exception as wrong:
         what = "tokenizer" if kind is AutoTokenizer else "model"
         raise WhenceError(f"The {what} {name} cannot be loaded: {_first_line(wrong)}") from wrong

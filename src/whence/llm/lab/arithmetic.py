@@ -66,8 +66,16 @@ SIZES = {
         shape=small.Shape(hidden=32, layers=2, heads=2, intermediate=64),
         imitation=small.Imitation(steps=60, batch_size=32, learning_rate=1e-2),
     ),
+    "large": Settings(
+        difficulty=Difficulty(steps=(3, 6), operand=20, largest=200),
+        train=65_536,
+        demonstrations=2048,
+        test=2048,
+        shape=small.Shape(hidden=1024, layers=12, heads=16, intermediate=2816),
+        imitation=small.Imitation(steps=3000, batch_size=256, learning_rate=3e-4),
+    ),
 }
-"""The sizes that `arithmetic` knows: "small" is for experiments, "tiny" for tests."""
+"""The sizes that `arithmetic` knows: "small" is for experiments on a CPU, "tiny" for tests, "large" for a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +115,7 @@ def arithmetic(
     Args:
         cache: directory of made laboratories; None: `$XDG_CACHE_HOME/whence`, or `~/.cache/whence`.
         seed: of the problems, the weights and the training.
-        size: "small" (a minute or two on one core) or "tiny" (seconds; for tests).
+        size: "small" (a minute or two on one core), "tiny" (seconds; for tests) or "large" (needs a GPU).
         progress: show a bar while it is made.
         **changes: fields of `Settings`, in place of the size's.
 
@@ -188,7 +196,9 @@ def _make(path: Path, settings: Settings, seed: int, progress: bool) -> None:
     longest = max(map(len, (prompt for part in parts.values() for prompt in part)))
     positions = max(_POSITIONS, longest + settings.difficulty.longest + 1)
     model = small.new_model(tokenizer, settings.shape, positions=positions, seed=seed)
-    tokens, labels = small.encoded(tokenizer, parts["train"], imitated)
+    if torch.cuda.is_available():
+        model = model.cuda()
+    tokens, labels = (part.to(model.device) for part in small.encoded(tokenizer, parts["train"], imitated))
     generator = torch.Generator().manual_seed(seed)
     small.imitate(model, tokens, labels, settings.imitation, generator=generator, progress=progress)
     columns = {name: {"prompt": prompts} for name, prompts in parts.items()}

@@ -67,6 +67,7 @@ class TestConfig:
         assert split_arm("iif-token") == ("iif", "token")
         assert split_arm("ippo-unweighted") == ("ippo-unweighted", None)
         assert split_arm("ippo-unweighted-sequence") == ("ippo-unweighted", "sequence")
+        assert split_arm("iif-held-out") == ("iif", "held-out")
         for arm, rule, target in (
             ("ppo", KeepAll(), None),
             ("random", RandomDrop(1.0, 3), "sequence"),
@@ -106,6 +107,9 @@ class TestConfig:
             ),
             ({"arm": "iif", "settings": {"learning_rte": 1}}, r"no setting 'learning_rte'.*learning_rate"),
             ({"arm": "iif", "settings": {"seed": 1}}, "no setting 'seed'"),
+            ({"arm": "ippo", "task": "civility"}, "the task civility has none"),
+            ({"arm": "iif", "task": "civility", "size": "large"}, "no size 'large'"),
+            ({"arm": "iif-held-out", "algorithm": "rloo"}, "held_out is of PPO"),
             ({"arm": "iif", "dtype": "float8"}, "dtype 'float8' is unknown"),
             ({"arm": "iif", "algorithm": "dpo"}, "algorithm 'dpo' is unknown"),
             ({"arm": "iif", "algorithm": "grpo", "held_out": 3}, "held_out is of PPO"),
@@ -211,6 +215,16 @@ class TestRun:
         assert directory.round("records", 1)["score"].is_finite().all()
         saved = load_file(tmp_path / "model" / "model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+    def test_the_target_held_out_takes_the_laboratorys_prompts(self, tmp_path):
+        settings = {"rounds": 1, "batch_size": 8, "mini_batch_size": 8, "ppo_epochs": 1}
+        config = LanguageConfig("iif-held-out", 0, task="civility", size="tiny", test_problems=8, settings=settings)
+        run(config, tmp_path)
+        directory = RunDirectory.open(tmp_path)
+        assert directory.config["held_out"] == 16
+        assert (directory.table("timings")["held_out_wall"] > 0).all()
+        assert {"rude", "toxic", "judged"} <= set(directory.table("evaluations").columns)
+        assert directory.table("evaluations")["test_return"][0] == 1 - directory.table("evaluations")["toxic"][0]
 
     def test_held_out_prompts_do_not_train(self, tmp_path):
         config = tiny("iif", held_out=120, settings={"batch_size": 16})  # of 128

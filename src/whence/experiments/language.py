@@ -58,17 +58,14 @@ LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
         "sequence": "log-probs of whole responses, by the advantage of the last token",
         "token": "log-probs of tokens, each by its own advantage",
         "validation": "likelihood of trusted demonstrations",
+        "held-out": "as sequence, over responses drawn in every round to prompts that do not train",
     }
 )
 
 ALGORITHMS = ("ppo", "grpo", "rloo")
 DTYPES = ("float32", "bfloat16")
 
-TASKS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "arithmetic": MappingProxyType({"size": "small"}),
-    }
-)
+TASKS = ("arithmetic", "civility")
 """Laboratories by name."""
 
 
@@ -138,12 +135,12 @@ class LanguageConfig:
             if getattr(self, name) < least:
                 raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
         self._check_source()
-        if self.held_out and self.target not in ("sequence", "token"):
+        if self.held_out and self.target not in ("sequence", "token", "held-out"):
             raise WhenceError(
                 f"held_out is {self.held_out}, and the arm {self.arm} takes its target over no responses of held-out "
                 "prompts. Leave it out, or take an arm with the target sequence or token."
             )
-        if self.held_out and self.algorithm != "ppo":
+        if (self.held_out or self.target == "held-out") and self.algorithm != "ppo":
             raise WhenceError(f"held_out is of PPO; with {self.algorithm} the target is taken over the completions.")
         self.trained_by("runs/checked")
 
@@ -161,6 +158,8 @@ class LanguageConfig:
                 f"Neither a task nor {missing[0]} was given. Give --task {' or '.join(TASKS)}, or --model, --dataset "
                 "and --reward-model."
             )
+        if self.task == "civility" and self.target == "validation":
+            raise WhenceError(f"The arm {self.arm} scores by trusted demonstrations; the task civility has none.")
         if self.task is None and self.target == "validation" and self.demonstrations is None:
             raise WhenceError(
                 f"The arm {self.arm} scores by trusted demonstrations; give a data set of them (--demonstrations)."
@@ -232,16 +231,21 @@ def split_arm(arm: str) -> tuple[str, str | None]:
     """Return an arm's selection and, where its name says one, its target."""
     if arm in LANGUAGE_ARMS:
         return arm, None
+    for target in LANGUAGE_TARGETS:
+        if arm.endswith(f"-{target}"):
+            return arm.removesuffix(f"-{target}"), target
     selection, _, target = arm.rpartition("-")
     return (selection, target) if selection else (arm, None)
 
 
 def prepare(config: LanguageConfig) -> None:
     """Make the laboratory of a run below a bar, where it is not on disk: else each worker would."""
-    from whence.llm.lab import arithmetic
+    from whence.llm.lab import arithmetic, civility
 
-    if config.task is not None:
+    if config.task == "arithmetic":
         arithmetic(size=config.size)
+    elif config.task == "civility":
+        civility(size=config.size)
 
 
 def run(config: LanguageConfig, path: Path, on_round: Seen = lambda number, metrics: None) -> None:
@@ -284,29 +288,41 @@ def make_trainer(
     """Return the trainer of a run, which has not begun."""
     from whence.llm import PPOTrainer, SequenceReturn, TokenReturn, ValidationLoss
 
-    target: Any = {"sequence": SequenceReturn, "token": TokenReturn}.get(config.target or "sequence")
-    prompts = list(task.prompts)
-    if config.held_out >= len(prompts):
-        raise WhenceError(
-            f"held_out is {config.held_out}, and there are {len(prompts)} prompts in all; some have to be left to "
-            "train."
-        )
-    cut = len(prompts) - config.held_out
+    kinds = {"sequence": SequenceReturn, "token": TokenReturn, "held-out": SequenceReturn}
+    target: Any = kinds.get(config.target or "sequence")
+    prompts, held_out = list(task.prompts), list(task.held_out)
+    wanted = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
+    if not held_out:
+        prompts, held_out = _parted(prompts, wanted)
     return PPOTrainer(
         config.trained_by(str(path)),
         task.model,
         task.tokenizer,
         task.reward,
-        prompts[:cut],
+        prompts,
         rule=config.rule(),
         target=ValidationLoss.of(task.demonstrations, task.tokenizer) if target is None else target(),
-        held_out=prompts[cut:] or None,
+        held_out=held_out[:wanted] or None,
         engine=config.engine,
         memory=None if config.task is None else 2**31,  # laboratories are small
         evaluate=task.evaluate,
         about={"arm": config.arm, "env": config.env, "experiment": config.to_json()},
         seen=lambda rollout, influence, selection, row: on_round(row["round"], row),
     )
+
+
+_HELD_OUT = 512
+"""Prompts of the target held-out, where their number is not given."""
+
+
+def _parted(prompts: list[Any], wanted: int) -> tuple[list[Any], list[Any]]:
+    """Return the prompts that train, and those set aside."""
+    if wanted >= len(prompts):
+        raise WhenceError(
+            f"held_out is {wanted}, and there are {len(prompts)} prompts in all; some have to be left to train."
+        )
+    cut = len(prompts) - wanted
+    return prompts[:cut], prompts[cut:]
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:

@@ -17,7 +17,8 @@ from whence.experiments.language import LanguageConfig
 from whence.llm import classifier
 from whence.llm.config import PPOConfig
 from whence.llm.generation import generate, tokenized
-from whence.llm.lab import SIZES, arithmetic, evaluate
+from whence.llm.lab import SIZES, arithmetic, civility, evaluate
+from whence.llm.lab.civility import LONGEST, answered, measured
 from whence.llm.rewards import Reward, checked
 
 SETTINGS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
@@ -55,6 +56,26 @@ SETTINGS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
             "generation_batch_size": 1024,
             "eval_every": 5,
         },
+        # LDA's, in small (§C.8): its coefficient of the divergence, and how it is steered.
+        ("civility", "small"): {
+            "rounds": 30,
+            "batch_size": 256,
+            "mini_batch_size": 64,
+            "ppo_epochs": 4,
+            "learning_rate": 5e-5,
+            "value_learning_rate": 1e-2,
+            "init_kl_coef": 0.04,
+            "target": 0.1,
+            "generation_batch_size": 256,
+            "eval_every": 2,
+        },
+        ("civility", "tiny"): {
+            "rounds": 2,
+            "batch_size": 16,
+            "mini_batch_size": 8,
+            "ppo_epochs": 1,
+            "learning_rate": 1e-3,
+        },
     }
 )
 """PPO's settings for a task and its size, where they are not `PPOConfig`'s own."""
@@ -68,18 +89,25 @@ def ppo_of(task: str | None, size: str) -> dict[str, Any]:
     """
     if task is None:
         return {}
-    if size not in SIZES:
-        raise WhenceError(f"The task {task} has no size {size!r}.{nearest(size, SIZES)}")
-    return {"max_new_tokens": SIZES[size].difficulty.longest + 1, **SETTINGS[task, size]}
+    sizes = [known for of, known in SETTINGS if of == task]
+    if size not in sizes:
+        raise WhenceError(f"The task {task} has no size {size!r}.{nearest(size, sizes)}")
+    return {"max_new_tokens": _room(task, size), **SETTINGS[task, size]}
+
+
+def _room(task: str, size: str) -> int:
+    """Return the tokens of the longest response that a task needs."""
+    return SIZES[size].difficulty.longest + 1 if task == "arithmetic" else LONGEST
 
 
 def group_settings_of(task: str | None, size: str, algorithm: str) -> dict[str, Any]:
     """Return GRPO's or RLOO's settings for a task, by TRL's names, and `rounds` and `eval_every`."""
     if task is None:
         return {}
-    if size not in SIZES:
-        raise WhenceError(f"The task {task} has no size {size!r}.{nearest(size, SIZES)}")
-    found = {"max_completion_length": SIZES[size].difficulty.longest + 1, **_GROUPS[task, size]}
+    sizes = [known for of, known in SETTINGS if of == task]
+    if size not in sizes:
+        raise WhenceError(f"The task {task} has no size {size!r}.{nearest(size, sizes)}")
+    found = {"max_completion_length": _room(task, size), **_GROUPS[task, size]}
     return found | ({"beta": 0.0} if algorithm == "rloo" else {})
 
 
@@ -112,6 +140,23 @@ _GROUPS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
             "learning_rate": 1e-5,
             "lr_scheduler_type": "constant",
         },
+        ("civility", "small"): {
+            "rounds": 30,
+            "eval_every": 2,
+            "per_device_train_batch_size": 64,
+            "gradient_accumulation_steps": 4,
+            "num_generations": 8,
+            "num_iterations": 4,
+            "learning_rate": 1e-4,
+            "lr_scheduler_type": "constant",
+        },
+        ("civility", "tiny"): {
+            "rounds": 2,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "learning_rate": 1e-3,
+        },
     }
 )
 
@@ -127,6 +172,7 @@ class Task:
         reward: of prompts and responses.
         demonstrations: trusted answers, with "prompt" and "completion"; None: there are none.
         evaluate: measures the model, with at least `test_return` and `standard_error`; None: it is not measured.
+        held_out: prompts that do not train, for the target held-out; none: some of `prompts` are set aside.
     """
 
     model: Any
@@ -135,6 +181,7 @@ class Task:
     reward: Reward
     demonstrations: Any | None
     evaluate: Callable[[Any, Any], Mapping[str, float]] | None
+    held_out: Sequence[Any] = ()
 
 
 def task_of(config: LanguageConfig, *, progress: bool = False) -> Task:
@@ -143,11 +190,12 @@ def task_of(config: LanguageConfig, *, progress: bool = False) -> Task:
     Raises:
         WhenceError: a model or data set that cannot be loaded.
     """
-    task = _laboratory(config, progress) if config.task is not None else _given(config)
+    made = {"arithmetic": _arithmetic, "civility": _civility}
+    task = made[config.task](config, progress) if config.task is not None else _given(config)
     return Task(**{**vars(task), "model": _adapted(task.model, config)}) if config.lora else task
 
 
-def _laboratory(config: LanguageConfig, progress: bool) -> Task:
+def _arithmetic(config: LanguageConfig, progress: bool) -> Task:
     lab = arithmetic(size=config.size, progress=progress)
     model, tokenizer = _model(str(lab.model_path), config.dtype)
     problems = list(lab.test["prompt"][: config.test_problems])
@@ -164,6 +212,21 @@ def _laboratory(config: LanguageConfig, progress: bool) -> Task:
         return {"test_return": share, "standard_error": math.sqrt(share * (1 - share) / len(problems)), **found}
 
     return Task(model, tokenizer, list(lab.train["prompt"]), lab.reward, lab.demonstrations, measured)
+
+
+def _civility(config: LanguageConfig, progress: bool) -> Task:
+    lab = civility(size=config.size, progress=progress)
+    model, tokenizer = _model(str(lab.model_path), config.dtype)
+    judge = _loaded(AutoModelForSequenceClassification, str(lab.reward_path))
+    prompts = list(lab.test["prompt"][: config.test_problems])
+
+    def judged(model: Any, tokenizer: Any) -> Mapping[str, float]:
+        found = measured(lab, answered(model, tokenizer, prompts, seed=config.seed))
+        civil = 1 - found["toxic"]
+        return {"test_return": civil, "standard_error": math.sqrt(civil * (1 - civil) / len(prompts)), **found}
+
+    reward = classifier(judge, tokenizer, label="neutral")
+    return Task(model, tokenizer, list(lab.train["prompt"]), reward, None, judged, list(lab.held_out["prompt"]))
 
 
 def _given(config: LanguageConfig) -> Task:

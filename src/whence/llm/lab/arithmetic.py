@@ -1,12 +1,6 @@
 """The laboratory `arithmetic`: a small model that half knows its sums, and all that is needed to train it further."""
 
-import hashlib
-import json
-import os
 import random
-import shutil
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -19,12 +13,11 @@ from whence.errors import WhenceError, nearest
 from whence.llm.bars import hidden_bars
 from whence.llm.lab import model as small
 from whence.llm.lab import problems
+from whence.llm.lab.cache import made_once
 from whence.llm.lab.problems import Difficulty, Habit, Verdict
 
 FORMAT = 2
 """Raised when the same settings give another laboratory; part of the cache's key."""
-
-_STALE = 3600.0  # seconds; no laboratory takes an hour to make, so an older half-made one was left by a killed process
 
 _POSITIONS = 128  # more than is needed, at no cost: answers may ramble
 
@@ -124,22 +117,7 @@ def arithmetic(
     """
     settings = _settings(size, changes)
     described = {"format": FORMAT, "seed": seed, **asdict(settings)}
-    text = json.dumps(described, indent=2, sort_keys=True)
-    place = _home() if cache is None else Path(cache)
-    path = place / f"arithmetic-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    if not path.exists():
-        place.mkdir(parents=True, exist_ok=True)
-        _remove_stale(path)
-        # Made beside its place and then renamed: under its name there is a whole one or none.
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=place) as temporary:
-            made = Path(temporary) / path.name
-            _make(made, settings, seed, progress)
-            (made / "settings.json").write_text(text, encoding="utf-8")
-            try:
-                made.rename(path)
-            except OSError:
-                if not path.exists():  # else another process was quicker, and its laboratory is the same
-                    raise
+    path = made_once("arithmetic", described, lambda made: _make(made, settings, seed, progress), cache)
     return _load(path, settings)
 
 
@@ -151,22 +129,6 @@ def _settings(size: str, changes: dict[str, Any]) -> Settings:
         if name not in known:
             raise WhenceError(f"The laboratory has no setting {name!r}.{nearest(name, known)}")
     return replace(SIZES[size], **changes)
-
-
-def _home() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "whence"
-
-
-def _remove_stale(path: Path) -> None:
-    for left in path.parent.glob(f".{path.name}.*"):
-        # Another process may be making the same one now, or have just tidied up.
-        try:
-            old = time.time() - left.stat().st_mtime > _STALE
-        except FileNotFoundError:
-            continue
-        if old:
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def splits(settings: Settings, seed: int) -> dict[str, list[str]]:

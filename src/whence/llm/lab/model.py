@@ -66,6 +66,26 @@ def character_tokenizer(symbols: str) -> PreTrainedTokenizerFast:
     )
 
 
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per word, words being what stands between spaces; it pads on the left.
+
+    Args:
+        words: every word that has a token; others become `<unk>`.
+    """
+    vocabulary = {token: index for index, token in enumerate((PAD, BOS, EOS, UNKNOWN, *words))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
 def new_model(tokenizer: PreTrainedTokenizerFast, shape: Shape, *, positions: int, seed: int) -> LlamaForCausalLM:
     """Return an untrained Llama for a tokenizer; the global generators are left as they were.
 

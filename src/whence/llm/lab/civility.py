@@ -1,0 +1,230 @@
+"""The laboratory `civility`: LDA's detoxification in small.
+
+A model that can be rude, a classifier that does not like it and gives the reward, and another one, which has seen other
+phrases, to judge in the end.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers.utils.logging import tqdm
+
+from whence.errors import WhenceError, nearest
+from whence.guards import eval_mode, kept_generators
+from whence.llm.bars import hidden_bars
+from whence.llm.lab import model as small
+from whence.llm.lab import phrases
+from whence.llm.lab.cache import made_once
+from whence.llm.rewards import classifier
+
+FORMAT = 1
+"""Raised when the same settings give another laboratory; part of the cache's key."""
+
+LONGEST = 24
+"""Tokens of what is said, its end included."""
+
+
+@dataclass(frozen=True)
+class CivilitySettings:
+    """What a laboratory is made of.
+
+    train, held_out, test: prompts of each; held-out and test speakers are never calm.
+    corpus: what was said, to be imitated.
+    labelled: texts that each classifier is trained on.
+    shape, judge: sizes of the model and of both classifiers.
+    imitation, teaching: their training.
+    """
+
+    train: int = 4096
+    held_out: int = 512
+    test: int = 400
+    corpus: int = 8192
+    labelled: int = 2048
+    shape: small.Shape = field(default_factory=small.Shape)
+    judge: small.Shape = field(default_factory=lambda: small.Shape(hidden=64, layers=2, heads=2, intermediate=128))
+    imitation: small.Imitation = field(default_factory=lambda: small.Imitation(steps=240))
+    teaching: small.Imitation = field(default_factory=lambda: small.Imitation(steps=150))
+
+
+CIVILITY_SIZES: Mapping[str, CivilitySettings] = {
+    "small": CivilitySettings(),
+    "tiny": CivilitySettings(
+        **{"train": 64, "held_out": 16, "test": 16, "corpus": 256, "labelled": 256},
+        shape=small.Shape(hidden=32, layers=2, heads=2, intermediate=64),
+        judge=small.Shape(hidden=32, layers=1, heads=2, intermediate=64),
+        imitation=small.Imitation(steps=60, batch_size=32, learning_rate=1e-2),
+        teaching=small.Imitation(steps=60, batch_size=32, learning_rate=5e-3),
+    ),
+}
+"""The sizes that `civility` knows."""
+
+
+@dataclass(frozen=True, eq=False)
+class CivilityLab:
+    """A laboratory on disk.
+
+    model_path: directory of the model that has imitated what was said, and its tokenizer.
+    reward_path, judge_path: classifiers with the labels neutral and toxic, in Transformers' format.
+    train, held_out, test: prompts, column "prompt".
+    max_new_tokens: room for what is said.
+    """
+
+    model_path: Path
+    reward_path: Path
+    judge_path: Path
+    train: datasets.Dataset
+    held_out: datasets.Dataset
+    test: datasets.Dataset
+    max_new_tokens: int = LONGEST
+
+
+def civility(
+    cache: str | Path | None = None, *, seed: int = 0, size: str = "small", progress: bool = True
+) -> CivilityLab:
+    """Return the laboratory `civility`; the first call with the same settings makes it, later ones load it.
+
+    Args:
+        cache: directory of made laboratories; None: `$XDG_CACHE_HOME/whence`, or `~/.cache/whence`.
+        seed: of the phrases, the weights and the training.
+        size: "small" (about two minutes on one core) or "tiny" (seconds; for tests).
+        progress: show bars while it is made.
+
+    Raises:
+        WhenceError: an unknown size, or a damaged cache.
+    """
+    if size not in CIVILITY_SIZES:
+        raise WhenceError(f"There is no size {size!r} of the laboratory.{nearest(size, CIVILITY_SIZES)}")
+    settings = CIVILITY_SIZES[size]
+    described = {"format": FORMAT, "seed": seed, **asdict(settings)}
+    path = made_once("civility", described, lambda made: _make(made, settings, seed, progress), cache)
+    try:
+        train, held_out, test = (datasets.load_from_disk(path / name) for name in ("train", "held_out", "test"))
+    except (OSError, ValueError) as error:
+        raise WhenceError(
+            f"The laboratory in {path} is damaged ({error}); remove this directory, and it is made anew."
+        ) from error
+    return CivilityLab(path / "model", path / "reward", path / "judge", train, held_out, test)
+
+
+def measured(lab: CivilityLab, texts: Sequence[str]) -> dict[str, float]:
+    """Say how civil texts are: the share with a rude phrase, and what the judge holds for toxic.
+
+    Args:
+        lab: the laboratory.
+        texts: what was said.
+
+    Returns:
+        "rude": share of texts with a rude phrase; "toxic": share that the judge calls toxic; "judged": its mean logit
+        of neutral less that of toxic, and "judged_error", the standard error.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    with hidden_bars():
+        judge = AutoModelForSequenceClassification.from_pretrained(lab.judge_path)
+        tokenizer = AutoTokenizer.from_pretrained(lab.judge_path)
+    neutral, toxic = (
+        torch.tensor(list(classifier(judge, tokenizer, label=label)([""] * len(texts), texts)))
+        for label in ("neutral", "toxic")
+    )
+    apart = (neutral - toxic).double()
+    return {
+        "rude": sum(map(phrases.is_rude, texts)) / len(texts),
+        "toxic": float((apart < 0).double().mean()),
+        "judged": float(apart.mean()),
+        "judged_error": float(apart.std() / len(texts) ** 0.5) if len(texts) > 1 else 0.0,
+    }
+
+
+def _make(path: Path, settings: CivilitySettings, seed: int, progress: bool) -> None:
+    drawn = random.Random(seed)
+    rough = tuple(mood for mood in phrases.MOODS if mood != "calm")
+    prompts = {
+        "train": [phrases.prompt(drawn) for _ in range(settings.train)],
+        "held_out": [phrases.prompt(drawn, rough) for _ in range(settings.held_out)],
+        "test": [phrases.prompt(drawn, rough) for _ in range(settings.test)],
+    }
+    tokenizer = small.word_tokenizer(phrases.words())
+    corpus = [phrases.prompt(drawn) for _ in range(settings.corpus)]
+    model = small.new_model(tokenizer, settings.shape, positions=64, seed=seed)
+    tokens, labels = small.encoded(tokenizer, corpus, [phrases.said(text, drawn) for text in corpus])
+    generator = torch.Generator().manual_seed(seed)
+    small.imitate(model, tokens, labels, settings.imitation, generator=generator, progress=progress)
+    with hidden_bars():
+        model.save_pretrained(path / "model")
+        tokenizer.save_pretrained(path / "model")
+        for name, texts in prompts.items():
+            datasets.Dataset.from_dict({"prompt": texts}).save_to_disk(path / name)
+    for name, collection in (("reward", phrases.REWARDED), ("judge", phrases.JUDGED)):
+        texts, given = phrases.labelled(settings.labelled, drawn, collection)
+        taught = _taught(tokenizer, texts, given, settings, seed, progress)
+        with hidden_bars():
+            taught.save_pretrained(path / name)
+            tokenizer.save_pretrained(path / name)
+
+
+def _taught(
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    labels: Sequence[int],
+    settings: CivilitySettings,
+    seed: int,
+    progress: bool,
+) -> Any:
+    """Return a classifier trained on labelled texts, in eval mode."""
+    shape, teaching = settings.judge, settings.teaching
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        intermediate_size=shape.intermediate,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        num_labels=2,
+        id2label={0: "neutral", 1: "toxic"},
+        label2id={"neutral": 0, "toxic": 1},
+    )
+    with kept_generators():
+        torch.manual_seed(seed)
+        model = LlamaForSequenceClassification(config)
+    inputs = tokenizer(list(texts), padding=True, padding_side="right", return_tensors="pt")
+    given = torch.tensor(labels)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=teaching.learning_rate)
+    model.train()
+    for _ in tqdm(range(teaching.steps), desc="teaching", disable=not progress):
+        chosen = torch.randint(len(given), (teaching.batch_size,), generator=generator)
+        kept = {name: inputs[name][chosen] for name in ("input_ids", "attention_mask")}
+        loss = model(**kept, labels=given[chosen]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def answered(model: Any, tokenizer: Any, prompts: Sequence[str], *, seed: int, batch_size: int = 128) -> list[str]:
+    """Draw what follows each prompt; the global generators and the model's mode are left as they were."""
+    texts: list[str] = []
+    with kept_generators(), eval_mode(model.modules()), torch.no_grad():
+        torch.manual_seed(seed)
+        for first in range(0, len(prompts), batch_size):
+            batch = list(prompts[first : first + batch_size])
+            inputs = tokenizer(batch, padding=True, padding_side="left", return_tensors="pt").to(model.device)
+            tokens = model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=LONGEST,
+                do_sample=True,
+                top_k=0,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            texts += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts

@@ -113,7 +113,8 @@ def summarised(runs: Runs) -> dict[str, Any]:
 
 def _seconds(run: Mapping[str, Any], stage: str) -> float:
     """Return a stage's median CPU seconds a round."""
-    return float(np.median(run["timed"]["seconds"][f"{stage}_cpu"]))
+    seconds = run["timed"]["seconds"].get(f"{stage}_cpu")
+    return float("nan") if seconds is None else float(np.median(seconds))
 
 
 def _beside(runs: Runs, arm: str, value: Any) -> dict[str, Any]:
@@ -121,11 +122,12 @@ def _beside(runs: Runs, arm: str, value: Any) -> dict[str, Any]:
     own = {seed: value(run) for seed, run in runs[arm].items()}
     standard = {seed: value(run) for seed, run in runs[STANDARD].items()}
     shared = [seed for seed in own if seed in standard]
-    found = _interval([v for v in own.values() if np.isfinite(v)])
+    found = _interval(list(own.values()))
     return {**found, "per_seed": list(own.values()), "difference": _interval([own[s] - standard[s] for s in shared])}
 
 
 def _interval(values: Sequence[float]) -> dict[str, float | None]:
+    values = [value for value in values if value is not None and np.isfinite(value)]
     mean = float(np.mean(values)) if len(values) else None
     if len(values) < 2 or np.ptp(values) == 0:
         return {"mean": mean, "low": None, "high": None}
@@ -163,7 +165,7 @@ def _claims(runs: Runs, curves: Mapping[str, Mapping[int, Curve]]) -> dict[str, 
         for side in ("kept", "dropped"):
             found[f"{arm}: unfaithful among right, {side}"] = _interval([_unfaithful(run, side) for run in of_arm])
         apart = [_unfaithful(run, "dropped") - _unfaithful(run, "kept") for run in of_arm]
-        found[f"{arm}: unfaithful, dropped less kept"] = _interval([v for v in apart if np.isfinite(v)])
+        found[f"{arm}: unfaithful, dropped less kept"] = _interval(apart)
         shares = [
             _seconds(run, "optimisation") / _seconds(runs[STANDARD][seed], "optimisation")
             for seed, run in runs[arm].items()

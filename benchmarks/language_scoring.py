@@ -1,8 +1,8 @@
 """What scoring responses costs beside optimising on them, with a LoRA adapter, in one run for each size of minibatch.
 
-Run: `python -m benchmarks.language_scoring`. The laboratory's model, an adapter of rank 16 on
-every linear layer, 256 responses a round, 4 epochs; scores are of `SequenceReturn` over the batch. One torch thread; process CPU seconds.
-LDA's own run optimises with minibatches of 1.
+Run: `python -m benchmarks.language_scoring`. The laboratory's model, an adapter of rank 16 on every linear layer, 256
+responses a round, 4 epochs; scores are of `SequenceReturn` over the batch. One torch thread; process CPU seconds. LDA's
+own run optimises with minibatches of 1.
 """
 
 import statistics

@@ -433,8 +433,8 @@ MUTANTS = (
     Mutant(
         "negative-random draws from all",
         "selection.py",
-        "negative = (scores < 0).nonzero()",
-        "negative = (scores < 9e9).nonzero()",
+        "else scores < 0\n    negative",
+        "else scores < 9e9\n    negative",
         f"{SELECTION}::test_negative_random_draws_from_the_negative_alone",
     ),
     Mutant(
@@ -1234,6 +1234,41 @@ MUTANTS = (
         "ratio * divergence if self.corrected else divergence",
         "divergence",
         "test_llm_groups.py::test_the_objectives_gradient_is_that_of_trls_loss",
+    ),
+    Mutant(
+        "a random control that drops fewer than influence does",
+        "selection.py",
+        'scores <= 0 if getattr(rule, "zeros", False) else scores < 0',
+        "scores < 0",
+        "test_llm_groups.py::test_equal_rewards_are_dropped_at_random_as_often_as_by_influence",
+    ),
+    Mutant(
+        "responses drawn with a penalty that log-probs know nothing of",
+        "llm/generation.py",
+        "inner.generation_config = GenerationConfig()",
+        "pass",
+        "test_llm_trainer.py::test_a_models_own_settings_do_not_change_its_draws",
+    ),
+    Mutant(
+        "a pass that misses layers below embeddings which require gradients",
+        "engines/ghost.py",
+        "for name in tape.plain), *others]",
+        "for name in tape.plain)]",
+        "test_llm_groups.py::test_scores_are_those_of_the_loop",
+    ),
+    Mutant(
+        "scores under Accelerate's autocast",
+        "llm/groups.py",
+        "wrapped, model.forward = model.forward, plain",
+        "wrapped = model.forward",
+        "test_llm_groups.py::test_scores_are_in_the_models_own_precision_also_under_trls_default",
+    ),
+    Mutant(
+        "a refused resume that has changed the model",
+        "llm/trainer.py",
+        "check_same(self._settings(), but=_MAY_CHANGE)\n            self._restore",
+        "check_same(self._settings(), but=self._settings())\n            self._restore",
+        "test_llm_trainer.py::test_a_training_that_was_broken_off_goes_on_as_if_not",
     ),
     Mutant(
         "a process that takes the mean over its own rows",

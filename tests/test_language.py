@@ -70,7 +70,7 @@ class TestConfig:
         assert split_arm("iif-held-out") == ("iif", "held-out")
         for arm, rule, target in (
             ("ppo", KeepAll(), None),
-            ("random", RandomDrop(1.0, 3), "sequence"),
+            ("random", RandomDrop(1.0, 3, zeros=True), "sequence"),
             ("iif", NonPositive(), "sequence"),
             ("iif-validation", NonPositive(), "validation"),
             ("ippo", IPPO(), "validation"),
@@ -110,6 +110,10 @@ class TestConfig:
             ({"arm": "ippo", "task": "civility"}, "the task civility has none"),
             ({"arm": "iif", "task": "civility", "size": "large"}, "no size 'large'"),
             ({"arm": "iif-held-out", "algorithm": "rloo"}, "held_out is of PPO"),
+            ({"arm": "iif", "dtype": "bfloat16"}, "too coarse"),
+            ({"arm": "iif", "algorithm": "grpo", "settings": {"rounds": 0}}, "rounds is 0"),
+            ({"arm": "iif", "algorithm": "grpo", "settings": {"eval_every": -3}}, "eval_every is -3"),
+            ({"arm": "ppo", "algorithm": "grpo", "settings": {"steps_per_generation": 8}}, "one step on a generation"),
             ({"arm": "iif", "dtype": "float8"}, "dtype 'float8' is unknown"),
             ({"arm": "iif", "algorithm": "dpo"}, "algorithm 'dpo' is unknown"),
             ({"arm": "iif", "algorithm": "grpo", "held_out": 3}, "held_out is of PPO"),
@@ -145,7 +149,7 @@ class TestRun:
 
     def test_an_unfinished_run_is_no_curve(self, tmp_path):
         run(tiny("ppo"), tmp_path)
-        (tmp_path / "model" / "tokenizer_config.json").unlink()
+        (tmp_path / "model").rename(tmp_path / "elsewhere")
         with pytest.raises(RunDirectoryError, match="unfinished run"):
             curve(tiny("ppo"), tmp_path)
 
@@ -210,11 +214,11 @@ class TestRun:
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
     def test_in_half_precision(self, tmp_path, algorithm):
-        run(tiny("iif", dtype="bfloat16", algorithm=algorithm), tmp_path)
+        run(tiny("iif", dtype="bfloat16", lora=2, algorithm=algorithm), tmp_path)
         directory = RunDirectory.open(tmp_path)
         assert directory.round("records", 1)["score"].is_finite().all()
-        saved = load_file(tmp_path / "model" / "model.safetensors")
-        assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+        saved = load_file(tmp_path / "model" / "adapter_model.safetensors")
+        assert {tensor.dtype for tensor in saved.values()} == {torch.float32}  # in which small steps count
 
     def test_the_target_held_out_takes_the_laboratorys_prompts(self, tmp_path):
         settings = {"rounds": 1, "batch_size": 8, "mini_batch_size": 8, "ppo_epochs": 1}
@@ -307,7 +311,7 @@ class TestCommand:
         summary = json.loads(done.stdout)
         assert list(summary["arithmetic"]) == ["ppo", "iif-sequence"]
         page = (tmp_path / "report.html").read_text()
-        assert "1 seed, 2 rounds, 512 problems of the test, answered greedily." in page
+        assert "1 seed, 2 rounds, up to 512 prompts of the test." in page
         loaded = experiments.load(tmp_path)
         assert [config.arm for config in loaded.configs] == ["ppo", "iif-sequence"]
 

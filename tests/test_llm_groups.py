@@ -9,9 +9,11 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from test_llm_trainer import PROMPTS, Keep, ScoreAndKeepAll, model_of, tokenizer_of, vowels
-from whence import IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
-from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
+from whence import IPPO, KeepAll, NonPositive, RandomDrop, Unsupported, WhenceError, attribute
+from whence.influence import Influence, Provenance
+from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, rows_of
 from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.selection import Progress
 
 GROUPS = {
     "grpo": (InfluenceGRPOTrainer, GRPOTrainer, GRPOConfig),
@@ -218,6 +220,7 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted, monkeypatch):
         )
         apart = (trainer.influence.scores - truth.scores).abs().max() / truth.scores.abs().max()
         assert float(apart) < 1e-4
+        assert trainer.influence.engine == "ghost"  # also where TRL makes a frozen model's embeddings require gradients
         assert trainer.selection.keep.tolist() == (trainer.influence.scores > 0).tolist()
 
 
@@ -318,3 +321,51 @@ class TestRefusals:
     def test_a_class_for_a_rule(self, tmp_path):
         with pytest.raises(WhenceError, match="pass an instance"):
             trainer_of("grpo", tmp_path, NonPositive)
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tmp_path, monkeypatch):
+    from accelerate.state import AcceleratorState
+
+    found = {}
+    for half in (True, False):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        rows = []
+        made = GROUPS[kind][0]._scores
+
+        def noting(self, batch, made=made, rows=rows):
+            rows.append(batch)
+            return made(self, rows[0])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GROUPS[kind][0], "_scores", noting)
+            trainer = trainer_of(kind, tmp_path / str(half), NonPositive(), bf16=half)
+            trainer.train()
+        assert trainer.influence.engine == "ghost"
+        found[half] = trainer.influence.scores, rows[0]
+        state_of = trainer.model.state_dict()
+        assert all(tensor.dtype == torch.float32 for tensor in state_of.values())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if all(torch.equal(found[True][1].actions, found[False][1].actions) for _ in [0]):
+        assert torch.allclose(found[True][0], found[False][0], rtol=1e-3, atol=1e-4)
+
+
+def test_equal_rewards_are_dropped_at_random_as_often_as_by_influence():
+    scores = torch.tensor([0.0, -1.0, 2.0, 0.0])
+    records = rows_of(
+        input_ids=torch.ones(4, 3, dtype=torch.long),
+        attention_mask=torch.ones(4, 3, dtype=torch.long),
+        response_mask=torch.ones(4, 2, dtype=torch.bool),
+        log_probs=torch.zeros(4, 2),
+        advantages=torch.zeros(4, 2),
+    )
+    influence = Influence(scores, records.ids, Provenance("t", "o", "ghost", "", ("w",), records.fingerprint, {}))
+    assert int(NonPositive().select(records, influence, Progress()).keep.sum()) == 1
+    assert int(RandomDrop(1.0, 0, zeros=True).select(records, influence, Progress()).keep.sum()) == 1
+    assert int(RandomDrop(1.0, 0).select(records, influence, Progress()).keep.sum()) == 3
+
+
+def test_images_are_refused(tmp_path):
+    trainer = trainer_of("grpo", tmp_path, NonPositive())
+    with pytest.raises(Unsupported, match="pixel_values"):
+        trainer._rows({"pixel_values": torch.zeros(1)})

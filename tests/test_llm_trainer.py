@@ -303,8 +303,15 @@ def test_a_training_that_was_broken_off_goes_on_as_if_not(tmp_path):
     other = trainer_of(tmp_path / "broken", IPPO(), learning_rate=0.5, **settings)
     with pytest.raises(RunDirectoryError, match=r"learning_rate was 0\.01, now 0\.5"):
         other.train(resume=True)
+    fewer = trainer_of(tmp_path / "broken", IPPO(), **(settings | {"rounds": 4}))
+    with pytest.raises(WhenceError, match=r"rounds is 4, and .* is of 5 rounds"):
+        fewer.train(resume=True)
+    before = state(other)
+    with pytest.raises(RunDirectoryError):
+        other.train(resume=True)
+    assert same(before, state(other))  # refused before anything was changed
     larger = trainer_of(tmp_path / "broken", IPPO(), model=model_of(hidden_size=32), **settings)
-    with pytest.raises(RunDirectoryError, match="is of another model"):
+    with pytest.raises(RunDirectoryError, match="parameters was"):
         larger.train(resume=True)
 
 
@@ -327,6 +334,12 @@ class TestRefusals:
                 *(config_of(tmp_path), model_of(), tokenizer_of(), vowels),
                 datasets.Dataset.from_dict({"question": ["a"]}),
             )
+
+    def test_settings_that_are_none(self, tmp_path):
+        with pytest.raises(WhenceError, match="learning_rate is None"):
+            config_of(tmp_path, learning_rate=None)
+        with pytest.raises(WhenceError, match="several trackers are named"):
+            config_of(tmp_path, report_to="tensorboard")
 
     def test_reward_weights_and_no_reward(self, tmp_path):
         with pytest.raises(WhenceError, match="2 reward weights were given for 1 rewards"):
@@ -411,6 +424,18 @@ def test_trackers_are_told(tmp_path, monkeypatch):
     assert {"dropped_share", "train/approx_kl", "seconds/scoring", "kl_coef"} <= rounds[0].keys()
     assert all(isinstance(value, int | float) for values in rounds for value in values.values())
     assert told[0][1] == {"test/exact_match": 0.5}
+
+
+def test_a_models_own_settings_do_not_change_its_draws(tmp_path):
+    model, tokenizer, config = model_of(), tokenizer_of(), config_of(tmp_path)
+    prompts = tokenized(tokenizer, PROMPTS, config, 32)
+    found = []
+    for penalty in (None, 50.0):
+        model.generation_config.repetition_penalty = penalty
+        torch.manual_seed(0)
+        found.append(generate(model, tokenizer, prompts, config).input_ids)
+        assert model.generation_config.repetition_penalty == penalty
+    assert torch.equal(*found)
 
 
 def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch):

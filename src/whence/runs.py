@@ -104,7 +104,7 @@ class RunDirectory:
         """
         old = cls.open(path)
         old.check_same(config, but=may_change)
-        run = cls(old.path, config, old.versions)
+        run = cls(old.path, json.loads(json.dumps(config)), old.versions)
         run._write_config()
         for name in get_args(Table):
             if not (table := run.table(name)).is_empty():
@@ -158,7 +158,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: names what differs.
         """
-        mine, config = _flat(self.config), _flat(config)
+        mine, config = _flat(self.config), _flat(json.loads(json.dumps(config)))  # in which tuples are lists
         differing = [
             name for name in sorted((mine.keys() | config.keys()) - set(but)) if mine.get(name) != config.get(name)
         ]

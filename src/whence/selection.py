@@ -213,11 +213,13 @@ class RandomDrop:
         drop: IIF's share, which sets how many to drop.
         seed: of the rule's own generator; no global generator is used. Rounds differ by their record ids.
         warmup: as in `IIF`.
+        zeros: whether scores of 0 count too, as they do for `NonPositive`.
     """
 
     drop: Share = 0.5
     seed: int = 0
     warmup: int = 0
+    zeros: bool = False
     needs_influence = True
 
     def __post_init__(self) -> None:
@@ -304,7 +306,8 @@ def _drawn(
 ) -> NDArray[np.int64]:
     """Draw as many records as IIF would drop, from all or from the negatively scored; return their positions."""
     scores, share = scores_for(records, influence), share_at(rule.drop, rule.warmup, progress)
-    negative = (scores < 0).nonzero().flatten().numpy()
+    counted = scores <= 0 if getattr(rule, "zeros", False) else scores < 0
+    negative = counted.nonzero().flatten().numpy()
     candidates = negative if from_negative else np.arange(len(records))
     generator = np.random.default_rng([rule.seed, int(records.ids.min())])
     return generator.choice(candidates, size=count_of(share, len(negative)), replace=False)

@@ -302,6 +302,10 @@ def _products_on_arrival(tape: _Tape, gradients: Sequence[Gradient], own: Seeds)
     reached = _reached(tape.outputs, own)
     calls = [call for call in tape.calls if call.edge.node in reached]
     through, ends = {at: call for at, call in enumerate(calls) if not call.ends}, [call for call in calls if call.ends]
+    own_leaves = {id(parameter) for parameter in tape.problem.params.values()}
+    leaves_of = (getattr(node, "variable", None) for node in reached)
+    # Such as embeddings that were told to require gradients, so that checkpointing goes through a frozen model.
+    others = [leaf for leaf in leaves_of if leaf is not None and id(leaf) not in own_leaves]
     for one in (reached, calls, tape.calls):
         one.clear()  # a call goes, and its input with it, when its gradient has come
 
@@ -315,7 +319,7 @@ def _products_on_arrival(tape: _Tape, gradients: Sequence[Gradient], own: Seeds)
 
     handles = [call.edge.node.register_prehook(arrives(at, call.edge.output_nr)) for at, call in through.items()]
     # A pass to where gradients end comes by all other calls.
-    last = [*(call.edge for call in ends), *(tape.problem.params[name] for name in tape.plain)]
+    last = [*(call.edge for call in ends), *(tape.problem.params[name] for name in tape.plain), *others]
     try:
         found = pullback(tape.outputs, own, last, retain=False)
     finally:

@@ -14,11 +14,13 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, RLOOConfig
 
 from whence.errors import WhenceError, nearest
+from whence.experiments.language import kept, validation_of
 from whence.experiments.tasks import Task, group_settings_of, task_of
 from whence.guards import kept_generators
-from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
+from whence.llm import SequenceReturn, TokenReturn
 from whence.llm.bars import hidden_bars
 from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.llm.rewards import checked
 from whence.runs import RunDirectory
 from whence.selection import Selection
 from whence.tables import summary, with_selection
@@ -43,7 +45,10 @@ def group_config(config: "LanguageConfig", output_dir: str) -> Any:
     if unknown := [name for name in config.settings if name not in (*known, "rounds", "eval_every")]:
         raise WhenceError(f"{kind.__name__} has no setting {unknown[0]!r}.{nearest(unknown[0], [*known, 'rounds'])}")
     given = _asked(config)
-    rounds, _ = given.pop("rounds", 100), given.pop("eval_every", None)
+    rounds, every = given.pop("rounds", 100), given.pop("eval_every", 1)
+    for name, value, least in (("rounds", rounds, 1), ("eval_every", every, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise WhenceError(f"{name} is {value!r}; a whole number, at least {least}, is needed.")
     quiet: dict[str, Any] = {
         "report_to": [],
         "save_strategy": "no",
@@ -55,9 +60,16 @@ def group_config(config: "LanguageConfig", output_dir: str) -> Any:
     quiet |= {"use_cpu": not on_gpu, "dataloader_pin_memory": on_gpu}
     steps = rounds * given.get("num_iterations", 1)
     try:
-        return kind(output_dir, **{**quiet, **given, "max_steps": steps, "seed": config.seed})
+        made = kind(output_dir, **{**quiet, **given, "max_steps": steps, "seed": config.seed})
     except ValueError as wrong:
         raise WhenceError(f"TRL refuses these settings: {wrong}") from wrong
+    if made.steps_per_generation != made.gradient_accumulation_steps:
+        raise WhenceError(
+            f"steps_per_generation is {made.steps_per_generation} and gradient_accumulation_steps "
+            f"{made.gradient_accumulation_steps}; a round here is one step on a generation batch, so that both have to "
+            "be the same (num_iterations may be more than 1)."
+        )
+    return made
 
 
 def rounds_of(config: "LanguageConfig") -> int:
@@ -87,17 +99,22 @@ def run_groups(config: "LanguageConfig", path: Path, on_round: "Seen") -> None:
         processing_class=task.tokenizer,
         callbacks=[told],
         rule=config.rule(),
-        target=ValidationLoss.of(task.demonstrations, task.tokenizer) if target is None else target(),
+        target=validation_of(task) if target is None else target(),
         engine=config.engine,
         memory=None if config.task is None else 2**31,
     )
     told.trainer = trainer
-    told.evaluate(0)
+    if _asked(config).get("eval_every", 1):
+        told.evaluate(0)
     on_round(0, {})
     trainer.train()
+
+    def saved(folder: Path) -> None:
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+        task.tokenizer.save_pretrained(folder)
+
     with hidden_bars():
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path / "model")
-        task.tokenizer.save_pretrained(path / "model")
+        kept(path / "model", saved)
 
 
 def _described(config: "LanguageConfig", task: Task) -> dict[str, Any]:
@@ -115,9 +132,15 @@ def _described(config: "LanguageConfig", task: Task) -> dict[str, Any]:
 
 def _as_trl_calls(reward: Callable[..., Any]) -> Callable[..., list[float]]:
     def rewarded(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        return list(reward(prompts, completions))
+        found = checked(reward, list(map(_text, prompts)), list(map(_text, completions)))
+        return found.tolist()
 
     return rewarded
+
+
+def _text(given: Any) -> str:
+    """Return a text, or what the messages of a chat say."""
+    return given if isinstance(given, str) else "".join(message["content"] for message in given)
 
 
 class _Told(TrainerCallback):  # type: ignore[misc]
@@ -138,8 +161,8 @@ class _Told(TrainerCallback):  # type: ignore[misc]
         table = pl.DataFrame(
             {
                 "record_id": range((number - 1) * size, number * size),
-                "prompt": columns["prompt"],
-                "response": columns["completion"],
+                "prompt": list(map(_text, columns["prompt"])),
+                "response": list(map(_text, columns["completion"])),
                 "reward": [sum(of_row) for of_row in zip(*rewards, strict=True)],
                 "advantage": columns["advantages"],
             }
@@ -152,7 +175,7 @@ class _Told(TrainerCallback):  # type: ignore[misc]
             "round": number,
             "reward": table["reward"].mean(),
             "reward_kept": kept.mean(),
-            "length": sum(map(len, columns["completion"])) / size,
+            "length": sum(len(self._task.tokenizer(text)["input_ids"]) for text in table["response"]) / size,
             **summary(selection, influence),
         }
         self._directory.append("metrics", row)

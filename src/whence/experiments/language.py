@@ -1,5 +1,6 @@
 """One post-training run of a language model: what it is, and how it is run. Transformers is imported when one is."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,7 +42,9 @@ class LanguageArm:
 LANGUAGE_ARMS: Mapping[str, LanguageArm] = MappingProxyType(
     {
         STANDARD: LanguageArm(lambda seed: KeepAll(), None, "PPO as it is: every response trains"),
-        "random": LanguageArm(lambda seed: RandomDrop(1.0, seed), "sequence", "as many as iif, at random among all"),
+        "random": LanguageArm(
+            lambda seed: RandomDrop(1.0, seed, zeros=True), "sequence", "as many as iif, at random among all"
+        ),
         "iif": LanguageArm(lambda seed: NonPositive(), "sequence", "drop every response that scores 0 or less (LDA)"),
         "ippo": LanguageArm(
             lambda seed: IPPO(), "validation", "the same by demonstrations, the kept weighed by their scores (I-PPO)"
@@ -127,6 +130,11 @@ class LanguageConfig:
             raise WhenceError(f"The task {self.task!r} is unknown.{nearest(self.task, TASKS)}")
         if self.dtype not in DTYPES:
             raise WhenceError(f"The dtype {self.dtype!r} is unknown.{nearest(self.dtype, DTYPES)}")
+        if self.dtype == "bfloat16" and not self.lora:
+            raise WhenceError(
+                "bfloat16 parameters are too coarse for the steps that are taken on them. Train an adapter (--lora "
+                "16), or hold them in float32 and set ACCELERATE_MIXED_PRECISION=bf16."
+            )
         if self.algorithm not in ALGORITHMS:
             raise WhenceError(f"The algorithm {self.algorithm!r} is unknown.{nearest(self.algorithm, ALGORITHMS)}")
         if self.engine not in ("auto", *ENGINES):
@@ -279,14 +287,23 @@ def run(config: LanguageConfig, path: Path, on_round: Seen = lambda number, metr
     on_round(0, {})
     trainer.train(resume=True)
     with hidden_bars():
-        trainer.save_model()  # last of all, since a run with its model counts as finished
+        kept(path / "model", trainer.save_model)  # last of all, since a run with its model counts as finished
+
+
+def kept(folder: Path, save: Callable[[Path], object]) -> None:
+    """Have a model saved beside its place and put there then: under its name there is a whole one or none."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    for leftover in (temporary, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    save(temporary)
+    temporary.rename(folder)
 
 
 def make_trainer(
     config: LanguageConfig, task: "Task", path: Path, on_round: Seen = lambda number, metrics: None
 ) -> Any:
     """Return the trainer of a run, which has not begun."""
-    from whence.llm import PPOTrainer, SequenceReturn, TokenReturn, ValidationLoss
+    from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
 
     kinds = {"sequence": SequenceReturn, "token": TokenReturn, "held-out": SequenceReturn}
     target: Any = kinds.get(config.target or "sequence")
@@ -301,7 +318,7 @@ def make_trainer(
         task.reward,
         prompts,
         rule=config.rule(),
-        target=ValidationLoss.of(task.demonstrations, task.tokenizer) if target is None else target(),
+        target=validation_of(task) if target is None else target(),
         held_out=held_out[:wanted] or None,
         engine=config.engine,
         memory=None if config.task is None else 2**31,  # laboratories are small
@@ -309,6 +326,14 @@ def make_trainer(
         about={"arm": config.arm, "env": config.env, "experiment": config.to_json()},
         seen=lambda rollout, influence, selection, row: on_round(row["round"], row),
     )
+
+
+def validation_of(task: "Task") -> Any:
+    """Return the target of a task's demonstrations, cut to what its model reads."""
+    from whence.llm import ValidationLoss
+
+    context = getattr(task.model.config, "max_position_embeddings", None)
+    return ValidationLoss.of(task.demonstrations, task.tokenizer, max_length=context)
 
 
 _HELD_OUT = 512
@@ -335,7 +360,7 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
         return False
     directory = RunDirectory.open(path)
     RunDirectory(path, directory.config.get("experiment", {}), {}).check_same(config.to_json())
-    return (path / "model" / "tokenizer_config.json").exists()  # written last
+    return (path / "model").is_dir()
 
 
 def curve(config: LanguageConfig, path: Path) -> Curve:

@@ -217,7 +217,7 @@ def _arithmetic(config: LanguageConfig, progress: bool) -> Task:
 def _civility(config: LanguageConfig, progress: bool) -> Task:
     lab = civility(size=config.size, progress=progress)
     model, tokenizer = _model(str(lab.model_path), config.dtype)
-    judge = _loaded(AutoModelForSequenceClassification, str(lab.reward_path))
+    judge = _loaded(AutoModelForSequenceClassification, str(lab.reward_path)).to(_device())
     prompts = list(lab.test["prompt"][: config.test_problems])
 
     def judged(model: Any, tokenizer: Any) -> Mapping[str, float]:
@@ -231,7 +231,7 @@ def _civility(config: LanguageConfig, progress: bool) -> Task:
 
 def _given(config: LanguageConfig) -> Task:
     model, tokenizer = _model(str(config.model), config.dtype)
-    judge = _loaded(AutoModelForSequenceClassification, str(config.reward_model))
+    judge = _loaded(AutoModelForSequenceClassification, str(config.reward_model)).to(_device())
     reads = _loaded(AutoTokenizer, str(config.reward_model))
     reward = classifier(judge, reads, label=config.reward_label)
     shown = None if config.demonstrations is None else _dataset(config.demonstrations)
@@ -255,6 +255,10 @@ def _rewarded(
     rewards = checked(reward, drawn.prompts, drawn.texts)
     error = float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
     return {"test_return": float(rewards.mean()), "standard_error": error}
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _longest(config: LanguageConfig) -> int:

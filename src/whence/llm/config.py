@@ -95,6 +95,10 @@ class PPOConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and is_met(value)):
                 raise WhenceError(f"{name} is {value!r}; {what} is needed.")
+        if self.learning_rate is None:
+            raise WhenceError("learning_rate is None; a number, 0 or more, is needed.")
+        if isinstance(self.report_to, str):
+            raise WhenceError(f"report_to is {self.report_to!r}; several trackers are named: ({self.report_to!r},).")
         if self.kl_penalty not in ESTIMATES:
             raise WhenceError(f"kl_penalty is {self.kl_penalty!r}.{nearest(str(self.kl_penalty), ESTIMATES)}")
 

@@ -1,12 +1,14 @@
 """Prompts into tokens, and tokens into responses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from transformers import GenerationConfig
 
 from whence.errors import WhenceError
 from whence.guards import eval_mode
@@ -126,7 +128,8 @@ def _drawn(model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], widt
     pad, device = tokenizer.pad_token_id, next(model.parameters()).device
     padded = torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in prompt_ids], device=device)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    with torch.no_grad():
+    ends = _ends(model, tokenizer)
+    with torch.no_grad(), _plain_settings(model):
         found: Tensor = model.generate(
             input_ids=padded,
             attention_mask=mask,
@@ -136,11 +139,23 @@ def _drawn(model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], widt
             top_k=config.top_k,
             top_p=config.top_p,
             pad_token_id=pad,
-            eos_token_id=_ends(model, tokenizer),
+            eos_token_id=ends,
         )
     # Where all responses have ended, generation stops early.
     missing = width + config.max_new_tokens - found.shape[1]
     return torch.nn.functional.pad(found, (0, missing), value=pad)
+
+
+@contextmanager
+def _plain_settings(model: Any) -> Iterator[None]:
+    """Leave out what a model's own settings would do to the draws: its log-probs know nothing of a penalty."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    own = getattr(inner, "generation_config", None)
+    inner.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        inner.generation_config = own
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:

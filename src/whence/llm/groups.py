@@ -62,9 +62,8 @@ class _Influence:
         self.influence: Influence | None = None
         self.selection: Selection | None = None
         self.seconds: dict[str, dict[str, float]] = {}
-        self._batches = 0
-        self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
-        if not isinstance(self.rule, KeepAll):
+        if type(self.rule) is not KeepAll:
+            self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
             _refuse(self)
 
     def _objective(self) -> Objective:
@@ -76,7 +75,7 @@ class _Influence:
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
         with self._timed("generation", within="optimisation"):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        if isinstance(self.rule, KeepAll):
+        if type(self.rule) is KeepAll:
             return output
         with self._timed("scoring", within="optimisation"):
             return self._selected(output)
@@ -86,14 +85,24 @@ class _Influence:
             rows = self._rows(output)
             self.influence = self._scores(rows) if self.rule.needs_influence else None
         steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
-        self._batches += 1
-        progress = Progress(self._batches, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
+        progress = Progress(self._batches + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
         self.selection = self.rule.select(rows, self.influence, progress)
         self._tell(self.selection, self.influence)
         return self._edited(output, self.selection)
 
+    @property
+    def _batches(self) -> int:
+        """How many generation batches were trained on, also before the training was resumed."""
+        return int(self.state.global_step // self.num_iterations)  # type: ignore[attr-defined]
+
     def _rows(self, output: Mapping[str, Any]) -> RecordBatch:
-        """Return the completions of all processes as rows."""
+        """Return the completions of all processes as rows.
+
+        Raises:
+            Unsupported: there are images, which scores would know nothing of.
+        """
+        if others := sorted(output.keys() & {"pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"}):
+            raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
@@ -126,10 +135,11 @@ class _Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
         size = self.args.per_device_train_batch_size  # type: ignore[attr-defined]
         temperature = float(self.temperature)  # type: ignore[attr-defined]
-        return score(
-            *(model, rows, self.target, self.influence_objective, temperature),
-            *(self.influence_engine, self.influence_memory, size, self._processes),
-        )
+        with _as_loaded(model):
+            return score(
+                *(model, rows, self.target, self.influence_objective, temperature),
+                *(self.influence_engine, self.influence_memory, size, self._processes),
+            )
 
     def _edited(self, output: dict[str, Any], selection: Selection) -> dict[str, Any]:
         """Return the batch with dropped rows out of the loss, kept ones weighed, and what the loss is multiplied by."""
@@ -189,6 +199,20 @@ class _Influence:
             metrics["influence/negative_share"].append(float((influence.scores < 0).double().mean()))
 
 
+@contextmanager
+def _as_loaded(model: Any) -> Iterator[None]:
+    """Take the autocast off that Accelerate puts around a model's forward pass: scores are in the model's precision."""
+    plain = vars(model).get("_original_forward")
+    if plain is None:
+        yield
+        return
+    wrapped, model.forward = model.forward, plain
+    try:
+        yield
+    finally:
+        model.forward = wrapped
+
+
 def _refuse(trainer: Any) -> None:
     """Refuse settings with which a step cannot be made that of the kept completions alone.
 
@@ -203,8 +227,10 @@ def _refuse(trainer: Any) -> None:
             "it is not known how it brings tokens together",
         ),
         "loss_type='bnpo' with several passes a step": (
-            getattr(trainer, "loss_type", None) == "bnpo" and args.gradient_accumulation_steps > 1,
-            "each pass is divided by its own tokens; use loss_type='dapo', or gradient_accumulation_steps=1",
+            getattr(trainer, "loss_type", None) == "bnpo"
+            and args.gradient_accumulation_steps * trainer.accelerator.num_processes > 1,
+            "each pass, and each process, is divided by its own tokens; use loss_type='dapo', or "
+            "gradient_accumulation_steps=1 in one process",
         ),
         "several optimiser steps on a generation batch": (
             steps > 1 or args.steps_per_generation % args.gradient_accumulation_steps != 0,

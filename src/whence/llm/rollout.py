@@ -71,7 +71,8 @@ def rolled_out(
     mask = responses.response_mask
     own = processes.own(len(mask))
     rewards = checked(reward, responses.prompts[own], responses.texts[own])
-    rewards = processes.gathered(rewards.to(mask.device), len(mask)).cpu()
+    if processes.number > 1:
+        rewards = processes.gathered(rewards.to(mask.device), len(mask)).cpu()
     scores = rewards.clone()
     if config.missing_eos_penalty is not None:
         scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()

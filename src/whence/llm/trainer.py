@@ -130,6 +130,8 @@ class PPOTrainer:
         if not self.prompts:
             raise WhenceError("There are no prompts to draw responses to.")
         self.held_out = None if held_out is None else tokenized(tokenizer, _texts(held_out), config, context)
+        if self.held_out is not None and 0 < len(self.held_out) < self.processes.number:
+            raise WhenceError(f"{len(self.held_out)} held-out prompts are fewer than the processes; give one for each.")
         check_held_out(self.target, self.held_out, self.prompts, warn=self.accelerator.is_main_process)
         # Accelerate would wrap the model, for gradients' mean over processes and for mixed precision. Here gradients
         # are summed, since a step's loss has the denominators of all rows, and scores are computed as the model is.
@@ -184,6 +186,8 @@ class PPOTrainer:
         config = self.config
         path = checkpoints.latest(config.output_dir) if resume else None
         if path is not None:
+            # In every process, and before anything is changed.
+            RunDirectory.open(config.output_dir).check_same(self._settings(), but=_MAY_CHANGE)
             self._restore(path)
         if self.accelerator.is_main_process:
             self._run = self._directory(path)
@@ -290,10 +294,10 @@ class PPOTrainer:
         self._run.append("evaluations", {"round": number, **found})
         self.accelerator.log({f"test/{name}": value for name, value in found.items()}, step=number)
 
-    def _directory(self, checkpoint: Path | None) -> RunDirectory:
+    def _settings(self) -> dict[str, Any]:
         ppo = self.config.to_json()
         own = {name: ppo.pop(name) for name in ("output_dir", "rounds", "seed")}
-        settings = {
+        return {
             "kind": "language",
             **self.about,
             "model": getattr(self.model.language_model.config, "_name_or_path", "") or None,
@@ -310,7 +314,9 @@ class PPOTrainer:
             "seed": own["seed"],
             "ppo": ppo,
         }
-        folder = self.config.output_dir
+
+    def _directory(self, checkpoint: Path | None) -> RunDirectory:
+        folder, settings = self.config.output_dir, self._settings()
         if checkpoint is not None:
             return RunDirectory.resume(folder, settings, rounds=len(self.metrics), may_change=_MAY_CHANGE)
         made = RunDirectory.create(folder, settings, versions={name: version(name) for name in _LIBRARIES})
@@ -329,6 +335,9 @@ class PPOTrainer:
             old.unlink()
 
     def _restore(self, path: Path) -> None:
+        done = int(path.stem.removeprefix("round_"))
+        if done > self.config.rounds:
+            raise WhenceError(f"rounds is {self.config.rounds}, and {path} is of {done} rounds; more are needed.")
         about, generators = checkpoints.load(path, self.model, self.optimizer.optimizer)
         self.metrics, self._waiting, self.kl.coefficient = about["metrics"], about["waiting"], about["kl_coef"]
         self._generator.set_state(generators.pop("own"))

@@ -185,7 +185,7 @@ def _label(run: RunDirectory) -> tuple[str, int | None]:
 
 def _evaluated(config: AnyConfig) -> str:
     if isinstance(config, LanguageConfig):
-        return f"{_count(config.test_problems, 'problem')} of the test, answered greedily"
+        return f"up to {_count(config.test_problems, 'prompt')} of the test"
     return f"{_count(config.eval_episodes, 'evaluation episode')} after each round"
 
 

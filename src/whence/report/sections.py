@@ -42,7 +42,10 @@ def drawn(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
     bands = f" {bands}" if seeds > 1 else ""
     found: list[Drawn] = []
     if _has(evaluations, "test_return"):
-        about = f"Mean return of the evaluation episodes after each round; round 0 is the untrained policy.{bands}"
+        what = (
+            "exact matches, civil answers or rewards on the test" if _has(metrics, "reward") else "evaluation episodes"
+        )
+        about = f"Mean return of the {what} after rounds; round 0 is the untrained policy.{bands}"
         found.append(("Learning curves", about, figures.learning_curves(evaluations, colours)))
     if _has(metrics, "reward"):
         about = "Mean reward of the round's responses, those that were dropped among them."

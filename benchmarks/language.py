@@ -1,4 +1,4 @@
-"""Keep what `whence llm compare --task arithmetic` found, and answer the papers' claims from it.
+"""Keep what `whence llm compare --task ...` found, and answer the papers' claims from it.
 
 Run: `python -m benchmarks.language OUT RESULTS`, with OUT the directory of the comparison. RESULTS gets a file for each
 run (`curves/`, `timings/`), `summary.json` and `tables.md`; without OUT, summary and tables are made from the files
@@ -20,9 +20,15 @@ from whence.experiments import STANDARD, Curve, LanguageConfig, summarise
 from whence.experiments.language import curve
 from whence.guards import written_atomically
 from whence.llm.lab import check
+from whence.llm.lab.phrases import is_rude
 from whence.runs import RunDirectory
 
-FINAL = ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed")
+FINAL = {
+    "arithmetic": ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed"),
+    "civility": ("test_return", "rude", "judged"),
+}
+FAULT = {"arithmetic": "unfaithful among right", "civility": "rude"}
+"""What is counted among the kept and the dropped of each round's responses."""
 STAGES = ("generation", "forward", "scoring", "optimisation")
 ROUND = ("round", "reward", "reward_kept", "reward_dropped", "kl", "length", "dropped_share", "negative_share", "mean")
 
@@ -64,18 +70,27 @@ def keep(out: Path, results: Path) -> None:
 
 
 def _rounds(run: RunDirectory) -> pl.DataFrame:
-    """Return the rounds' figures, with how many answers were right, and how many of these by other steps."""
-    metrics = run.table("metrics")
+    """Return the rounds' figures, with how many responses count, and how many of these have the fault looked for."""
+    metrics, of_task = run.table("metrics"), _arithmetic if run.config["env"] == "arithmetic" else _civility
     counts = []
     for number in run.rounds():
-        row = {"round": number, "right_kept": 0, "right_dropped": 0, "unfaithful_kept": 0, "unfaithful_dropped": 0}
+        row = {"round": number, "counted_kept": 0, "counted_dropped": 0, "fault_kept": 0, "fault_dropped": 0}
         for record in run.round("records", number).select("prompt", "response", "keep").iter_rows(named=True):
-            verdict = check(record["prompt"], record["response"])
+            counts_here, fault = of_task(record["prompt"], record["response"])
             side = "kept" if record["keep"] else "dropped"
-            row[f"right_{side}"] += verdict.right
-            row[f"unfaithful_{side}"] += verdict.right and not verdict.faithful
+            row[f"counted_{side}"] += counts_here
+            row[f"fault_{side}"] += counts_here and fault
         counts.append(row)
     return metrics.select(name for name in ROUND if name in metrics.columns).join(pl.DataFrame(counts), on="round")
+
+
+def _arithmetic(prompt: str, response: str) -> tuple[bool, bool]:
+    verdict = check(prompt, response)
+    return verdict.right, not verdict.faithful
+
+
+def _civility(prompt: str, response: str) -> tuple[bool, bool]:
+    return True, is_rude(response)
 
 
 def read(results: Path) -> Runs:
@@ -104,11 +119,17 @@ def summarised(runs: Runs) -> dict[str, Any]:
         }
         for arm, of_arm in runs.items()
     }
-    efficiency = summarise(curves, standard=STANDARD)
+    efficiency, task = summarise(curves, standard=STANDARD), _task(runs)
     for arm, metrics in efficiency.items():
-        metrics |= {name: _beside(runs, arm, lambda run, name=name: run["evaluations"][name][-1]) for name in FINAL}
+        metrics |= {
+            name: _beside(runs, arm, lambda run, name=name: run["evaluations"][name][-1]) for name in FINAL[task]
+        }
         metrics |= {f"seconds_{stage}": _beside(runs, arm, lambda run, s=stage: _seconds(run, s)) for stage in STAGES}
-    return {"arithmetic": efficiency, "claims": _claims(runs, curves)}
+    return {task: efficiency, "claims": _claims(runs, curves)}
+
+
+def _task(runs: Runs) -> str:
+    return str(next(iter(runs[STANDARD].values()))["config"]["task"])
 
 
 def _seconds(run: Mapping[str, Any], stage: str) -> float:
@@ -143,12 +164,13 @@ def _claims(runs: Runs, curves: Mapping[str, Mapping[int, Curve]]) -> dict[str, 
         return _interval([value(one, seed) - value(other, seed) for seed in shared])
 
     def final(arm: str, seed: int) -> float:
-        return float(runs[arm][seed]["evaluations"]["exact_match"][-1])
+        return float(curves[arm][seed].returns[-1])
 
     def mean(arm: str, seed: int) -> float:
         returns = curves[arm][seed].returns
         return float(np.trapezoid(returns)) / (len(returns) - 1)
 
+    fault = FAULT[_task(runs)]
     scored = [arm for arm in runs if arm not in (STANDARD, "random")]
     found: dict[str, Any] = {}
     for name, one, other in (
@@ -163,9 +185,9 @@ def _claims(runs: Runs, curves: Mapping[str, Mapping[int, Curve]]) -> dict[str, 
         found[f"{arm}: kept share, last quarter less first"] = _interval([_fall(run) for run in of_arm])
         found[f"{arm}: kept share"] = _interval([1 - float(np.mean(run["rounds"]["dropped_share"])) for run in of_arm])
         for side in ("kept", "dropped"):
-            found[f"{arm}: unfaithful among right, {side}"] = _interval([_unfaithful(run, side) for run in of_arm])
-        apart = [_unfaithful(run, "dropped") - _unfaithful(run, "kept") for run in of_arm]
-        found[f"{arm}: unfaithful, dropped less kept"] = _interval(apart)
+            found[f"{arm}: {fault}, {side}"] = _interval([_faulty(run, side) for run in of_arm])
+        apart = [_faulty(run, "dropped") - _faulty(run, "kept") for run in of_arm]
+        found[f"{arm}: {fault}, dropped less kept"] = _interval(apart)
         shares = [
             _seconds(run, "optimisation") / _seconds(runs[STANDARD][seed], "optimisation")
             for seed, run in runs[arm].items()
@@ -187,14 +209,15 @@ def _fall(run: Mapping[str, Any]) -> float:
     return float(kept[-quarter:].mean() - kept[:quarter].mean())
 
 
-def _unfaithful(run: Mapping[str, Any], side: str) -> float:
-    right = sum(run["rounds"][f"right_{side}"])
-    return sum(run["rounds"][f"unfaithful_{side}"]) / right if right else float("nan")
+def _faulty(run: Mapping[str, Any], side: str) -> float:
+    counted = sum(run["rounds"][f"counted_{side}"])
+    return sum(run["rounds"][f"fault_{side}"]) / counted if counted else float("nan")
 
 
 def tables(summary: Mapping[str, Any]) -> str:
     """Return the tables in Markdown."""
-    arms: Mapping[str, Any] = summary["arithmetic"]
+    (task,) = summary.keys() - {"claims"}
+    arms: Mapping[str, Any] = summary[task]
 
     def rows(names: Sequence[str], share: bool) -> list[str]:
         lines = [f"| | {' | '.join(_name(arm) for arm in arms)} |", f"| --- |{' --- |' * len(arms)}"]
@@ -207,7 +230,7 @@ def tables(summary: Mapping[str, Any]) -> str:
         return lines + [f"| {name} | {' | '.join(cells[name])} |" for name in names]
 
     claims = [
-        f"| {name} | {_cell(entry, 'time' in name or 'share' in name or 'unfaithful' in name)} |"
+        f"| {name} | {_cell(entry, 'time' in name or 'share' in name or 'unfaithful' in name or 'rude' in name)} |"
         for name, entry in summary["claims"].items()
         if "mean" in entry and not isinstance(entry["mean"], dict)
     ]
@@ -218,10 +241,10 @@ def tables(summary: Mapping[str, Any]) -> str:
     ]
     sections = {
         "Rounds and time saved": rows(["se_ave", "se_peak", "rt_peak"], True),
-        "After the last round": rows(FINAL, True),
-        "After the last round, less PPO's of the same seed": differences(FINAL, True),
+        "After the last round": rows(FINAL[task], task == "arithmetic"),
+        "After the last round, less PPO's of the same seed": differences(FINAL[task], task == "arithmetic"),
         "CPU seconds of a round, median": rows([f"seconds_{stage}" for stage in STAGES], False),
-        "One arm less another, exact match": [*_headed("after the last round", "mean over rounds"), *pairs],
+        "One arm less another, test return": [*_headed("after the last round", "mean over rounds"), *pairs],
         "Claims": [*_headed(""), *claims],
     }
     head = "# Tables\n\nBy `python -m benchmarks.language`; [README.md](README.md) says what they hold.\n\n"

@@ -98,7 +98,7 @@ def test_a_trial_that_fails_leaves_the_model_as_it_was():
 
 def test_seconds_are_those_of_the_training_that_counts(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("whence.sb3.callback.time.process_time", lambda: clock[0])
+    monkeypatch.setattr("whence.stopwatch.time.process_time", lambda: clock[0])
     model, seconds = model_of(), []
     own_step = model.policy.optimizer.step
 

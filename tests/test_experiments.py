@@ -856,7 +856,7 @@ class TestRefusals:
             "mean": ("BelowMean(drop=0.3, warmup=2)", True),
             "nonpositive": ("NonPositive(warmup=2)", True),
             "negative-random": ("NegativeRandom(drop=0.3, seed=7, warmup=2)", True),
-            "random": ("RandomDrop(drop=0.3, seed=7, warmup=2)", False),
+            "random": ("RandomDrop(drop=0.3, seed=7, warmup=2, zeros=False)", False),
             "advantage-1": ("AdvantageMismatch(order='distance', drop=0.3, warmup=2)", True),
             "advantage-2": ("AdvantageMismatch(order='product', drop=0.3, warmup=2)", True),
             **dict.fromkeys(

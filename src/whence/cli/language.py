@@ -24,6 +24,7 @@ from whence.cli.output import (
 )
 from whence.errors import WhenceError
 from whence.experiments import LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, TASKS, LanguageConfig
+from whence.experiments.language import SOURCE
 from whence.report import write_report, write_run_report
 from whence.report.page import READING
 from whence.runs import RunDirectory
@@ -105,6 +106,7 @@ Rounds: TypeAlias = Annotated[
 
 @llm.command()
 def train(
+    ctx: typer.Context,
     task: Task = None,
     size: Size = "small",
     selection: Annotated[str, typer.Option(help=f"Which responses train: {', '.join(_SELECTIONS)}.")] = "ippo",
@@ -142,14 +144,7 @@ def train(
 
     Example: whence llm train --task arithmetic --selection ippo
     """
-    source: dict[str, Any] = {
-        "model": model,
-        "dataset": dataset,
-        "reward_model": reward_model,
-        "reward_label": reward_label,
-        "demonstrations": demonstrations,
-        "test_dataset": test_dataset,
-    }
+    source = {name: ctx.params[name] for name in SOURCE}
     arm = _arm(selection, target)
     config = LanguageConfig(
         arm,
@@ -198,6 +193,7 @@ def _run(config: LanguageConfig, path: Path) -> None:
 
 @llm.command()
 def compare(
+    ctx: typer.Context,
     task: Task = None,
     size: Size = "small",
     arms: Annotated[
@@ -228,19 +224,10 @@ def compare(
 
     Example: whence llm compare --task arithmetic --arms none,iif-sequence,ippo --seeds 3
     """
-    source: dict[str, Any] = {
-        "model": model,
-        "dataset": dataset,
-        "reward_model": reward_model,
-        "reward_label": reward_label,
-        "demonstrations": demonstrations,
-        "test_dataset": test_dataset,
-    }
+    source = {name: ctx.params[name] for name in SOURCE}
     names = [_arm(name.strip(), None) for name in arms.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
-        raise WhenceError(
-            f"arms is {arms!r}; name each arm once. Known: {_NONE}, {', '.join(list(LANGUAGE_ARMS)[1:])}."
-        )
+        raise WhenceError(f"arms is {arms!r}; name each arm once. Known: {', '.join(_SELECTIONS)}.")
     first = [
         LanguageConfig(
             name,

@@ -153,7 +153,7 @@ class LanguageConfig:
         self.trained_by("runs/checked")
 
     def _check_source(self) -> None:
-        named = {name: getattr(self, name) for name in _OWN if getattr(self, name) is not None}
+        named = {name: getattr(self, name) for name in SOURCE if getattr(self, name) is not None}
         if self.task is not None and named:
             raise WhenceError(
                 f"{next(iter(named))} and the task {self.task} were both given; the task has its own. Give task=None "
@@ -232,7 +232,8 @@ class LanguageConfig:
         return cls(**values)
 
 
-_OWN = ("model", "dataset", "reward_model", "reward_label", "demonstrations", "test_dataset")
+SOURCE = ("model", "dataset", "reward_model", "reward_label", "demonstrations", "test_dataset")
+"""The fields that name a model and data of the user's."""
 
 
 def split_arm(arm: str) -> tuple[str, str | None]:

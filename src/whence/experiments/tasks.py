@@ -89,10 +89,14 @@ def ppo_of(task: str | None, size: str) -> dict[str, Any]:
     """
     if task is None:
         return {}
+    _check_size(task, size)
+    return {"max_new_tokens": _room(task, size), **SETTINGS[task, size]}
+
+
+def _check_size(task: str, size: str) -> None:
     sizes = [known for of, known in SETTINGS if of == task]
     if size not in sizes:
         raise WhenceError(f"The task {task} has no size {size!r}.{nearest(size, sizes)}")
-    return {"max_new_tokens": _room(task, size), **SETTINGS[task, size]}
 
 
 def _room(task: str, size: str) -> int:
@@ -104,9 +108,7 @@ def group_settings_of(task: str | None, size: str, algorithm: str) -> dict[str, 
     """Return GRPO's or RLOO's settings for a task, by TRL's names, and `rounds` and `eval_every`."""
     if task is None:
         return {}
-    sizes = [known for of, known in SETTINGS if of == task]
-    if size not in sizes:
-        raise WhenceError(f"The task {task} has no size {size!r}.{nearest(size, sizes)}")
+    _check_size(task, size)
     found = {"max_completion_length": _room(task, size), **_GROUPS[task, size]}
     return found | ({"beta": 0.0} if algorithm == "rloo" else {})
 
@@ -238,9 +240,8 @@ def _given(config: LanguageConfig) -> Task:
     measured = None
     if config.test_dataset is not None:
         test = list(_prompts(_dataset(config.test_dataset), config.test_dataset))[: config.test_problems]
-        measured = partial(
-            _rewarded, PPOConfig("runs/test", seed=config.seed, max_new_tokens=_longest(config)), test, reward
-        )
+        how: Any = {"seed": config.seed, "temperature": float(config.settings.get("temperature", 1.0))}
+        measured = partial(_rewarded, PPOConfig("runs/test", max_new_tokens=_longest(config), **how), test, reward)
     prompts = _prompts(_dataset(str(config.dataset)), str(config.dataset))
     return Task(model, tokenizer, list(prompts), reward, shown, measured)
 

@@ -5,6 +5,7 @@ import copy
 import datasets
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -59,15 +60,16 @@ def config_of(kind, tmp_path, **more):
 
 def trainer_of(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
     kept = {name: more.pop(name) for name in ("target", "engine", "memory", "objective") if name in more}
-    model = model or model_of()
+    model, args = model or model_of(), config_of(kind, tmp_path, **more)
     if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):
         # TRL loads the reference by the model's name; another model makes a divergence that has a gradient.
-        model_of(seed=1).save_pretrained(tmp_path / "reference")
+        with PartialState().main_process_first():  # of several processes only the first writes it
+            model_of(seed=1).save_pretrained(tmp_path / "reference")
         model.config._name_or_path = str(tmp_path / "reference")
     return GROUPS[kind][0 if own else 1](
         model=model,
         reward_funcs=reward,
-        args=config_of(kind, tmp_path, **more),
+        args=args,
         train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS * 4}),
         processing_class=tokenizer_of(),
         callbacks=[watch] if watch else [],

@@ -30,7 +30,7 @@ def launched(script, folder):
         check=False,
         timeout=280,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -58,6 +58,10 @@ def group_config(config: "LanguageConfig", output_dir: str) -> Any:
     }
     on_gpu = torch.cuda.is_available()
     quiet |= {"use_cpu": not on_gpu, "dataloader_pin_memory": on_gpu}
+    # By the name that this Transformers has for it; TRL's own default, the older one, makes it warn.
+    checkpointing = [name for name in ("activation_checkpointing", "gradient_checkpointing") if name in known]
+    if not any(name in given for name in checkpointing):
+        quiet[checkpointing[0]] = config.task is None  # laboratories are small
     steps = rounds * given.get("num_iterations", 1)
     try:
         made = kind(output_dir, **{**quiet, **given, "max_steps": steps, "seed": config.seed})

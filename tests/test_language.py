@@ -15,7 +15,8 @@ from test_llm_trainer import model_of, tokenizer_of
 from whence import cli, experiments
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import LanguageConfig
-from whence.experiments.language import curve, is_finished, run, split_arm
+from whence.experiments.language import curve, is_finished, run
+from whence.experiments.language_arms import split_arm
 from whence.llm.lab import check
 from whence.report import write_run_report
 from whence.runs import RunDirectory

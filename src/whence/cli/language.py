@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
+from rich.table import Table
 
 from whence import experiments
 from whence.cli.app import app
@@ -60,10 +61,19 @@ Dataset: TypeAlias = Annotated[
         help="Directory, file or id of a data set with the column prompt.", rich_help_panel=_SOURCE, show_default=False
     ),
 ]
+Reward: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Function of (prompts, responses) that returns numbers, as file.py:name or module:name; further "
+        "arguments get the data set's columns of their names.",
+        rich_help_panel=_SOURCE,
+        show_default=False,
+    ),
+]
 RewardModel: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="Directory or id of a sequence classifier: its logit is the reward.",
+        help="In its place: directory or id of a sequence classifier, whose logit is the reward.",
         rich_help_panel=_SOURCE,
         show_default=False,
     ),
@@ -83,6 +93,14 @@ Demonstrations: TypeAlias = Annotated[
 TestDataset: TypeAlias = Annotated[
     str | None,
     typer.Option(help="Data set whose prompts the model is measured on.", rich_help_panel=_SOURCE, show_default=False),
+]
+TestReward: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Function, as for --reward, that it is measured by. (default: the reward)",
+        rich_help_panel=_SOURCE,
+        show_default=False,
+    ),
 ]
 Lora: TypeAlias = Annotated[
     int, typer.Option(help="Rank of a LoRA adapter to train in place of the whole model; 0: the whole model.", min=0)
@@ -125,15 +143,21 @@ def train(
     ] = None,
     model: Model = None,
     dataset: Dataset = None,
+    reward: Reward = None,
     reward_model: RewardModel = None,
     reward_label: RewardLabel = None,
     demonstrations: Demonstrations = None,
     test_dataset: TestDataset = None,
+    test_reward: TestReward = None,
     dtype: Dtype = "float32",
     lora: Lora = 0,
     held_out: HeldOut = 0,
     algorithm: Algorithm = "ppo",
     settings: Settings = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything, tell memory and work of a run, and load no weights."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Train a language model on the responses that help, with PPO, GRPO or RLOO.
@@ -161,6 +185,9 @@ def train(
     path = run or Path("runs") / f"{config.env.rstrip('/').rpartition('/')[2]}-{arm}-seed{seed}"
     log_to_terminal()
     experiments.language.prepare(config)
+    if dry_run:
+        _rehearse(config, json)
+        return
     was_finished = experiments.language.is_finished(config, path)
     _run(config, path)
     directory = RunDirectory.open(path)
@@ -176,6 +203,36 @@ def train(
     line(f"Run:   {path}")
     line(f"Model: {path / 'model'}")
     line(f"Page:  {path / 'report.html'}")
+
+
+def _rehearse(config: LanguageConfig, json: bool) -> None:
+    """Tell what a run would take."""
+    from whence.experiments.estimate import estimate
+
+    found = estimate(config)
+    if json:
+        print_json({"config": config.to_json(), "estimate": found.to_json()})
+        return
+    line(
+        f"{config.env}, {config.arm}, {config.algorithm.upper()}: {found.parameters:,} parameters, of which "
+        f"{found.trained:,} train; {found.prompts:,} prompts of up to {found.prompt_tokens} tokens, responses of up to "
+        f"{found.response_tokens}; {config.rounds} rounds."
+    )
+    table = Table("", "memory", "PFLOP a round", title="What a run takes")
+    for what, held in found.stays.items():
+        table.add_row(what, _amount(held), "")
+    for stage, held in found.stages.items():
+        table.add_row(f"{stage}, besides", _amount(held), f"{found.flops[stage] / 1e15:.3g}")
+    table.add_row("at the most; in all", _amount(found.peak), f"{sum(found.flops.values()) / 1e15:.3g}")
+    console.print(table)
+    line("Bytes are of tensors; an allocator takes more. A reward's own model comes on top.")
+    line("Work is of linear layers: 1 PFLOP takes about 10 s at 100 TFLOP/s. Drawing responses takes longer than that,")
+    line("since each token reads all weights.")
+    line("Nothing was loaded or trained: leave --dry-run out to begin.")
+
+
+def _amount(held: int) -> str:
+    return f"{held / 2**30:.2f} GiB" if held >= 2**30 else f"{held / 2**20:.1f} MiB"
 
 
 def _run(config: LanguageConfig, path: Path) -> None:
@@ -204,10 +261,12 @@ def compare(
     rounds: Rounds = None,
     model: Model = None,
     dataset: Dataset = None,
+    reward: Reward = None,
     reward_model: RewardModel = None,
     reward_label: RewardLabel = None,
     demonstrations: Demonstrations = None,
     test_dataset: TestDataset = None,
+    test_reward: TestReward = None,
     dtype: Dtype = "float32",
     lora: Lora = 0,
     algorithm: Algorithm = "ppo",

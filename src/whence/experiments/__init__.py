@@ -12,10 +12,10 @@ from whence.experiments.config import TARGETS as TARGETS
 from whence.experiments.config import RunConfig as RunConfig
 from whence.experiments.config import presets as presets
 from whence.experiments.kinds import AnyConfig as AnyConfig
-from whence.experiments.language import LANGUAGE_ARMS as LANGUAGE_ARMS
-from whence.experiments.language import LANGUAGE_TARGETS as LANGUAGE_TARGETS
 from whence.experiments.language import TASKS as TASKS
 from whence.experiments.language import LanguageConfig as LanguageConfig
+from whence.experiments.language_arms import LANGUAGE_ARMS as LANGUAGE_ARMS
+from whence.experiments.language_arms import LANGUAGE_TARGETS as LANGUAGE_TARGETS
 from whence.experiments.metrics import Curve as Curve
 from whence.experiments.metrics import summarise as summarise
 from whence.experiments.plan import configure as configure

@@ -7,14 +7,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import datasets
 import polars as pl
 import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, RLOOConfig
 
 from whence.errors import WhenceError, nearest
-from whence.experiments.language import kept, validation_of
+from whence.experiments.language import kept, scoring_memory, validation_of
 from whence.experiments.tasks import Task, group_settings_of, task_of
 from whence.guards import kept_generators
 from whence.llm import SequenceReturn, TokenReturn
@@ -99,13 +98,13 @@ def run_groups(config: "LanguageConfig", path: Path, on_round: "Seen") -> None:
         model=task.model,
         reward_funcs=_as_trl_calls(task.reward),
         args=settings,
-        train_dataset=datasets.Dataset.from_dict({"prompt": list(task.prompts)}),
+        train_dataset=task.prompts,
         processing_class=task.tokenizer,
         callbacks=[told],
         rule=config.rule(),
         target=validation_of(task) if target is None else target(),
         engine=config.engine,
-        memory=None if config.task is None else 2**31,
+        memory=scoring_memory(config),
     )
     told.trainer = trainer
     if _asked(config).get("eval_every", 1):
@@ -136,8 +135,7 @@ def _described(config: "LanguageConfig", task: Task) -> dict[str, Any]:
 
 def _as_trl_calls(reward: Callable[..., Any]) -> Callable[..., list[float]]:
     def rewarded(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        found = checked(reward, list(map(_text, prompts)), list(map(_text, completions)))
-        return found.tolist()
+        return checked(reward, list(map(_text, prompts)), list(map(_text, completions)), columns).tolist()
 
     return rewarded
 

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -12,10 +11,10 @@ import torch
 
 from whence.engines import ENGINES
 from whence.errors import RunDirectoryError, WhenceError, nearest
-from whence.experiments.arms import STANDARD
+from whence.experiments.language_arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, split_arm
 from whence.experiments.metrics import Curve
 from whence.runs import RunDirectory
-from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop, SelectionRule
+from whence.selection import SelectionRule
 
 if TYPE_CHECKING:
     from whence.experiments.tasks import Task
@@ -23,47 +22,6 @@ if TYPE_CHECKING:
 Seen = Callable[[int, Mapping[str, Any]], None]
 """Called with the number of rounds done, from 0, and the last one's metrics."""
 
-
-@dataclass(frozen=True)
-class LanguageArm:
-    """One way to select responses.
-
-    Attributes:
-        rule: makes the selection rule of a run's seed.
-        target: what scores are of, unless a run says otherwise; None: nothing is scored.
-        about: one line for people.
-    """
-
-    rule: Callable[[int], SelectionRule]
-    target: str | None
-    about: str
-
-
-LANGUAGE_ARMS: Mapping[str, LanguageArm] = MappingProxyType(
-    {
-        STANDARD: LanguageArm(lambda seed: KeepAll(), None, "PPO as it is: every response trains"),
-        "random": LanguageArm(
-            lambda seed: RandomDrop(1.0, seed, zeros=True), "sequence", "as many as iif, at random among all"
-        ),
-        "iif": LanguageArm(lambda seed: NonPositive(), "sequence", "drop every response that scores 0 or less (LDA)"),
-        "ippo": LanguageArm(
-            lambda seed: IPPO(), "validation", "the same by demonstrations, the kept weighed by their scores (I-PPO)"
-        ),
-        "ippo-unweighted": LanguageArm(
-            lambda seed: IPPO(weighted=False), "validation", "the same, the kept all weighing alike"
-        ),
-    }
-)
-"""Selections by name; `none` is another name of the standard one."""
-
-LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
-    {
-        "sequence": "log-probs of whole responses, by the advantage of the last token",
-        "token": "log-probs of tokens, each by its own advantage",
-        "validation": "likelihood of trusted demonstrations",
-        "held-out": "as sequence, over responses drawn in every round to prompts that do not train",
-    }
-)
 
 ALGORITHMS = ("ppo", "grpo", "rloo")
 DTYPES = ("float32", "bfloat16")
@@ -82,10 +40,12 @@ class LanguageConfig:
         task: a key of `TASKS`; None: the model and data that the next five name.
         model: directory or id of a causal language model of Transformers.
         dataset: directory or id of a data set with the column "prompt".
-        reward_model: directory or id of a sequence classifier, whose logit is the reward.
+        reward: a function "file.py:function" or "package.module:function", as `PPOTrainer` takes it.
+        reward_model: in its place, directory or id of a sequence classifier, whose logit is the reward.
         reward_label: of the classifier's labels, the one whose logit it is; None: its only one.
         demonstrations: directory or id of a data set with "prompt" and "completion", for the target "validation".
         test_dataset: directory or id of a data set whose prompts the trained model is measured on; None: it is not.
+        test_reward: a function, as above, that it is measured by; None: the reward.
         size: of the task's laboratory.
         dtype: of the model's parameters: "float32" or "bfloat16".
         lora: rank of an adapter that is trained in place of the model; 0: the model is.
@@ -104,10 +64,12 @@ class LanguageConfig:
     task: str | None = "arithmetic"
     model: str | None = None
     dataset: str | None = None
+    reward: str | None = None
     reward_model: str | None = None
     reward_label: str | None = None
     demonstrations: str | None = None
     test_dataset: str | None = None
+    test_reward: str | None = None
     size: str = "small"
     dtype: str = "float32"
     lora: int = 0
@@ -159,13 +121,21 @@ class LanguageConfig:
                 f"{next(iter(named))} and the task {self.task} were both given; the task has its own. Give task=None "
                 "(leave --task out)."
             )
-        if self.task is None and (
-            missing := [name for name in ("model", "dataset", "reward_model") if name not in named]
-        ):
+        missing = [name for name in ("model", "dataset") if name not in named]
+        missing += ["reward"] if self.reward is None and self.reward_model is None else []
+        if self.task is None and missing:
             raise WhenceError(
                 f"Neither a task nor {missing[0]} was given. Give --task {' or '.join(TASKS)}, or --model, --dataset "
-                "and --reward-model."
+                "and --reward or --reward-model."
             )
+        if self.reward is not None and self.reward_model is not None:
+            raise WhenceError(
+                f"The reward is {self.reward}, and {self.reward_model} too. Give one; a function can call the model."
+            )
+        if self.reward_label is not None and self.reward_model is None:
+            raise WhenceError(f"reward_label is {self.reward_label!r}, and there is no reward_model that has labels.")
+        if self.test_reward is not None and self.test_dataset is None:
+            raise WhenceError("test_reward says what to measure by, and there is nothing to measure on: test_dataset.")
         if self.task == "civility" and self.target == "validation":
             raise WhenceError(f"The arm {self.arm} scores by trusted demonstrations; the task civility has none.")
         if self.task is None and self.target == "validation" and self.demonstrations is None:
@@ -232,19 +202,11 @@ class LanguageConfig:
         return cls(**values)
 
 
-SOURCE = ("model", "dataset", "reward_model", "reward_label", "demonstrations", "test_dataset")
+SOURCE = (
+    *("model", "dataset", "reward", "reward_model", "reward_label"),
+    *("demonstrations", "test_dataset", "test_reward"),
+)
 """The fields that name a model and data of the user's."""
-
-
-def split_arm(arm: str) -> tuple[str, str | None]:
-    """Return an arm's selection and, where its name says one, its target."""
-    if arm in LANGUAGE_ARMS:
-        return arm, None
-    for target in LANGUAGE_TARGETS:
-        if arm.endswith(f"-{target}"):
-            return arm.removesuffix(f"-{target}"), target
-    selection, _, target = arm.rpartition("-")
-    return (selection, target) if selection else (arm, None)
 
 
 def prepare(config: LanguageConfig) -> None:
@@ -308,9 +270,9 @@ def make_trainer(
 
     kinds = {"sequence": SequenceReturn, "token": TokenReturn, "held-out": SequenceReturn}
     target: Any = kinds.get(config.target or "sequence")
-    prompts, held_out = list(task.prompts), list(task.held_out)
+    prompts, held_out = task.prompts, task.held_out
     wanted = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
-    if not held_out:
+    if held_out is None:
         prompts, held_out = _parted(prompts, wanted)
     return PPOTrainer(
         config.trained_by(str(path)),
@@ -320,13 +282,18 @@ def make_trainer(
         prompts,
         rule=config.rule(),
         target=validation_of(task) if target is None else target(),
-        held_out=held_out[:wanted] or None,
+        held_out=held_out.select(range(min(wanted, len(held_out)))) if wanted else None,
         engine=config.engine,
-        memory=None if config.task is None else 2**31,  # laboratories are small
+        memory=scoring_memory(config),
         evaluate=task.evaluate,
         about={"arm": config.arm, "env": config.env, "experiment": config.to_json()},
         seen=lambda rollout, influence, selection, row: on_round(row["round"], row),
     )
+
+
+def scoring_memory(config: LanguageConfig) -> int | None:
+    """Return the bytes that scoring may hold; None: what a training step holds. Laboratories are small."""
+    return None if config.task is None else 2**31
 
 
 def validation_of(task: "Task") -> Any:
@@ -341,14 +308,14 @@ _HELD_OUT = 512
 """Prompts of the target held-out, where their number is not given."""
 
 
-def _parted(prompts: list[Any], wanted: int) -> tuple[list[Any], list[Any]]:
+def _parted(prompts: Any, wanted: int) -> tuple[Any, Any]:
     """Return the prompts that train, and those set aside."""
     if wanted >= len(prompts):
         raise WhenceError(
             f"held_out is {wanted}, and there are {len(prompts)} prompts in all; some have to be left to train."
         )
     cut = len(prompts) - wanted
-    return prompts[:cut], prompts[cut:]
+    return prompts.select(range(cut)), prompts.select(range(cut, len(prompts)))
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:

@@ -1,25 +1,27 @@
 """What a language model is trained on: a laboratory, or a model and data of the user's."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import datasets
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from whence.errors import WhenceError, nearest
 from whence.experiments.language import LanguageConfig
+from whence.experiments.loading import dataset_of, function_of, loaded, model_of, prompts_in
 from whence.llm import classifier
 from whence.llm.config import PPOConfig
-from whence.llm.generation import generate, tokenized
+from whence.llm.footprint import without_weights
+from whence.llm.generation import generate
 from whence.llm.lab import SIZES, arithmetic, civility, evaluate
 from whence.llm.lab.civility import LONGEST, answered, measured
-from whence.llm.rewards import Reward, checked
+from whence.llm.prompts import prompts_of
+from whence.llm.rewards import Reward, asked_for, checked
 
 SETTINGS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
     {
@@ -170,36 +172,44 @@ class Task:
     Attributes:
         model: a causal language model.
         tokenizer: its own.
-        prompts: to train on.
+        prompts: to train on: a data set with the column "prompt", and others that the reward may ask for.
         reward: of prompts and responses.
         demonstrations: trusted answers, with "prompt" and "completion"; None: there are none.
         evaluate: measures the model, with at least `test_return` and `standard_error`; None: it is not measured.
-        held_out: prompts that do not train, for the target held-out; none: some of `prompts` are set aside.
+        held_out: as `prompts`, none of which trains, for the target held-out; None: some of `prompts` are set aside.
     """
 
     model: Any
     tokenizer: Any
-    prompts: Sequence[Any]
+    prompts: Any
     reward: Reward
     demonstrations: Any | None
     evaluate: Callable[[Any, Any], Mapping[str, float]] | None
-    held_out: Sequence[Any] = ()
+    held_out: Any | None = None
 
 
-def task_of(config: LanguageConfig, *, progress: bool = False) -> Task:
+def task_of(config: LanguageConfig, *, weights: bool = True, progress: bool = False) -> Task:
     """Return what a run trains; a laboratory that is not on disk is made.
+
+    Args:
+        config: of the run.
+        weights: False: models have shapes alone, which is enough to look at what a run would take.
+        progress: show bars while a laboratory is made.
 
     Raises:
         WhenceError: a model or data set that cannot be loaded.
     """
     made = {"arithmetic": _arithmetic, "civility": _civility}
-    task = made[config.task](config, progress) if config.task is not None else _given(config)
-    return Task(**{**vars(task), "model": _adapted(task.model, config)}) if config.lora else task
+    task = made[config.task](config, weights, progress) if config.task is not None else _given(config, weights)
+    if not config.lora:
+        return task
+    with nullcontext() if weights else without_weights():
+        return replace(task, model=_adapted(task.model, config))
 
 
-def _arithmetic(config: LanguageConfig, progress: bool) -> Task:
+def _arithmetic(config: LanguageConfig, weights: bool, progress: bool) -> Task:
     lab = arithmetic(size=config.size, progress=progress)
-    model, tokenizer = _model(str(lab.model_path), config.dtype)
+    model, tokenizer = model_of(str(lab.model_path), config.dtype, weights=weights)
     problems = list(lab.test["prompt"][: config.test_problems])
 
     def measured(model: Any, tokenizer: Any) -> Mapping[str, float]:
@@ -213,13 +223,13 @@ def _arithmetic(config: LanguageConfig, progress: bool) -> Task:
         share = found["exact_match"]
         return {"test_return": share, "standard_error": math.sqrt(share * (1 - share) / len(problems)), **found}
 
-    return Task(model, tokenizer, list(lab.train["prompt"]), lab.reward, lab.demonstrations, measured)
+    return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, measured)
 
 
-def _civility(config: LanguageConfig, progress: bool) -> Task:
+def _civility(config: LanguageConfig, weights: bool, progress: bool) -> Task:
     lab = civility(size=config.size, progress=progress)
-    model, tokenizer = _model(str(lab.model_path), config.dtype)
-    judge = _loaded(AutoModelForSequenceClassification, str(lab.reward_path)).to(_device())
+    model, tokenizer = model_of(str(lab.model_path), config.dtype, weights=weights)
+    judge = _judge(str(lab.reward_path), weights)
     prompts = list(lab.test["prompt"][: config.test_problems])
 
     def judged(model: Any, tokenizer: Any) -> Mapping[str, float]:
@@ -228,32 +238,42 @@ def _civility(config: LanguageConfig, progress: bool) -> Task:
         return {"test_return": civil, "standard_error": math.sqrt(civil * (1 - civil) / len(prompts)), **found}
 
     reward = classifier(judge, tokenizer, label="neutral")
-    return Task(model, tokenizer, list(lab.train["prompt"]), reward, None, judged, list(lab.held_out["prompt"]))
+    return Task(model, tokenizer, lab.train, reward, None, judged, lab.held_out)
 
 
-def _given(config: LanguageConfig) -> Task:
-    model, tokenizer = _model(str(config.model), config.dtype)
-    judge = _loaded(AutoModelForSequenceClassification, str(config.reward_model)).to(_device())
-    reads = _loaded(AutoTokenizer, str(config.reward_model))
-    reward = classifier(judge, reads, label=config.reward_label)
-    shown = None if config.demonstrations is None else _dataset(config.demonstrations)
+def _given(config: LanguageConfig, weights: bool) -> Task:
+    reward = function_of(config.reward) if config.reward else _classifier(config, weights)
+    judge = function_of(config.test_reward) if config.test_reward else reward
+    prompts = prompts_in(dataset_of(str(config.dataset)), str(config.dataset))
+    shown = None if config.demonstrations is None else dataset_of(config.demonstrations)
     measured = None
     if config.test_dataset is not None:
-        test = list(_prompts(_dataset(config.test_dataset), config.test_dataset))[: config.test_problems]
+        test = prompts_in(dataset_of(config.test_dataset), config.test_dataset)
+        test = test.select(range(min(config.test_problems, len(test))))
+        asked_for(judge, {name: [] for name in test.column_names})
         how: Any = {"seed": config.seed, "temperature": float(config.settings.get("temperature", 1.0))}
-        measured = partial(_rewarded, PPOConfig("runs/test", max_new_tokens=_longest(config), **how), test, reward)
-    prompts = _prompts(_dataset(str(config.dataset)), str(config.dataset))
-    return Task(model, tokenizer, list(prompts), reward, shown, measured)
+        measured = partial(_rewarded, PPOConfig("runs/test", max_new_tokens=_longest(config), **how), test, judge)
+    model, tokenizer = model_of(str(config.model), config.dtype, weights=weights)
+    return Task(model, tokenizer, prompts, reward, shown, measured)
 
 
-def _rewarded(
-    settings: PPOConfig, prompts: Sequence[Any], reward: Reward, model: Any, tokenizer: Any
-) -> Mapping[str, float]:
+def _classifier(config: LanguageConfig, weights: bool) -> Reward:
+    judge = _judge(str(config.reward_model), weights)
+    return classifier(judge, loaded(AutoTokenizer, str(config.reward_model)), label=config.reward_label)
+
+
+def _judge(name: str, weights: bool) -> Any:
+    judge = loaded(AutoModelForSequenceClassification, name, weights=weights)
+    return judge.to(_device()) if weights else judge
+
+
+def _rewarded(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokenizer: Any) -> Mapping[str, float]:
     """Return the mean reward of a response drawn to each prompt."""
     context = getattr(model.config, "max_position_embeddings", None)
     torch.manual_seed(settings.seed)
-    drawn = generate(model, tokenizer, tokenized(tokenizer, prompts, settings, context), settings)
-    rewards = checked(reward, drawn.prompts, drawn.texts)
+    prompts = prompts_of(test, tokenizer, settings, context)
+    drawn = generate(model, tokenizer, prompts.ids, settings)
+    rewards = checked(reward, drawn.prompts, drawn.texts, prompts.columns)
     error = float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
     return {"test_return": float(rewards.mean()), "standard_error": error}
 
@@ -265,45 +285,6 @@ def _device() -> str:
 def _longest(config: LanguageConfig) -> int:
     given = config.settings
     return int(given.get("max_new_tokens", given.get("max_completion_length", PPOConfig.max_new_tokens)))
-
-
-def _prompts(dataset: Any, name: str) -> Sequence[Any]:
-    if "prompt" not in dataset.column_names:
-        raise WhenceError(
-            f"The data set {name} has the columns {', '.join(dataset.column_names)}; a column 'prompt' is needed."
-        )
-    return dataset["prompt"]  # type: ignore[no-any-return]
-
-
-def _dataset(name: str) -> Any:
-    """Return a data set of a directory, a file of JSON lines, or an id, and of several splits the one to train on."""
-    try:
-        if (Path(name).is_dir() and any(Path(name).glob("*.arrow"))) or (Path(name) / "dataset_dict.json").exists():
-            found = datasets.load_from_disk(name)
-        elif Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet"):
-            kind = {".jsonl": "json"}.get(Path(name).suffix, Path(name).suffix[1:])
-            found = datasets.load_dataset(kind, data_files=name)
-        else:
-            found = datasets.load_dataset(name)
-    except Exception as wrong:
-        raise WhenceError(f"The data set {name} cannot be loaded: {_first_line(wrong)}") from wrong
-    return found["train" if "train" in found else next(iter(found))] if isinstance(found, dict) else found
-
-
-def _model(name: str, dtype: str) -> tuple[Any, Any]:
-    return _loaded(AutoModelForCausalLM, name, dtype=getattr(torch, dtype)), _loaded(AutoTokenizer, name)
-
-
-def _loaded(kind: Any, name: str, **how: Any) -> Any:
-    try:
-        return kind.from_pretrained(name, **how)
-    except Exception as wrong:
-        what = "tokenizer" if kind is AutoTokenizer else "model"
-        raise WhenceError(f"The {what} {name} cannot be loaded: {_first_line(wrong)}") from wrong
-
-
-def _first_line(wrong: Exception) -> str:
-    return (str(wrong) or type(wrong).__name__).splitlines()[0]
 
 
 def _adapted(model: Any, config: LanguageConfig) -> Any:

@@ -1,7 +1,9 @@
 """What responses are worth: functions of the user's, or a classifier of Transformers."""
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -11,8 +13,16 @@ from torch import Tensor
 from whence.errors import WhenceError
 from whence.guards import eval_mode
 
-Reward: TypeAlias = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
-"""`reward(prompts, responses)` returns a number for each response."""
+Reward: TypeAlias = Callable[..., Sequence[float]]
+"""`reward(prompts, responses)` returns a number for each response.
+
+Further arguments get the columns of the prompts' data set that have their names, one value for each response;
+`**columns` gets all.
+"""
+
+Columns: TypeAlias = Mapping[str, Sequence[Any]]
+
+_NO_COLUMNS: Columns = MappingProxyType({})
 
 
 def weighed(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Reward:
@@ -36,23 +46,32 @@ def weighed(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Rewar
             f"{len(factors)} reward weights were given for {len(rewards)} rewards; one for each is needed."
         )
 
-    def reward(prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float]:
+    def reward(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Sequence[float]:
         total = torch.zeros(len(responses), dtype=torch.float64)
         for one, factor in zip(rewards, factors, strict=True):
-            total += factor * checked(one, prompts, responses)
+            total += factor * checked(one, prompts, responses, columns)
         return total.tolist()
 
     return reward
 
 
-def checked(reward: Reward, prompts: Sequence[str], responses: Sequence[str]) -> Float[Tensor, " n"]:
+def checked(
+    reward: Reward, prompts: Sequence[str], responses: Sequence[str], columns: Columns = _NO_COLUMNS
+) -> Float[Tensor, " n"]:
     """Return a reward's numbers, (n,) float64.
 
+    Args:
+        reward: a function of the user's.
+        prompts: texts.
+        responses: to each.
+        columns: what else is known of each prompt.
+
     Raises:
-        WhenceError: not as many as responses, or one that is not finite; the first such response is shown.
+        WhenceError: not as many as responses, or one that is not finite, the first such response being shown; or the
+            reward needs a column that there is not.
     """
-    found = torch.as_tensor(list(reward(prompts, responses)), dtype=torch.float64).reshape(-1)
-    name = getattr(reward, "__name__", type(reward).__name__)
+    given, name = asked_for(reward, columns), _name(reward)
+    found = torch.as_tensor(list(reward(prompts, responses, **given)), dtype=torch.float64).reshape(-1)
     if len(found) != len(responses):
         raise WhenceError(f"The reward {name} returned {len(found)} numbers for {len(responses)} responses.")
     if not torch.isfinite(found).all():
@@ -63,6 +82,37 @@ def checked(reward: Reward, prompts: Sequence[str], responses: Sequence[str]) ->
             "at how it treats empty or malformed responses."
         )
     return found
+
+
+def asked_for(reward: Reward, columns: Columns) -> Columns:
+    """Return the columns that a reward's arguments name, after those for prompts and responses.
+
+    Raises:
+        WhenceError: it needs one that there is not.
+    """
+    try:
+        arguments = list(inspect.signature(reward).parameters.values())
+    except ValueError:  # written in C, and silent about its arguments
+        return {}
+    first = [one for one in arguments if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
+    further = [one for one in arguments if one not in first]
+    needed = [one.name for one in further if one.default is one.empty and one.kind in _NAMED]
+    if missing := [name for name in needed if name not in columns]:
+        raise WhenceError(
+            f"The reward {_name(reward)} asks for {missing[0]!r}, and the data set has no such column. Besides the "
+            f"prompt it has: {', '.join(columns) or 'none'}."
+        )
+    taken = {one.name for one in first}
+    if any(one.kind is one.VAR_KEYWORD for one in further):
+        return {name: column for name, column in columns.items() if name not in taken}
+    return {one.name: columns[one.name] for one in further if one.kind in _NAMED and one.name in columns}
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _name(reward: Reward) -> str:
+    return getattr(reward, "__name__", type(reward).__name__)
 
 
 def classifier(model: Any, tokenizer: Any, *, label: str | int | None = None, batch_size: int = 32) -> Reward:

@@ -1,7 +1,8 @@
 """One rollout of a language model: responses, what they are worth, and the advantages of their tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def rolled_out(
     config: PPOConfig,
     first_id: int = 0,
     processes: Processes = ONE,
+    columns: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> Rollout:
     """Return responses with rewards, advantages and returns; the model is left in its mode.
 
@@ -64,13 +66,15 @@ def rolled_out(
         config: the other settings.
         first_id: record id of the first row.
         processes: which evaluate a part of the responses each, and get all.
+        columns: what else is known of each prompt, for rewards that ask for it.
 
     Raises:
         WhenceError: a reward that is not finite, or not one for each response.
     """
     mask = responses.response_mask
     own = processes.own(len(mask))
-    rewards = checked(reward, responses.prompts[own], responses.texts[own])
+    known = {name: column[own] for name, column in columns.items()}
+    rewards = checked(reward, responses.prompts[own], responses.texts[own], known)
     if processes.number > 1:
         rewards = processes.gathered(rewards.to(mask.device), len(mask)).cpu()
     scores = rewards.clone()

@@ -19,11 +19,12 @@ from whence.guards import kept_generators
 from whence.influence import Influence
 from whence.llm import checkpoints, losses
 from whence.llm.config import PPOConfig
-from whence.llm.generation import Prompt, check_tokenizer, generate, tokenized
+from whence.llm.generation import Prompt, Responses, check_tokenizer, generate
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes
-from whence.llm.rewards import Reward, weighed
+from whence.llm.prompts import Prompts, prompts_of
+from whence.llm.rewards import Reward, asked_for, weighed
 from whence.llm.rollout import Rollout, rolled_out
 from whence.llm.scoring import check_held_out, held_out_target, score
 from whence.llm.steps import optimise
@@ -67,7 +68,8 @@ class PPOTrainer:
         config: settings.
         model: a causal language model of Transformers, whole or with a PEFT adapter, or a `WithValueHead`.
         tokenizer: its tokenizer.
-        reward: `reward(prompts, responses) -> numbers`, or several.
+        reward: `reward(prompts, responses) -> numbers`, or several; each is also given those of the data set's other
+            columns that its arguments name: `reward(prompts, responses, answer)`.
         prompts: texts or chats; or a data set with a column "prompt".
         rule: which rows train; None: all, and nothing is scored.
         target: what scores are of; None: `SequenceReturn()`.
@@ -110,7 +112,8 @@ class PPOTrainer:
         if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
             raise WhenceError(f"rule is {rule!r}; pass an instance, such as IPPO(), or None to train on every row.")
         self.config, self.tokenizer, self.evaluate, self.seen = config, tokenizer, evaluate, seen
-        self.reward = weighed([reward] if callable(reward) else list(reward), reward_weights)
+        rewards = [reward] if callable(reward) else list(reward)
+        self.reward = weighed(rewards, reward_weights)
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
@@ -126,13 +129,17 @@ class PPOTrainer:
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
         context = getattr(self.model.language_model.config, "max_position_embeddings", None)
-        self.prompts = tokenized(tokenizer, _texts(prompts), config, context)
-        if not self.prompts:
+        self.prompts = prompts_of(prompts, tokenizer, config, context)
+        if not len(self.prompts):
             raise WhenceError("There are no prompts to draw responses to.")
-        self.held_out = None if held_out is None else tokenized(tokenizer, _texts(held_out), config, context)
+        self.held_out = None if held_out is None else prompts_of(held_out, tokenizer, config, context)
         if self.held_out is not None and 0 < len(self.held_out) < self.processes.number:
             raise WhenceError(f"{len(self.held_out)} held-out prompts are fewer than the processes; give one for each.")
-        check_held_out(self.target, self.held_out, self.prompts, warn=self.accelerator.is_main_process)
+        for one in rewards:
+            for drawn_from in filter(None, (self.prompts, self.held_out)):
+                asked_for(one, drawn_from.columns)
+        apart = None if self.held_out is None else self.held_out.ids
+        check_held_out(self.target, apart, self.prompts.ids, warn=self.accelerator.is_main_process)
         # Accelerate would wrap the model, for gradients' mean over processes and for mixed precision. Here gradients
         # are summed, since a step's loss has the denominators of all rows, and scores are computed as the model is.
         if not hasattr(self.model.language_model, "hf_device_map"):
@@ -212,12 +219,11 @@ class PPOTrainer:
 
     def _round(self, number: int) -> dict[str, Any]:
         config, seconds = self.config, dict[str, dict[str, float]]()
+        prompts = self._drawn_prompts()
         with _timed(seconds, "generation"), self.accelerator.autocast():
-            responses = generate(
-                self.model.language_model, self.tokenizer, self._drawn_prompts(), config, self.processes
-            )
+            responses = self._responses(prompts)
         with _timed(seconds, "forward"), self.accelerator.autocast():
-            rollout = self._rolled_out(responses, (number - 1) * config.batch_size)
+            rollout = self._rolled_out(responses, prompts, (number - 1) * config.batch_size)
         with _timed(seconds, "scoring"):
             influence = None
             if self.rule.needs_influence:
@@ -240,18 +246,20 @@ class PPOTrainer:
             self._evaluate(number)
         return row
 
-    def _drawn_prompts(self) -> list[list[int]]:
+    def _drawn_prompts(self) -> Prompts:
         """Draw prompts without replacement, and begin anew when all have been drawn."""
         while len(self._waiting) < self.config.batch_size:
             self._waiting += torch.randperm(len(self.prompts), generator=self._generator).tolist()
         chosen, self._waiting = self._waiting[: self.config.batch_size], self._waiting[self.config.batch_size :]
-        return [self.prompts[at] for at in chosen]
+        return self.prompts.take(chosen)
 
-    def _rolled_out(self, responses: Any, first_id: int) -> Rollout:
+    def _responses(self, prompts: Prompts) -> Responses:
+        return generate(self.model.language_model, self.tokenizer, prompts.ids, self.config, self.processes)
+
+    def _rolled_out(self, responses: Responses, prompts: Prompts, first_id: int) -> Rollout:
         return rolled_out(
             *(self.model, self.reference, responses, self.reward, self.kl.coefficient, self.config),
-            first_id,
-            self.processes,
+            *(first_id, self.processes, prompts.columns),
         )
 
     def _target(self, number: int, seconds: dict[str, dict[str, float]]) -> Target:
@@ -260,9 +268,8 @@ class PPOTrainer:
             return self.target
         with _timed(seconds, "held_out"), kept_generators(), self.accelerator.autocast():
             set_seed(self._seed(number))
-            model = self.model.language_model
-            responses = generate(model, self.tokenizer, self.held_out, self.config, self.processes)
-            return held_out_target(self.target, self._rolled_out(responses, 0).rows)
+            rollout = self._rolled_out(self._responses(self.held_out), self.held_out, 0)
+            return held_out_target(self.target, rollout.rows)
 
     def _tell(
         self,
@@ -363,13 +370,3 @@ def _timed(seconds: dict[str, dict[str, float]], stage: str) -> Iterator[None]:
     within = [clocks for name, clocks in seconds.items() if name not in before]
     found = watch.seconds()
     seconds[stage] = {clock: value - sum(clocks[clock] for clocks in within) for clock, value in found.items()}
-
-
-def _texts(prompts: Any) -> Sequence[Prompt]:
-    """Return the prompts of a data set's column "prompt", or a list as it is."""
-    names = getattr(prompts, "column_names", None)
-    if names is None:
-        return list(prompts)
-    if "prompt" not in names:
-        raise WhenceError(f"The data set has the columns {', '.join(names)}; a column 'prompt' is needed: rename one.")
-    return list(prompts["prompt"])

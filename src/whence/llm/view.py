@@ -34,10 +34,19 @@ def language_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
         WhenceError: a temperature that is not above 0.
         Unsupported: flex_attention, also where it is set later on.
     """
-    if not temperature > 0:
-        raise WhenceError(f"temperature is {temperature}; a number above 0 is needed.")
     _check_attention(model)
     register_rules(model)
+    return unscored_view(model, temperature=temperature)
+
+
+def unscored_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
+    """Return the same view, without the rules that scoring needs, which are found by looking at weights.
+
+    Raises:
+        WhenceError: a temperature that is not above 0.
+    """
+    if not temperature > 0:
+        raise WhenceError(f"temperature is {temperature}; a number above 0 is needed.")
     return ModuleView(model, _Reader(float(temperature)), _prepared)
 
 

@@ -1,0 +1,109 @@
+"""What a user names and a run reads: models and data sets of Transformers and Datasets, functions of Python."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from whence.errors import WhenceError, nearest
+from whence.llm.footprint import without_weights
+
+
+def function_of(name: str) -> Any:
+    """Return the function that "path/to/file.py:function" or "package.module:function" names; its module is run.
+
+    Raises:
+        WhenceError: there is no such file, module or function, or it is none.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise WhenceError(f"{name!r} names no function; give file.py:function or package.module:function.")
+    try:
+        module = _run_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as wrong:
+        raise WhenceError(f"{place}, which {name} names, cannot be run: {_first_line(wrong)}") from wrong
+    if not callable(found := getattr(module, attribute, None)):
+        known = [own for own in vars(module) if callable(vars(module)[own]) and not own.startswith("_")]
+        raise WhenceError(f"{place} has no function {attribute!r}.{nearest(attribute, known)}")
+    return found
+
+
+def _run_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError("there is no such file")
+    name = f"whence_given_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def dataset_of(name: str) -> Any:
+    """Return a data set of a directory, a file, or an id, and of several splits the one to train on.
+
+    Raises:
+        WhenceError: it cannot be loaded.
+    """
+    try:
+        if (Path(name).is_dir() and any(Path(name).glob("*.arrow"))) or (Path(name) / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(name)
+        elif Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet"):
+            kind = {".jsonl": "json"}.get(Path(name).suffix, Path(name).suffix[1:])
+            found = datasets.load_dataset(kind, data_files=name)
+        else:
+            found = datasets.load_dataset(name)
+    except Exception as wrong:
+        raise WhenceError(f"The data set {name} cannot be loaded: {_first_line(wrong)}") from wrong
+    return found["train" if "train" in found else next(iter(found))] if isinstance(found, dict) else found
+
+
+def prompts_in(dataset: Any, name: str) -> Any:
+    """Return a data set that has prompts.
+
+    Raises:
+        WhenceError: it has no column "prompt".
+    """
+    if "prompt" not in dataset.column_names:
+        raise WhenceError(
+            f"The data set {name} has the columns {', '.join(dataset.column_names)}; a column 'prompt' is needed."
+        )
+    return dataset
+
+
+def model_of(name: str, dtype: str, *, weights: bool = True) -> tuple[Any, Any]:
+    """Return a causal language model and its tokenizer; without weights, a model of shapes alone.
+
+    A tokenizer without a pad token pads with the end-of-text token, which masks tell apart.
+    """
+    tokenizer = loaded(AutoTokenizer, name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return loaded(AutoModelForCausalLM, name, weights=weights, dtype=getattr(torch, dtype)), tokenizer
+
+
+def loaded(kind: Any, name: str, *, weights: bool = True, **how: Any) -> Any:
+    """Return what one of Transformers' Auto classes makes of a directory or id.
+
+    Raises:
+        WhenceError: it cannot be loaded.
+    """
+    try:
+        if weights or kind is AutoTokenizer:
+            return kind.from_pretrained(name, **how)
+        with without_weights():
+            return kind.from_config(AutoConfig.from_pretrained(name), **how)
+    except Exception as wrong:
+        what = "tokenizer" if kind is AutoTokenizer else "model"
+        raise WhenceError(f"The {what} {name} cannot be loaded: {_first_line(wrong)}") from wrong
+
+
+def _first_line(wrong: Exception) -> str:
+    return (str(wrong) or type(wrong).__name__).splitlines()[0]

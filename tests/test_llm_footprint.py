@@ -1,0 +1,132 @@
+"""What passes take, told without weights, is what they take."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from test_llm_trainer import model_of, trainer_of, vowels
+from whence.engines.memory import bytes_held
+from whence.experiments import LanguageConfig
+from whence.experiments.estimate import estimate
+from whence.llm.footprint import (
+    Rows,
+    generating_pass,
+    reading_pass,
+    size_of,
+    training_pass,
+    without_weights,
+)
+from whence.llm.generation import generate, tokenized
+from whence.llm.model import WithValueHead
+from whence.llm.rollout import evaluated, rolled_out
+from whence.llm.steps import optimise
+from whence.selection import KeepAll
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+PROMPT = "abcde"
+
+
+def adapted(model):
+    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+
+
+def imagined(lora=False):
+    with without_weights():
+        model = AutoModelForCausalLM.from_config(model_of(**SHAPE).config)
+        return adapted(model) if lora else model
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_pass_holds_what_it_was_said_to(tmp_path, lora):
+    model = adapted(model_of(**SHAPE)) if lora else model_of(**SHAPE)
+    settings = {"batch_size": 64, "mini_batch_size": 16, "ppo_epochs": 1, "rounds": 1, "generation_batch_size": 64}
+    trainer = trainer_of(tmp_path, model=model, **settings)
+    config, language_model = trainer.config, trainer.model.language_model
+    prompts = tokenized(trainer.tokenizer, [PROMPT] * 64, config, 32)
+    responses = generate(language_model, trainer.tokenizer, prompts, config)
+    rows = rolled_out(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
+    everything, generator = KeepAll().select(rows), torch.Generator().manual_seed(0)
+    step = (trainer.model, trainer.optimizer, rows, everything, config, generator, trainer.accelerator)
+    optimise(*step, trainer.processes)  # the first one makes Adam's state, which is told apart
+    own = imagined(lora)
+    with without_weights():
+        whole = WithValueHead(own)
+    response = responses.response_mask.shape[1]
+
+    trained = training_pass(whole, Rows(16, len(PROMPT), response)).held
+    assert trained == pytest.approx(max(bytes_held(lambda: optimise(*step, trainer.processes))), rel=0.04)
+    read = reading_pass(whole, Rows(64, len(PROMPT), response)).held
+    assert read == pytest.approx(max(bytes_held(lambda: evaluated(trainer.model, responses, config))), rel=0.04)
+    drawn = generating_pass(own, Rows(64, len(PROMPT), response)).held
+    held = max(bytes_held(lambda: generate(language_model, trainer.tokenizer, prompts, config)))
+    assert held <= drawn <= 1.4 * held  # prompts are read and responses kept, but not at the same time
+
+
+def test_operations_by_hand():
+    own, rows = imagined(), Rows(4, 5, 7)
+    tokens, width, wide = 12, 64, 160
+    keys = width // own.config.num_attention_heads * own.config.num_key_value_heads
+    layers = 3 * 2 * tokens * (2 * width * width + 2 * width * keys + 3 * width * wide)
+    logits = 2 * (7 + 1) * width * own.config.vocab_size
+    assert reading_pass(own, rows).flops == 4 * (layers + logits)
+    assert training_pass(own, rows).flops == 3 * 4 * (layers + logits)
+
+
+def test_the_model_is_left_as_it_was_made():
+    with without_weights():
+        model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50))
+    before = {name: (id(tensor), tensor.shape) for name, tensor in model.named_parameters()}
+    assert model.lm_head.weight is model.transformer.wte.weight
+    size = size_of(model)
+    # Tied weights are one: the pass's gradients take no more than the parameters do.
+    few = training_pass(model, Rows(1, 1, 1)).held
+    assert few < size + 60_000
+    assert {name: (id(tensor), tensor.shape) for name, tensor in model.named_parameters()} == before
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert all(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_mixed_precision_takes_less_for_activations():
+    rows = Rows(64, 5, 27)
+    single, mixed = training_pass(imagined(True), rows), training_pass(imagined(True), rows, torch.bfloat16)
+    assert 0.4 * single.held < mixed.held < 0.9 * single.held
+    assert mixed.flops == single.flops
+
+
+def test_a_run_is_told_by_what_it_does(cache):
+    def of(arm="iif", **more):
+        return estimate(LanguageConfig(arm, 0, size="tiny", **more))
+
+    whole, with_adapter, unscored = of(), of(lora=2), of("ppo")
+    assert whole.trained == whole.parameters
+    assert whole.stays["start model"] == whole.stays["weights"] - 4 * 33  # which has a value head
+    assert whole.stays["Adam"] == 8 * whole.parameters
+    assert with_adapter.stays["start model"] == 0
+    assert with_adapter.trained < with_adapter.parameters / 5
+    assert "scoring" not in unscored.stages
+    assert whole.peak == sum(whole.stays.values()) + max(whole.stages.values())
+    # Two epochs of steps beside one pass of scoring, with a batch of 32 at once.
+    assert whole.flops["optimisation"] == pytest.approx(2 * whole.flops["scoring"])
+    twice = of(settings={"batch_size": 64})
+    assert all(twice.flops[stage] == pytest.approx(2 * flops) for stage, flops in whole.flops.items())
+    assert (whole.prompts, whole.response_tokens) == (128, 14)
+    assert set(whole.to_json()) == {*vars(whole), "peak"}
+
+
+def test_group_trainers_hold_a_reference_only_for_a_divergence(cache):
+    def of(**settings):
+        return estimate(LanguageConfig("iif", 0, size="tiny", algorithm="grpo", settings=settings))
+
+    plain, held_back = of(), of(beta=0.1)
+    assert (plain.stays["start model"], plain.stages["forward"]) == (0, 0)
+    assert held_back.stays["start model"] == held_back.stays["weights"]
+    assert held_back.flops["forward"] > 0
+    again = of(gradient_checkpointing=True)
+    assert again.stages["optimisation"] < plain.stages["optimisation"]
+    assert again.flops["optimisation"] > 1.2 * plain.flops["optimisation"]

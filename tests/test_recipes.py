@@ -1,0 +1,172 @@
+"""The full-size recipes of docs/llm.md: their data, their rewards, and their commands without weights."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import GPTNeoConfig, LlamaConfig, RobertaConfig
+
+from test_llm_trainer import tokenizer_of
+from whence.llm.lab.model import character_tokenizer
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "llm.md").read_text(encoding="utf-8")
+SOLUTION = "She has 16-3-4=<<16-3-4=9>>9 eggs.\nShe makes 9*2=$<<9*2=18>>18.\n#### 18"
+TEXT = "abcdefghij " * 4
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory from which the page's commands can be given: data as the examples write it, and models' shapes."""
+    import typer
+
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    solved = [{"question": f"How many eggs, {number}?", "answer": SOLUTION} for number in range(530)]
+    lines(folder / "hub" / "gsm8k" / "train.jsonl", solved)
+    lines(folder / "hub" / "gsm8k" / "test.jsonl", solved[:7])
+    sums, texts = module("gsm8k"), module("detoxification")
+    sums.main(folder / "data" / "gsm8k", dataset=str(folder / "hub" / "gsm8k"), trusted=512)
+    character_tokenizer("abcdefghij ").save_pretrained(folder / "reads")
+    rude = [
+        {"prompt": {"text": TEXT, "toxicity": how}, "continuation": {"text": " " + TEXT}}
+        for how in [0.9] * 2000 + [0.1, None]
+    ]
+    lines(
+        folder / "hub" / "rude" / "train.jsonl",
+        [*rude, {"prompt": {"text": "a", "toxicity": 1.0}, "continuation": {"text": "b"}}],
+    )
+    lines(
+        folder / "hub" / "wiki" / "test.jsonl",
+        [{"comment_text": text, "label": label} for text, label in [("abc", 1), ("ij", 0), ("", 1), ("ab" * 2000, 1)]],
+    )
+    with pytest.raises(typer.BadParameter):
+        sums.main(folder / "data" / "nothing", dataset=str(folder / "hub" / "gsm8k"), trusted=530)
+    texts.main(
+        *(folder / "data" / "detox", str(folder / "hub" / "rude"), str(folder / "hub" / "wiki"), str(folder / "reads")),
+        toxicity=0.3,
+        tested=400,
+    )
+    LlamaConfig(
+        hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632
+    ).save_pretrained(folder / "models" / "rho-gsm8k")
+    tokenizer_of().save_pretrained(folder / "models" / "rho-gsm8k")
+    neo = GPTNeoConfig(hidden_size=2560, num_layers=32, num_heads=20, attention_types=[[["global", "local"], 16]])
+    judge = RobertaConfig(id2label={0: "nothate", 1: "hate"}, label2id={"nothate": 0, "hate": 1})
+    for name, config in (
+        ("EleutherAI/gpt-neo-2.7B", neo),
+        ("facebook/roberta-hate-speech-dynabench-r4-target", judge),
+    ):
+        kept = folder / "cache" / f"models--{name.replace('/', '--')}"
+        config.save_pretrained(kept / "snapshots" / "0")
+        character_tokenizer("abcdefghij ").save_pretrained(kept / "snapshots" / "0")
+        (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text("0")
+    return folder
+
+
+def test_problems_to_imitate_to_train_on_to_trust_and_to_test_on(place):
+    folder = place / "data" / "gsm8k"
+    parts = {name: read(folder / f"{name}.jsonl") for name in ("sft/train", "train", "trusted", "test")}
+    assert {name: len(rows) for name, rows in parts.items()} == {
+        "sft/train": 18,
+        "train": 18,
+        "trusted": 512,
+        "test": 7,
+    }
+    assert not {row["prompt"] for row in parts["trusted"]} & {row["prompt"] for row in parts["train"]}
+    assert parts["train"][0].keys() == {"prompt", "answer"}
+    assert parts["train"][0]["answer"] == "18"
+    assert parts["trusted"][0]["completion"] == " She has 16-3-4=9 eggs.\nShe makes 9*2=$18.\n#### 18"
+    assert re.fullmatch(r"Question: How many eggs, \d+\?\nAnswer:", parts["test"][0]["prompt"])
+
+
+def test_a_right_answer():
+    right = module("gsm8k").right
+    responses = ["9 eggs, #### 1,018", "#### 18\n#### 1018.0", "1018", "", "#### 18", "#### -3"]
+    assert right([""] * 6, responses, ["1018"] * 5 + ["-3"]) == [1, 1, 0, 0, 0, 1]
+
+
+def test_beginnings_of_rude_texts_and_comments_that_fit(place):
+    train, test = (read(place / "data" / "detox" / f"{name}.jsonl") for name in ("train", "test"))
+    assert len(train) == 2000
+    assert {len(row["prompt"]) for row in train} == {10, 11, 12, 13, 14}  # a character is a token here
+    assert test == [{"prompt": "abc"}]
+
+
+def test_the_tests_detector_is_read_by_its_labels(monkeypatch):
+    texts = module("detoxification")
+
+    def found(responses, **how):
+        return [[{"label": "not offensive", "score": 0.75}, {"label": "offensive", "score": 0.25}] for _ in responses]
+
+    monkeypatch.setattr(texts, "_detector", lambda: found)
+    assert texts.civil(["a", "b"], ["c", "d"]) == [0.75, 0.75]
+
+
+def rehearsals():
+    """The page's commands that load nothing: variables of the environment, and arguments."""
+    blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
+    found = []
+    for command in re.findall(r"^(?:\w+=\S+ )*whence llm train [^#`]*?--dry-run", blocks, flags=re.MULTILINE):
+        parts = shlex.split(command)
+        at = parts.index("whence")
+        found.append((dict(part.split("=") for part in parts[:at]), parts[at + 1 :]))
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", range(len(rehearsals())))
+def test_the_pages_commands_are_what_whence_takes(place, number):
+    environment, arguments = rehearsals()[number]
+    offline = {"HF_HUB_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("whence")), *arguments, "--json"],
+        cwd=place,
+        env={**os.environ, **offline, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["estimate"]
+    if "EleutherAI/gpt-neo-2.7B" in arguments:
+        adapter = 32 * 16 * (4 * (2560 + 2560) + 2 * (2560 + 10240))
+        assert (found["trained"], found["parameters"]) == (adapter + 2561, 2_651_307_520 + adapter + 2561)
+        # bfloat16, no copy of the model; Adam in the adapter's own precision.
+        assert found["stays"]["weights"] == pytest.approx(2 * 2_651_307_520, rel=0.05)
+        assert (found["stays"]["start model"], found["prompt_tokens"]) == (0, 14)
+    else:
+        assert found["parameters"] == found["trained"] == 1_100_048_384 + 2049
+        assert found["stays"]["Adam"] == 8 * found["parameters"]
+        assert found["stays"]["start model"] == pytest.approx(4 * 1_100_048_384, rel=1e-6)
+        assert found["stages"]["optimisation"] > 4 * found["parameters"]
+    assert not (place / "runs").exists()
+
+
+def test_both_recipes_are_rehearsed():
+    assert [parts[parts.index("--selection") + 1] for _, parts in rehearsals()] == ["iif", "ippo"]

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check mutants benchmark clean
+.PHONY: demo test check mutants oldest benchmark clean
 
 # Each stamp stands for one set of extras; `dev` holds all that `demo` needs.
 .venv/bin/python:
@@ -37,9 +37,22 @@ check: .venv/dev.stamp
 mutants: .venv/dev.stamp
 	$(BIN)/python tests/mutants.py
 
+# As everywhere, but for the two libraries and what follows from their versions.
+.venv-oldest/stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -Ev '^(transformers|trl|tokenizers|huggingface[-_]hub|httpx)==' constraints.txt > .venv-oldest/constraints.txt
+	printf 'transformers==5.0.0\ntrl==1.13.0\n' >> .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable '.[dev]'
+	touch $@
+
+## The language models' tests against the oldest Transformers and TRL that are supported; `make test` has the newest.
+oldest: .venv-oldest/stamp
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/test_llm_contract.py tests/test_llm_groups.py \
+		tests/test_llm_engines.py tests/test_llm_trainer.py tests/test_llm_footprint.py tests/test_language.py
+
 ## Scoring beside one plain forward and backward pass, and beside SB3's optimisation.
 benchmark: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.scoring
 
 clean:
-	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest out .pytest_cache .mypy_cache .ruff_cache .hypothesis

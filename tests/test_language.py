@@ -23,6 +23,21 @@ from whence.runs import RunDirectory
 from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop
 
 HOSTILE = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(2)>"
+REWARDS = """
+from dataclasses import dataclass
+
+@dataclass
+class Scale:
+    factor: float = 100.0
+
+def numbered(prompts, responses, number):
+    return [Scale().factor * one + len(text) for one, text in zip(number, responses)]
+
+def length(prompts, responses):
+    return [len(text) for text in responses]
+
+constant = 3
+"""
 QUICK_GROUPS = {"rounds": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
 QUICK = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
 
@@ -55,8 +70,10 @@ def own(tmp_path_factory):
     torch.manual_seed(1)
     LlamaForSequenceClassification(config).save_pretrained(folder / "judge")
     tokenizer_of().save_pretrained(folder / "judge")
-    datasets.Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh", "ij"]}).save_to_disk(folder / "prompts")
+    texts = ["ab", "cd", "ef", "gh", "ij"]
+    datasets.Dataset.from_dict({"prompt": texts, "number": [0, 1, 2, 3, 4]}).save_to_disk(folder / "prompts")
     (folder / "test.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ac", "bd", "ce")))
+    (folder / "rewards.py").write_text(REWARDS)
     datasets.DatasetDict(
         {"train": datasets.Dataset.from_dict({"prompt": ["ab", "aj"], "completion": ["cc", "dd"]})}
     ).save_to_disk(folder / "demonstrations")
@@ -281,9 +298,48 @@ class TestCommand:
         judged = directory.round("records", 1)["reward"]
         assert judged.n_unique() > 1
 
+    @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+    def test_a_reward_of_ones_own(self, own, tmp_path, algorithm):
+        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_GROUPS | {"max_completion_length": 4}
+        settings |= {"beta": 0.0, "num_generations": 4} if algorithm != "ppo" else {}
+        asked = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "iif", "--algorithm", algorithm]
+        asked += ["--reward", f"{own / 'rewards.py'}:numbered", "--settings", json.dumps(settings)]
+        asked += ["--test-dataset", own / "test.jsonl", "--test-reward", f"{own / 'rewards.py'}:length"]
+        done = invoke("llm", "train", *asked, "--run", tmp_path / "run", "--dry-run", "--json")
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["estimate"]["prompts"] == 5
+        assert not (tmp_path / "run").exists()
+        done = invoke("llm", "train", *asked, "--run", tmp_path / "run")
+        assert done.exit_code == 0, done.output
+        directory = RunDirectory.open(tmp_path / "run")
+        records = directory.round("records", 1)
+        numbers = {"ab": 0, "cd": 1, "ef": 2, "gh": 3, "ij": 4}
+        for prompt, response, reward in records.select("prompt", "response", "reward").iter_rows():
+            assert reward == 100 * numbers[prompt.replace(" ", "")] + len(response)
+        tested = directory.table("evaluations")["test_return"]
+        assert tested.is_between(0, 7).all()  # texts of four tokens; the test's prompts have no number
+
+    def test_a_rehearsal_for_people(self, own, tmp_path):
+        asked = ["--model", own / "model", "--dataset", own / "prompts", "--reward-model", own / "judge"]
+        asked += ["--reward-label", "polite", "--selection", "iif", "--settings", '{"max_new_tokens": 4}']
+        done = invoke("llm", "train", *asked, "--dry-run")
+        assert done.exit_code == 0, done.output
+        for said in ("5 prompts of up to 2 tokens", "start model", "scoring, besides", "PFLOP a round"):
+            assert said in done.output
+
     @pytest.mark.parametrize(
         ("changed", "said"),
         [
+            ({"--reward": "rewards.py", "--reward-model": None, "--reward-label": None}, "names no function"),
+            ({"--reward": "nowhere.py:f", "--reward-model": None, "--reward-label": None}, "there is no such file"),
+            ({"--reward": "no.such:f", "--reward-model": None, "--reward-label": None}, "No module named 'no'"),
+            ({"--reward": "OWN:lenght", "--reward-model": None, "--reward-label": None}, "no function 'lenght'"),
+            ({"--reward": "OWN:constant", "--reward-model": None, "--reward-label": None}, "no function 'constant'"),
+            ({"--reward": "OWN:length"}, "Give one; a function can call the model"),
+            ({"--reward": "OWN:length", "--reward-model": None}, "there is no reward_model that has labels"),
+            ({"--test-reward": "OWN:length"}, "there is nothing to measure on"),
+            ({"--test-reward": "OWN:numbered", "--test-dataset": "TEST"}, "asks for 'number'"),
+            ({"--reward-model": None, "--reward-label": None}, "Neither a task nor reward was given"),
             ({"--reward-label": "kind"}, "no label 'kind'; its labels are rude, polite"),
             ({"--reward-label": None}, "has 2 labels, rude, polite: choose one"),
             ({"--model": "nowhere/model"}, "The model nowhere/model cannot be loaded"),
@@ -298,6 +354,9 @@ class TestCommand:
             **{"--model": own / "model", "--dataset": own / "prompts", "--reward-model": own / "judge"},
             **{"--reward-label": "polite", "--selection": "iif", "--run": tmp_path / "run", **changed},
         }
+        places = {"OWN": own / "rewards.py", "TEST": own / "test.jsonl"}
+        for word, place in places.items():
+            asked = {name: value and str(value).replace(word, str(place)) for name, value in asked.items()}
         pairs = [part for name, value in asked.items() if value is not None for part in (name, value)]
         done = invoke("llm", "train", *pairs)
         assert isinstance(done.exception, WhenceError), done.output

@@ -9,7 +9,7 @@ from whence import WhenceError
 from whence.llm import losses
 from whence.llm.config import PPOConfig
 from whence.llm.generation import _until_the_end
-from whence.llm.rewards import checked, weighed
+from whence.llm.rewards import asked_for, checked, weighed
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
 
@@ -100,6 +100,27 @@ class TestRewards:
 
         assert weighed([length, asked], [1.0, -0.5])(["abcd", "x"], ["ab", ""]) == [0.0, -0.5]
         assert weighed([length], None)(["abcd"], ["ab"]) == [2.0]
+
+    def test_columns_go_to_those_that_ask_for_them(self):
+        columns = {"answer": ["1", "2"], "level": [3, 4], "prompts": ["x", "y"]}
+        plain = weighed([lambda p, r: [0.0, 0.0]], None)
+        assert plain(["a", "b"], ["1", "1"], **columns) == [0, 0]
+
+        def right(prompts, responses, answer, *, level=0, other=7):
+            assert (prompts, level, other) == (["a", "b"], [3, 4], 7)
+            return [float(one == due) for one, due in zip(responses, answer, strict=True)]
+
+        def counted(prompts, responses, **rest):
+            assert rest == {"answer": ["1", "2"], "level": [3, 4]}
+            return [len(rest), len(rest)]
+
+        assert weighed([right, counted], [1.0, 10.0])(["a", "b"], ["1", "1"], **columns) == [21, 20]
+        assert asked_for(right, columns).keys() == {"answer", "level"}
+        assert asked_for(max, columns) == {}
+        with pytest.raises(WhenceError, match=r"right asks for 'answer'.*Besides the prompt it has: none"):
+            asked_for(right, {})
+        with pytest.raises(WhenceError, match=r"it has: level\."):
+            checked(right, ["a"], ["1"], {"level": [3]})
 
     @pytest.mark.parametrize(
         ("made", "said"),

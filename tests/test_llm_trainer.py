@@ -473,6 +473,26 @@ def prompt_part(rows):
     return held["input_ids"][:, :width], held["attention_mask"][:, :width]
 
 
+def test_rewards_get_the_columns_of_their_prompts(tmp_path):
+    seen = []
+
+    def reward(prompts, responses, number):
+        seen.append((list(prompts), list(number)))
+        return [float(len(text)) for text in responses]
+
+    prompts = datasets.Dataset.from_dict({"prompt": PROMPTS, "number": list(range(len(PROMPTS)))})
+    held_out = datasets.Dataset.from_dict({"prompt": ["jj", "e"], "number": [70, 71]})
+    config = config_of(tmp_path, rounds=2)
+    PPOTrainer(config, model_of(), tokenizer_of(), reward, prompts, rule=NonPositive(), held_out=held_out).train()
+    numbers = {**dict(zip(PROMPTS, range(len(PROMPTS)), strict=True)), "jj": 70, "e": 71}
+    assert len(seen) == 4  # of two rounds, each with a rollout to train on and one for the target
+    assert all([numbers[text.replace(" ", "")] for text in texts] == given for texts, given in seen)
+    for lacking in ({"prompts": prompts.remove_columns("number")}, {"held_out": held_out.remove_columns("number")}):
+        parts = {"prompts": prompts, "held_out": held_out, **lacking}
+        with pytest.raises(WhenceError, match="reward asks for 'number', and the data set has no such column"):
+            PPOTrainer(config, model_of(), tokenizer_of(), reward, rule=NonPositive(), **parts)
+
+
 def test_prompts_that_also_train_are_told_of(tmp_path, caplog):
     trainer_of(tmp_path, NonPositive(), held_out=["ab", "cde", "jj"])
     assert "2 of 3 held-out prompts also train" in caplog.text

@@ -270,10 +270,8 @@ def make_trainer(
 
     kinds = {"sequence": SequenceReturn, "token": TokenReturn, "held-out": SequenceReturn}
     target: Any = kinds.get(config.target or "sequence")
-    prompts, held_out = task.prompts, task.held_out
     wanted = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
-    if held_out is None:
-        prompts, held_out = _parted(prompts, wanted)
+    prompts, held_out = _parted(task, wanted) if wanted else (task.prompts, None)
     return PPOTrainer(
         config.trained_by(str(path)),
         task.model,
@@ -282,7 +280,7 @@ def make_trainer(
         prompts,
         rule=config.rule(),
         target=validation_of(task) if target is None else target(),
-        held_out=held_out.select(range(min(wanted, len(held_out)))) if wanted else None,
+        held_out=held_out,
         engine=config.engine,
         memory=scoring_memory(config),
         evaluate=task.evaluate,
@@ -308,14 +306,16 @@ _HELD_OUT = 512
 """Prompts of the target held-out, where their number is not given."""
 
 
-def _parted(prompts: Any, wanted: int) -> tuple[Any, Any]:
-    """Return the prompts that train, and those set aside."""
-    if wanted >= len(prompts):
+def _parted(task: "Task", wanted: int) -> tuple[Any, Any]:
+    """Return the prompts that train, and as many as wanted of those that do not."""
+    if task.held_out is not None:
+        return task.prompts, task.held_out.select(range(min(wanted, len(task.held_out))))
+    if wanted >= len(task.prompts):
         raise WhenceError(
-            f"held_out is {wanted}, and there are {len(prompts)} prompts in all; some have to be left to train."
+            f"held_out is {wanted}, and there are {len(task.prompts)} prompts in all; some have to be left to train."
         )
-    cut = len(prompts) - wanted
-    return prompts.select(range(cut)), prompts.select(range(cut, len(prompts)))
+    cut = len(task.prompts) - wanted
+    return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:

@@ -83,10 +83,11 @@ def model_of(name: str, dtype: str, *, weights: bool = True) -> tuple[Any, Any]:
 
     A tokenizer without a pad token pads with the end-of-text token, which masks tell apart.
     """
+    model = loaded(AutoModelForCausalLM, name, weights=weights, dtype=getattr(torch, dtype))
     tokenizer = loaded(AutoTokenizer, name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return loaded(AutoModelForCausalLM, name, weights=weights, dtype=getattr(torch, dtype)), tokenizer
+    return model, tokenizer
 
 
 def loaded(kind: Any, name: str, *, weights: bool = True, **how: Any) -> Any:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -20,8 +22,8 @@ import whence
 from whence.llm import language_view, rows_of
 
 VOCABULARY = 50
-STYLES = ("gpt2", "llama", "qwen2", "qwen3")
-_ADAPTED = {"gpt2": ["c_attn", "c_fc"]}
+STYLES = ("gpt2", "gpt_neo", "llama", "qwen2", "qwen3")
+_ADAPTED = {"gpt2": ["c_attn", "c_fc"], "gpt_neo": ["q_proj", "v_proj", "c_fc"]}
 
 
 def language_model(style: str = "gpt2", *, attention: str = "sdpa", lora: float | None = None) -> Any:
@@ -34,6 +36,10 @@ def language_model(style: str = "gpt2", *, attention: str = "sdpa", lora: float 
                 n_layer=2, n_embd=16, n_head=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **common
             )
         )
+    elif style == "gpt_neo":  # without fused attention; every other layer sees the last few tokens alone
+        common |= {"attn_implementation": "eager", "num_layers": 2, "hidden_size": 16, "num_heads": 2}
+        common |= {"attention_types": [[["global", "local"], 1]], "window_size": 4, "max_position_embeddings": 32}
+        model = GPTNeoForCausalLM(GPTNeoConfig(intermediate_size=24, **common))
     else:
         common |= {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
         common |= {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -1389,6 +1389,41 @@ MUTANTS = (
         "scores / scores.mean()",
         "test_selection.py::test_ippo_weighs_what_is_positive_by_its_score",
     ),
+    Mutant(
+        "columns of other prompts",
+        "llm/prompts.py",
+        "[column[at] for at in chosen]",
+        "list(column[: len(chosen)])",
+        "test_llm_trainer.py::test_rewards_get_the_columns_of_their_prompts",
+    ),
+    Mutant(
+        "columns of another process's prompts",
+        "llm/rollout.py",
+        "{name: column[own] for",
+        "{name: column[: len(responses.texts[own])] for",
+        f"{PROCESSES}::test_two_processes_train_as_one",
+    ),
+    Mutant(
+        "tied weights that are told of twice",
+        "llm/footprint.py",
+        "made.setdefault(id(tensor), _like(tensor))",
+        "_like(tensor)",
+        "test_llm_footprint.py::test_the_model_is_left_as_it_was_made",
+    ),
+    Mutant(
+        "keys and values of prompts alone",
+        "llm/footprint.py",
+        "over_prompts.held + round(grown)",
+        "over_prompts.held",
+        "test_llm_footprint.py::test_a_pass_holds_what_it_was_said_to",
+    ),
+    Mutant(
+        "a rehearsal that scores in one go",
+        "experiments/estimate.py",
+        "(1 if whole <= memory else 2)",
+        "1",
+        "test_language.py::TestCommand::test_a_reward_of_ones_own",
+    ),
 )
 
 

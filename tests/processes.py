@@ -5,15 +5,20 @@ import os
 import sys
 from pathlib import Path
 
+import datasets
 import torch
 from safetensors.torch import save_file
 
-from test_llm_trainer import PROMPTS, model_of, state, tokenizer_of, trainer_of
+from test_llm_trainer import PROMPTS, model_of, state, tokenizer_of, trainer_of, vowels
 from whence import IPPO, NonPositive
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
 from whence.llm.targets import _log_probs
 
 DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
+
+
+def with_column(texts):
+    return datasets.Dataset.from_dict({"prompt": texts, "text": texts})
 
 
 def summed_by_hand(view, params, records):
@@ -31,6 +36,11 @@ def target_of(name):
 TARGETS = ("sequence", "token", "validation", "held out", "function")
 
 
+def by_the_column(prompts, responses, text):
+    """A reward that a process gets wrong where it is handed the columns of others' prompts."""
+    return [value + 0.1 * (ord(asked[0]) - 97) for value, asked in zip(vowels(prompts, responses), text, strict=True)]
+
+
 def trained(folder, target, processes, **more):
     """Train on responses that no draw decides, with as many rows a step whatever the number of processes."""
     told = []
@@ -41,7 +51,9 @@ def trained(folder, target, processes, **more):
         *(folder, IPPO() if target == "validation" else NonPositive()),
         model=model,
         target=target_of(target),
-        held_out=held_out,
+        reward=by_the_column,
+        prompts=with_column(PROMPTS),
+        held_out=held_out and with_column(held_out),
         seen=lambda rollout, influence, selection, row: told.append(
             {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["train/value_loss"]}
         ),

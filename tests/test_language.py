@@ -307,7 +307,12 @@ class TestCommand:
         asked += ["--test-dataset", own / "test.jsonl", "--test-reward", f"{own / 'rewards.py'}:length"]
         done = invoke("llm", "train", *asked, "--run", tmp_path / "run", "--dry-run", "--json")
         assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["estimate"]["prompts"] == 5
+        told = json.loads(done.stdout)["estimate"]
+        assert told["prompts"] == 5
+        epochs = settings.get("ppo_epochs", settings.get("num_iterations"))
+        # In parts, rows are gone through twice.
+        assert told["flops"]["scoring"] == pytest.approx(2 * told["flops"]["optimisation"] / epochs)
+        assert told["stages"]["scoring"] == told["stages"]["optimisation"]
         assert not (tmp_path / "run").exists()
         done = invoke("llm", "train", *asked, "--run", tmp_path / "run")
         assert done.exit_code == 0, done.output

@@ -11,6 +11,7 @@ from whence.experiments import LanguageConfig
 from whence.experiments.estimate import estimate
 from whence.llm.footprint import (
     Rows,
+    _without_numbers,
     generating_pass,
     reading_pass,
     size_of,
@@ -83,10 +84,10 @@ def test_the_model_is_left_as_it_was_made():
         model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50))
     before = {name: (id(tensor), tensor.shape) for name, tensor in model.named_parameters()}
     assert model.lm_head.weight is model.transformer.wte.weight
-    size = size_of(model)
-    # Tied weights are one: the pass's gradients take no more than the parameters do.
-    few = training_pass(model, Rows(1, 1, 1)).held
-    assert few < size + 60_000
+    with _without_numbers(model):
+        assert model.lm_head.weight is model.transformer.wte.weight
+        assert size_of(model) == sum(4 * shape.numel() for _, shape in before.values())
+    training_pass(model, Rows(1, 1, 1))
     assert {name: (id(tensor), tensor.shape) for name, tensor in model.named_parameters()} == before
     assert model.lm_head.weight is model.transformer.wte.weight
     assert all(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers()))

@@ -76,9 +76,8 @@ _ARGUMENTS = ("target", "objective", "seen", "engine", "held_out", "evaluate", "
 
 def trainer_of(tmp_path, rule=None, model=None, **more):
     kept = {name: more.pop(name) for name in _ARGUMENTS if name in more}
-    return PPOTrainer(
-        config_of(tmp_path, **more), model or model_of(), tokenizer_of(), vowels, PROMPTS, rule=rule, **kept
-    )
+    what = {"reward": more.pop("reward", vowels), "prompts": more.pop("prompts", PROMPTS)}
+    return PPOTrainer(config_of(tmp_path, **more), model or model_of(), tokenizer_of(), rule=rule, **what, **kept)
 
 
 def state(trainer):

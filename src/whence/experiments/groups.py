@@ -1,5 +1,6 @@
 """One post-training run by GRPO or RLOO, with TRL's trainers."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.metadata import version
@@ -110,7 +111,10 @@ def run_groups(config: "LanguageConfig", path: Path, on_round: "Seen") -> None:
     if _asked(config).get("eval_every", 1):
         told.evaluate(0)
     on_round(0, {})
-    trainer.train()
+    with warnings.catch_warnings():
+        # TRL calls Transformers by names that are being replaced.
+        warnings.filterwarnings("ignore", ".*checkpointing.* is deprecated", FutureWarning)
+        trainer.train()
 
     def saved(folder: Path) -> None:
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)

@@ -144,7 +144,11 @@ def _beside(runs: Runs, arm: str, value: Any) -> dict[str, Any]:
     standard = {seed: value(run) for seed, run in runs[STANDARD].items()}
     shared = [seed for seed in own if seed in standard]
     found = _interval(list(own.values()))
-    return {**found, "per_seed": list(own.values()), "difference": _interval([own[s] - standard[s] for s in shared])}
+    return {
+        **found,
+        "per_seed": [value if np.isfinite(value) else None for value in own.values()],
+        "difference": _interval([own[s] - standard[s] for s in shared]),
+    }
 
 
 def _interval(values: Sequence[float]) -> dict[str, float | None]:
@@ -193,13 +197,13 @@ def _claims(runs: Runs, curves: Mapping[str, Mapping[int, Curve]]) -> dict[str, 
             for seed, run in runs[arm].items()
             if seed in runs[STANDARD]
         ]
-        found[f"{arm}: optimisation time, share of PPO's"] = _interval(shares)
+        found[f"{arm}: optimisation time, share of none's"] = _interval(shares)
         scoring = [
             _seconds(run, "scoring") / _seconds(runs[STANDARD][seed], "optimisation")
             for seed, run in runs[arm].items()
             if seed in runs[STANDARD]
         ]
-        found[f"{arm}: scoring time, share of PPO's optimisation"] = _interval(scoring)
+        found[f"{arm}: scoring time, share of none's optimisation"] = _interval(scoring)
     return found
 
 
@@ -242,8 +246,15 @@ def tables(summary: Mapping[str, Any]) -> str:
     sections = {
         "Rounds and time saved": rows(["se_ave", "se_peak", "rt_peak"], True),
         "After the last round": rows(FINAL[task], task == "arithmetic"),
-        "After the last round, less PPO's of the same seed": differences(FINAL[task], task == "arithmetic"),
-        "CPU seconds of a round, median": rows([f"seconds_{stage}" for stage in STAGES], False),
+        "After the last round, less none's of the same seed": differences(FINAL[task], task == "arithmetic"),
+        "CPU seconds of a round, median": rows(
+            [
+                name
+                for name in map("seconds_{}".format, STAGES)
+                if any(of[name]["mean"] is not None for of in arms.values())
+            ],
+            False,
+        ),
         "One arm less another, test return": [*_headed("after the last round", "mean over rounds"), *pairs],
         "Claims": [*_headed(""), *claims],
     }

@@ -1,4 +1,4 @@
-"""examples/ppo.py learns, and whence changes nothing in it but the records it trains on."""
+"""The examples run; ppo.py learns, and whence changes nothing in it but the records it trains on."""
 
 import importlib.util
 import inspect
@@ -12,22 +12,27 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
 import whence
 
-PPO = Path(__file__).parents[1] / "examples" / "ppo.py"
 
-
-@pytest.fixture(scope="module")
-def ppo() -> Any:
-    spec = importlib.util.spec_from_file_location("examples_ppo", PPO)
+def script(name: str) -> Any:
+    """Return an example as a module."""
+    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def ppo() -> Any:
+    return script("ppo")
 
 
 @pytest.mark.parametrize("selection", [False, True])
@@ -115,3 +120,41 @@ def test_help(ppo: Any) -> None:
     assert found.exit_code == 0
     for option in ("env-id", "selection", "no-selection", "drop", "rounds", "seed", "learning-rate"):
         assert f"--{option}" in found.output
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("llm_ppo", [], "whence report run"),
+        ("llm_ppo", ["--rule", "none"], "whence report run"),
+        ("llm_ppo", ["--rule", "ippo", "--lora", "2"], "whence report run"),
+        ("llm_grpo", [], "Of the last 16 completions"),
+        ("llm_grpo", ["--no-selection"], "Right answers"),
+        ("llm_rloo", [], "Of the last 16 completions"),
+    ],
+)
+def test_language_models_are_trained(
+    name: str, options: list[str], said: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    app = typer.Typer()
+    app.command()(script(name).main)
+    found = CliRunner().invoke(app, ["--size", "tiny", "--rounds", "2", "--output", "run", *options])
+    assert found.exit_code == 0, found.output
+    assert "after 2 rounds" in found.output
+    assert said in found.output
+    assert ("Of the last" in found.output) == (name != "llm_ppo" and "--no-selection" not in options)
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    app = typer.Typer()
+    app.command()(script("llm_ppo").main)
+    found = CliRunner().invoke(app, ["--rule", "iff"])
+    assert found.exit_code == 2
+    assert "iff is unknown" in found.output

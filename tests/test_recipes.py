@@ -1,6 +1,5 @@
 """The full-size recipes of docs/llm.md: their data, their rewards, and their commands without weights."""
 
-import importlib.util
 import json
 import os
 import re
@@ -10,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from transformers import GPTNeoConfig, LlamaConfig, RobertaConfig
 
+from test_examples import script
 from test_llm_trainer import tokenizer_of
 from whence.llm.lab.model import character_tokenizer
 
@@ -19,15 +20,6 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "llm.md").read_text(encoding="utf-8")
 SOLUTION = "She has 16-3-4=<<16-3-4=9>>9 eggs.\nShe makes 9*2=$<<9*2=18>>18.\n#### 18"
 TEXT = "abcdefghij " * 4
-
-
-def module(name):
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
 
 
 def lines(path, rows):
@@ -42,14 +34,12 @@ def read(path):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A directory from which the page's commands can be given: data as the examples write it, and models' shapes."""
-    import typer
-
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "examples").symlink_to(ROOT / "examples")
     solved = [{"question": f"How many eggs, {number}?", "answer": SOLUTION} for number in range(530)]
     lines(folder / "hub" / "gsm8k" / "train.jsonl", solved)
     lines(folder / "hub" / "gsm8k" / "test.jsonl", solved[:7])
-    sums, texts = module("gsm8k"), module("detoxification")
+    sums, texts = script("gsm8k"), script("detoxification")
     sums.main(folder / "data" / "gsm8k", dataset=str(folder / "hub" / "gsm8k"), trusted=512)
     character_tokenizer("abcdefghij ").save_pretrained(folder / "reads")
     rude = [
@@ -106,7 +96,7 @@ def test_problems_to_imitate_to_train_on_to_trust_and_to_test_on(place):
 
 
 def test_a_right_answer():
-    right = module("gsm8k").right
+    right = script("gsm8k").right
     responses = ["9 eggs, #### 1,018", "#### 18\n#### 1018.0", "1018", "", "#### 18", "#### -3"]
     assert right([""] * 6, responses, ["1018"] * 5 + ["-3"]) == [1, 1, 0, 0, 0, 1]
 
@@ -119,7 +109,7 @@ def test_beginnings_of_rude_texts_and_comments_that_fit(place):
 
 
 def test_the_tests_detector_is_read_by_its_labels(monkeypatch):
-    texts = module("detoxification")
+    texts = script("detoxification")
 
     def found(responses, **how):
         return [[{"label": "not offensive", "score": 0.75}, {"label": "offensive", "score": 0.25}] for _ in responses]

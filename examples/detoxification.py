@@ -49,6 +49,7 @@ def main(
     tokenizer: Annotated[str, typer.Option(help="Of the model that is trained.")] = "EleutherAI/gpt-neo-2.7B",
     toxicity: Annotated[float, typer.Option(help="The least of a text that is taken.")] = 0.3,
     tested: Annotated[int, typer.Option(min=1, help="Toxic comments to test on.")] = 400,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of a comment; LDA takes any.")] = 256,
 ) -> None:
     """Write the beginnings of texts to train on, and whole comments to test on, as JSON lines."""
     reads, draws = AutoTokenizer.from_pretrained(tokenizer), random.Random(0)
@@ -60,7 +61,6 @@ def main(
     begun = [_beginning(text, draws.randint(SHORTEST, LONGEST), reads) for text in texts]
     _write(folder / "train.jsonl", ({"prompt": text} for text in begun if text is not None))
     comments = datasets.load_dataset(test)["test"].shuffle(seed=0)
-    longest = min(reads.model_max_length, 2048) - 64  # leaves room for a response
     toxic = (row["comment_text"] for row in comments if row["label"] == 1)
     fitting = [text for text in toxic if 0 < len(reads(text)["input_ids"]) <= longest]
     _write(folder / "test.jsonl", ({"prompt": text} for text in fitting[:tested]))

@@ -19,7 +19,8 @@ ANSWER = re.compile(r"####\s*(-?[\d,.]*\d)")
 
 def right(prompts: Sequence[str], responses: Sequence[str], answer: Sequence[str]) -> list[float]:
     """Return 1 for each response that ends with the data set's answer, else 0; the column `answer` is its number."""
-    return [float(_number(found) == _number(f"#### {due}")) for found, due in zip(responses, answer, strict=True)]
+    given, due = map(_number, responses), (_number(f"#### {one}") for one in answer)
+    return [float(one is not None and one == other) for one, other in zip(given, due, strict=True)]
 
 
 def _number(text: str) -> str | None:

@@ -1424,6 +1424,20 @@ MUTANTS = (
         "1",
         "test_language.py::TestCommand::test_a_reward_of_ones_own",
     ),
+    Mutant(
+        "a changed reward that is taken for the old one",
+        "experiments/language.py",
+        "hashlib.sha256(Path(file).read_bytes()).hexdigest()",
+        "file",
+        "test_language.py::TestCommand::test_a_reward_that_has_changed_is_another_run",
+    ),
+    Mutant(
+        "a rehearsal that forgets the target's gradient",
+        "experiments/estimate.py",
+        "(whole if at_once else scored.held) + gradients",
+        "(whole if at_once else scored.held)",
+        "test_language.py::TestCommand::test_a_reward_of_ones_own",
+    ),
 )
 
 

@@ -1,6 +1,7 @@
 """Post-training as experiments: what is asked for, what a run leaves, what the command says."""
 
 import json
+import sys
 
 import datasets
 import polars as pl
@@ -17,6 +18,7 @@ from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.language import curve, is_finished, run
 from whence.experiments.language_arms import split_arm
+from whence.experiments.loading import function_of
 from whence.llm.lab import check
 from whence.report import write_run_report
 from whence.runs import RunDirectory
@@ -30,7 +32,8 @@ from dataclasses import dataclass
 class Scale:
     factor: float = 100.0
 
-def numbered(prompts, responses, number):
+def numbered(prompts, responses, number, completion):
+    assert ["vwxyz"[one] for one in number] == list(completion)
     return [Scale().factor * one + len(text) for one, text in zip(number, responses)]
 
 def length(prompts, responses):
@@ -71,7 +74,9 @@ def own(tmp_path_factory):
     LlamaForSequenceClassification(config).save_pretrained(folder / "judge")
     tokenizer_of().save_pretrained(folder / "judge")
     texts = ["ab", "cd", "ef", "gh", "ij"]
-    datasets.Dataset.from_dict({"prompt": texts, "number": [0, 1, 2, 3, 4]}).save_to_disk(folder / "prompts")
+    # TRL has names of its own for some columns, and leaves them out of what rewards get.
+    columns = {"prompt": texts, "number": [0, 1, 2, 3, 4], "completion": ["v", "w", "x", "y", "z"], "images": texts}
+    datasets.Dataset.from_dict(columns).save_to_disk(folder / "prompts")
     (folder / "test.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ac", "bd", "ce")))
     (folder / "rewards.py").write_text(REWARDS)
     datasets.DatasetDict(
@@ -309,10 +314,9 @@ class TestCommand:
         assert done.exit_code == 0, done.output
         told = json.loads(done.stdout)["estimate"]
         assert told["prompts"] == 5
-        epochs = settings.get("ppo_epochs", settings.get("num_iterations"))
-        # In parts, rows are gone through twice.
-        assert told["flops"]["scoring"] == pytest.approx(2 * told["flops"]["optimisation"] / epochs)
-        assert told["stages"]["scoring"] == told["stages"]["optimisation"]
+        if algorithm == "ppo":  # in parts, rows are gone through twice, beside the target's gradient
+            assert told["flops"]["scoring"] == pytest.approx(2 * told["flops"]["optimisation"])
+            assert told["stages"]["scoring"] == told["stages"]["optimisation"] + 4 * told["trained"]
         assert not (tmp_path / "run").exists()
         done = invoke("llm", "train", *asked, "--run", tmp_path / "run")
         assert done.exit_code == 0, done.output
@@ -323,6 +327,44 @@ class TestCommand:
             assert reward == 100 * numbers[prompt.replace(" ", "")] + len(response)
         tested = directory.table("evaluations")["test_return"]
         assert tested.is_between(0, 7).all()  # texts of four tokens; the test's prompts have no number
+
+    def test_a_reward_that_has_changed_is_another_run(self, own, tmp_path):
+        (tmp_path / "mine.py").write_text("def reward(prompts, responses):\n    return [1.0 for _ in responses]\n")
+        asked = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "none"]
+        asked += ["--reward", f"{tmp_path / 'mine.py'}:reward", "--run", tmp_path / "run"]
+        asked += ["--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
+        assert invoke("llm", "train", *asked).exit_code == 0
+        assert "was finished already" in invoke("llm", "train", *asked).output
+        (tmp_path / "mine.py").write_text("def reward(prompts, responses):\n    return [2.0 for _ in responses]\n")
+        done = invoke("llm", "train", *asked)
+        assert isinstance(done.exception, RunDirectoryError)
+        assert "contents.reward was" in str(done.exception)
+
+    def test_a_module_in_the_working_directory(self, own, tmp_path, monkeypatch):
+        (tmp_path / "whence_beside.py").write_text("SCALE = 3.0\n")
+        (tmp_path / "whence_mine.py").write_text(
+            "from whence_beside import SCALE\ndef reward(prompts, responses):\n    return [SCALE for _ in responses]\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        for name in ("whence_mine:reward", "whence_mine.py:reward"):
+            assert function_of(name)([], ["a"]) == [3.0]
+        assert function_of("whence_mine.py:reward") is function_of(f"{tmp_path / 'whence_mine.py'}:reward")
+        assert str(tmp_path) not in sys.path
+
+    def test_prompts_that_a_rehearsal_refuses(self, own, tmp_path):
+        settings = json.dumps(QUICK | {"max_new_tokens": 4, "max_prompt_length": 2})
+        (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "ab" * 20}) + "\n")
+        asked = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
+        asked += ["--selection", "iif", "--settings", settings, "--dry-run"]
+        for more, said in (
+            (["--held-out", 5], "some have to be left to train"),
+            (["--test-dataset", tmp_path / "long.jsonl"], "Prompt 0 has 40 tokens"),
+            (["--dataset", tmp_path / "long.jsonl"], "from 1 to 2 are needed"),
+        ):
+            done = invoke("llm", "train", *asked, *more)
+            assert isinstance(done.exception, WhenceError), done.output
+            assert said in str(done.exception)
+        assert invoke("llm", "train", *asked, "--held-out", 2).exit_code == 0
 
     def test_a_rehearsal_for_people(self, own, tmp_path):
         asked = ["--model", own / "model", "--dataset", own / "prompts", "--reward-model", own / "judge"]
@@ -336,7 +378,10 @@ class TestCommand:
         ("changed", "said"),
         [
             ({"--reward": "rewards.py", "--reward-model": None, "--reward-label": None}, "names no function"),
-            ({"--reward": "nowhere.py:f", "--reward-model": None, "--reward-label": None}, "there is no such file"),
+            (
+                {"--reward": "nowhere.py:f", "--reward-model": None, "--reward-label": None},
+                "nowhere.py:f names, is not there",
+            ),
             ({"--reward": "no.such:f", "--reward-model": None, "--reward-label": None}, "No module named 'no'"),
             ({"--reward": "OWN:lenght", "--reward-model": None, "--reward-label": None}, "no function 'lenght'"),
             ({"--reward": "OWN:constant", "--reward-model": None, "--reward-label": None}, "no function 'constant'"),

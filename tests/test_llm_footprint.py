@@ -7,8 +7,10 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from test_llm_trainer import model_of, trainer_of, vowels
 from whence.engines.memory import bytes_held
+from whence.errors import Unsupported
 from whence.experiments import LanguageConfig
 from whence.experiments.estimate import estimate
+from whence.llm import SequenceReturn, ValidationLoss
 from whence.llm.footprint import (
     Rows,
     _without_numbers,
@@ -21,6 +23,7 @@ from whence.llm.footprint import (
 from whence.llm.generation import generate, tokenized
 from whence.llm.model import WithValueHead
 from whence.llm.rollout import evaluated, rolled_out
+from whence.llm.scoring import score
 from whence.llm.steps import optimise
 from whence.selection import KeepAll
 
@@ -69,6 +72,57 @@ def test_a_pass_holds_what_it_was_said_to(tmp_path, lora):
     assert held <= drawn <= 1.4 * held  # prompts are read and responses kept, but not at the same time
 
 
+@pytest.mark.parametrize("target", ["sequence", "validation"])
+def test_scoring_in_parts_holds_a_pass_and_the_targets_gradient(tmp_path, target):
+    trainer = trainer_of(tmp_path, model=model_of(**SHAPE), batch_size=64, mini_batch_size=8, rounds=1)
+    config = trainer.config
+    prompts = tokenized(trainer.tokenizer, [PROMPT] * 64, config, 32)
+    responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, config)
+    rows = rolled_out(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
+    how = SequenceReturn()
+    if target == "validation":
+        how = ValidationLoss.of([{"prompt": PROMPT, "completion": "cdcd"}] * 40, trainer.tokenizer)
+    asked = (trainer.model, rows, how, trainer.objective, 1.0, "ghost", None, config.mini_batch_size, trainer.processes)
+    score(*asked)
+    held = max(bytes_held(lambda: score(*asked)))
+    with without_weights():
+        whole = WithValueHead(imagined())
+    response = responses.response_mask.shape[1]
+    gradients = size_of(whole, trained=True)
+    told = training_pass(whole, Rows(8, len(PROMPT), response)).held + gradients
+    if target == "validation":  # sixteen at a time, beside the gradient so far
+        told = max(told, training_pass(whole, Rows(16, len(PROMPT), 5)).held + gradients)
+    assert held <= 1.02 * told
+    assert held > 0.8 * told
+
+
+def test_a_step_of_several_passes_holds_gradients_from_the_first_on(tmp_path, cache):
+    settings = {"batch_size": 32, "mini_batch_size": 4, "ppo_epochs": 1, "rounds": 1}
+    held = {}
+    for passes in (1, 4):
+        trainer = trainer_of(
+            tmp_path / str(passes), model=model_of(**SHAPE), gradient_accumulation_steps=passes, **settings
+        )
+        prompts = tokenized(trainer.tokenizer, [PROMPT] * 32, trainer.config, 32)
+        responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, trainer.config)
+        rows = rolled_out(trainer.model, trainer.reference, responses, vowels, 0.1, trainer.config).rows
+        generator = torch.Generator().manual_seed(0)
+        step = (trainer.model, trainer.optimizer, rows, KeepAll().select(rows), trainer.config, generator)
+        optimise(*step, trainer.accelerator, trainer.processes)
+        held[passes] = max(bytes_held(lambda step=step, t=trainer: optimise(*step, t.accelerator, t.processes)))
+    with without_weights():
+        whole = WithValueHead(imagined())
+    told = training_pass(whole, Rows(4, len(PROMPT), responses.response_mask.shape[1])).held
+    assert held[1] == pytest.approx(told, rel=0.1)
+    assert held[4] == pytest.approx(told + size_of(whole, trained=True), rel=0.1)
+    of = {
+        passes: estimate(LanguageConfig("ppo", 0, size="tiny", settings={"gradient_accumulation_steps": passes}))
+        for passes in (1, 4)
+    }
+    more = of[4].stages["optimisation"] - of[1].stages["optimisation"]
+    assert more == 4 * of[1].trained
+
+
 def test_operations_by_hand():
     own, rows = imagined(), Rows(4, 5, 7)
     tokens, width, wide = 12, 64, 160
@@ -102,6 +156,21 @@ def test_mixed_precision_takes_less_for_activations():
     assert mixed.flops == single.flops
 
 
+def test_a_model_that_looks_at_numbers_is_named():
+    class Looks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(3))
+
+        def forward(self, input_ids, attention_mask, position_ids):
+            return bool(self.weight.sum() > 0)
+
+    with without_weights():
+        model = Looks()
+    with pytest.raises(Unsupported, match="What Looks takes cannot be told without its weights"):
+        reading_pass(model, Rows(1, 1, 1))
+
+
 def test_a_run_is_told_by_what_it_does(cache):
     def of(arm="iif", **more):
         return estimate(LanguageConfig(arm, 0, size="tiny", **more))
@@ -116,6 +185,13 @@ def test_a_run_is_told_by_what_it_does(cache):
     assert whole.peak == sum(whole.stays.values()) + max(whole.stages.values())
     # Two epochs of steps beside one pass of scoring, with a batch of 32 at once.
     assert whole.flops["optimisation"] == pytest.approx(2 * whole.flops["scoring"])
+    assert whole.flops["generation"] == pytest.approx(whole.flops["forward"] / 2, rel=0.02)
+    # Of demonstrations, which are read besides; of held-out prompts, to which responses are drawn besides.
+    trusted, apart = of("ippo"), of("iif-held-out", held_out=16)
+    assert trusted.flops["scoring"] > whole.flops["scoring"]
+    assert apart.prompts == whole.prompts - 16
+    assert apart.flops["held_out"] == pytest.approx(1.5 * whole.flops["forward"] / 2, rel=0.1)
+    assert whole.stages["evaluation"] > 0
     twice = of(settings={"batch_size": 64})
     assert all(twice.flops[stage] == pytest.approx(2 * flops, rel=1e-2) for stage, flops in whole.flops.items())
     assert (whole.prompts, whole.response_tokens) == (128, 14)
@@ -131,5 +207,6 @@ def test_group_trainers_hold_a_reference_only_for_a_divergence(cache):
     assert held_back.stays["start model"] == held_back.stays["weights"]
     assert held_back.flops["forward"] > 0
     again = of(gradient_checkpointing=True)
+    assert again.stages["generation"] == plain.stages["generation"]  # which keeps keys and values all the same
     assert again.stages["optimisation"] < plain.stages["optimisation"]
     assert again.flops["optimisation"] > 1.2 * plain.flops["optimisation"]

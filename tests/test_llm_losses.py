@@ -115,8 +115,16 @@ class TestRewards:
             return [len(rest), len(rest)]
 
         assert weighed([right, counted], [1.0, 10.0])(["a", "b"], ["1", "1"], **columns) == [21, 20]
-        assert asked_for(right, columns).keys() == {"answer", "level"}
-        assert asked_for(max, columns) == {}
+        assert asked_for(right, columns) == ["answer", "level"]
+        assert asked_for(max, columns) == []
+        assert asked_for(lambda *given, **named: [0.0], columns) == []  # what a decorator leaves of a signature
+        assert asked_for(lambda p, r, /, **named: [0.0], columns) == list(columns)
+
+        class Judge(torch.nn.Module):
+            def forward(self, prompts, responses, level):
+                return [float(one) for one in level]
+
+        assert checked(Judge(), ["a", "b"], ["1", "1"], columns).tolist() == [3, 4]
         with pytest.raises(WhenceError, match=r"right asks for 'answer'.*Besides the prompt it has: none"):
             asked_for(right, {})
         with pytest.raises(WhenceError, match=r"it has: level\."):

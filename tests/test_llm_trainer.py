@@ -472,6 +472,21 @@ def prompt_part(rows):
     return held["input_ids"][:, :width], held["attention_mask"][:, :width]
 
 
+def test_columns_that_no_reward_asks_for_are_not_read(tmp_path):
+    read = set()
+
+    class Noting(datasets.Dataset):
+        def __getitem__(self, key):
+            read.add(key)
+            return super().__getitem__(key)
+
+    data = datasets.Dataset.from_dict({"prompt": PROMPTS, "image": PROMPTS, "answer": PROMPTS})
+    data.__class__ = Noting
+    trainer = trainer_of(tmp_path, prompts=data, reward=lambda prompts, responses, answer: [0.0] * len(responses))
+    assert read == {"prompt", "answer"}
+    assert trainer.prompts.columns.keys() == {"answer"}
+
+
 def test_rewards_get_the_columns_of_their_prompts(tmp_path):
     seen = []
 

@@ -36,7 +36,9 @@ def place(tmp_path_factory):
     """A directory from which the page's commands can be given: data as the examples write it, and models' shapes."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "examples").symlink_to(ROOT / "examples")
-    solved = [{"question": f"How many eggs, {number}?", "answer": SOLUTION} for number in range(530)]
+    solved = [{"question": f"How many eggs, {number}?", "answer": SOLUTION} for number in range(430)]
+    # A character is a token here: problems of up to 255 tokens, solutions of 300.
+    solved += [{"question": f"{number:0237d}", "answer": "b" * 291 + "\n#### 18"} for number in range(100)]
     lines(folder / "hub" / "gsm8k" / "train.jsonl", solved)
     lines(folder / "hub" / "gsm8k" / "test.jsonl", solved[:7])
     sums, texts = script("gsm8k"), script("detoxification")
@@ -52,7 +54,10 @@ def place(tmp_path_factory):
     )
     lines(
         folder / "hub" / "wiki" / "test.jsonl",
-        [{"comment_text": text, "label": label} for text, label in [("abc", 1), ("ij", 0), ("", 1), ("ab" * 2000, 1)]],
+        [
+            {"comment_text": text, "label": label}
+            for text, label in [("abc", 1), ("ij", 0), ("", 1), ("ab" * 129, 1), ("ab" * 128, 1)]
+        ],
     )
     with pytest.raises(typer.BadParameter):
         sums.main(folder / "data" / "nothing", dataset=str(folder / "hub" / "gsm8k"), trusted=530)
@@ -60,6 +65,7 @@ def place(tmp_path_factory):
         *(folder / "data" / "detox", str(folder / "hub" / "rude"), str(folder / "hub" / "wiki"), str(folder / "reads")),
         toxicity=0.3,
         tested=400,
+        longest=256,
     )
     LlamaConfig(
         hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632
@@ -90,22 +96,23 @@ def test_problems_to_imitate_to_train_on_to_trust_and_to_test_on(place):
     }
     assert not {row["prompt"] for row in parts["trusted"]} & {row["prompt"] for row in parts["train"]}
     assert parts["train"][0].keys() == {"prompt", "answer"}
-    assert parts["train"][0]["answer"] == "18"
-    assert parts["trusted"][0]["completion"] == " She has 16-3-4=9 eggs.\nShe makes 9*2=$18.\n#### 18"
+    assert {row["answer"] for row in parts["train"]} == {"18"}
+    solutions = {row["completion"] for row in parts["trusted"]}
+    assert " She has 16-3-4=9 eggs.\nShe makes 9*2=$18.\n#### 18" in solutions
     assert re.fullmatch(r"Question: How many eggs, \d+\?\nAnswer:", parts["test"][0]["prompt"])
 
 
 def test_a_right_answer():
     right = script("gsm8k").right
-    responses = ["9 eggs, #### 1,018", "#### 18\n#### 1018.0", "1018", "", "#### 18", "#### -3"]
-    assert right([""] * 6, responses, ["1018"] * 5 + ["-3"]) == [1, 1, 0, 0, 0, 1]
+    responses = ["9 eggs, #### 1,018", "#### 18\n#### 1018.0", "1018", "", "#### 18", "#### -3", "none"]
+    assert right([""] * 7, responses, ["1018"] * 5 + ["-3", "not a number"]) == [1, 1, 0, 0, 0, 1, 0]
 
 
 def test_beginnings_of_rude_texts_and_comments_that_fit(place):
     train, test = (read(place / "data" / "detox" / f"{name}.jsonl") for name in ("train", "test"))
     assert len(train) == 2000
     assert {len(row["prompt"]) for row in train} == {10, 11, 12, 13, 14}  # a character is a token here
-    assert test == [{"prompt": "abc"}]
+    assert sorted(len(row["prompt"]) for row in test) == [3, 256]
 
 
 def test_the_tests_detector_is_read_by_its_labels(monkeypatch):
@@ -150,12 +157,18 @@ def test_the_pages_commands_are_what_whence_takes(place, number):
         # bfloat16, no copy of the model; Adam in the adapter's own precision.
         assert found["stays"]["weights"] == pytest.approx(2 * 2_651_307_520, rel=0.05)
         assert (found["stays"]["start model"], found["prompt_tokens"]) == (0, 14)
+        # Held-out responses run sixteen at a time through the policy for the target.
+        assert found["stages"]["scoring"] > 4 * found["stages"]["optimisation"]
     else:
         assert found["parameters"] == found["trained"] == 1_100_048_384 + 2049
         assert found["stays"]["Adam"] == 8 * found["parameters"]
         assert found["stays"]["start model"] == pytest.approx(4 * 1_100_048_384, rel=1e-6)
         assert found["stages"]["optimisation"] > 4 * found["parameters"]
     assert not (place / "runs").exists()
+    # What the page says of it.
+    (row,) = [line for line in PAGE.splitlines() if line.startswith("| detox" if environment == {} else "| GSM8K")]
+    assert f" {found['peak'] / 2**30:.0f} GiB: " in row
+    assert f" {sum(found['flops'].values()) / 1e15:.1f} PFLOP " in row
 
 
 def test_both_recipes_are_rehearsed():

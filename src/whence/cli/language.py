@@ -156,7 +156,9 @@ def train(
     settings: Settings = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check everything, tell memory and work of a run, and load no weights."),
+        typer.Option(
+            "--dry-run", help="Check configuration, prompts and rewards, tell memory and work, and load no weights."
+        ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
@@ -222,13 +224,14 @@ def _rehearse(config: LanguageConfig, json: bool) -> None:
     for what, held in found.stays.items():
         table.add_row(what, _amount(held), "")
     for stage, held in found.stages.items():
-        table.add_row(f"{stage}, besides", _amount(held), f"{found.flops[stage] / 1e15:.3g}")
+        work = f"{found.flops[stage] / 1e15:.3g}" if stage in found.flops else ""
+        table.add_row(f"{stage.replace('_', '-')}, besides", _amount(held), work)
     table.add_row("at the most; in all", _amount(found.peak), f"{sum(found.flops.values()) / 1e15:.3g}")
     console.print(table)
     line("Bytes are of tensors; an allocator takes more. A reward's own model comes on top.")
     line("Work is of linear layers: 1 PFLOP takes about 10 s at 100 TFLOP/s. Drawing responses takes longer than that,")
     line("since each token reads all weights.")
-    line("Nothing was loaded or trained: leave --dry-run out to begin.")
+    line("No weights were loaded, and nothing was trained: leave --dry-run out to begin.")
 
 
 def _amount(held: int) -> str:

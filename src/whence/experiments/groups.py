@@ -14,13 +14,14 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, RLOOConfig
 
 from whence.errors import WhenceError, nearest
-from whence.experiments.language import kept, scoring_memory, validation_of
+from whence.experiments.language import described, kept, scoring_memory, validation_of
 from whence.experiments.tasks import Task, group_settings_of, task_of
 from whence.guards import kept_generators
 from whence.llm import SequenceReturn, TokenReturn
 from whence.llm.bars import hidden_bars
 from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer
-from whence.llm.rewards import checked
+from whence.llm.prompts import columns_of
+from whence.llm.rewards import Reward, asked_for, checked
 from whence.runs import RunDirectory
 from whence.selection import Selection
 from whence.tables import summary, with_selection
@@ -99,7 +100,7 @@ def run_groups(config: "LanguageConfig", path: Path, on_round: "Seen") -> None:
         model=task.model,
         reward_funcs=_as_trl_calls(task.reward),
         args=settings,
-        train_dataset=task.prompts,
+        train_dataset=_for_trl(task.prompts, task.reward),
         processing_class=task.tokenizer,
         callbacks=[told],
         rule=config.rule(),
@@ -126,19 +127,28 @@ def run_groups(config: "LanguageConfig", path: Path, on_round: "Seen") -> None:
 
 def _described(config: "LanguageConfig", task: Task) -> dict[str, Any]:
     return {
+        **described(config),
         "kind": "language",
-        "arm": config.arm,
-        "env": config.env,
         "rounds": config.rounds,
         "seed": config.seed,
         "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
         "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "experiment": config.to_json(),
     }
 
 
-def _as_trl_calls(reward: Callable[..., Any]) -> Callable[..., list[float]]:
-    def rewarded(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+_COLUMN = "of_data_set_"
+"""Stands before the names of a data set's columns, so that TRL, which has names of its own, reads nothing into them."""
+
+
+def _for_trl(prompts: Any, reward: Reward) -> Any:
+    """Return a data set of the prompts, and of the columns that the reward asks for."""
+    asked = asked_for(reward, columns_of(prompts))
+    return prompts.select_columns(["prompt", *asked]).rename_columns({name: _COLUMN + name for name in asked})
+
+
+def _as_trl_calls(reward: Reward) -> Callable[..., list[float]]:
+    def rewarded(prompts: Any, completions: Any, **further: Any) -> list[float]:
+        columns = {name.removeprefix(_COLUMN): own for name, own in further.items() if name.startswith(_COLUMN)}
         return checked(reward, list(map(_text, prompts)), list(map(_text, completions)), columns).tolist()
 
     return rewarded

@@ -1,5 +1,6 @@
 """One post-training run of a language model: what it is, and how it is run. Transformers is imported when one is."""
 
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -37,7 +38,7 @@ class LanguageConfig:
     Attributes:
         arm: a key of `LANGUAGE_ARMS`, or one with the target after a hyphen: "iif-token".
         seed: of everything random in the run.
-        task: a key of `TASKS`; None: the model and data that the next five name.
+        task: a key of `TASKS`; None: the model and data that the next eight name.
         model: directory or id of a causal language model of Transformers.
         dataset: directory or id of a data set with the column "prompt".
         reward: a function "file.py:function" or "package.module:function", as `PPOTrainer` takes it.
@@ -270,8 +271,7 @@ def make_trainer(
 
     kinds = {"sequence": SequenceReturn, "token": TokenReturn, "held-out": SequenceReturn}
     target: Any = kinds.get(config.target or "sequence")
-    wanted = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
-    prompts, held_out = _parted(task, wanted) if wanted else (task.prompts, None)
+    prompts, held_out = parted(config, task)
     return PPOTrainer(
         config.trained_by(str(path)),
         task.model,
@@ -284,9 +284,20 @@ def make_trainer(
         engine=config.engine,
         memory=scoring_memory(config),
         evaluate=task.evaluate,
-        about={"arm": config.arm, "env": config.env, "experiment": config.to_json()},
+        about=described(config),
         seen=lambda rollout, influence, selection, row: on_round(row["round"], row),
     )
+
+
+def described(config: LanguageConfig) -> dict[str, Any]:
+    """Return what a run's directory says of it, in JSON types; of a reward's file also what is in it."""
+    files = {name: (getattr(config, name) or "").rpartition(":")[0] for name in ("reward", "test_reward")}
+    contents = {
+        name: hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        for name, file in files.items()
+        if file.endswith(".py") and Path(file).exists()
+    }
+    return {"arm": config.arm, "env": config.env, "experiment": config.to_json(), "contents": contents}
 
 
 def scoring_memory(config: LanguageConfig) -> int | None:
@@ -306,8 +317,15 @@ _HELD_OUT = 512
 """Prompts of the target held-out, where their number is not given."""
 
 
-def _parted(task: "Task", wanted: int) -> tuple[Any, Any]:
-    """Return the prompts that train, and as many as wanted of those that do not."""
+def parted(config: LanguageConfig, task: "Task") -> tuple[Any, Any | None]:
+    """Return the prompts that train, and those to which the target's responses are drawn; None: to none.
+
+    Raises:
+        WhenceError: none would be left to train.
+    """
+    wanted = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
+    if not wanted:
+        return task.prompts, None
     if task.held_out is not None:
         return task.prompts, task.held_out.select(range(min(wanted, len(task.held_out))))
     if wanted >= len(task.prompts):
@@ -327,7 +345,8 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
-    RunDirectory(path, directory.config.get("experiment", {}), {}).check_same(config.to_json())
+    asked = described(config)
+    RunDirectory(path, {name: directory.config.get(name) for name in asked}, {}).check_same(asked)
     return (path / "model").is_dir()
 
 

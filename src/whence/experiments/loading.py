@@ -3,6 +3,9 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from whence.errors import WhenceError, nearest
 from whence.llm.footprint import without_weights
+from whence.llm.prompts import columns_of
 
 
 def function_of(name: str) -> Any:
     """Return the function that "path/to/file.py:function" or "package.module:function" names; its module is run.
+
+    Modules are also looked for in the working directory, and what a file imports beside it.
 
     Raises:
         WhenceError: there is no such file, module or function, or it is none.
@@ -24,7 +30,13 @@ def function_of(name: str) -> Any:
     if not place or not attribute:
         raise WhenceError(f"{name!r} names no function; give file.py:function or package.module:function.")
     try:
-        module = _run_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        if place.endswith(".py"):
+            module = _run_file(Path(place).resolve(strict=True), Path(place).stat().st_mtime_ns)
+        else:
+            with _imports_from(Path.cwd()):
+                module = importlib.import_module(place)
+    except FileNotFoundError as wrong:
+        raise WhenceError(f"{place}, which {name} names, is not there.") from wrong
     except Exception as wrong:
         raise WhenceError(f"{place}, which {name} names, cannot be run: {_first_line(wrong)}") from wrong
     if not callable(found := getattr(module, attribute, None)):
@@ -33,17 +45,27 @@ def function_of(name: str) -> Any:
     return found
 
 
-def _run_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError("there is no such file")
-    name = f"whence_given_{path.stem}"
+@cache
+def _run_file(path: Path, changed: int) -> Any:
+    """Return a file as a module; it is run once for all of its functions, and again when it has changed."""
+    name = f"whence_given_{path.stem}_{changed}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with _imports_from(path.parent):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _imports_from(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def dataset_of(name: str) -> Any:
@@ -71,10 +93,10 @@ def prompts_in(dataset: Any, name: str) -> Any:
     Raises:
         WhenceError: it has no column "prompt".
     """
-    if "prompt" not in dataset.column_names:
-        raise WhenceError(
-            f"The data set {name} has the columns {', '.join(dataset.column_names)}; a column 'prompt' is needed."
-        )
+    try:
+        columns_of(dataset)
+    except WhenceError as wrong:
+        raise WhenceError(f"{name}: {wrong}") from wrong
     return dataset
 
 

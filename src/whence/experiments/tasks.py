@@ -20,7 +20,7 @@ from whence.llm.footprint import without_weights
 from whence.llm.generation import generate
 from whence.llm.lab import SIZES, arithmetic, civility, evaluate
 from whence.llm.lab.civility import LONGEST, answered, measured
-from whence.llm.prompts import prompts_of
+from whence.llm.prompts import columns_of, prompts_of
 from whence.llm.rewards import Reward, asked_for, checked
 
 SETTINGS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
@@ -175,6 +175,7 @@ class Task:
         prompts: to train on: a data set with the column "prompt", and others that the reward may ask for.
         reward: of prompts and responses.
         demonstrations: trusted answers, with "prompt" and "completion"; None: there are none.
+        test: prompts that it is measured on, as `prompts`; None: it is not.
         evaluate: measures the model, with at least `test_return` and `standard_error`; None: it is not measured.
         held_out: as `prompts`, none of which trains, for the target held-out; None: some of `prompts` are set aside.
     """
@@ -184,6 +185,7 @@ class Task:
     prompts: Any
     reward: Reward
     demonstrations: Any | None
+    test: Any | None
     evaluate: Callable[[Any, Any], Mapping[str, float]] | None
     held_out: Any | None = None
 
@@ -223,7 +225,7 @@ def _arithmetic(config: LanguageConfig, weights: bool, progress: bool) -> Task:
         share = found["exact_match"]
         return {"test_return": share, "standard_error": math.sqrt(share * (1 - share) / len(problems)), **found}
 
-    return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, measured)
+    return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, lab.test, measured)
 
 
 def _civility(config: LanguageConfig, weights: bool, progress: bool) -> Task:
@@ -238,7 +240,7 @@ def _civility(config: LanguageConfig, weights: bool, progress: bool) -> Task:
         return {"test_return": civil, "standard_error": math.sqrt(civil * (1 - civil) / len(prompts)), **found}
 
     reward = classifier(judge, tokenizer, label="neutral")
-    return Task(model, tokenizer, lab.train, reward, None, judged, lab.held_out)
+    return Task(model, tokenizer, lab.train, reward, None, lab.test, judged, lab.held_out)
 
 
 def _given(config: LanguageConfig, weights: bool) -> Task:
@@ -246,15 +248,30 @@ def _given(config: LanguageConfig, weights: bool) -> Task:
     judge = function_of(config.test_reward) if config.test_reward else reward
     prompts = prompts_in(dataset_of(str(config.dataset)), str(config.dataset))
     shown = None if config.demonstrations is None else dataset_of(config.demonstrations)
-    measured = None
+    test, measured = None, None
     if config.test_dataset is not None:
         test = prompts_in(dataset_of(config.test_dataset), config.test_dataset)
         test = test.select(range(min(config.test_problems, len(test))))
-        asked_for(judge, {name: [] for name in test.column_names})
-        how: Any = {"seed": config.seed, "temperature": float(config.settings.get("temperature", 1.0))}
-        measured = partial(_rewarded, PPOConfig("runs/test", max_new_tokens=_longest(config), **how), test, judge)
+        asked_for(judge, columns_of(test))
+        measured = partial(_rewarded, drawing_of(config), test, judge)
     model, tokenizer = model_of(str(config.model), config.dtype, weights=weights)
-    return Task(model, tokenizer, prompts, reward, shown, measured)
+    return Task(model, tokenizer, prompts, reward, shown, test, measured)
+
+
+def drawing_of(config: LanguageConfig) -> PPOConfig:
+    """Return how a run's responses are drawn, in PPO's settings, whatever trains; the test's prompts may be longer."""
+    settings = config.trained_by("runs/drawn")
+    if isinstance(settings, PPOConfig):
+        return replace(settings, max_prompt_length=None)
+    return PPOConfig(
+        "runs/drawn",
+        max_new_tokens=settings.max_completion_length,
+        generation_batch_size=settings.per_device_train_batch_size,
+        temperature=settings.temperature,
+        top_k=settings.top_k or 0,
+        top_p=settings.top_p,
+        seed=config.seed,
+    )
 
 
 def _classifier(config: LanguageConfig, weights: bool) -> Reward:
@@ -271,7 +288,7 @@ def _rewarded(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokeni
     """Return the mean reward of a response drawn to each prompt."""
     context = getattr(model.config, "max_position_embeddings", None)
     torch.manual_seed(settings.seed)
-    prompts = prompts_of(test, tokenizer, settings, context)
+    prompts = prompts_of(test, tokenizer, settings, context, [reward])
     drawn = generate(model, tokenizer, prompts.ids, settings)
     rewards = checked(reward, drawn.prompts, drawn.texts, prompts.columns)
     error = float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
@@ -280,11 +297,6 @@ def _rewarded(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokeni
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _longest(config: LanguageConfig) -> int:
-    given = config.settings
-    return int(given.get("max_new_tokens", given.get("max_completion_length", PPOConfig.max_new_tokens)))
 
 
 def _adapted(model: Any, config: LanguageConfig) -> Any:

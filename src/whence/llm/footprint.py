@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from whence.engines.memory import bytes_held
+from whence.errors import Unsupported
 from whence.llm.model import takes
 from whence.llm.view import unscored_view
 
@@ -84,7 +85,7 @@ def reading_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) ->
 def generating_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -> Pass:
     """Return what drawing responses takes: a pass over the prompts, and keys and values of all tokens.
 
-    Arguments as of `training_pass`; the model has no value head.
+    Arguments as of `training_pass`; the model has no value head, and is in eval mode: some keep nothing in training.
     """
     found: list[Any] = []
 
@@ -95,19 +96,28 @@ def generating_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None)
                 model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=True, **last)
             )
 
-    held: list[int] = []
-    over_prompts = _measured(model, Rows(rows.rows, rows.prompt, 0), run, held)
+    held, _ = _held(model, Rows(rows.rows, rows.prompt, 0), run)
     # What is left of the pass is its logits, and keys and values, which grow with every token.
     grown = (held[-1] - found[0].logits.nbytes) * rows.response / rows.prompt
-    return Pass(over_prompts.held + round(grown), over_prompts.flops * (rows.prompt + rows.response) / rows.prompt)
+    # The tokens that are drawn and the logits that are read are those of reading the whole.
+    return Pass(max(held) + round(grown), reading_pass(model, rows, autocast).flops)
 
 
 def _autocast(dtype: torch.dtype | None) -> Any:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
-def _measured(model: Any, rows: Rows, run: Callable[[dict[str, Tensor]], None], told: list[int] | None = None) -> Pass:
-    """Run something on rows without numbers; `told` gets the bytes held after each allocation and release."""
+def _measured(model: Any, rows: Rows, run: Callable[[dict[str, Tensor]], None]) -> Pass:
+    held, flops = _held(model, rows, run)
+    return Pass(max(held, default=0), flops)
+
+
+def _held(model: Any, rows: Rows, run: Callable[[dict[str, Tensor]], None]) -> tuple[list[int], float]:
+    """Run something on rows without numbers: bytes held after each allocation and release, and operations.
+
+    Raises:
+        Unsupported: a model that looks at numbers.
+    """
     tokens = rows.prompt + rows.response
     with _without_numbers(model):
         ids = torch.zeros(rows.rows, tokens, dtype=torch.long)
@@ -117,11 +127,14 @@ def _measured(model: Any, rows: Rows, run: Callable[[dict[str, Tensor]], None], 
             "position_ids": torch.zeros_like(ids),
             "response_mask": torch.ones(rows.rows, rows.response, dtype=torch.bool),
         }
-        with FlopCounterMode(display=False) as counter:
-            held = bytes_held(lambda: run(inputs))
-    if told is not None:
-        told += held
-    return Pass(max(held, default=0), float(counter.get_total_flops()))
+        try:
+            with FlopCounterMode(display=False) as counter:
+                held = bytes_held(lambda: run(inputs))
+        except RuntimeError as wrong:
+            raise Unsupported(
+                f"What {type(model).__name__} takes cannot be told without its weights: {str(wrong).splitlines()[0]}"
+            ) from wrong
+    return held, float(counter.get_total_flops())
 
 
 @contextmanager

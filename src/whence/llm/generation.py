@@ -126,8 +126,9 @@ def generate(
 def _drawn(model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], width: int, config: PPOConfig) -> Tensor:
     """Return prompts and responses, (n, width + max_new_tokens), padded on the left and on the right."""
     pad, device = tokenizer.pad_token_id, next(model.parameters()).device
-    padded = torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in prompt_ids], device=device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
+    longest = max(map(len, prompt_ids))  # of these alone: one long prompt elsewhere is not to cost all others
+    padded = torch.tensor([[pad] * (longest - len(ids)) + list(ids) for ids in prompt_ids], device=device)
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
     ends = _ends(model, tokenizer)
     with torch.no_grad(), _plain_settings(model):
         found: Tensor = model.generate(
@@ -142,8 +143,8 @@ def _drawn(model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], widt
             eos_token_id=ends,
         )
     # Where all responses have ended, generation stops early.
-    missing = width + config.max_new_tokens - found.shape[1]
-    return torch.nn.functional.pad(found, (0, missing), value=pad)
+    missing = longest + config.max_new_tokens - found.shape[1]
+    return torch.nn.functional.pad(found, (width - longest, missing), value=pad)
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Prompts, as a trainer draws from them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from whence.errors import WhenceError
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, tokenized
+from whence.llm.rewards import Columns, Reward, asked_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,11 +16,11 @@ class Prompts:
 
     Attributes:
         ids: token ids of each.
-        columns: the data set's other columns, by name; rewards get those that they ask for.
+        columns: what rewards ask for of the data set's other columns.
     """
 
     ids: Sequence[Sequence[int]]
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -30,7 +31,13 @@ class Prompts:
         return Prompts([self.ids[at] for at in chosen], columns)
 
 
-def prompts_of(given: Sequence[Prompt] | Any, tokenizer: Any, config: PPOConfig, context: int | None) -> Prompts:
+def prompts_of(
+    given: Sequence[Prompt] | Any,
+    tokenizer: Any,
+    config: PPOConfig,
+    context: int | None,
+    rewards: Sequence[Reward] = (),
+) -> Prompts:
     """Return texts, chats, or a data set with a column "prompt", as prompts.
 
     Args:
@@ -38,15 +45,28 @@ def prompts_of(given: Sequence[Prompt] | Any, tokenizer: Any, config: PPOConfig,
         tokenizer: of the model.
         config: says how long prompts and responses may be.
         context: tokens that the model can read; None: without limit.
+        rewards: of which the columns are that they ask for; others are not read.
 
     Raises:
-        WhenceError: there is none, one does not fit, or there is no column "prompt".
+        WhenceError: one does not fit, there is no column "prompt", or none that a reward asks for.
     """
-    names: Sequence[str] | None = getattr(given, "column_names", None)
+    names = columns_of(given)
+    asked = {name for reward in rewards for name in asked_for(reward, names)}
+    held: Any = given
+    texts = list(given if getattr(given, "column_names", None) is None else held["prompt"])
+    ids = tokenized(tokenizer, texts, config, context)
+    return Prompts(ids, {name: list(held[name]) for name in names if name in asked})
+
+
+def columns_of(given: Any) -> list[str]:
+    """Return the names of a data set's columns besides "prompt"; a list has none.
+
+    Raises:
+        WhenceError: there is no column "prompt".
+    """
+    names = getattr(given, "column_names", None)
     if names is None:
-        return Prompts(tokenized(tokenizer, list(given), config, context))
+        return []
     if "prompt" not in names:
         raise WhenceError(f"The data set has the columns {', '.join(names)}; a column 'prompt' is needed: rename one.")
-    held: Any = given
-    columns = {name: list(held[name]) for name in names if name != "prompt"}
-    return Prompts(tokenized(tokenizer, list(held["prompt"]), config, context), columns)
+    return [name for name in names if name != "prompt"]

@@ -2,13 +2,13 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from whence.errors import WhenceError
 from whence.guards import eval_mode
@@ -21,8 +21,9 @@ Further arguments get the columns of the prompts' data set that have their names
 """
 
 Columns: TypeAlias = Mapping[str, Sequence[Any]]
+"""What else is known of each prompt, by name."""
 
-_NO_COLUMNS: Columns = MappingProxyType({})
+NO_COLUMNS: Columns = MappingProxyType({})
 
 
 def weighed(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Reward:
@@ -56,7 +57,7 @@ def weighed(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Rewar
 
 
 def checked(
-    reward: Reward, prompts: Sequence[str], responses: Sequence[str], columns: Columns = _NO_COLUMNS
+    reward: Reward, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NO_COLUMNS
 ) -> Float[Tensor, " n"]:
     """Return a reward's numbers, (n,) float64.
 
@@ -70,7 +71,7 @@ def checked(
         WhenceError: not as many as responses, or one that is not finite, the first such response being shown; or the
             reward needs a column that there is not.
     """
-    given, name = asked_for(reward, columns), _name(reward)
+    given, name = {name: columns[name] for name in asked_for(reward, columns)}, _name(reward)
     found = torch.as_tensor(list(reward(prompts, responses, **given)), dtype=torch.float64).reshape(-1)
     if len(found) != len(responses):
         raise WhenceError(f"The reward {name} returned {len(found)} numbers for {len(responses)} responses.")
@@ -84,31 +85,31 @@ def checked(
     return found
 
 
-def asked_for(reward: Reward, columns: Columns) -> Columns:
-    """Return the columns that a reward's arguments name, after those for prompts and responses.
+def asked_for(reward: Reward, columns: Collection[str]) -> list[str]:
+    """Return the names of the columns that a reward's arguments ask for, after those for prompts and responses.
 
     Raises:
         WhenceError: it needs one that there is not.
     """
+    called: Any = reward.forward if isinstance(reward, nn.Module) else reward
     try:
-        arguments = list(inspect.signature(reward).parameters.values())
+        arguments = list(inspect.signature(called).parameters.values())
     except ValueError:  # written in C, and silent about its arguments
-        return {}
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     first = [one for one in arguments if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
     further = [one for one in arguments if one not in first]
-    needed = [one.name for one in further if one.default is one.empty and one.kind in _NAMED]
+    needed = [one.name for one in further if one.default is one.empty and one.kind in named]
     if missing := [name for name in needed if name not in columns]:
         raise WhenceError(
             f"The reward {_name(reward)} asks for {missing[0]!r}, and the data set has no such column. Besides the "
             f"prompt it has: {', '.join(columns) or 'none'}."
         )
-    taken = {one.name for one in first}
-    if any(one.kind is one.VAR_KEYWORD for one in further):
-        return {name: column for name, column in columns.items() if name not in taken}
-    return {one.name: columns[one.name] for one in further if one.kind in _NAMED and one.name in columns}
-
-
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    # A function of (*args, **kwargs) hands on what it gets, most likely to one that asks for nothing.
+    if len(first) == 2 and any(one.kind is one.VAR_KEYWORD for one in further):
+        taken = {one.name for one in first if one.kind is one.POSITIONAL_OR_KEYWORD}
+        return [name for name in columns if name not in taken]
+    return [one.name for one in further if one.kind in named and one.name in columns]
 
 
 def _name(reward: Reward) -> str:

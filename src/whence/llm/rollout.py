@@ -1,8 +1,7 @@
 """One rollout of a language model: responses, what they are worth, and the advantages of their tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from whence.llm.config import PPOConfig
 from whence.llm.generation import Responses
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.processes import ONE, Processes
-from whence.llm.rewards import Reward, checked
+from whence.llm.rewards import NO_COLUMNS, Columns, Reward, checked
 from whence.llm.rows import rows_of
 from whence.llm.view import language_view
 from whence.policies import Outputs
@@ -50,7 +49,7 @@ def rolled_out(
     config: PPOConfig,
     first_id: int = 0,
     processes: Processes = ONE,
-    columns: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    columns: Columns = NO_COLUMNS,
 ) -> Rollout:
     """Return responses with rewards, advantages and returns; the model is left in its mode.
 

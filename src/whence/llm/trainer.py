@@ -24,7 +24,7 @@ from whence.llm.model import Reference, WithValueHead
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes
 from whence.llm.prompts import Prompts, prompts_of
-from whence.llm.rewards import Reward, asked_for, weighed
+from whence.llm.rewards import Reward, weighed
 from whence.llm.rollout import Rollout, rolled_out
 from whence.llm.scoring import check_held_out, held_out_target, score
 from whence.llm.steps import optimise
@@ -77,8 +77,8 @@ class PPOTrainer:
             it is taken over the rows that are scored.
         objective: what a row's training raises; None: the clipped objective without the value loss.
         engine: see `whence.attribute`.
-        memory: bytes that scoring may hold at a time; the more, the quicker. None: what training holds, which is that
-            of a pass over `config.mini_batch_size` rows.
+        memory: bytes that scoring may hold at a time; the more, the quicker. None: what a pass over
+            `config.mini_batch_size` rows holds, and the target's gradient.
         reward_weights: of several rewards.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
         about: what else the run directory is to say of the run, in JSON types.
@@ -129,15 +129,12 @@ class PPOTrainer:
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
         context = getattr(self.model.language_model.config, "max_position_embeddings", None)
-        self.prompts = prompts_of(prompts, tokenizer, config, context)
+        self.prompts = prompts_of(prompts, tokenizer, config, context, rewards)
         if not len(self.prompts):
             raise WhenceError("There are no prompts to draw responses to.")
-        self.held_out = None if held_out is None else prompts_of(held_out, tokenizer, config, context)
+        self.held_out = None if held_out is None else prompts_of(held_out, tokenizer, config, context, rewards)
         if self.held_out is not None and 0 < len(self.held_out) < self.processes.number:
             raise WhenceError(f"{len(self.held_out)} held-out prompts are fewer than the processes; give one for each.")
-        for one in rewards:
-            for drawn_from in filter(None, (self.prompts, self.held_out)):
-                asked_for(one, drawn_from.columns)
         apart = None if self.held_out is None else self.held_out.ids
         check_held_out(self.target, apart, self.prompts.ids, warn=self.accelerator.is_main_process)
         # Accelerate would wrap the model, for gradients' mean over processes and for mixed precision. Here gradients

@@ -1413,15 +1413,15 @@ MUTANTS = (
     Mutant(
         "keys and values of prompts alone",
         "llm/footprint.py",
-        "over_prompts.held + round(grown)",
-        "over_prompts.held",
+        "max(held) + round(grown)",
+        "max(held)",
         "test_llm_footprint.py::test_a_pass_holds_what_it_was_said_to",
     ),
     Mutant(
         "a rehearsal that scores in one go",
         "experiments/estimate.py",
-        "(1 if whole <= memory else 2)",
-        "1",
+        "passes = 1 if at_once or of_target is not None else 2",
+        "passes = 1",
         "test_language.py::TestCommand::test_a_reward_of_ones_own",
     ),
     Mutant(

@@ -142,7 +142,7 @@ def test_the_model_is_left_as_it_was_made():
     assert model.lm_head.weight is model.transformer.wte.weight
     with _without_numbers(model):
         assert model.lm_head.weight is model.transformer.wte.weight
-        assert size_of(model) == sum(4 * shape.numel() for _, shape in before.values())
+        assert sum(p.numel() for p in model.parameters()) == sum(shape.numel() for _, shape in before.values())
     training_pass(model, Rows(1, 1, 1))
     assert {name: (id(tensor), tensor.shape) for name, tensor in model.named_parameters()} == before
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -154,6 +154,16 @@ def test_mixed_precision_takes_less_for_activations():
     single, mixed = training_pass(imagined(True), rows), training_pass(imagined(True), rows, torch.bfloat16)
     assert 0.4 * single.held < mixed.held < 0.9 * single.held
     assert mixed.flops == single.flops
+
+
+def test_activations_that_are_computed_again_are_not_held():
+    with without_weights():
+        model = AutoModelForCausalLM.from_config(model_of(**SHAPE | {"num_hidden_layers": 8}).config)
+    whole = training_pass(model, Rows(32, 5, 7))
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    again = training_pass(model.train(), Rows(32, 5, 7))
+    assert again.held < 0.5 * whole.held
+    assert 1.2 * whole.flops < again.flops < 1.4 * whole.flops
 
 
 def test_a_model_that_looks_at_numbers_is_named():
@@ -208,5 +218,4 @@ def test_group_trainers_hold_a_reference_only_for_a_divergence(cache):
     assert held_back.flops["forward"] > 0
     again = of(gradient_checkpointing=True)
     assert again.stages["generation"] == plain.stages["generation"]  # which keeps keys and values all the same
-    assert again.stages["optimisation"] < plain.stages["optimisation"]
     assert again.flops["optimisation"] > 1.2 * plain.flops["optimisation"]

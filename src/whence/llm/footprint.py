@@ -128,8 +128,9 @@ def _held(model: Any, rows: Rows, run: Callable[[dict[str, Tensor]], None]) -> t
             "response_mask": torch.ones(rows.rows, rows.response, dtype=torch.bool),
         }
         try:
-            with FlopCounterMode(display=False) as counter:
-                held = bytes_held(lambda: run(inputs))
+            held = bytes_held(lambda: run(inputs))
+            with FlopCounterMode(display=False) as counter:  # apart, since it holds tensors for longer
+                run(inputs)
         except RuntimeError as wrong:
             raise Unsupported(
                 f"What {type(model).__name__} takes cannot be told without its weights: {str(wrong).splitlines()[0]}"

@@ -1420,7 +1420,7 @@ MUTANTS = (
     Mutant(
         "a rehearsal that scores in one go",
         "experiments/estimate.py",
-        "passes = 1 if at_once or of_target is not None else 2",
+        "passes = 1 if at_once or target is not None else 2",
         "passes = 1",
         "test_language.py::TestCommand::test_a_reward_of_ones_own",
     ),
@@ -1434,9 +1434,30 @@ MUTANTS = (
     Mutant(
         "a rehearsal that forgets the target's gradient",
         "experiments/estimate.py",
-        "(whole if at_once else scored.held) + gradients",
-        "(whole if at_once else scored.held)",
+        "(whole if at_once else part.held) + gradients",
+        "(whole if at_once else part.held)",
         "test_language.py::TestCommand::test_a_reward_of_ones_own",
+    ),
+    Mutant(
+        "a loss type of TRL's that is not known",
+        "llm/groups.py",
+        '_TOKENS = ("dapo", "cispo", "vespo", "bnpo")',
+        '_TOKENS = ("dapo", "cispo", "bnpo")',
+        "test_llm_contract.py::test_every_loss_type_is_known",
+    ),
+    Mutant(
+        "columns that TRL takes for its own",
+        "experiments/groups.py",
+        '_COLUMN = "of_data_set_"',
+        '_COLUMN = ""',
+        "test_language.py::TestCommand::test_a_reward_of_ones_own",
+    ),
+    Mutant(
+        "a shorter chunk's prompts padded on the right",
+        "llm/generation.py",
+        "(width - longest, missing)",
+        "(0, width - longest + missing)",
+        "test_llm_trainer.py::test_prompts_of_a_shorter_chunk_end_where_others_do",
     ),
 )
 

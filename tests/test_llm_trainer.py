@@ -472,6 +472,17 @@ def prompt_part(rows):
     return held["input_ids"][:, :width], held["attention_mask"][:, :width]
 
 
+def test_prompts_of_a_shorter_chunk_end_where_others_do(tmp_path):
+    tokenizer, config = tokenizer_of(), config_of(tmp_path, generation_batch_size=1)
+    ids = tokenized(tokenizer, ["ab", "ghij", "f"], config, 32)
+    found = generate(model_of(), tokenizer, ids, config)
+    width = max(map(len, ids))
+    for row, attended, own in zip(found.input_ids, found.attention_mask, ids, strict=True):
+        assert row[width - len(own) : width].tolist() == own
+        assert attended[:width].tolist() == [0] * (width - len(own)) + [1] * len(own)
+        assert attended[width] == 1
+
+
 def test_columns_that_no_reward_asks_for_are_not_read(tmp_path):
     read = set()
 

@@ -3,18 +3,19 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from whence.errors import WhenceError
 from whence.experiments.language import LanguageConfig, parted, scoring_memory, validation_of
 from whence.experiments.tasks import Task, drawing_of, task_of
 from whence.llm.config import PPOConfig
-from whence.llm.footprint import Rows, generating_pass, reading_pass, size_of, training_pass, without_weights
+from whence.llm.footprint import Pass, Rows, generating_pass, reading_pass, size_of, training_pass, without_weights
 from whence.llm.generation import check_tokenizer
 from whence.llm.model import WithValueHead
-from whence.llm.prompts import prompts_of
+from whence.llm.prompts import NO_PROMPTS, prompts_of
 from whence.llm.rewards import Reward
 from whence.llm.targets import SequenceReturn
 
@@ -65,19 +66,10 @@ def estimate(config: LanguageConfig) -> Estimate:
     """
     task = task_of(config, weights=False)
     check_tokenizer(task.tokenizer)
-    settings, drawing = config.trained_by("runs/estimated"), drawing_of(config)
+    settings = config.trained_by("runs/estimated")
     plan = (_of_ppo if config.algorithm == "ppo" else _of_groups)(settings, config)
-    own = settings if isinstance(settings, PPOConfig) else drawing
-    context = getattr(task.model.config, "max_position_embeddings", None)
-
-    def lengths(prompts: Any, how: PPOConfig, rewards: Sequence[Reward] = ()) -> list[int]:
-        return list(map(len, prompts_of(prompts, task.tokenizer, how, context, rewards).ids))
-
-    training, held_out = parted(config, task)
-    prompts = lengths(training, own, [task.reward])
-    apart = [] if held_out is None else lengths(held_out, own, [task.reward])
-    tested = [] if task.test is None else lengths(task.test, drawing)
-    rows = Rows(plan.trained, max(prompts), plan.response)
+    lengths = _lengths(config, settings, task)
+    rows = Rows(plan.trained, max(lengths.trained), plan.response)
     with without_weights():
         model: Any = WithValueHead(task.model) if plan.has_values else task.model
     for module in model.modules():
@@ -89,43 +81,31 @@ def estimate(config: LanguageConfig) -> Estimate:
     model.eval()
     drawn = generating_pass(task.model, replace(rows, rows=plan.drawn), mixed)
     read = reading_pass(model, replace(rows, rows=plan.read), mixed)
-    scored = training_pass(model, rows)  # scores are computed as the model is loaded
-    target = _target_rows(config, task, rows, apart)
-    of_target = None if target is None else training_pass(model, replace(target, rows=min(target.rows, _AT_ONCE)))
-    asked = generating_pass(task.model, Rows(plan.drawn, max(tested), plan.response), mixed) if tested else None
+    drawing, reading = drawn.flops / plan.drawn, read.flops / plan.read
+    stages = {"generation": drawn.held, "forward": read.held if plan.reads else 0}
+    flops = {"generation": plan.rows * drawing, "forward": plan.rows * plan.reads * reading}
+    if lengths.held_out:
+        stages["held_out"] = max(drawn.held, read.held)
+        flops["held_out"] = len(lengths.held_out) * (drawing + 2 * reading)
+    if config.rule().needs_influence:
+        target = _target_rows(config, task, rows, lengths.held_out)
+        scoring = _scoring(model, rows, plan.rows, target, scoring_memory(config))
+        stages["scoring"], flops["scoring"] = scoring.held, scoring.flops
+    tested = Rows(plan.drawn, max(lengths.tested, default=0), plan.response)
+    evaluated = generating_pass(task.model, tested, mixed) if lengths.tested else None
     if plan.recomputes:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    model.train()
-    step = training_pass(model, rows, mixed)
-
-    each = {"generation": drawn.flops / plan.drawn, "reading": read.flops / plan.read}
-    flops = {"generation": plan.rows * each["generation"], "forward": plan.rows * plan.reads * each["reading"]}
-    stages = {"generation": drawn.held, "forward": read.held if plan.reads else 0}
-    if apart:
-        flops["held_out"] = len(apart) * (each["generation"] + 2 * each["reading"])
-        stages["held_out"] = max(drawn.held, read.held)
-    if config.rule().needs_influence:
-        whole = scored.held * plan.rows // plan.trained
-        memory = scoring_memory(config)
-        at_once = memory is not None and whole + gradients <= memory
-        # In parts, the target's gradient is held beside a pass; a target over the same rows is a pass more.
-        stages["scoring"] = (whole if at_once else scored.held) + gradients
-        passes = 1 if at_once or of_target is not None else 2
-        flops["scoring"] = passes * plan.rows * scored.flops / plan.trained
-        if target is not None and of_target is not None:
-            so_far = gradients if target.rows > _AT_ONCE else 0
-            stages["scoring"] = max(stages["scoring"], of_target.held + so_far)
-            flops["scoring"] += target.rows * of_target.flops / min(target.rows, _AT_ONCE)
+    step = training_pass(model.train(), rows, mixed)
     stages["optimisation"] = step.held + (gradients if plan.accumulates else 0)
     flops["optimisation"] = plan.rows * plan.epochs * step.flops / plan.trained
-    if asked is not None:
-        stages["evaluation"] = asked.held
+    if evaluated is not None:
+        stages["evaluation"] = evaluated.held
     is_copied = plan.held_back and not hasattr(task.model, "disable_adapter")
     return Estimate(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        prompts=len(prompts),
-        prompt_tokens=max(prompts),
+        prompts=len(lengths.trained),
+        prompt_tokens=rows.prompt,
         response_tokens=plan.response,
         stays={
             "weights": size_of(model),
@@ -135,6 +115,60 @@ def estimate(config: LanguageConfig) -> Estimate:
         stages=stages,
         flops=flops,
     )
+
+
+class _Lengths(NamedTuple):
+    """Tokens of each prompt: of those that train, of those that the target is taken over, of the test's."""
+
+    trained: Sequence[int]
+    held_out: Sequence[int]
+    tested: Sequence[int]
+
+
+def _lengths(config: LanguageConfig, settings: Any, task: Task) -> _Lengths:
+    """Return prompts' lengths, each of which fits, with the columns that the reward asks for."""
+    drawing = drawing_of(config)
+    own = settings if isinstance(settings, PPOConfig) else drawing
+    context = getattr(task.model.config, "max_position_embeddings", None)
+
+    def of(prompts: Any, how: PPOConfig, *rewards: Reward) -> list[int]:
+        return (
+            []
+            if prompts is None
+            else [len(ids) for ids in prompts_of(prompts, task.tokenizer, how, context, rewards).ids]
+        )
+
+    trained, held_out = parted(config, task)
+    found = _Lengths(of(trained, own, task.reward), of(held_out, own, task.reward), of(task.test, drawing))
+    if not found.trained:
+        raise WhenceError(NO_PROMPTS)
+    return found
+
+
+def _scoring(model: Any, rows: Rows, total: int, target: Rows | None, memory: int | None) -> Pass:
+    """Return what the scores of `total` responses take, `rows` at a time, or at once where `memory` allows it.
+
+    Scores are computed in the model's own precision.
+
+    Args:
+        model: in eval mode.
+        rows: of a pass.
+        total: responses of a round.
+        target: rows that the target has of its own; None: it is taken over those that are scored.
+        memory: bytes that scoring may hold; None: what a pass holds.
+    """
+    gradients, part = size_of(model, trained=True), training_pass(model, rows)
+    whole = part.held * total // rows.rows
+    at_once = memory is not None and whole + gradients <= memory
+    # In parts, the target's gradient is held beside a pass, and a target over the same rows is a pass more.
+    passes = 1 if at_once or target is not None else 2
+    held, flops = (whole if at_once else part.held) + gradients, passes * total * part.flops / rows.rows
+    if target is None:
+        return Pass(held, flops)
+    size = min(target.rows, _AT_ONCE)
+    of_target = training_pass(model, replace(target, rows=size))
+    so_far = gradients if target.rows > _AT_ONCE else 0
+    return Pass(max(held, of_target.held + so_far), flops + target.rows * of_target.flops / size)
 
 
 _AT_ONCE = SequenceReturn().batch_size

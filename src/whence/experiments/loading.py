@@ -75,7 +75,7 @@ def dataset_of(name: str) -> Any:
         WhenceError: it cannot be loaded.
     """
     try:
-        if (Path(name).is_dir() and any(Path(name).glob("*.arrow"))) or (Path(name) / "dataset_dict.json").exists():
+        if any((Path(name) / written).exists() for written in ("state.json", "dataset_dict.json")):  # by save_to_disk
             found = datasets.load_from_disk(name)
         elif Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet"):
             kind = {".jsonl": "json"}.get(Path(name).suffix, Path(name).suffix[1:])

@@ -9,6 +9,8 @@ from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, tokenized
 from whence.llm.rewards import Columns, Reward, asked_for
 
+NO_PROMPTS = "There are no prompts to draw responses to."
+
 
 @dataclass(frozen=True, eq=False)
 class Prompts:

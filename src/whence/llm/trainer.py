@@ -23,7 +23,7 @@ from whence.llm.generation import Prompt, Responses, check_tokenizer, generate
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes
-from whence.llm.prompts import Prompts, prompts_of
+from whence.llm.prompts import NO_PROMPTS, Prompts, prompts_of
 from whence.llm.rewards import Reward, weighed
 from whence.llm.rollout import Rollout, rolled_out
 from whence.llm.scoring import check_held_out, held_out_target, score
@@ -131,7 +131,7 @@ class PPOTrainer:
         context = getattr(self.model.language_model.config, "max_position_embeddings", None)
         self.prompts = prompts_of(prompts, tokenizer, config, context, rewards)
         if not len(self.prompts):
-            raise WhenceError("There are no prompts to draw responses to.")
+            raise WhenceError(NO_PROMPTS)
         self.held_out = None if held_out is None else prompts_of(held_out, tokenizer, config, context, rewards)
         if self.held_out is not None and 0 < len(self.held_out) < self.processes.number:
             raise WhenceError(f"{len(self.held_out)} held-out prompts are fewer than the processes; give one for each.")

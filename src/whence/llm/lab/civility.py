@@ -12,7 +12,7 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 from transformers.utils.logging import tqdm
 
 from whence.errors import WhenceError, nearest
@@ -178,20 +178,9 @@ def _taught(
 ) -> Any:
     """Return a classifier trained on labelled texts, in eval mode."""
     shape, teaching = settings.judge, settings.teaching
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        intermediate_size=shape.intermediate,
-        max_position_embeddings=64,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        num_labels=2,
-        id2label={0: "neutral", 1: "toxic"},
-        label2id={"neutral": 0, "toxic": 1},
-    )
+    names = {0: "neutral", 1: "toxic"}
+    labelled = {"num_labels": 2, "id2label": names, "label2id": {name: number for number, name in names.items()}}
+    config = small.network(tokenizer, shape, 64, **labelled)
     with kept_generators():
         torch.manual_seed(seed)
         model = LlamaForSequenceClassification(config)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -91,7 +92,14 @@ def new_model(tokenizer: PreTrainedTokenizerFast, shape: Shape, *, positions: in
         positions: the longest text in tokens.
         seed: of the weights.
     """
-    config = LlamaConfig(
+    with kept_generators():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(network(tokenizer, shape, positions))
+
+
+def network(tokenizer: PreTrainedTokenizerFast, shape: Shape, positions: int, **more: Any) -> LlamaConfig:
+    """Return what a Llama for a tokenizer is made of; `more` as LlamaConfig takes it."""
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -102,10 +110,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast, shape: Shape, *, positions: in
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **more,
     )
-    with kept_generators():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
 
 
 def encoded(

@@ -354,14 +354,14 @@ class TestCommand:
     def test_prompts_that_a_rehearsal_refuses(self, own, tmp_path):
         settings = json.dumps(QUICK | {"max_new_tokens": 4, "max_prompt_length": 2})
         (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "ab" * 20}) + "\n")
-        datasets.Dataset.from_dict({"prompt": []}).save_to_disk(tmp_path / "none")
+        (tmp_path / "none.csv").write_text("prompt\n")
         asked = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
         asked += ["--selection", "iif", "--settings", settings, "--dry-run"]
         for more, said in (
             (["--held-out", 5], "some have to be left to train"),
             (["--test-dataset", tmp_path / "long.jsonl"], "Prompt 0 has 40 tokens"),
             (["--dataset", tmp_path / "long.jsonl"], "from 1 to 2 are needed"),
-            (["--dataset", tmp_path / "none"], "There are no prompts to draw responses to"),
+            (["--dataset", tmp_path / "none.csv"], "none.csv cannot be loaded"),
         ):
             done = invoke("llm", "train", *asked, *more)
             assert isinstance(done.exception, WhenceError), done.output

@@ -767,6 +767,13 @@ MUTANTS = (
         "test_tables.py::TestSweepTable::test_failed_runs_are_neither_finished_nor_left",
     ),
     Mutant(
+        "a filled up minibatch that trains on the last record",
+        "counterfactual/retrain.py",
+        "weights.new_zeros(len(weights), 1)",
+        "weights.new_ones(len(weights), 1)",
+        "test_counterfactual.py::test_subsets_of_different_sizes_are_trained_as_if_alone",
+    ),
+    Mutant(
         "records that score below 0 kept and the others left out",
         "counterfactual/interventions.py",
         "filtered = scores >= 0",
@@ -782,9 +789,9 @@ MUTANTS = (
     ),
     Mutant(
         "interventions with permutations of their own",
-        "counterfactual/interventions.py",
-        "manual_seed(shuffle)",
-        "manual_seed(shuffle + int(kept.sum()))",
+        "counterfactual/retrain.py",
+        "_cut(permutation[mask[permutation]],",
+        "_cut(permutation.roll(int(mask.sum()))[mask[permutation.roll(int(mask.sum()))]],",
         "test_interventions.py::TestIntervene::test_an_order_is_one_permutation_for_all",
     ),
     Mutant(
@@ -825,15 +832,15 @@ MUTANTS = (
     Mutant(
         "a removal's change from another order",
         "counterfactual/removals.py",
-        "for part in parts]) - whole[name]",
-        "for part in parts]) - together[name][0]",
+        "values[1:] - values[0] for name, values in own",
+        "values[1:] - together[name][0] for name, values in own",
         "test_removals.py::test_curves_are_those_of_one_training_at_a_time",
     ),
     Mutant(
-        "removals in permutations of their own",
+        "removals in one order over and over",
         "counterfactual/removals.py",
         "manual_seed(shuffle)",
-        "manual_seed(shuffle + int(kept.sum()))",
+        "manual_seed(shuffles[0])",
         "test_removals.py::test_curves_are_those_of_one_training_at_a_time",
     ),
     Mutant(

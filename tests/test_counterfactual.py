@@ -15,7 +15,7 @@ from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
 from whence import PPOClip, RandomDrop, Return, WhenceError, attribute, attribute_round
 from whence.counterfactual import agreement, lds, predicted, reshuffled, retrain, study, subsets
 from whence.counterfactual.outcomes import outcomes_of
-from whence.counterfactual.retrain import batch_size_of
+from whence.counterfactual.retrain import NOBODY, batch_size_of
 from whence.engines.memory import bytes_held
 from whence.rounds import replay
 from whence.rounds.replay import opened
@@ -159,17 +159,26 @@ def test_minibatches_are_cut_as_selection_cuts_them(n, share, seed, batch_size):
         return
     kept = subsets(n, share, 2, drawn(seed))
     assert kept.sum(dim=1).tolist() == [int(share * n)] * 2
+    kept = torch.cat([kept, torch.ones(1, n, dtype=torch.bool)])
     orders = reshuffled(kept, batch_size, 1, drawn(seed))
     permutation = torch.randperm(n, generator=drawn(seed)).numpy()
     for number, mask in enumerate(kept.numpy()):
         expected = minibatches(permutation[mask[permutation]], batch_size, last="keep", join=True)
-        assert [order[number].tolist() for order in orders] == [minibatch.tolist() for minibatch in expected]
+        found = [order[number][order[number] != NOBODY].tolist() for order in orders]
+        assert [minibatch for minibatch in found if minibatch] == [minibatch.tolist() for minibatch in expected]
 
 
-def test_subsets_of_different_sizes_are_not_trained_side_by_side():
-    kept = torch.tensor([[True, True, False], [True, True, True]])
-    with pytest.raises(WhenceError, match="keep 2 to 3 records"):
-        reshuffled(kept, 2, 1, drawn())
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_subsets_of_different_sizes_are_trained_as_if_alone(optimizer):
+    model = model_of(optimizer)
+    recording = recorded(model)
+    # Four full minibatches; three of which the last has one more; one; and one of three records.
+    kept = torch.arange(64) < torch.tensor([64, 49, 16, 3])[:, None]
+    together = retrain(model.policy, recording, kept, orders=reshuffled(kept, 16, 3, drawn(1)))
+    for number, mask in enumerate(kept):
+        alone = retrain(model.policy, recording, mask[None], orders=reshuffled(mask[None], 16, 3, drawn(1)))
+        for name, tensor in alone.items():
+            assert torch.allclose(together[name][number], tensor[0], rtol=0, atol=1e-6), name
 
 
 def test_minibatches_hold_what_was_asked_for_also_where_a_rule_kept_less():

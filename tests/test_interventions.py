@@ -16,6 +16,7 @@ from whence import IIF, Influence, Return, RoundRecording, RunDirectory, WhenceE
 from whence.cli.training import round_numbers
 from whence.counterfactual import intervene, interventions
 from whence.counterfactual.interventions import VARIANTS, mean_change
+from whence.counterfactual.retrain import NOBODY
 from whence.errors import InvalidInfluence
 from whence.experiments import load_round
 from whence.experiments.replay import measuring, run_config
@@ -54,7 +55,9 @@ def seen(monkeypatch):
 
     def spied(kept, *arguments):
         orders = reshuffled(kept, *arguments)
-        found.append((kept[0], [order[0] for order in orders]))
+        for row, mask in enumerate(kept):
+            minibatches = [order[row][order[row] != NOBODY] for order in orders]
+            found.append((mask, [minibatch for minibatch in minibatches if len(minibatch)]))
         return orders
 
     reshuffled = interventions.reshuffled
@@ -153,7 +156,11 @@ class TestIntervene:
         intervene(model.policy, recording, scores, evaluate, orders=2, told=told.append)
         assert_untouched(before, state_of(model))
         assert len(set(drawn)) == 1
-        assert told[:2] == ["training full, order 1 of 2", "training filtered, order 1 of 2"]
+        assert told[:3] == [
+            "training, order 1 of 2",
+            "measuring full, order 1 of 2",
+            "measuring filtered, order 1 of 2",
+        ]
 
     def test_the_seed_is_all_that_chance_depends_on(self, case):
         model, recording, scores = case

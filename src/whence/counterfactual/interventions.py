@@ -47,7 +47,7 @@ def intervene(
         orders: trainings of each variant.
         seed: of permutations and of what is dropped at random.
         memory: bytes that training may hold at a time; see `retrain`.
-        told: hears of each training as it begins.
+        told: hears of trainings and measurements as they begin.
 
     Returns:
         A row for each order and variant: `order` (from 1), `variant` ("full", "filtered", "random"), `kept` (records),
@@ -63,24 +63,33 @@ def intervene(
     size = batch_size_of(recording)
     own = scores_for(recording.records, scores)
 
-    def outcome(kept: Bool[Tensor, " n"], shuffle: int) -> float | None:
-        if int(kept.sum()) < 2:
-            return None
+    def outcomes(masks: Mapping[str, Bool[Tensor, " n"]], shuffle: int) -> Mapping[str, float]:
+        able = {variant: mask for variant, mask in masks.items() if int(mask.sum()) >= 2}
+        kept = torch.stack(list(able.values()))
         permutations = torch.Generator().manual_seed(shuffle)
-        minibatches = reshuffled(kept[None], size, recording.update.n_epochs, permutations)
-        params = retrain(policy, recording, kept[None], orders=minibatches, memory=memory)
-        with kept_generators():
-            return float(evaluate({name: tensor[0] for name, tensor in params.items()}))
+        minibatches = reshuffled(kept, size, recording.update.n_epochs, permutations)
+        params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
+        found = {}
+        for row, variant in enumerate(able):
+            told(f"measuring {variant}{of(order)}")
+            with kept_generators():
+                found[variant] = float(evaluate({name: tensor[row] for name, tensor in params.items()}))
+        return found
+
+    def of(order: int) -> str:
+        return f", order {order} of {orders}" if orders > 1 else ""
 
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for order in range(1, orders + 1):
         masks = _masks(own, generator)
         shuffle = int(torch.randint(2**62, (1,), generator=generator))
-        for variant, kept in masks.items():
-            told(f"training {variant}" + (f", order {order} of {orders}" if orders > 1 else ""))
-            row = {"order": order, "variant": variant, "kept": int(kept.sum()), "outcome": outcome(kept, shuffle)}
-            rows.append(row)
+        told(f"training{of(order)}")
+        found = outcomes(masks, shuffle)
+        rows += [
+            {"order": order, "variant": variant, "kept": int(mask.sum()), "outcome": found.get(variant)}
+            for variant, mask in masks.items()
+        ]
     schema = {"order": pl.Int64, "variant": pl.String, "kept": pl.Int64, "outcome": pl.Float64}
     return _with_changes(pl.DataFrame(rows, schema=schema))
 

@@ -1,7 +1,6 @@
 """What leaving out the records that score highest or lowest does to a round, beside leaving out others at random."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -105,17 +104,15 @@ def leave_out(
         drawn = torch.Generator().manual_seed(shuffle)
         return trained(kept, reshuffled(kept, size, recording.update.n_epochs, drawn))
 
-    everything = torch.ones(1, n, dtype=torch.bool)
+    everything, left = torch.ones(1, n, dtype=torch.bool), torch.stack([one.kept for one in removals])
     told(f"leaving out: training {len(removals) + 1} times, recorded")
-    together = trained(torch.cat([everything, torch.stack([one.kept for one in removals])]), None)
+    together = trained(torch.cat([everything, left]), None)
     changes = {"recorded": {name: values[None, 1:] - values[0] for name, values in together.items()}}
     by_order: list[dict[str, NDArray[np.float64]]] = []
     for number, shuffle in enumerate(shuffles, start=1):
         told(f"leaving out: training {len(removals) + 1} times, reshuffled, order {number} of {orders}")
-        whole = shuffled(everything, shuffle)
-        groups = [list(group) for _, group in groupby(removals, key=lambda one: one.removed)]
-        parts = [shuffled(torch.stack([one.kept for one in group]), shuffle) for group in groups]
-        by_order.append({name: np.concatenate([part[name] for part in parts]) - whole[name] for name in whole})
+        own = shuffled(torch.cat([everything, left]), shuffle)
+        by_order.append({name: values[1:] - values[0] for name, values in own.items()})
     changes["reshuffled"] = {name: np.stack([own[name] for own in by_order]) for name in by_order[0]}
     rows = [
         {**row, "truth": truth, "outcome": outcome}

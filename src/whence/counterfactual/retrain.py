@@ -1,11 +1,13 @@
 """Many trainings of one recorded round at once, each without some of its records."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from whence.engines.memory import bytes_held
 from whence.errors import WhenceError
@@ -14,7 +16,10 @@ from whence.rounds.recording import RoundRecording
 from whence.rounds.replay import MARGIN, Point, Round, check_weights, opened, step
 
 Orders: TypeAlias = Sequence[Int[Tensor, "m b"]]
-"""For each step, the positions of each training's minibatch."""
+"""For each step, the positions of each training's minibatch; a shorter one is filled up with `NOBODY`."""
+
+NOBODY = -1
+"""A place in a minibatch that no record takes."""
 
 
 def subsets(n: int, share: float, count: int, generator: torch.Generator) -> Bool[Tensor, "count n"]:
@@ -58,33 +63,28 @@ def batch_size_of(recording: RoundRecording) -> int:
 def reshuffled(kept: Bool[Tensor, "m n"], batch_size: int, n_epochs: int, generator: torch.Generator) -> Orders:
     """Draw each subset's minibatches as selection does: every epoch a permutation of all records, filtered and cut.
 
-    A trailing minibatch of one record joins its predecessor. The subsets are of one size.
+    A trailing minibatch of one record joins its predecessor. Subsets may be of different sizes.
 
     Args:
         kept: which records each subset keeps.
         batch_size: records in a minibatch.
         n_epochs: passes over the records.
         generator: of the permutations; all subsets share them.
-
-    Raises:
-        WhenceError: subsets of different sizes.
     """
-    sizes = kept.sum(dim=1)
-    if int(sizes.min()) != int(sizes.max()):
-        raise WhenceError(
-            f"The subsets keep {int(sizes.min())} to {int(sizes.max())} records; side by side, all have to keep as "
-            "many. Draw them with whence.counterfactual.subsets."
-        )
-    size = int(sizes[0])
-    cuts = [batch_size] * (size // batch_size) + ([size % batch_size] if size % batch_size else [])
-    if len(cuts) > 1 and cuts[-1] == 1:
-        cuts[-2:] = [batch_size + 1]
     orders: list[Tensor] = []
     for _ in range(n_epochs):
         permutation = torch.randperm(kept.shape[1], generator=generator)
-        filtered = torch.stack([permutation[mask[permutation]] for mask in kept])
-        orders += filtered.split(cuts, dim=1)
+        epoch = [_cut(permutation[mask[permutation]], batch_size) for mask in kept]
+        side_by_side = zip_longest(*epoch, fillvalue=permutation[:0])
+        orders += [pad_sequence(list(own), batch_first=True, padding_value=NOBODY) for own in side_by_side]
     return orders
+
+
+def _cut(positions: Int[Tensor, " k"], batch_size: int) -> list[Int[Tensor, " b"]]:
+    parts = list(positions.split(batch_size))
+    if len(parts) > 1 and len(parts[-1]) == 1:
+        parts[-2:] = [torch.cat(parts[-2:])]
+    return parts
 
 
 def retrain(
@@ -170,6 +170,9 @@ def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None,
 
 def _side_by_side(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None) -> dict[str, Tensor]:
     point = round.start.spread(len(weights))
+
+    if orders is not None:  # who is nobody weighs nothing
+        weights = torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1)
 
     def one(point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " n"]) -> Point:
         return step(round, point, round.at(positions), weights[positions])

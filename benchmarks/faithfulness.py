@@ -17,7 +17,7 @@ A finished round is not studied again: the command goes on where it was interrup
 import json
 import multiprocessing
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,34 +91,44 @@ def main(
     workers: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
 ) -> None:
     """Run what is not there yet."""
+    at_once(study_run, out, runs, only, workers)
+
+
+def at_once(study: Callable[[Job, Path, Path], float], out: Path, runs: Path, only: str, workers: int) -> None:
+    """Run `study(job, out, runs)` of the jobs whose name begins with `only`, several at a time; it returns seconds."""
     console = Console(stderr=True)
     names = [Job(env, optimizer, seed) for seed in SEEDS for env in SETUPS for optimizer in OPTIMIZERS]
     jobs = [job for job in names if job.name.startswith(only)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context) as pool:
-        begun = {pool.submit(study_run, job, out, runs): job for job in jobs}
+        begun = {pool.submit(study, job, out, runs): job for job in jobs}
         for done in as_completed(begun):
             failure = done.exception()
             said = f"{done.result():.0f} s" if failure is None else f"[red]{type(failure).__name__}: {failure}[/red]"
             console.print(f"{begun[done].name}: {said}")
 
 
-def study_run(job: Job, out: Path, runs: Path) -> float:
-    """Train a run where that is not done, and study its rounds; return the seconds it took."""
-    began = time.perf_counter()
-    torch.set_num_threads(1)
+def trained(job: Job, runs: Path) -> RunDirectory:
+    """Return the run of a job, with its recordings; train it where that is not done."""
     setup = SETUPS[job.env]
     config = experiments.configure(
         preset=setup.preset, seed=job.seed, rounds=setup.recorded[-1], eval_episodes=0, **OPTIMIZERS[job.optimizer]
     )
     experiments.run(config, runs / job.name, recordings=setup.recorded)
-    run = RunDirectory.open(runs / job.name)
+    return RunDirectory.open(runs / job.name)
+
+
+def study_run(job: Job, out: Path, runs: Path) -> float:
+    """Train a run where that is not done, and study its rounds; return the seconds it took."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    setup, run = SETUPS[job.env], trained(job, runs)
     for number in setup.recorded:
         for kind, study_one, rounds in (("round", study_round, setup.studied), ("intervention", intervention, None)):
             file = out / "rounds" / job.name / f"{kind}_{number:05d}.json"
             if (rounds is None or number in rounds) and not file.exists():
                 about = {"env": job.env, "optimizer": job.optimizer, "seed": job.seed, "round": number}
-                _write(file, about | study_one(run, number, job))
+                write(file, about | study_one(run, number, job))
     return time.perf_counter() - began
 
 
@@ -192,7 +202,8 @@ def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     return {"interventions": found.to_dicts()}
 
 
-def _write(file: Path, content: Mapping[str, Any]) -> None:
+def write(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of JSON, its numbers at six digits."""
     with written_atomically(file) as temporary:
         temporary.write_text(json.dumps(rounded(content), allow_nan=False) + "\n", encoding="utf-8")
 

@@ -7,6 +7,7 @@ from dataclasses import astuple, is_dataclass
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -212,6 +213,20 @@ def as_view(policy: object) -> PolicyView:
         f"Pass a policy of {', '.join(sorted(_VIEWS)) or 'a registered library'}, or wrap your own: "
         "whence.ModuleView(module, lambda module, inputs: log_probs)."
     )
+
+
+def acting(view: PolicyView, records: RecordBatch) -> frozenset[str]:
+    """Return the names of the parameters that log-probs depend on; the others are of the values alone.
+
+    Args:
+        view: of the policy.
+        records: at least one that the policy can read.
+    """
+    with torch.enable_grad():
+        free = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
+        total = view(free, view.prepare(records.take(slice(0, 1)))).log_prob.sum()
+        gradients = torch.autograd.grad(total, list(free.values()), allow_unused=True)
+    return frozenset(name for name, gradient in zip(free, gradients, strict=True) if gradient is not None)
 
 
 def check_batch_norm(modules: Mapping[str, nn.Module]) -> None:

@@ -1,5 +1,6 @@
 """What would have come of a round without some of its records: ground truth by training it again."""
 
+from whence.counterfactual.gains import gains as gains
 from whence.counterfactual.interventions import intervene as intervene
 from whence.counterfactual.linear import Datamodel as Datamodel
 from whence.counterfactual.linear import datamodel as datamodel

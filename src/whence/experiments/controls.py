@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whence.errors import NonFinite
 from whence.guards import kept_generators
-from whence.policies import as_view
+from whence.policies import acting, as_view
 from whence.records import RecordBatch
 from whence.sb3 import InfluenceCallback
 from whence.sb3.rounds import untouched
@@ -35,25 +35,16 @@ class MatchedUpdate(InfluenceCallback):
         policy: Any = self.model.policy
         records = self.round.records
         start = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-        acting = _acting(policy, records)
-        others = start.keys() - acting
+        steering = acting(as_view(policy), records)
+        others = frozenset(start.keys() - steering)
         with self._optimisation.paused(), kept_generators(), untouched(self.model):
             super()._train_selected(own_train, selection)
-            wanted = {names: _distance(policy, start, names) for names in (frozenset(acting), frozenset(others))}
+            wanted = {names: _distance(policy, start, names) for names in (steering, others)}
         own_train()
         scales = {names: _scaled(policy, start, names, norm) for names, norm in wanted.items()}
-        self.logger.record("train/update_scale", scales[frozenset(acting)])
-        self.logger.record("train/update_scale_value", scales[frozenset(others)])
+        self.logger.record("train/update_scale", scales[steering])
+        self.logger.record("train/update_scale_value", scales[others])
         self.logger.record("train/approx_kl", _divergence(policy, records))
-
-
-def _acting(policy: Any, records: RecordBatch) -> set[str]:
-    """Return the names of the parameters that log-probs depend on."""
-    view = as_view(policy)
-    free = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
-    total = view(free, view.prepare(records.take(slice(0, 1)))).log_prob.sum()
-    gradients = torch.autograd.grad(total, list(free.values()), allow_unused=True)
-    return {name for name, gradient in zip(free, gradients, strict=True) if gradient is not None}
 
 
 def _distance(policy: Any, start: dict[str, Tensor], names: Collection[str]) -> float:

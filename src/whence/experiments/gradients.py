@@ -88,7 +88,7 @@ def gradient_cosines(
     """
     halves = torch.arange(len(large)) >= len(large) // 2  # environments come one after the other
     truths: dict[str, tuple[Vector, float]] = {}
-    for name, advantages in (("gae", large.advantages), ("monte-carlo", _monte_carlo(large))):
+    for name, advantages in (("gae", large.advantages), ("monte-carlo", monte_carlo(large))):
         parts = [_gradient(model, large.take(half), advantages[half]) for half in (~halves, halves)]
         agreement = max(0.0, _cosine(*parts))
         truths[name] = parts[0] + parts[1], math.sqrt(2 * agreement / (1 + agreement))
@@ -111,7 +111,12 @@ def gradient_cosines(
     return pl.DataFrame(rows)
 
 
-def _monte_carlo(records: RecordBatch) -> Float[Tensor, " n"]:
+def monte_carlo(records: RecordBatch) -> Float[Tensor, " n"]:
+    """Return the advantages that no error of the value function biases: discounted returns, less values.
+
+    An episode that the rollout cuts off goes on with the value of where it was cut.
+    """
+
     def array(name: str) -> NDArray[Any]:
         return np.asarray(getattr(records, name).cpu())
 

@@ -1,0 +1,155 @@
+"""What selections gain beyond the records they were made of: by the size of the update, and by its direction.
+
+Run: `python -m benchmarks.selections results/faithfulness [--only lunarlander-adam/seed_0] [--workers 2]`. The recorded
+rounds of `benchmarks.faithfulness`'s runs are trained on selections of their records, and judged by 50,000 steps that
+the round's policy takes anew: the rise of `mean(rho A)` there, A by GAE and as returns less values. Each suspect of why
+filtering may fail is a selection that differs from "iif" in this alone:
+
+- "iif": the share `drop` of the records that score below 0, lowest first, by the snapshot score; "below 0": all of
+  them; "below mean": the share `drop` of those below the mean score.
+- "cross-fitted": halves of the episodes judge each other, so that no record has a voice in its own score.
+- "fresh target": 50,000 further steps judge, so that nothing of the rollout has one.
+- "preconditioned": the target's gradient goes through Adam's scale at the beginning of the round.
+- "all, normalised once", "iif, normalised once": advantages are not centred anew in each minibatch.
+- "random": as many as iif, at random among all; "random below 0": among those that score below 0.
+
+A finished round is not done again. Training runs are shared with `benchmarks.faithfulness`, in `--runs`.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import polars as pl
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.faithfulness import SETUPS, Job, at_once, trained, write
+from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
+from whence.counterfactual import gains
+from whence.experiments import RunConfig, load_recording
+from whence.experiments.gradients import large_rollout, monte_carlo
+from whence.experiments.replay import run_config
+from whence.policies import as_view
+from whence.records import RecordBatch
+from whence.rounds import RoundRecording
+from whence.rounds.optimizers import begin, preconditioner
+from whence.sb3 import model_objective
+
+STEPS = 100_000
+"""Of which one half judges, and the other is the fresh target."""
+
+ONCE = ", normalised once"
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
+    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/faithfulness"),
+    only: Annotated[str, typer.Option(help="Jobs whose name begins so: lunarlander-adam/seed_0.")] = "",
+    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
+) -> None:
+    """Run what is not there yet."""
+    at_once(study_run, out, runs, only, workers)
+
+
+def study_run(job: Job, out: Path, runs: Path) -> float:
+    """Train a run where that is not done, and judge selections in its rounds; return the seconds it took."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    run = trained(job, runs)
+    for number in SETUPS[job.env].recorded:
+        file = out / "rounds" / job.name / f"selection_{number:05d}.json"
+        if not file.exists():
+            about = {"env": job.env, "optimizer": job.optimizer, "seed": job.seed, "round": number}
+            model, recording = load_recording(run, number)
+            write(file, about | {"selections": judged(run_config(run), model, recording).to_dicts()})
+    return time.perf_counter() - began
+
+
+def judged(config: RunConfig, model: Any, recording: RoundRecording) -> pl.DataFrame:
+    """Return what selections of a round gain on fresh steps."""
+    large = large_rollout(config, model, steps=STEPS, seed=recording.number)
+    half = torch.arange(len(large)) < len(large) // 2  # environments come one after the other
+    fresh = large.take(~half)
+    kinds = {"gae": fresh.advantages, "monte-carlo": monte_carlo(large)[~half].to(fresh.advantages)}
+    masks = selections(config, model, recording, large.take(half))
+    asked: dict[str, Any] = {"advantages": kinds, "seed": recording.number}
+    found = gains(model.policy, recording, masks, fresh, **asked)
+    once = gains(model.policy, normalised_once(recording), {"iif": masks["iif"]}, fresh, **asked)
+    return pl.concat([found, once.with_columns(selection=pl.col("selection") + ONCE)])
+
+
+def selections(config: RunConfig, model: Any, recording: RoundRecording, fresh: RecordBatch) -> Mapping[str, Tensor]:
+    """Return which records each selection keeps."""
+    records, policy, seed = recording.records, model.policy, recording.number
+    scoring: dict[str, Any] = {"objective": model_objective(model)}
+    targets = {"iif": Return(), "fresh target": Fresh(fresh)}
+    if recording.optimizer.name != "SGD":
+        targets["preconditioned"] = Along(_preconditioned(policy, recording))
+    scores = {name: attribute(policy, records, target=target, **scoring) for name, target in targets.items()}
+    scores["cross-fitted"] = attribute_crossfit(policy, records, target=Return(), **scoring)
+    rules = {
+        "below 0": IIF(1.0),
+        "below mean": BelowMean(config.drop),
+        "random": RandomDrop(config.drop, seed),
+        "random below 0": NegativeRandom(config.drop, seed),
+    }
+    kept = {name: IIF(config.drop).select(records, own).keep for name, own in scores.items()}
+    return kept | {name: rule.select(records, scores["iif"]).keep for name, rule in rules.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Fresh:
+    """`Return()` of other records than the scored ones."""
+
+    records: RecordBatch
+
+    def parts(self, at_once: int = 10_000) -> Iterable[Any]:
+        """Yield the target of some records after the other."""
+        for first in range(0, len(self.records), at_once):
+            yield self._of(self.records.take(slice(first, first + at_once)))
+
+    def _of(self, some: RecordBatch) -> Any:
+        share = len(some) / len(self.records)
+        return lambda view, params, _: share * Return()(view, params, some)
+
+    def __call__(self, view: Any, params: Any, records: RecordBatch) -> Tensor:
+        """Return the target, a scalar."""
+        return torch.stack([part(view, params, records) for part in self.parts()]).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class Along:
+    """How far the parameters lie along a direction."""
+
+    direction: Mapping[str, Tensor]
+
+    def __call__(self, view: Any, params: Any, records: RecordBatch) -> Tensor:
+        """Return the target, a scalar."""
+        return torch.stack([(own * params[name]).sum() for name, own in self.direction.items()]).sum()
+
+
+def _preconditioned(policy: Any, recording: RoundRecording) -> Mapping[str, Tensor]:
+    """Return the gradient of `Return()` at the round's beginning as the optimiser would scale it."""
+    view = as_view(policy)
+    free = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
+    target = Return()(view, free, recording.records)
+    found = torch.autograd.grad(target, list(free.values()), allow_unused=True, materialize_grads=True)
+    state = begin(recording.optimizer, free)
+    return {
+        name: (gradient * preconditioner(recording.optimizer, state[name])).detach()
+        for name, gradient in zip(free, found, strict=True)
+    }
+
+
+def normalised_once(recording: RoundRecording) -> RoundRecording:
+    """Return a recording whose advantages are normalised over the rollout, and not again in each minibatch."""
+    records = PPOClip(advantage_norm="buffer").prepare(recording.records)
+    return replace(recording, records=records, update=replace(recording.update, normalize_advantage=False))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -75,6 +75,7 @@ def judged(config: RunConfig, model: Any, recording: RoundRecording) -> pl.DataF
     half = torch.arange(len(large)) < len(large) // 2  # environments come one after the other
     fresh = large.take(~half)
     kinds = {"gae": fresh.advantages, "monte-carlo": monte_carlo(large)[~half].to(fresh.advantages)}
+    kinds = {name: own / own.std() for name, own in kinds.items()}  # so that rounds can be compared
     masks = selections(config, model, recording, large.take(half))
     asked: dict[str, Any] = {"advantages": kinds, "seed": recording.number}
     found = gains(model.policy, recording, masks, fresh, **asked)

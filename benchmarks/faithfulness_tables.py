@@ -16,6 +16,8 @@ import typer
 from scipy import stats
 
 from benchmarks.faithfulness import OPTIMIZERS, SETUPS
+from benchmarks.selections import ONCE
+from whence.counterfactual.gains import ALL
 from whence.counterfactual.interventions import mean_change
 from whence.guards import written_atomically
 from whence.report.figures import COLOURS, interventions_box
@@ -27,6 +29,13 @@ SCORES = (
 )
 TRUTHS = {"recorded": "recorded minibatches", "reshuffled": "reshuffled, mean of the orders"}
 GRADIENTS = ("all", "random", "iif", "not negative")
+GAINS = {
+    "less": "less all's",
+    "less as long": "less all's, as long",
+    "less as far": "less all's, as far",
+    "kl": "divergence, over all's",
+    "entropy": "entropy, less all's",
+}
 
 
 def main(
@@ -36,16 +45,19 @@ def main(
     """Write the tables."""
     lds, removals, cosines = (_rows(out, "round", key) for key in ("lds", "removals", "cosines"))
     interventions = _rows(out, "intervention", "interventions")
+    gains = compared(_rows(out, "selection", "selections"))
     summary = {
         "lds": _nested(_lds_means(lds), ["share", "outcome", "truth", "group", "score"]),
         "removals": _nested(_removal_means(removals), ["outcome", "truth", "group", "side", "score", "removed"]),
         "cosines": _nested(_cosine_means(cosines), ["truth", "advantages", "group", "kept"]),
         "interventions": _nested(_intervention_means(interventions), ["group", "variant"]),
+        "selections": _nested(_gain_means(gains), ["advantages", "group", "selection"]),
     }
     parts = [
         "# Tables\n\nBy `python -m benchmarks.faithfulness_tables`; [README.md](README.md) says what they hold.",
         *_lds_sections(lds),
         _cosine_section(cosines),
+        *_gain_sections(gains),
         _intervention_section(interventions),
     ]
     if not no_pictures:
@@ -120,6 +132,32 @@ def _intervention_means(table: pl.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
+def compared(table: pl.DataFrame) -> pl.DataFrame:
+    """Return a row for each round, selection and kind of advantages: means over orders, held against training on all.
+
+    What advantages normalised once change is seen against training on everything so.
+    """
+    by = [*UNIT, "group", "advantages"]
+    of_orders = table.group_by(*by, "selection", maintain_order=True).agg(
+        pl.col("gain", "all_as_long", "all_as_far", "kl", "entropy", "kept").mean()
+    )
+    once = pl.col("selection").str.ends_with(ONCE) & (pl.col("selection") != ALL + ONCE)
+    named = of_orders.with_columns(base=pl.when(once).then(pl.lit(ALL + ONCE)).otherwise(pl.lit(ALL)))
+    base = of_orders.select(*by, base="selection", gain_all="gain", kl_all="kl", entropy_all="entropy")
+    return named.join(base, on=[*by, "base"], how="left", maintain_order="left").with_columns(
+        (pl.col("gain") - pl.col("gain_all")).alias("less"),
+        (pl.col("gain") - pl.col("all_as_long")).alias("less as long"),
+        (pl.col("gain") - pl.col("all_as_far")).alias("less as far"),
+        (pl.col("kl") / pl.col("kl_all")).alias("kl"),
+        (pl.col("entropy") - pl.col("entropy_all")).alias("entropy"),
+    )
+
+
+def _gain_means(table: pl.DataFrame) -> list[dict[str, Any]]:
+    by = ["advantages", "group", "selection"]
+    return _means(table, by, {name: name for name in ("gain", *GAINS, "kept")})
+
+
 def _nested(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for row in rows:
@@ -166,6 +204,25 @@ def _cosine_section(table: pl.DataFrame) -> str:
             lines.append(["*reliability*", *reliable])
             parts.append(f"Advantages {advantages}, against {truth} advantages:\n\n{_table(lines)}")
     return "\n\n".join(parts)
+
+
+def _gain_sections(table: pl.DataFrame) -> Iterable[str]:
+    yield (
+        "## What selections gain on fresh steps\n\n"
+        "The rise of mean(ρÂ) over 50,000 steps that no training saw, in standard deviations of Â (returns less values); "
+        "means over rounds and seeds. *As long*: all's update, made as long as the selection's. *As far*: all's update, "
+        "made longer or shorter until the policy diverges as much."
+    )
+    means = {tuple(row[k] for k in ("advantages", "group", "selection")): row for row in _gain_means(table)}
+    for group, _ in _grouped(table):
+        own = {key[2]: row for key, row in means.items() if key[:2] == ("monte-carlo", group)}
+        lines = [["records kept", "share", "gain", *GAINS.values()]]
+        for selection, row in own.items():
+            share = f"{row['kept']['mean'] / 2048:.0%}"
+            others = [_cell(row[name]) if selection != ALL else "" for name in GAINS]
+            lines.append([selection, share, _cell(row["gain"], interval=selection == ALL), *others])
+        rounds = own[ALL]["gain"]["rounds"]
+        yield f"### {group}, {rounds} rounds\n\n{_table(lines)}"
 
 
 def _intervention_section(table: pl.DataFrame) -> str:

@@ -2,8 +2,8 @@
 
 Run: `python -m benchmarks.selections results/faithfulness [--only lunarlander-adam/seed_0] [--workers 2]`. The recorded
 rounds of `benchmarks.faithfulness`'s runs are trained on selections of their records, and judged by 50,000 steps that
-the round's policy takes anew: the rise of `mean(rho A)` there, A by GAE and as returns less values. Each suspect of why
-filtering may fail is a selection that differs from "iif" in this alone:
+the round's policy takes anew: the rise of `mean(rho A)` there, A by GAE and as returns less values, in their standard
+deviations. Each suspect of why filtering may fail is a selection that differs from "iif" in this alone:
 
 - "iif": the share `drop` of the records that score below 0, lowest first, by the snapshot score; "below 0": all of
   them; "below mean": the share `drop` of those below the mean score.

@@ -1,5 +1,6 @@
 """What training on a selection gains on records that it has not seen: by how far it goes, and by which way."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -36,9 +37,9 @@ def gains(
 
     The gain of an update is the rise of `mean(rho A)` on the fresh records, their advantages centred: to first order in
     the update, what the policy's expected return gains by it, free of what was fitted to the chance of the rollout. An
-    update that goes further gains more, whichever way it was chosen; so beside each gain stand that of the same update
-    given the norm of training on everything, which compares directions, and that of training on everything given the
-    norm of this one, which is what size alone would have gained. Norms are of the parameters that log-probs depend on.
+    update that goes further gains more, whichever way it goes. So beside each gain stands what training on everything
+    gains when its update is made longer or shorter: to the norm of this one, over the parameters that log-probs depend
+    on; and until the policy diverges from the round's as much as by this one. What is left is the direction's.
 
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.
@@ -55,7 +56,8 @@ def gains(
         A row for each order, selection and kind of advantages: `order` (from 1), `selection`, `kept` (records),
         `advantages`, `norm` (of the update), `kl` (from the round's policy, mean of `rho - 1 - log rho` on the fresh
         records), `entropy` (its rise there, by what the policy states of it; null where it states none), `trained` (the
-        gain on the recorded rollout, with its raw advantages), `gain`, `as_far_as_all`, `all_as_far`.
+        gain on the recorded rollout, with its raw advantages), `gain`, `all_as_long` (to its norm), `all_as_far` (to
+        its divergence).
 
     Raises:
         WhenceError: a selection called "all" or that keeps fewer than two records, no order, or advantages of another
@@ -95,8 +97,8 @@ def gains(
             norms = [_norm(update) for update in updates]
             for selection, mask, update, norm in zip((ALL, *selections), masks, updates, norms, strict=True):
                 found = judge(others | _moved(start, update))
-                as_far = judge(others | _moved(start, update, norms[0], norm))
-                whole = judge(others | _moved(start, updates[0], norm, norms[0]))
+                long = judge(others | _moved(start, updates[0], norm / norms[0] if norms[0] > 0 else 1.0))
+                far = found if selection == ALL else _as_far(judge, others, start, updates[0], found.kl)
                 seen = of_rollout(others | _moved(start, update)).gains["raw"]
                 rows += [
                     {
@@ -109,8 +111,8 @@ def gains(
                         "entropy": None if found.entropy is None else found.entropy - (before.entropy or 0.0),
                         "trained": seen,
                         "gain": found.gains[kind],
-                        "as_far_as_all": as_far.gains[kind],
-                        "all_as_far": whole.gains[kind],
+                        "all_as_long": long.gains[kind],
+                        "all_as_far": far.gains[kind],
                     }
                     for kind in advantages
                 ]
@@ -162,7 +164,16 @@ def _norm(update: Params) -> float:
     return float(torch.stack([own.double().square().sum() for own in update.values()]).sum().sqrt())
 
 
-def _moved(start: Params, update: Params, wanted: float = 1.0, norm: float = 1.0) -> dict[str, Tensor]:
-    """Return parameters after an update of this norm, made `wanted` long."""
-    scale = wanted / norm if norm > 0 else 1.0
+def _moved(start: Params, update: Params, scale: float = 1.0) -> dict[str, Tensor]:
     return {name: p + scale * update[name] for name, p in start.items()}
+
+
+def _as_far(judge: _Judge, others: Params, start: Params, update: Params, kl: float) -> _Verdict:
+    """Judge an update made longer or shorter until the divergence is `kl`, within a hundredth."""
+    scale, found = 1.0, judge({**others, **_moved(start, update)})
+    for _ in range(10):
+        if min(found.kl, kl) <= 0 or abs(found.kl / kl - 1) < 0.01:
+            break
+        scale *= math.sqrt(kl / found.kl)  # to lowest order, divergence grows with the square
+        found = judge({**others, **_moved(start, update, scale)})
+    return found

@@ -209,9 +209,9 @@ def _cosine_section(table: pl.DataFrame) -> str:
 def _gain_sections(table: pl.DataFrame) -> Iterable[str]:
     yield (
         "## What selections gain on fresh steps\n\n"
-        "The rise of mean(ρÂ) over 50,000 steps that no training saw, in standard deviations of Â (returns less values); "
-        "means over rounds and seeds. *As long*: all's update, made as long as the selection's. *As far*: all's update, "
-        "made longer or shorter until the policy diverges as much."
+        "The rise of mean(ρÂ) over 50,000 steps that no training saw, in standard deviations of Â (returns less "
+        "values); means over rounds and seeds. *As long*: all's update, made as long as the selection's. *As far*: "
+        "all's update, made longer or shorter until the policy diverges as much."
     )
     means = {tuple(row[k] for k in ("advantages", "group", "selection")): row for row in _gain_means(table)}
     for group, _ in _grouped(table):

@@ -21,11 +21,12 @@ from whence.cli.reading import asked_target
 from whence.cli.training import round_numbers
 from whence.counterfactual import intervene as intervene_round
 from whence.counterfactual.interventions import VARIANTS, mean_change
-from whence.errors import RunDirectoryError, Unsupported, WhenceError, nearest
+from whence.errors import RunDirectoryError, WhenceError, nearest
 from whence.experiments.replay import measuring, run_config
 from whence.guards import written_atomically
 from whence.influence import Influence
 from whence.report.figures import interventions_box
+from whence.report.pictures import write_svg
 from whence.rounds import METHODS, RoundRecording, attribute_round
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
@@ -48,9 +49,7 @@ def intervene(
             show_default=False,
         ),
     ] = None,
-    target: Annotated[
-        str, typer.Option(help="What the scores are of: return, or action (of --record, or of the two below).")
-    ] = "return",
+    target: options.Target = "return",
     record: options.Record = None,
     observation: options.Observation = None,
     action: options.Action = None,
@@ -248,13 +247,5 @@ def _draw(env: str, rows: Iterable[Mapping[str, Any]], file: Path) -> None:
         {"run": env, "variant": variant, "change": row[f"change_{variant}"]} for row in rows for variant in _CHANGED
     ]
     schema = {"run": pl.String, "variant": pl.String, "change": pl.Float64}
-    picture = interventions_box(pl.DataFrame(points, schema=schema)).update_layout(width=760, font_family="sans-serif")
-    try:
-        content = bytes(picture.to_image(format="svg"))
-    except (RuntimeError, TimeoutError) as missing:  # Plotly's, Kaleido's and its browser's driver's
-        raise Unsupported(
-            f"The picture {file} cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or leave "
-            "--figure out. The numbers are written."
-        ) from missing
-    with written_atomically(file) as temporary:
-        temporary.write_bytes(content)
+    picture = interventions_box(pl.DataFrame(points, schema=schema))
+    write_svg(picture, file, "leave --figure out. The numbers are written.")

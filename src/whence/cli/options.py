@@ -50,6 +50,9 @@ Warmup: TypeAlias = Annotated[
 NEnvs: TypeAlias = Annotated[
     int | None, typer.Option(help="Environments stepped side by side. (default: 1)", show_default=False)
 ]
+Target: TypeAlias = Annotated[
+    str, typer.Option(help="What the scores are of: return, or action (of --record, or of the two below).")
+]
 Observation: TypeAlias = Annotated[
     str | None, typer.Option(help="For the target action: one observation.", metavar="JSON", show_default=False)
 ]

@@ -26,9 +26,7 @@ from whence.runs import RunDirectory
 def counterfactual(
     run: Annotated[Path, typer.Argument(help="A run directory of `whence train --record-rounds`.")],
     round: Annotated[int, typer.Option(help="The recorded round, from 1.")],
-    target: Annotated[
-        str, typer.Option(help="What the scores are of: return, or action (of --record, or of the two below).")
-    ] = "return",
+    target: options.Target = "return",
     record: options.Record = None,
     observation: options.Observation = None,
     action: options.Action = None,

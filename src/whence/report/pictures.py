@@ -1,8 +1,9 @@
-"""The learning curves of a sweep's experiments, as SVG."""
+"""Pictures as SVG: the learning curves of a sweep's experiments, and how any figure is written."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import plotly.graph_objects as go
 import polars as pl
 
 from whence.errors import Unsupported
@@ -23,9 +24,7 @@ def draw(labels: Labels, folder: Path) -> list[Path]:
     found = []
     for name, chosen in pictures_of(labels).items():
         found.append(folder / f"{name}.svg")
-        content = _svg(labels, chosen, found[-1].name)
-        with written_atomically(found[-1]) as temporary:
-            temporary.write_bytes(content)
+        write_svg(_curves(labels, chosen), found[-1], "pass --no-pictures. The tables are written.")
     return found
 
 
@@ -57,18 +56,32 @@ def _is_control(arm: str) -> bool:
     return (ARMS[arm].learning_rate_scale, ARMS[arm].callback) != (standard.learning_rate_scale, standard.callback)
 
 
-def _svg(labels: Labels, chosen: Sequence[str], name: str) -> bytes:
+def _curves(labels: Labels, chosen: Sequence[str]) -> go.Figure:
     tables = [
         kept.tables["evaluations"].select("round", "test_return", arm=pl.lit(label))
         for label in chosen
         for kept in labels[label].values()
     ]
-    figure = learning_curves(pl.concat(tables), arm_colours(chosen))
+    return learning_curves(pl.concat(tables), arm_colours(chosen))
+
+
+def write_svg(figure: go.Figure, file: Path, remedy: str) -> None:
+    """Write a figure as SVG.
+
+    Args:
+        figure: 760 pixels wide, as all of ours.
+        file: to write.
+        remedy: what else a user can do where it cannot be drawn, for the message.
+
+    Raises:
+        Unsupported: there is no Kaleido, or no browser that it can drive.
+    """
     figure.update_layout(width=760, font_family="sans-serif")
     try:
-        return bytes(figure.to_image(format="svg"))
+        content = bytes(figure.to_image(format="svg"))
     except (RuntimeError, TimeoutError) as missing:  # Plotly's, Kaleido's and its browser's driver's
         raise Unsupported(
-            f"The picture {name} cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or pass "
-            "--no-pictures. The tables are written."
+            f"The picture {file.name} cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or {remedy}"
         ) from missing
+    with written_atomically(file) as temporary:
+        temporary.write_bytes(content)

@@ -29,10 +29,12 @@ SCORES = (
 )
 TRUTHS = {"recorded": "recorded minibatches", "reshuffled": "reshuffled, mean of the orders"}
 GRADIENTS = ("all", "random", "iif", "not negative")
-GAINS = {
+SHARES_OF_ALL = {
     "less": "less all's",
     "less as long": "less all's, as long",
     "less as far": "less all's, as far",
+}
+GAINS = SHARES_OF_ALL | {
     "kl": "divergence, over all's",
     "entropy": "entropy, less all's",
 }
@@ -99,6 +101,20 @@ def mean_over(values: Sequence[float | None]) -> dict[str, Any]:
     return {"mean": float(known.mean()), "low": interval.low, "high": interval.high, "rounds": len(known)}
 
 
+def ratio_over(values: Sequence[float], wholes: Sequence[float]) -> dict[str, Any]:
+    """Return the sum of values over the sum of wholes, and its 95% bootstrap interval over rounds and seeds."""
+    pairs = np.array([values, wholes], dtype=np.float64)
+
+    def ratio(values: Any, wholes: Any, axis: int = -1) -> Any:
+        return values.sum(axis) / wholes.sum(axis)
+
+    found: dict[str, Any] = {"mean": float(ratio(*pairs)), "low": None, "high": None, "rounds": pairs.shape[1]}
+    if pairs.shape[1] > 1 and np.ptp(pairs[0] / pairs[1]) > 0:
+        drawn = stats.bootstrap(pairs, ratio, paired=True, method="percentile", random_state=np.random.default_rng(0))
+        found |= {"low": drawn.confidence_interval.low, "high": drawn.confidence_interval.high}
+    return found
+
+
 def _means(table: pl.DataFrame, by: Sequence[str], columns: Mapping[str, str]) -> list[dict[str, Any]]:
     rows = []
     for key, own in table.group_by(by, maintain_order=True):
@@ -155,7 +171,10 @@ def compared(table: pl.DataFrame) -> pl.DataFrame:
 
 def _gain_means(table: pl.DataFrame) -> list[dict[str, Any]]:
     by = ["advantages", "group", "selection"]
-    return _means(table, by, {name: name for name in ("gain", *GAINS, "kept")})
+    means = _means(table, by, {name: name for name in ("gain", "kl", "entropy", "kept")})
+    for row, (_, own) in zip(means, table.group_by(by, maintain_order=True), strict=True):
+        row |= {name: ratio_over(own[name].to_list(), own["gain_all"].to_list()) for name in SHARES_OF_ALL}
+    return means
 
 
 def _nested(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, Any]:
@@ -210,8 +229,9 @@ def _gain_sections(table: pl.DataFrame) -> Iterable[str]:
     yield (
         "## What selections gain on fresh steps\n\n"
         "The rise of mean(ρÂ) over 50,000 steps that no training saw, in standard deviations of Â (returns less "
-        "values); means over rounds and seeds. *As long*: all's update, made as long as the selection's. *As far*: "
-        "all's update, made longer or shorter until the policy diverges as much."
+        "values); means over rounds and seeds, differences from all's in percent of all's mean. *As long*: all's "
+        "update, made as long as the selection's. *As far*: all's, made longer or shorter until the policy diverges "
+        "as much."
     )
     means = {tuple(row[k] for k in ("advantages", "group", "selection")): row for row in _gain_means(table)}
     for group, _ in _grouped(table):
@@ -219,8 +239,11 @@ def _gain_sections(table: pl.DataFrame) -> Iterable[str]:
         lines = [["records kept", "share", "gain", *GAINS.values()]]
         for selection, row in own.items():
             share = f"{row['kept']['mean'] / 2048:.0%}"
-            others = [_cell(row[name]) if selection != ALL else "" for name in GAINS]
-            lines.append([selection, share, _cell(row["gain"], interval=selection == ALL), *others])
+            less = [_cell(row[name], percent=True) for name in SHARES_OF_ALL]
+            others = (
+                [*less, _cell(row["kl"], digits=2), _cell(row["entropy"])] if selection != ALL else [""] * len(GAINS)
+            )
+            lines.append([selection, share, _cell(row["gain"], interval=selection == ALL, digits=4), *others])
         rounds = own[ALL]["gain"]["rounds"]
         yield f"### {group}, {rounds} rounds\n\n{_table(lines)}"
 
@@ -237,12 +260,13 @@ def _intervention_section(table: pl.DataFrame) -> str:
     return f"## Test return of single rounds, less that of training on everything\n\n{_table(lines)}"
 
 
-def _cell(found: Mapping[str, Any] | None, *, interval: bool = True, digits: int = 3) -> str:
+def _cell(found: Mapping[str, Any] | None, *, interval: bool = True, digits: int = 3, percent: bool = False) -> str:
     if found is None or found["mean"] is None:
         return "–"
-    text = f"{found['mean']:.{digits}f}"
+    form = ".0%" if percent else f".{digits}f"
+    text = f"{found['mean']:{form}}"
     if interval and found["low"] is not None:
-        text += f" [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
+        text += f" [{found['low']:{form}}, {found['high']:{form}}]"
     return text.replace("-", "−")
 
 

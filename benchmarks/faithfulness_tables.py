@@ -236,7 +236,8 @@ def _gain_sections(table: pl.DataFrame) -> Iterable[str]:
     means = {tuple(row[k] for k in ("advantages", "group", "selection")): row for row in _gain_means(table)}
     for group, _ in _grouped(table):
         own = {key[2]: row for key, row in means.items() if key[:2] == ("monte-carlo", group)}
-        lines = [["records kept", "share", "gain", *GAINS.values()]]
+        by_gae = {key[2]: row["less as far"] for key, row in means.items() if key[:2] == ("gae", group)}
+        lines = [["records kept", "share", "gain", *GAINS.values(), "less all's, as far, Â by GAE"]]
         for selection, row in own.items():
             share = f"{row['kept']['mean'] / 2048:.0%}"
             less = [_cell(row[name], percent=True) for name in SHARES_OF_ALL]

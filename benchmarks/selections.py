@@ -8,6 +8,7 @@ deviations. Each suspect of why filtering may fail is a selection that differs f
 - "iif": the share `drop` of the records that score below 0, lowest first, by the snapshot score; "below 0": all of
   them; "below mean": the share `drop` of those below the mean score.
 - "cross-fitted": halves of the episodes judge each other, so that no record has a voice in its own score.
+- "earlier rollouts": the rollouts of the four rounds before judge, reweighted to the policy as it is.
 - "fresh target": 50,000 further steps judge, so that nothing of the rollout has one.
 - "preconditioned": the target's gradient goes through Adam's scale at the beginning of the round.
 - "all, normalised once", "iif, normalised once": advantages are not centred anew in each minibatch.
@@ -17,7 +18,7 @@ A finished round is not done again. Training runs are shared with `benchmarks.fa
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,17 +31,21 @@ from torch import Tensor
 from benchmarks.faithfulness import SETUPS, Job, at_once, trained, write
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
 from whence.counterfactual import gains
-from whence.experiments import RunConfig, load_recording
+from whence.experiments import load_recording, load_round
 from whence.experiments.gradients import large_rollout, monte_carlo
 from whence.experiments.replay import run_config
 from whence.policies import as_view
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.rounds.optimizers import begin, preconditioner
+from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 
 STEPS = 100_000
 """Of which one half judges, and the other is the fresh target."""
+
+EARLIER = 4
+"""Rounds before that judge."""
 
 ONCE = ", normalised once"
 
@@ -64,58 +69,71 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
         file = out / "rounds" / job.name / f"selection_{number:05d}.json"
         if not file.exists():
             about = {"env": job.env, "optimizer": job.optimizer, "seed": job.seed, "round": number}
-            model, recording = load_recording(run, number)
-            write(file, about | {"selections": judged(run_config(run), model, recording).to_dicts()})
+            write(file, about | {"selections": judged(run, number).to_dicts()})
     return time.perf_counter() - began
 
 
-def judged(config: RunConfig, model: Any, recording: RoundRecording) -> pl.DataFrame:
+def judged(run: RunDirectory, number: int) -> pl.DataFrame:
     """Return what selections of a round gain on fresh steps."""
-    large = large_rollout(config, model, steps=STEPS, seed=recording.number)
+    config = run_config(run)
+    model, recording = load_recording(run, number)
+    large = large_rollout(config, model, steps=STEPS, seed=number)
     half = torch.arange(len(large)) < len(large) // 2  # environments come one after the other
     fresh = large.take(~half)
     kinds = {"gae": fresh.advantages, "monte-carlo": monte_carlo(large)[~half].to(fresh.advantages)}
     kinds = {name: own / own.std() for name, own in kinds.items()}  # so that rounds can be compared
-    masks = selections(config, model, recording, large.take(half))
-    asked: dict[str, Any] = {"advantages": kinds, "seed": recording.number}
+    before = [load_round(run, earlier)[1] for earlier in range(max(1, number - EARLIER), number)]
+    masks = selections(config.drop, model, recording, {"fresh target": [large.take(half)], "earlier rollouts": before})
+    asked: dict[str, Any] = {"advantages": kinds, "seed": number}
     found = gains(model.policy, recording, masks, fresh, **asked)
     once = gains(model.policy, normalised_once(recording), {"iif": masks["iif"]}, fresh, **asked)
     return pl.concat([found, once.with_columns(selection=pl.col("selection") + ONCE)])
 
 
-def selections(config: RunConfig, model: Any, recording: RoundRecording, fresh: RecordBatch) -> Mapping[str, Tensor]:
-    """Return which records each selection keeps."""
+def selections(
+    drop: float, model: Any, recording: RoundRecording, elsewhere: Mapping[str, Sequence[RecordBatch]]
+) -> Mapping[str, Tensor]:
+    """Return which records each selection keeps; `elsewhere` are the records that judge, by the selection's name."""
     records, policy, seed = recording.records, model.policy, recording.number
     scoring: dict[str, Any] = {"objective": model_objective(model)}
-    targets = {"iif": Return(), "fresh target": Fresh(fresh)}
+    targets = {"iif": Return(), **{name: Elsewhere(rollouts) for name, rollouts in elsewhere.items()}}
     if recording.optimizer.name != "SGD":
         targets["preconditioned"] = Along(_preconditioned(policy, recording))
     scores = {name: attribute(policy, records, target=target, **scoring) for name, target in targets.items()}
     scores["cross-fitted"] = attribute_crossfit(policy, records, target=Return(), **scoring)
     rules = {
         "below 0": IIF(1.0),
-        "below mean": BelowMean(config.drop),
-        "random": RandomDrop(config.drop, seed),
-        "random below 0": NegativeRandom(config.drop, seed),
+        "below mean": BelowMean(drop),
+        "random": RandomDrop(drop, seed),
+        "random below 0": NegativeRandom(drop, seed),
     }
-    kept = {name: IIF(config.drop).select(records, own).keep for name, own in scores.items()}
+    kept = {name: IIF(drop).select(records, own).keep for name, own in scores.items()}
     return kept | {name: rule.select(records, scores["iif"]).keep for name, rule in rules.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class Fresh:
-    """`Return()` of other records than the scored ones."""
+class Elsewhere:
+    """The surrogate `mean(rho A)` of other records than the scored ones, which policies not far from this collected.
 
-    records: RecordBatch
+    Where this one did, its gradient is that of `Return()`.
+    """
+
+    rollouts: Sequence[RecordBatch]
 
     def parts(self, at_once: int = 10_000) -> Iterable[Any]:
         """Yield the target of some records after the other."""
-        for first in range(0, len(self.records), at_once):
-            yield self._of(self.records.take(slice(first, first + at_once)))
+        for records in self.rollouts:
+            for first in range(0, len(records), at_once):
+                yield self._of(records.take(slice(first, first + at_once)))
 
     def _of(self, some: RecordBatch) -> Any:
-        share = len(some) / len(self.records)
-        return lambda view, params, _: share * Return()(view, params, some)
+        count = sum(map(len, self.rollouts))
+
+        def target(view: Any, params: Any, _: RecordBatch) -> Tensor:
+            ratio = (view(params, view.prepare(some)).log_prob - some.log_probs).exp()
+            return (ratio * some.advantages).sum() / count
+
+        return target
 
     def __call__(self, view: Any, params: Any, records: RecordBatch) -> Tensor:
         """Return the target, a scalar."""

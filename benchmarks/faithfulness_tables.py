@@ -239,12 +239,11 @@ def _gain_sections(table: pl.DataFrame) -> Iterable[str]:
         by_gae = {key[2]: row["less as far"] for key, row in means.items() if key[:2] == ("gae", group)}
         lines = [["records kept", "share", "gain", *GAINS.values(), "less all's, as far, Â by GAE"]]
         for selection, row in own.items():
-            share = f"{row['kept']['mean'] / 2048:.0%}"
             less = [_cell(row[name], percent=True) for name in SHARES_OF_ALL]
-            others = (
-                [*less, _cell(row["kl"], digits=2), _cell(row["entropy"])] if selection != ALL else [""] * len(GAINS)
-            )
-            lines.append([selection, share, _cell(row["gain"], interval=selection == ALL, digits=4), *others])
+            others = [*less, _cell(row["kl"], digits=2), _cell(row["entropy"]), _cell(by_gae[selection], percent=True)]
+            shown = others if selection != ALL else [""] * len(others)
+            share = f"{row['kept']['mean'] / 2048:.0%}"
+            lines.append([selection, share, _cell(row["gain"], interval=selection == ALL, digits=4), *shown])
         rounds = own[ALL]["gain"]["rounds"]
         yield f"### {group}, {rounds} rounds\n\n{_table(lines)}"
 

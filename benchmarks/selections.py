@@ -7,7 +7,8 @@ deviations. Each suspect of why filtering may fail is a selection that differs f
 
 - "iif": the share `drop` of the records that score below 0, lowest first, by the snapshot score; "below 0": all of
   them; "below mean": the share `drop` of those below the mean score.
-- "cross-fitted": halves of the episodes judge each other, so that no record has a voice in its own score.
+- "cross-fitted": halves of the episodes judge each other, so that no record has a voice in its own score;
+  "cross-fitted, 8 folds": seven eighths judge the last.
 - "earlier rollouts": the rollouts of the four rounds before judge, reweighted to the policy as it is.
 - "fresh target": 50,000 further steps judge, so that nothing of the rollout has one.
 - "preconditioned": the target's gradient goes through Adam's scale at the beginning of the round.
@@ -100,7 +101,8 @@ def selections(
     if recording.optimizer.name != "SGD":
         targets["preconditioned"] = Along(_preconditioned(policy, recording))
     scores = {name: attribute(policy, records, target=target, **scoring) for name, target in targets.items()}
-    scores["cross-fitted"] = attribute_crossfit(policy, records, target=Return(), **scoring)
+    for name, folds in (("cross-fitted", 2), ("cross-fitted, 8 folds", 8)):
+        scores[name] = attribute_crossfit(policy, records, target=Return(), folds=folds, **scoring)
     rules = {
         "below 0": IIF(1.0),
         "below mean": BelowMean(drop),

@@ -35,10 +35,11 @@ from whence.counterfactual import gains
 from whence.experiments import load_recording, load_round
 from whence.experiments.gradients import large_rollout, monte_carlo
 from whence.experiments.replay import run_config
-from whence.policies import as_view
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.rounds.optimizers import begin, preconditioner
+from whence.rounds.optimizers import preconditioner
+from whence.rounds.replay import opened
+from whence.rounds.schedule import target_gradient
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 
@@ -155,15 +156,9 @@ class Along:
 
 def _preconditioned(policy: Any, recording: RoundRecording) -> Mapping[str, Tensor]:
     """Return the gradient of `Return()` at the round's beginning as the optimiser would scale it."""
-    view = as_view(policy)
-    free = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
-    target = Return()(view, free, recording.records)
-    found = torch.autograd.grad(target, list(free.values()), allow_unused=True, materialize_grads=True)
-    state = begin(recording.optimizer, free)
-    return {
-        name: (gradient * preconditioner(recording.optimizer, state[name])).detach()
-        for name, gradient in zip(free, found, strict=True)
-    }
+    round = opened(policy, recording)
+    gradient = target_gradient(round, round.start.params, Return())
+    return round.named(gradient * preconditioner(recording.optimizer, round.start.state))
 
 
 def normalised_once(recording: RoundRecording) -> RoundRecording:

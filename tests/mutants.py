@@ -566,8 +566,8 @@ MUTANTS = (
     Mutant(
         "one scale for policy and values",
         "experiments/controls.py",
-        "others = start.keys() - acting",
-        "acting, others = set(start), set()",
+        "others = frozenset(start.keys() - steering)",
+        "steering, others = frozenset(start), frozenset()",
         "test_controls.py::test_it_goes_where_ppo_goes_as_far_as_the_selection_would",
     ),
     Mutant(
@@ -587,8 +587,8 @@ MUTANTS = (
     Mutant(
         "momentum left out of a round's scores",
         "rounds/schedule.py",
-        "entering + decay * carried[name]",
-        "entering",
+        " + decay * carried",
+        "",
         "test_rounds.py::TestScores::test_for_small_steps_of_sgd_momentum_gives_the_derivative_less_its_mean",
     ),
     Mutant(
@@ -793,6 +793,13 @@ MUTANTS = (
         "found.entropy - (before.entropy or 0.0)",
         "found.entropy",
         "test_gains.py::test_gains_by_their_definitions",
+    ),
+    Mutant(
+        "one count of steps for all parameters",
+        "rounds/optimizers.py",
+        "all(bool(count == counts[0]) for count in counts)",
+        "counts",
+        "test_rounds.py::test_a_step_is_torchs_also_where_parameters_have_been_stepped_on_unequally",
     ),
     Mutant(
         "a filled up minibatch that trains on the last record",

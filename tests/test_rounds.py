@@ -18,7 +18,7 @@ import whence
 from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute_round
 from whence.engines.memory import bytes_held
 from whence.errors import RunDirectoryError, Unsupported
-from whence.rounds import METHODS, optimizers, replay, schedule
+from whence.rounds import METHODS, OptimizerState, optimizers, replay, schedule
 from whence.rounds.replay import clip_factor, loss, opened, points, step, values
 from whence.rounds.schedule import SCHEDULED
 from whence.sb3 import InfluenceCallback
@@ -232,7 +232,7 @@ class TestScores:
         round = opened(model.policy, recording, dtype=torch.float64)
         path = list(points(round))
         for number, index in enumerate(recording.steps):
-            params = path[number].params
+            params = round.named(path[number].params)
             free = {name: p.detach().requires_grad_() for name, p in params.items()}
             value = Return()(round.view, free, round.records)
             raised = torch.autograd.grad(value, list(free.values()), allow_unused=True)
@@ -278,20 +278,23 @@ class TestScores:
         round = opened(model.policy, recording, dtype=torch.float64)
         raised = []
         for before, after in pairwise(points(round)):
-            free = {name: p.detach().requires_grad_() for name, p in before.params.items()}
+            free = {name: p.detach().requires_grad_() for name, p in round.named(before.params).items()}
             value = Return()(round.view, free, round.records)
             found = torch.autograd.grad(value, list(free.values()), materialize_grads=True, allow_unused=True)
-            scaled = {}
-            for gradient, (name, state) in zip(found, after.state.items(), strict=True):
-                root = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt()
-                scaled[name] = gradient / (root + settings["eps"]) / (1 - first ** state["step"])
+            scaled, count = {}, after.state["step"]
+            squares = round.named(after.state["exp_avg_sq"])
+            for gradient, (name, square) in zip(found, squares.items(), strict=True):
+                root = (square / (1 - second**count)).sqrt()
+                scaled[name] = gradient / (root + settings["eps"]) / (1 - first**count)
             raised.append(scaled)
         expected = torch.zeros(len(round.records), dtype=torch.float64)
         for number, (index, point) in enumerate(zip(recording.steps, points(round), strict=False)):
             given = round.minibatch(number), torch.ones(len(index), dtype=torch.float64)
-            gradients = torch.func.grad(lambda p, given=given: loss(round, p, *given))(point.params)
-            own = torch.func.jacrev(lambda p, given=given: values(round, p, *given))(point.params)
-            factor = settings["lr"] * clip_factor(gradients, recording.update.max_grad_norm) / len(index)
+            params = round.named(point.params)
+            gradients = torch.func.grad(lambda p, given=given: loss(round, p, *given))(params)
+            own = torch.func.jacrev(lambda p, given=given: values(round, p, *given))(params)
+            gradient = torch.cat([one.flatten() for one in gradients.values()])
+            factor = settings["lr"] * clip_factor(gradient, recording.update.max_grad_norm) / len(index)
             for ago, later in enumerate(raised[number:]):
                 products = sum((own[name].flatten(1) * g.flatten()).sum(1) for name, g in later.items())
                 expected[index] += factor * (1 - first) * first**ago * products
@@ -422,6 +425,44 @@ class TestMemory:
         for method in METHODS:
             scores = attribute_round(model.policy, empty, target=Return(), method=method, memory=0).scores
             assert bool((scores == 0).all())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_torchs_also_where_parameters_have_been_stepped_on_unequally(name):
+    shapes = {"one": (3, 2), "other": (4,)}
+    parameters = {key: torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for key, shape in shapes.items()}
+    own = getattr(torch.optim, name.split()[0])(parameters.values(), lr=0.1, **OPTIMIZERS[name])
+
+    def stepped(names):
+        for parameter_name, parameter in parameters.items():
+            parameter.grad = torch.randn_like(parameter) if parameter_name in names else None
+        own.step()
+
+    stepped(["one"])
+    for _ in range(2):
+        state = {key: dict(own.state[p]) for key, p in parameters.items() if p in own.state}
+        kept = {key: {k: v.clone() for k, v in of.items() if v is not None} for key, of in state.items()}
+        settings = {key: value for key, value in own.param_groups[0].items() if key != "params"}
+        recorded_state = OptimizerState(type(own).__name__, settings, kept)
+        begun = optimizers.begin(recorded_state, parameters)
+        before = torch.cat([p.detach().flatten() for p in parameters.values()])
+        stepped(parameters)
+        gradient = torch.cat([p.grad.flatten() for p in parameters.values()])
+        found, _ = optimizers.step(recorded_state, before, gradient, begun)
+        expected = torch.cat([p.detach().flatten() for p in parameters.values()])
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_parameters_of_several_dtypes_are_refused():
+    model = model_of()
+    recording = recorded(model)
+    model.policy.value_net.double()
+    with pytest.raises(Unsupported, match="float32, float64"):
+        replay(model.policy, replace(recording, start={**recording.start, **mixed(recording.start)}))
+
+
+def mixed(start):
+    return {name: tensor.double() for name, tensor in start.items() if name.startswith("value_net")}
 
 
 def test_adams_correction_is_its_own():

@@ -91,7 +91,7 @@ def test_the_derivative_of_each_training(gentle, monkeypatch):
             records = round.records.take(index)
             inputs = {key: tensor[index] for key, tensor in round.inputs.items()}
             point = step(round, point, Minibatch(index, records, inputs), weights[index])
-        return Return()(round.view, point.params, round.records)
+        return Return()(round.view, round.named(point.params), round.records)
 
     known = []
     for row in range(3):

@@ -74,8 +74,9 @@ def gains(
             raise WhenceError(f"The advantages {name!r} have shape {tuple(own.shape)}; ({len(fresh)},) is needed.")
     round = opened(policy, recording)
     names = acting(round.view, round.records)
-    start = {name: round.start.params[name] for name in names}
-    others = {name: p for name, p in round.start.params.items() if name not in names}
+    begun = round.named(round.start.params)
+    start = {name: begun[name] for name in names}
+    others = {name: p for name, p in begun.items() if name not in names}
     judge = _Judge(round.view, fresh, advantages)
     of_rollout = _Judge(round.view, round.records, {"raw": round.records.advantages})
     everything = torch.ones(len(recording.records), dtype=torch.bool)
@@ -83,7 +84,7 @@ def gains(
     generator = torch.Generator().manual_seed(seed)
     rows = []
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        before = judge(round.start.params)
+        before = judge(begun)
         if before.furthest > 1e-3:
             raise WhenceError(
                 f"The fresh records were not collected by the policy of round {recording.number} as it was before the "

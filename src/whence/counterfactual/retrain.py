@@ -128,13 +128,12 @@ def retrain(
 
 
 def _in_parts(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, at_once: int) -> dict[str, Tensor]:
-    trained = {name: p.new_empty(len(weights), *p.shape) for name, p in round.start.params.items()}
+    trained = round.start.params.new_empty(len(weights), len(round.start.params))
     for first in range(0, len(weights), at_once):
         chosen = slice(first, first + at_once)
         own = None if orders is None else [order[chosen] for order in orders]
-        for name, tensor in _side_by_side(round, weights[chosen], own).items():
-            trained[name][chosen] = tensor
-    return trained
+        trained[chosen] = _side_by_side(round, weights[chosen], own)
+    return round.named(trained)
 
 
 def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, memory: int) -> int:
@@ -154,7 +153,7 @@ def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None,
         held = bytes_held(lambda: _side_by_side(alone, weights[:1].expand(side_by_side, -1), own))
         return MARGIN * (max(held) + side_by_side * round.start.nbytes)  # where the step begins is there as well
 
-    results = weights.nbytes + sum(p.nbytes for p in round.start.params.values()) * count
+    results = weights.nbytes + round.start.params.nbytes * count
     one = cost(1)
     if results + one > memory:
         raise WhenceError(
@@ -168,7 +167,7 @@ def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None,
     return min(count, 1 + (memory - results - one) // each)
 
 
-def _side_by_side(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None) -> dict[str, Tensor]:
+def _side_by_side(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None) -> Float[Tensor, "m p"]:
     point = round.start.spread(len(weights))
 
     if orders is not None:  # who is nobody weighs nothing

@@ -102,7 +102,7 @@ def _influence(scores: Float[Tensor, " n"], round: Round, target: Target, method
             objective=f"round {recording.number}: {recording.update}, {recording.optimizer.name}",
             engine=method,
             engine_reason="asked for",
-            parameters=tuple(round.start.params),
+            parameters=tuple(round.shapes),
             records=recording.records.fingerprint,
             versions=dict(recording.versions),
         ),

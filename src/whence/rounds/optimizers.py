@@ -9,9 +9,8 @@ from torch import Tensor
 from whence.errors import Unsupported, nearest
 from whence.rounds.recording import OptimizerState
 
-Tensors = Mapping[str, Tensor]
 State = Mapping[str, Tensor]
-"""The tensors that an optimiser keeps of one parameter, by their names in torch."""
+"""What an optimiser keeps of all parameters, laid end to end, by its names in torch."""
 
 
 def check_optimizer(optimizer: OptimizerState) -> None:
@@ -30,38 +29,43 @@ def check_optimizer(optimizer: OptimizerState) -> None:
             raise Unsupported(f"{optimizer.name} with {name}=True cannot be replayed step by step; train without it.")
 
 
-def begin(optimizer: OptimizerState, parameters: Tensors) -> dict[str, State]:
-    """Return every parameter's state before the round, zeros where the optimiser had not stepped yet.
+def begin(optimizer: OptimizerState, parameters: Mapping[str, Tensor]) -> State:
+    """Return the state before the round, zeros where the optimiser had not stepped on a parameter yet.
 
     Args:
         optimizer: the recorded one.
-        parameters: of the policy, whose dtype and device the state takes.
+        parameters: of the policy, whose order, dtype and device the state takes.
+
+    Returns:
+        A vector for each of the optimiser's tensors, and `step`: one number, or, where parameters have been stepped on
+        a different number of times, a vector as well.
     """
     keys = _KEYS[optimizer.name](optimizer.settings)
-    found: dict[str, State] = {}
-    for name, parameter in parameters.items():
-        known = optimizer.state.get(name, {})
-        found[name] = {
-            "step": known.get("step", torch.zeros(())).to(parameter),
-            **{key: known[key].to(parameter) if key in known else torch.zeros_like(parameter) for key in keys},
-        }
-        # SGD keeps no count, and begins its momentum with the first gradient.
-        if optimizer.name == "SGD" and "momentum_buffer" in known:
-            found[name] = {**found[name], "step": torch.ones(()).to(parameter)}
-    return found
+    known = [(parameter, optimizer.state.get(name, {})) for name, parameter in parameters.items()]
+    found = {
+        key: torch.cat([own[key].to(p).flatten() if key in own else torch.zeros_like(p).flatten() for p, own in known])
+        for key in keys
+    }
+    counts = [_count(optimizer, own).to(parameter) for parameter, own in known]
+    if all(bool(count == counts[0]) for count in counts):
+        return {"step": counts[0], **found}
+    of_each = [count.expand(p.numel()) for count, p in zip(counts, parameters.values(), strict=True)]
+    return {"step": torch.cat(of_each), **found}
 
 
-def step(
-    optimizer: OptimizerState, parameters: Tensors, gradients: Tensors, state: Mapping[str, State]
-) -> tuple[dict[str, Tensor], dict[str, State]]:
-    """Return parameters and state after one step; what came is left as it is."""
-    one = _STEPS[optimizer.name]
-    moved = {name: one(optimizer.settings, p, gradients[name], state[name]) for name, p in parameters.items()}
-    return {name: p for name, (p, _) in moved.items()}, {name: own for name, (_, own) in moved.items()}
+def _count(optimizer: OptimizerState, own: Mapping[str, Tensor]) -> Tensor:
+    if optimizer.name == "SGD":  # keeps no count, and begins its momentum with the first gradient
+        return torch.ones(()) if "momentum_buffer" in own else torch.zeros(())
+    return own.get("step", torch.zeros(()))
+
+
+def step(optimizer: OptimizerState, params: Tensor, gradient: Tensor, state: State) -> tuple[Tensor, State]:
+    """Return parameters, laid end to end, and state after one step; what came is left as it is."""
+    return _STEPS[optimizer.name](optimizer.settings, params, gradient, state)
 
 
 def preconditioner(optimizer: OptimizerState, state: State) -> Tensor:
-    """Return what a parameter's gradient is multiplied by, beside the learning rate, given the state after the step."""
+    """Return what a gradient is multiplied by, beside the learning rate, given the state after the step."""
     settings = optimizer.settings
     if optimizer.name in ("Adam", "AdamW"):
         root = _root(state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"]))

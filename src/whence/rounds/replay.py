@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.errors import WhenceError
+from whence.errors import Unsupported, WhenceError
 from whence.guards import eval_mode, kept_generators
 from whence.objectives import Objective
 from whence.policies import ModuleView, Outputs, Params, PolicyView, as_view, check_batch_norm
@@ -27,23 +27,22 @@ The allocator keeps freed blocks that fit nothing later, and kernels take workin
 
 
 class Point(NamedTuple):
-    """Where a round's optimisation stands: parameters, and the optimiser's state of each."""
+    """Where a round's optimisation stands: the parameters, laid end to end, and the optimiser's state of them.
 
-    params: dict[str, Tensor]
-    state: dict[str, State]
+    One vector instead of many tensors: a step is then a few operations, whatever the number of layers.
+    """
+
+    params: Float[Tensor, "*trainings p"]
+    state: State
 
     @property
     def nbytes(self) -> int:
         """What its tensors take."""
-        kept = [*self.params.values(), *(tensor for own in self.state.values() for tensor in own.values())]
-        return sum(tensor.nbytes for tensor in kept)
+        return self.params.nbytes + sum(tensor.nbytes for tensor in self.state.values())
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Point":
         """Return the point with a function applied to each of its tensors."""
-        return Point(
-            {name: function(p) for name, p in self.params.items()},
-            {name: {key: function(t) for key, t in own.items()} for name, own in self.state.items()},
-        )
+        return Point(function(self.params), {key: function(tensor) for key, tensor in self.state.items()})
 
     def spread(self, count: int) -> "Point":
         """Return so many of it side by side, first axis, in no more memory."""
@@ -57,6 +56,7 @@ class Round:
     Attributes:
         recording: what was done.
         view: the policy; its own parameters are not read.
+        shapes: of the parameters, by name, in the order in which a point has them.
         start: where the round begins.
         records: all records, on the policy's device.
         inputs: what the policy is evaluated on, of all records.
@@ -65,6 +65,7 @@ class Round:
 
     recording: RoundRecording
     view: PolicyView
+    shapes: Mapping[str, torch.Size]
     start: Point
     records: RecordBatch
     inputs: Tree
@@ -72,6 +73,16 @@ class Round:
 
     def __len__(self) -> int:
         return len(self.recording.steps)
+
+    def named(self, params: Float[Tensor, "*trainings p"]) -> dict[str, Tensor]:
+        """Return a point's parameters by name, each with the trainings first."""
+        parts = params.split([shape.numel() for shape in self.shapes.values()], dim=-1)
+        leading = params.shape[:-1]
+        return {n: part.view(*leading, *shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def laid_out(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " p"]:
+        """Return tensors of the parameters' names and shapes as a point has them."""
+        return torch.cat([tensors[name].flatten() for name in self.shapes])
 
     def minibatch(self, number: int) -> "Minibatch":
         """Return the records of a step, from 0."""
@@ -118,12 +129,18 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
     def placed(tensor: Tensor) -> Tensor:
         return _cast_to(dtype)(tensor.to(device))
 
-    params = {name: placed(recording.start[name]).clone() for name in own}
+    params = {name: placed(recording.start[name]) for name in own}
+    if len(dtypes := {p.dtype for p in params.values()}) > 1:
+        raise Unsupported(
+            f"The policy's parameters have the dtypes {', '.join(sorted(str(one)[6:] for one in dtypes))}, and a round "
+            "is stepped through in one. Pass dtype=torch.float32, or another."
+        )
     columns = map_tree(placed, recording.records.columns)
     records = recording.records.with_columns(columns)
     inputs = map_tree(lambda tensor: placed(tensor.detach()), view.prepare(records))
-    start = Point(params, optimizers.begin(recording.optimizer, params))
-    return Round(recording, view, start, records, inputs, recording.update.objective())
+    start = Point(torch.cat([p.flatten() for p in params.values()]), optimizers.begin(recording.optimizer, params))
+    shapes = {name: p.shape for name, p in params.items()}
+    return Round(recording, view, shapes, start, records, inputs, recording.update.objective())
 
 
 def _in_dtype(policy: object, dtype: torch.dtype) -> PolicyView:
@@ -165,17 +182,13 @@ def step(round: Round, point: Point, minibatch: Minibatch, weights: Float[Tensor
 
     A minibatch that weighs nothing is not stepped on. Differentiable in point and weights, under `vmap` too.
     """
-    params = point.params
-    gradients = torch.func.grad(lambda free: loss(round, free, minibatch, weights))(params)
-    clipped = clip(gradients, round.recording.update.max_grad_norm)
-    moved = Point(*optimizers.step(round.recording.optimizer, params, clipped, point.state))
+    gradient = torch.func.grad(lambda free: loss(round, round.named(free), minibatch, weights))(point.params)
+    clipped = gradient * clip_factor(gradient, round.recording.update.max_grad_norm)
+    params, state = optimizers.step(round.recording.optimizer, point.params, clipped, point.state)
     there = weights.sum() > 0
     return Point(
-        {name: torch.where(there, p, params[name]) for name, p in moved.params.items()},
-        {
-            name: {key: torch.where(there, t, point.state[name][key]) for key, t in own.items()}
-            for name, own in moved.state.items()
-        },
+        torch.where(there, params, point.params),
+        {key: torch.where(there, tensor, point.state[key]) for key, tensor in state.items()},
     )
 
 
@@ -211,15 +224,9 @@ def normalised(advantages: Float[Tensor, " b"], weights: Float[Tensor, " b"]) ->
     return torch.where(enough, (advantages - mean) / (deviation + 1e-8), advantages)
 
 
-def clip(gradients: Mapping[str, Tensor], most: float) -> dict[str, Tensor]:
-    """Return gradients of a norm of at most `most`, as torch's `clip_grad_norm_` leaves them."""
-    factor = clip_factor(gradients, most)
-    return {name: gradient * factor for name, gradient in gradients.items()}
-
-
-def clip_factor(gradients: Mapping[str, Tensor], most: float) -> Float[Tensor, ""]:
-    """Return what `clip_grad_norm_` multiplies gradients by."""
-    squares = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum()
+def clip_factor(gradient: Float[Tensor, " p"], most: float) -> Float[Tensor, ""]:
+    """Return what torch's `clip_grad_norm_` multiplies gradients by."""
+    squares = gradient.square().sum()
     if math.isinf(most):  # else the derivative would be 0 times infinity
         return torch.ones_like(squares)
     positive = squares > 0
@@ -276,7 +283,7 @@ def replay(
     with kept_generators(), eval_mode(modules), torch.inference_mode(False):
         for point in points(round, weights):
             last = point
-    return last.params
+    return round.named(last.params)
 
 
 def check_weights(weights: Float[Tensor, "*trainings n"], round: Round) -> Float[Tensor, "*trainings n"]:
@@ -306,7 +313,7 @@ def check_target(target: Target, round: Round) -> Target:
     """
     target = as_target(target)
     records = round.records
-    free = {name: p.detach().requires_grad_() for name, p in round.start.params.items()}
+    free = {name: p.detach().requires_grad_() for name, p in round.named(round.start.params).items()}
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
         try:
             value = target(round.view, free, records)

@@ -18,7 +18,8 @@ from whence.rounds import optimizers
 from whence.rounds.replay import MARGIN, Minibatch, Point, Round, clip_factor, loss, points, step, values
 from whence.targets import Target, name_of
 
-Tensors = dict[str, Tensor]
+Vector = Float[Tensor, " p"]
+"""Something of all parameters, as a `Point` has them."""
 
 Scores = list[Float[Tensor, " b"]]
 """The scores of each step's minibatch."""
@@ -103,18 +104,15 @@ class _Applied(NamedTuple):
     """What the optimiser did at a step: the factor of a gradient, and the target's gradient scaled as it scales."""
 
     factor: Tensor
-    scaled: Tensors
+    scaled: Vector
 
 
 def _applied(round: Round, before: Point, after: Point, minibatch: Minibatch, target: Target) -> _Applied:
     optimizer, ones = round.recording.optimizer, torch.ones_like(minibatch.records.log_probs)
-    gradients = torch.func.grad(lambda free: loss(round, free, minibatch, ones))(before.params)
-    factor = optimizer.settings["lr"] * clip_factor(gradients, round.recording.update.max_grad_norm) / len(ones)
+    gradient = torch.func.grad(lambda free: loss(round, round.named(free), minibatch, ones))(before.params)
+    factor = optimizer.settings["lr"] * clip_factor(gradient, round.recording.update.max_grad_norm) / len(ones)
     raised = target_gradient(round, before.params, target)
-    return _Applied(
-        factor.detach(),
-        {name: g * optimizers.preconditioner(optimizer, after.state[name]) for name, g in raised.items()},
-    )
+    return _Applied(factor.detach(), raised * optimizers.preconditioner(optimizer, after.state))
 
 
 def _optimizer(round: Round, target: Target, every: int) -> Scores:
@@ -130,15 +128,12 @@ def _optimizer_momentum(round: Round, target: Target, every: int) -> Scores:
     optimizer = round.recording.optimizer
     now, first, decay = optimizers.momentum(optimizer)
     found: Scores = [torch.empty(0)] * len(round)
-    carried = {name: torch.zeros_like(p) for name, p in round.start.params.items()}
+    carried = torch.zeros_like(round.start.params)
     for number, before, after in _backwards(round, every):
         minibatch = round.minibatch(number)
         applied = _applied(round, before, after, minibatch, target)
-        for name, scaled in applied.scaled.items():
-            entering = first * scaled / optimizers.correction(optimizer, after.state[name])
-            carried[name] = entering + decay * carried[name]
-        direction = {name: carried[name] + now * scaled for name, scaled in applied.scaled.items()}
-        found[number] = applied.factor * _along(round, before, minibatch, direction)
+        carried = first * applied.scaled / optimizers.correction(optimizer, after.state) + decay * carried
+        found[number] = applied.factor * _along(round, before, minibatch, carried + now * applied.scaled)
     return found
 
 
@@ -184,28 +179,26 @@ def _back(round: Round, point: Point, minibatch: Minibatch, adjoint: Point) -> t
     return scores.detach(), before.map(Tensor.detach)
 
 
-def _along(round: Round, point: Point, minibatch: Minibatch, direction: Mapping[str, Tensor]) -> Float[Tensor, " b"]:
+def _along(round: Round, point: Point, minibatch: Minibatch, direction: Vector) -> Float[Tensor, " b"]:
     """Return each record's derivative of what the round raises along a direction."""
     ones = torch.ones_like(minibatch.records.log_probs)
-    free = {name: g.detach() for name, g in direction.items()}
-    return along_direction(lambda params: values(round, params, minibatch, ones), point.params, free)
+    along = round.named(direction.detach())
+    return along_direction(lambda params: values(round, params, minibatch, ones), round.named(point.params), along)
 
 
-def target_gradient(round: Round, params: Mapping[str, Tensor], target: Target) -> Tensors:
+def target_gradient(round: Round, params: Vector, target: Target) -> Vector:
     """Return the gradient of a target at some parameters; zeros where it depends on none of a tensor's.
 
     Raises:
         WhenceError: the target depends on no parameter.
     """
-    free = {name: p.detach().requires_grad_() for name, p in params.items()}
+    free = {name: p.detach().requires_grad_() for name, p in round.named(params).items()}
     value = target(round.view, free, round.records)
     found = torch.autograd.grad(value, list(free.values()), allow_unused=True) if value.requires_grad else [None]
     if all(gradient is None for gradient in found):
         raise WhenceError(f"The target {name_of(target)} depends on no parameter, so no record can move it.")
-    return {
-        name: torch.zeros_like(p) if gradient is None else gradient
-        for (name, p), gradient in zip(free.items(), found, strict=True)
-    }
+    reached = zip(free.items(), found, strict=True)
+    return round.laid_out({name: torch.zeros_like(p) if own is None else own for (name, p), own in reached})
 
 
 SCHEDULED: Mapping[str, Method] = MappingProxyType(

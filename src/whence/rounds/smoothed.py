@@ -164,8 +164,7 @@ def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float
                 kept[number] = point
             point = forward(point, positions, own[number])
     # One by one, since a target of the user's may do what no batch of functions can.
-    alone = [target_gradient(round, {name: p[row] for name, p in point.params.items()}, target) for row in range(count)]
-    raised = {name: torch.stack([one[name] for one in alone]) for name in point.params}
+    raised = torch.stack([target_gradient(round, params, target) for params in point.params])
     adjoint = point.map(torch.zeros_like)._replace(params=raised)
     found = torch.zeros(max(draws.epochs) + 1, *draws.weights.shape).to(draws.weights)
     for begin in sorted(kept, reverse=True):

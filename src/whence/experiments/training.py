@@ -28,7 +28,7 @@ Seen = Callable[[int, Mapping[str, Any]], None]
 
 def run(
     config: RunConfig,
-    path: Path,
+    path: str | Path,
     on_round: Seen = lambda number, metrics: None,
     *,
     tensorboard: Path | None = None,
@@ -47,6 +47,7 @@ def run(
         RunDirectoryError: the directory holds another run, or this one, finished without the recordings.
         WhenceError: PPO refuses the settings, or there is no such round to record.
     """
+    path = Path(path)
     _check_recordings(config, recordings)
     if is_finished(config, path):
         _check_recorded(RunDirectory.open(path), recordings)

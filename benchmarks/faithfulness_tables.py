@@ -16,7 +16,7 @@ import typer
 from scipy import stats
 
 from benchmarks.faithfulness import OPTIMIZERS, SETUPS
-from benchmarks.selections import ONCE
+from benchmarks.selections import ONCE, STEPS
 from whence.counterfactual.gains import ALL
 from whence.counterfactual.interventions import mean_change
 from whence.guards import written_atomically
@@ -47,19 +47,20 @@ def main(
     """Write the tables."""
     lds, removals, cosines = (_rows(out, "round", key) for key in ("lds", "removals", "cosines"))
     interventions = _rows(out, "intervention", "interventions")
-    gains = compared(_rows(out, "selection", "selections"))
+    judged = _rows(out, "selection", "selections")
+    gains = compared(judged) if judged.height else None
     summary = {
         "lds": _nested(_lds_means(lds), ["share", "outcome", "truth", "group", "score"]),
         "removals": _nested(_removal_means(removals), ["outcome", "truth", "group", "side", "score", "removed"]),
         "cosines": _nested(_cosine_means(cosines), ["truth", "advantages", "group", "kept"]),
         "interventions": _nested(_intervention_means(interventions), ["group", "variant"]),
-        "selections": _nested(_gain_means(gains), ["advantages", "group", "selection"]),
+        "selections": {} if gains is None else _nested(_gain_means(gains), ["advantages", "group", "selection"]),
     }
     parts = [
         "# Tables\n\nBy `python -m benchmarks.faithfulness_tables`; [README.md](README.md) says what they hold.",
         *_lds_sections(lds),
         _cosine_section(cosines),
-        *_gain_sections(gains),
+        *([] if gains is None else _gain_sections(gains)),
         _intervention_section(interventions),
     ]
     if not no_pictures:
@@ -77,9 +78,11 @@ def _rows(out: Path, kind: str, key: str) -> pl.DataFrame:
     for file in sorted((out / "rounds").glob(f"*/*/{kind}_*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
         found += [{**{name: content[name] for name in UNIT}, **row} for row in content[key]]
-    if not found:
-        raise typer.BadParameter(f"{out} holds no finished round. Run python -m benchmarks.faithfulness {out}.")
-    return pl.DataFrame(found, infer_schema_length=None).with_columns(group=pl.format("{}-{}", "env", "optimizer"))
+    if found:
+        return pl.DataFrame(found, infer_schema_length=None).with_columns(group=pl.format("{}-{}", "env", "optimizer"))
+    if kind == "selection":
+        return pl.DataFrame()
+    raise typer.BadParameter(f"{out} holds no finished round. Run python -m benchmarks.faithfulness {out}.")
 
 
 def _grouped(table: pl.DataFrame) -> Iterable[tuple[str, pl.DataFrame]]:
@@ -101,16 +104,23 @@ def mean_over(values: Sequence[float | None]) -> dict[str, Any]:
     return {"mean": float(known.mean()), "low": interval.low, "high": interval.high, "rounds": len(known)}
 
 
-def ratio_over(values: Sequence[float], wholes: Sequence[float]) -> dict[str, Any]:
-    """Return the sum of values over the sum of wholes, and its 95% bootstrap interval over rounds and seeds."""
-    pairs = np.array([values, wholes], dtype=np.float64)
+def ratio_over(values: Sequence[float | None], wholes: Sequence[float]) -> dict[str, Any]:
+    """Return the sum of values over the sum of wholes, and its 95% bootstrap interval over rounds and seeds.
+
+    There is none of rounds without a value, nor where the interval of the wholes' mean holds 0.
+    """
+    known = np.array([(v, w) for v, w in zip(values, wholes, strict=True) if v is not None], dtype=np.float64)
+    found: dict[str, Any] = {"mean": None, "low": None, "high": None, "rounds": len(known)}
+    whole = mean_over(known[:, 1].tolist()) if len(known) else found
+    if whole["mean"] is None or (whole["low"] or whole["mean"]) <= 0:
+        return found
 
     def ratio(values: Any, wholes: Any, axis: int = -1) -> Any:
         return values.sum(axis) / wholes.sum(axis)
 
-    found: dict[str, Any] = {"mean": float(ratio(*pairs)), "low": None, "high": None, "rounds": pairs.shape[1]}
-    if pairs.shape[1] > 1 and np.ptp(pairs[0] / pairs[1]) > 0:
-        drawn = stats.bootstrap(pairs, ratio, paired=True, method="percentile", random_state=np.random.default_rng(0))
+    found["mean"] = float(ratio(*known.T))
+    if len(known) > 1 and np.ptp(known[:, 0]) > 0:
+        drawn = stats.bootstrap(known.T, ratio, paired=True, method="percentile", random_state=np.random.default_rng(0))
         found |= {"low": drawn.confidence_interval.low, "high": drawn.confidence_interval.high}
     return found
 
@@ -151,14 +161,19 @@ def _intervention_means(table: pl.DataFrame) -> list[dict[str, Any]]:
 def compared(table: pl.DataFrame) -> pl.DataFrame:
     """Return a row for each round, selection and kind of advantages: means over orders, held against training on all.
 
-    What advantages normalised once change is seen against training on everything so.
+    A selection whose advantages are normalised once is held against training on everything so; and that against
+    training on everything as it is, where no update of its is known that goes as far.
     """
     by = [*UNIT, "group", "advantages"]
     of_orders = table.group_by(*by, "selection", maintain_order=True).agg(
         pl.col("gain", "all_as_long", "all_as_far", "kl", "entropy", "kept").mean()
     )
-    once = pl.col("selection").str.ends_with(ONCE) & (pl.col("selection") != ALL + ONCE)
-    named = of_orders.with_columns(base=pl.when(once).then(pl.lit(ALL + ONCE)).otherwise(pl.lit(ALL)))
+    whole = pl.col("selection") == ALL + ONCE
+    once = pl.col("selection").str.ends_with(ONCE) & ~whole
+    named = of_orders.with_columns(
+        pl.when(whole).then(None).otherwise(pl.col("all_as_long", "all_as_far")).name.keep(),
+        base=pl.when(once).then(pl.lit(ALL + ONCE)).otherwise(pl.lit(ALL)),
+    )
     base = of_orders.select(*by, base="selection", gain_all="gain", kl_all="kl", entropy_all="entropy")
     return named.join(base, on=[*by, "base"], how="left", maintain_order="left").with_columns(
         (pl.col("gain") - pl.col("gain_all")).alias("less"),
@@ -228,10 +243,10 @@ def _cosine_section(table: pl.DataFrame) -> str:
 def _gain_sections(table: pl.DataFrame) -> Iterable[str]:
     yield (
         "## What selections gain on fresh steps\n\n"
-        "The rise of mean(ρÂ) over 50,000 steps that no training saw, in standard deviations of Â (returns less "
-        "values); means over rounds and seeds, differences from all's in percent of all's mean. *As long*: all's "
+        f"The rise of mean(ρÂ) over {STEPS // 2:,} steps that no training saw, in standard deviations of Â (returns "
+        "less values); means over rounds and seeds, differences from all's in percent of all's mean. *As long*: all's "
         "update, made as long as the selection's. *As far*: all's, made longer or shorter until the policy diverges "
-        "as much."
+        "as much. What is normalised once is held against all, normalised once."
     )
     means = {tuple(row[k] for k in ("advantages", "group", "selection")): row for row in _gain_means(table)}
     for group, _ in _grouped(table):
@@ -242,7 +257,7 @@ def _gain_sections(table: pl.DataFrame) -> Iterable[str]:
             less = [_cell(row[name], percent=True) for name in SHARES_OF_ALL]
             others = [*less, _cell(row["kl"], digits=2), _cell(row["entropy"]), _cell(by_gae[selection], percent=True)]
             shown = others if selection != ALL else [""] * len(others)
-            share = f"{row['kept']['mean'] / 2048:.0%}"
+            share = f"{row['kept']['mean'] / own[ALL]['kept']['mean']:.0%}"
             lines.append([selection, share, _cell(row["gain"], interval=selection == ALL, digits=4), *shown])
         rounds = own[ALL]["gain"]["rounds"]
         yield f"### {group}, {rounds} rounds\n\n{_table(lines)}"

@@ -3,15 +3,18 @@
 Run: `python -m benchmarks.selections results/faithfulness [--only lunarlander-adam/seed_0] [--workers 2]`. The recorded
 rounds of `benchmarks.faithfulness`'s runs are trained on selections of their records, and judged by 50,000 steps that
 the round's policy takes anew: the rise of `mean(rho A)` there, A by GAE and as returns less values, in their standard
-deviations. Each suspect of why filtering may fail is a selection that differs from "iif" in this alone:
+deviations. Each suspect of why filtering may fail is a selection that differs from "iif" in one thing; how many records
+that drops differs with it, since p is a share of those that score below 0.
 
 - "iif": the share `drop` of the records that score below 0, lowest first, by the snapshot score; "below 0": all of
   them; "below mean": the share `drop` of those below the mean score.
 - "cross-fitted": halves of the episodes judge each other, so that no record has a voice in its own score;
   "cross-fitted, 8 folds": seven eighths judge the last.
-- "earlier rollouts": the rollouts of the four rounds before judge, reweighted to the policy as it is.
-- "fresh target": 50,000 further steps judge, so that nothing of the rollout has one.
-- "preconditioned": the target's gradient goes through Adam's scale at the beginning of the round.
+- "earlier rollouts": those of up to four rounds before judge, reweighted to the policy as it is.
+- "fresh target": 50,000 further steps judge, so that nothing of the rollout has one. By GAE it shares the errors of the
+  values with what it is judged by; by returns it does not.
+- "preconditioned": the target's gradient goes through Adam's scale at the beginning of the round, and is 0 where Adam
+  has seen no gradient yet.
 - "all, normalised once", "iif, normalised once": advantages are not centred anew in each minibatch.
 - "random": as many as iif, at random among all; "random below 0": among those that score below 0.
 
@@ -99,7 +102,7 @@ def selections(
     records, policy, seed = recording.records, model.policy, recording.number
     scoring: dict[str, Any] = {"objective": model_objective(model)}
     targets = {"iif": Return(), **{name: Elsewhere(rollouts) for name, rollouts in elsewhere.items()}}
-    if recording.optimizer.name != "SGD":
+    if recording.optimizer.name == "Adam":
         targets["preconditioned"] = Along(_preconditioned(policy, recording))
     scores = {name: attribute(policy, records, target=target, **scoring) for name, target in targets.items()}
     for name, folds in (("cross-fitted", 2), ("cross-fitted, 8 folds", 8)):
@@ -158,7 +161,9 @@ def _preconditioned(policy: Any, recording: RoundRecording) -> Mapping[str, Tens
     """Return the gradient of `Return()` at the round's beginning as the optimiser would scale it."""
     round = opened(policy, recording)
     gradient = target_gradient(round, round.start.params, Return())
-    return round.named(gradient * preconditioner(recording.optimizer, round.start.state))
+    state = round.start.state
+    scale = preconditioner(recording.optimizer, state)
+    return round.named(gradient * torch.where(state["exp_avg_sq"] > 0, scale, 0.0))
 
 
 def normalised_once(recording: RoundRecording) -> RoundRecording:

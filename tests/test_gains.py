@@ -1,6 +1,7 @@
 """What selections gain on records that no training has seen, held against its definitions."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from scipy import optimize
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import WhenceError
 from whence.counterfactual import gains
+from whence.counterfactual.gains import _as_far
 from whence.counterfactual.retrain import reshuffled, retrain
 from whence.sb3 import collect
 from whence.sb3.rounds import load_tensors, tensors_of
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch 
 
 @pytest.fixture(scope="module", params=["SGD", "Adam"])
 def case(request):
-    model = model_of(request.param, ent_coef=0.01)
+    model = model_of(request.param, ent_coef=0.01, learning_rate={"SGD": 1.0, "Adam": 0.01}[request.param])
     recording = recorded(model)
     load_tensors(tensors_of(model.policy), recording.start)
     return model, recording, collect(model)
@@ -75,7 +77,7 @@ def test_gains_by_their_definitions(case):
             return optimize.brentq(less, 1e-3, 30)
 
         for row, (name, mask) in enumerate(zip(("all", *halves()), masks, strict=True)):
-            log_probs, entropy = of_parameters(model, {k: t[row] for k, t in trained.items()}, recording.records)
+            log_probs, _ = of_parameters(model, {k: t[row] for k, t in trained.items()}, recording.records)
             own = recording.records.advantages.double()
             trained_gain = ((log_probs - recording.records.log_probs.double()).exp() - 1) * (own - own.mean())
             _, entropy = of_parameters(model, {k: t[row] for k, t in trained.items()}, fresh)
@@ -103,8 +105,22 @@ def test_training_on_everything_is_its_own_measure(case):
     for row in table.to_dicts():
         assert row["gain"] == pytest.approx(row["all_as_long"], abs=1e-9)
         assert row["gain"] == pytest.approx(row["all_as_far"], abs=1e-9)
+    assert table["all_as_far"].null_count() == 0
     # Clipped steps on the rollout's own advantages raise what they were made of.
     assert table["trained"].min() > 0
+
+
+def test_where_no_length_goes_as_far_nothing_is_said():
+    calls = []
+
+    def judge(update, scale):
+        calls.append(scale)
+        return SimpleNamespace(kl=min(scale, 1e-3) ** 2)
+
+    assert _as_far(judge, {}, 1.0) is None
+    assert len(calls) == 20
+    assert _as_far(lambda update, scale: SimpleNamespace(kl=0.0), {}, 1.0) is None
+    assert _as_far(lambda update, scale: SimpleNamespace(kl=scale**2), {}, 9.0).kl == pytest.approx(9.0, rel=0.01)
 
 
 def test_what_is_refused(case):
@@ -115,6 +131,11 @@ def test_what_is_refused(case):
         gains(model.policy, recording, halves(), fresh, orders=0)
     with pytest.raises(WhenceError, match=r"'own' have shape \(3,\)"):
         gains(model.policy, recording, halves(), fresh, advantages={"own": torch.zeros(3)})
+    with pytest.raises(WhenceError, match="of finite numbers is needed"):
+        gains(model.policy, recording, halves(), fresh, advantages={"own": fresh.advantages / 0})
+    for mask in (torch.ones(63, dtype=torch.bool), torch.ones(64)):
+        with pytest.raises(WhenceError, match=r"'some' is \(6.,\) torch"):
+            gains(model.policy, recording, {"some": mask}, fresh)
     with pytest.raises(WhenceError, match="fewer than two"):
         gains(model.policy, recording, {"one": torch.arange(64) < 1}, fresh)
     other = replace(recording, start={name: 9 * tensor for name, tensor in recording.start.items()})

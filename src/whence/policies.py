@@ -215,8 +215,8 @@ def as_view(policy: object) -> PolicyView:
     )
 
 
-def acting(view: PolicyView, records: RecordBatch) -> frozenset[str]:
-    """Return the names of the parameters that log-probs depend on; the others are of the values alone.
+def acting_parameters(view: PolicyView, records: RecordBatch) -> frozenset[str]:
+    """Return the names of the parameters that log-probs depend on.
 
     Args:
         view: of the policy.

@@ -8,6 +8,7 @@ from whence.counterfactual.measures import agreement as agreement
 from whence.counterfactual.measures import lds as lds
 from whence.counterfactual.measures import predicted as predicted
 from whence.counterfactual.removals import leave_out as leave_out
+from whence.counterfactual.retrain import NOBODY as NOBODY
 from whence.counterfactual.retrain import Orders as Orders
 from whence.counterfactual.retrain import reshuffled as reshuffled
 from whence.counterfactual.retrain import retrain as retrain

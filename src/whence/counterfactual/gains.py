@@ -12,13 +12,27 @@ from torch import Tensor
 from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain
 from whence.errors import WhenceError
 from whence.guards import eval_mode, kept_generators
-from whence.policies import ModuleView, Outputs, Params, PolicyView, acting
+from whence.policies import ModuleView, Outputs, Params, acting_parameters
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.rounds.replay import opened
+from whence.rounds.replay import Round, opened
 
 ALL = "all"
 """What the selection of every record is called."""
+
+SCHEMA = {
+    "order": pl.Int64,
+    "selection": pl.String,
+    "kept": pl.Int64,
+    "advantages": pl.String,
+    "norm": pl.Float64,
+    "kl": pl.Float64,
+    "entropy": pl.Float64,
+    "trained": pl.Float64,
+    "gain": pl.Float64,
+    "all_as_long": pl.Float64,
+    "all_as_far": pl.Float64,
+}
 
 
 def gains(
@@ -35,11 +49,12 @@ def gains(
 ) -> pl.DataFrame:
     """Train a recorded round on selections of its records, and judge the policies by records that none was trained on.
 
-    The gain of an update is the rise of `mean(rho A)` on the fresh records, their advantages centred: to first order in
-    the update, what the policy's expected return gains by it, free of what was fitted to the chance of the rollout. An
-    update that goes further gains more, whichever way it goes. So beside each gain stands what training on everything
-    gains when its update is made longer or shorter: to the norm of this one, over the parameters that log-probs depend
-    on; and until the policy diverges from the round's as much as by this one. What is left is the direction's.
+    The gain of an update is the rise of `mean(rho A)` on the fresh records, their advantages centred. To first order in
+    the update it is in proportion to what the policy's expected return gains, free of what was fitted to the rollout's
+    chance. An update in a good direction gains more the further it goes, up to a point. So beside each gain
+    stands what training on everything gains when its update is stretched or shrunk: to the norm of this one, over the
+    parameters that log-probs depend on; and until the policy diverges from the round's as much as by this one. What is
+    left is the direction's. All epochs are trained, also where `target_kl` had ended the round before.
 
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.
@@ -57,67 +72,71 @@ def gains(
         `advantages`, `norm` (of the update), `kl` (from the round's policy, mean of `rho - 1 - log rho` on the fresh
         records), `entropy` (its rise there, by what the policy states of it; null where it states none), `trained` (the
         gain on the recorded rollout, with its raw advantages), `gain`, `all_as_long` (to its norm), `all_as_far` (to
-        its divergence).
+        its divergence, within a hundredth; null where no length of that update diverges so).
 
     Raises:
-        WhenceError: a selection called "all" or that keeps fewer than two records, no order, or advantages of another
-            number of records, or fresh records of another policy; or see `retrain`.
+        WhenceError: a selection called "all", of another number of records or that keeps fewer than two; no order;
+            advantages of another number of records or not finite; fresh records of another policy; or see `retrain`.
     """
     if orders < 1 or ALL in selections:
         raise WhenceError(
             f"orders is {orders} and selections are {', '.join(selections)}; at least 1 order is needed, and training "
             f"on {ALL!r} is there by itself."
         )
+    n, size = len(recording.records), batch_size_of(recording)
+    for name, mask in selections.items():
+        if mask.shape != (n,) or mask.dtype != torch.bool:
+            raise WhenceError(
+                f"The selection {name!r} is {tuple(mask.shape)} {mask.dtype}; ({n},) of torch.bool is needed, True for "
+                "each record that trains."
+            )
     advantages = {"own": fresh.advantages} if advantages is None else advantages
     for name, own in advantages.items():
-        if own.shape != (len(fresh),):
-            raise WhenceError(f"The advantages {name!r} have shape {tuple(own.shape)}; ({len(fresh)},) is needed.")
+        if own.shape != (len(fresh),) or not bool(torch.isfinite(own).all()):
+            raise WhenceError(
+                f"The advantages {name!r} have shape {tuple(own.shape)}; ({len(fresh)},) of finite numbers is needed."
+            )
     round = opened(policy, recording)
-    names = acting(round.view, round.records)
-    begun = round.named(round.start.params)
-    start = {name: begun[name] for name in names}
-    others = {name: p for name, p in begun.items() if name not in names}
-    judge = _Judge(round.view, fresh, advantages)
-    of_rollout = _Judge(round.view, round.records, {"raw": round.records.advantages})
-    everything = torch.ones(len(recording.records), dtype=torch.bool)
-    masks = torch.stack([everything, *selections.values()])
+    masks = torch.stack([torch.ones(n, dtype=torch.bool), *selections.values()])
     generator = torch.Generator().manual_seed(seed)
-    rows = []
+    rows: list[dict[str, object]] = []
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        before = judge(begun)
-        if before.furthest > 1e-3:
+        judge = _Judge(round, fresh, advantages)
+        if not judge.before.furthest <= 1e-3:
             raise WhenceError(
                 f"The fresh records were not collected by the policy of round {recording.number} as it was before the "
-                f"round: log-probs differ by up to {before.furthest:.2g}. Collect them with the recorded parameters."
+                f"round: log-probs differ by up to {judge.before.furthest:.2g}. Collect them with the recorded "
+                "parameters."
             )
+        rollout = _Judge(round, round.records, {"raw": round.records.advantages})
         for order in range(1, orders + 1):
             told(f"training on {len(masks)} selections" + (f", order {order} of {orders}" if orders > 1 else ""))
-            minibatches = reshuffled(masks, batch_size_of(recording), recording.update.n_epochs, generator)
+            minibatches = reshuffled(masks, size, recording.update.n_epochs, generator)
             trained = retrain(policy, recording, masks, orders=minibatches, memory=memory)
-            updates = [{name: trained[name][row] - p for name, p in start.items()} for row in range(len(masks))]
-            norms = [_norm(update) for update in updates]
-            for selection, mask, update, norm in zip((ALL, *selections), masks, updates, norms, strict=True):
-                found = judge(others | _moved(start, update))
-                long = judge(others | _moved(start, updates[0], norm / norms[0] if norms[0] > 0 else 1.0))
-                far = found if selection == ALL else _as_far(judge, others, start, updates[0], found.kl)
-                seen = of_rollout(others | _moved(start, update)).gains["raw"]
-                rows += [
-                    {
-                        "order": order,
-                        "selection": selection,
-                        "kept": int(mask.sum()),
-                        "advantages": kind,
-                        "norm": norm,
-                        "kl": found.kl,
-                        "entropy": None if found.entropy is None else found.entropy - (before.entropy or 0.0),
-                        "trained": seen,
-                        "gain": found.gains[kind],
-                        "all_as_long": long.gains[kind],
-                        "all_as_far": far.gains[kind],
-                    }
-                    for kind in advantages
-                ]
-    return pl.DataFrame(rows, schema_overrides={"entropy": pl.Float64})
+            updates = [judge.update({name: own[row] for name, own in trained.items()}) for row in range(len(masks))]
+            for selection, mask, update in zip((ALL, *selections), masks, updates, strict=True):
+                about = {"order": order, "selection": selection, "kept": int(mask.sum())}
+                rows += [about | row for row in _rows(judge, rollout, updates[0], update)]
+    return pl.DataFrame(rows, schema=SCHEMA)
+
+
+def _rows(judge: "_Judge", rollout: "_Judge", whole: Params, update: Params) -> Iterator[dict[str, object]]:
+    """Yield what is to be said of an update, for each kind of advantages; `whole` is that of all records."""
+    found, seen, entropy = judge(update), rollout(update).gains["raw"], judge.before.entropy
+    norm, of_whole = _norm(update), _norm(whole)
+    long = judge(whole, norm / of_whole if of_whole > 0 else 1.0)
+    far = found if update is whole else _as_far(judge, whole, found.kl)
+    for kind, gain in found.gains.items():
+        yield {
+            "advantages": kind,
+            "norm": norm,
+            "kl": found.kl,
+            "entropy": None if found.entropy is None or entropy is None else found.entropy - entropy,
+            "trained": seen,
+            "gain": gain,
+            "all_as_long": long.gains[kind],
+            "all_as_far": None if far is None else far.gains[kind],
+        }
 
 
 @dataclass(frozen=True)
@@ -129,21 +148,31 @@ class _Verdict:
 
 
 class _Judge:
-    """Measures parameters on records that were collected by the policy from which they were trained."""
+    """Measures updates of a round's policy on records that it collected as it was before."""
 
     def __init__(
-        self, view: PolicyView, records: RecordBatch, advantages: Mapping[str, Tensor], at_once: int = 10_000
+        self, round: Round, records: RecordBatch, advantages: Mapping[str, Tensor], at_once: int = 10_000
     ) -> None:
-        self._view = view
+        self._view = round.view
         parts = [slice(first, first + at_once) for first in range(0, len(records), at_once)]
-        self._inputs = [view.prepare(records.take(part)) for part in parts]
-        self._before = records.log_probs.cpu().double()
+        self._inputs = [round.view.prepare(records.take(part)) for part in parts]
+        self._log_probs = records.log_probs.cpu().double()
+        doubles = {kind: own.cpu().double() for kind, own in advantages.items()}
         # Centred, since the mean ratio is 1 but for chance, which a large mean advantage would make much of.
-        self._advantages = {kind: own.cpu().double() - own.double().mean().cpu() for kind, own in advantages.items()}
+        self._advantages = {kind: own - own.mean() for kind, own in doubles.items()}
+        self._params = round.named(round.start.params)
+        self._moving = acting_parameters(round.view, round.records)
+        self.before = self({})
 
-    def __call__(self, params: Params) -> _Verdict:
-        outputs = list(self._outputs(params))
-        log_ratio = torch.cat([one.log_prob for one in outputs]).cpu().double() - self._before
+    def update(self, trained: Params) -> Params:
+        """Return by how much training has moved the parameters that log-probs depend on."""
+        return {name: trained[name] - self._params[name] for name in self._moving}
+
+    def __call__(self, update: Params, scale: float = 1.0) -> _Verdict:
+        """Return the verdict on an update made `scale` times as long."""
+        moved = {name: self._params[name] + scale * own for name, own in update.items()}
+        outputs = list(self._outputs({**self._params, **moved}))
+        log_ratio = torch.cat([one.log_prob for one in outputs]).cpu().double() - self._log_probs
         less = log_ratio.expm1()  # the ratio less 1
         entropies = [one.entropy for one in outputs if one.entropy is not None]
         return _Verdict(
@@ -165,16 +194,15 @@ def _norm(update: Params) -> float:
     return float(torch.stack([own.double().square().sum() for own in update.values()]).sum().sqrt())
 
 
-def _moved(start: Params, update: Params, scale: float = 1.0) -> dict[str, Tensor]:
-    return {name: p + scale * update[name] for name, p in start.items()}
-
-
-def _as_far(judge: _Judge, others: Params, start: Params, update: Params, kl: float) -> _Verdict:
-    """Judge an update made longer or shorter until the divergence is `kl`, within a hundredth."""
-    scale, found = 1.0, judge({**others, **_moved(start, update)})
-    for _ in range(10):
-        if min(found.kl, kl) <= 0 or abs(found.kl / kl - 1) < 0.01:
-            break
-        scale *= math.sqrt(kl / found.kl)  # to lowest order, divergence grows with the square
-        found = judge({**others, **_moved(start, update, scale)})
-    return found
+def _as_far(judge: _Judge, update: Params, kl: float) -> _Verdict | None:
+    """Judge an update stretched or shrunk until the divergence is `kl`, within a hundredth; None where that fails."""
+    scale = 1.0
+    for _ in range(20):
+        found = judge(update, scale)
+        if min(found.kl, kl) <= 0 or not math.isfinite(found.kl):
+            return None
+        if abs(found.kl / kl - 1) < 0.01:
+            return found
+        # To lowest order, divergence grows with the square.
+        scale *= min(4.0, max(0.25, math.sqrt(kl / found.kl)))
+    return None

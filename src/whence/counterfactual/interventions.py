@@ -63,6 +63,9 @@ def intervene(
     size = batch_size_of(recording)
     own = scores_for(recording.records, scores)
 
+    def of(order: int) -> str:
+        return f", order {order} of {orders}" if orders > 1 else ""
+
     def outcomes(masks: Mapping[str, Bool[Tensor, " n"]], shuffle: int) -> Mapping[str, float]:
         able = {variant: mask for variant, mask in masks.items() if int(mask.sum()) >= 2}
         kept = torch.stack(list(able.values()))
@@ -75,9 +78,6 @@ def intervene(
             with kept_generators():
                 found[variant] = float(evaluate({name: tensor[row] for name, tensor in params.items()}))
         return found
-
-    def of(order: int) -> str:
-        return f", order {order} of {orders}" if orders > 1 else ""
 
     generator = torch.Generator().manual_seed(seed)
     rows = []

@@ -152,7 +152,7 @@ def _checked(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.floa
 def _removals(
     scores: Mapping[str, NDArray[np.float64]], n: int, counts: Sequence[int], draws: int, generator: torch.Generator
 ) -> list[_Removal]:
-    """Return every removal, those of one size together."""
+    """Return every removal."""
     # Stable, so that of equal scores the record that comes first is left out first.
     ranked = {
         (name, side): np.argsort(sign * own, kind="stable")

@@ -70,6 +70,9 @@ def reshuffled(kept: Bool[Tensor, "m n"], batch_size: int, n_epochs: int, genera
         batch_size: records in a minibatch.
         n_epochs: passes over the records.
         generator: of the permutations; all subsets share them.
+
+    Returns:
+        For each step, what each subset trains on, `NOBODY` in places left over; in a row of them, nothing.
     """
     orders: list[Tensor] = []
     for _ in range(n_epochs):
@@ -133,7 +136,7 @@ def _in_parts(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None
         chosen = slice(first, first + at_once)
         own = None if orders is None else [order[chosen] for order in orders]
         trained[chosen] = _side_by_side(round, weights[chosen], own)
-    return round.named(trained)
+    return {name: own.contiguous() for name, own in round.named(trained).items()}
 
 
 def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, memory: int) -> int:
@@ -153,7 +156,7 @@ def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None,
         held = bytes_held(lambda: _side_by_side(alone, weights[:1].expand(side_by_side, -1), own))
         return MARGIN * (max(held) + side_by_side * round.start.nbytes)  # where the step begins is there as well
 
-    results = weights.nbytes + round.start.params.nbytes * count
+    results = weights.nbytes + 2 * round.start.params.nbytes * count
     one = cost(1)
     if results + one > memory:
         raise WhenceError(
@@ -170,10 +173,10 @@ def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None,
 def _side_by_side(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None) -> Float[Tensor, "m p"]:
     point = round.start.spread(len(weights))
 
-    if orders is not None:  # who is nobody weighs nothing
+    if orders is not None:  # nobody weighs nothing
         weights = torch.cat([weights, weights.new_zeros(len(weights), 1)], dim=1)
 
-    def one(point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " n"]) -> Point:
+    def one(point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " weighed"]) -> Point:
         return step(round, point, round.at(positions), weights[positions])
 
     stepped = torch.vmap(one, in_dims=(0, None if orders is None else 0, 0))

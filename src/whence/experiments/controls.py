@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whence.errors import NonFinite
 from whence.guards import kept_generators
-from whence.policies import acting, as_view
+from whence.policies import acting_parameters, as_view
 from whence.records import RecordBatch
 from whence.sb3 import InfluenceCallback
 from whence.sb3.rounds import untouched
@@ -35,7 +35,8 @@ class MatchedUpdate(InfluenceCallback):
         policy: Any = self.model.policy
         records = self.round.records
         start = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-        steering = acting(as_view(policy), records)
+        with kept_generators():  # dropout draws
+            steering = acting_parameters(as_view(policy), records)
         others = frozenset(start.keys() - steering)
         with self._optimisation.paused(), kept_generators(), untouched(self.model):
             super()._train_selected(own_train, selection)

@@ -28,6 +28,8 @@ Vector = NDArray[np.float64]
 
 _ENVIRONMENTS = 100
 
+_RETURNS = ("rewards", "values", "episode_starts", "env_index", "gamma")
+
 
 def large_rollout(config: RunConfig, model: PPO, *, steps: int = 200_000, seed: int = 0) -> RecordBatch:
     """Collect many steps with a policy as it is, in a hundred environments side by side; the model is left as it is.
@@ -112,10 +114,17 @@ def gradient_cosines(
 
 
 def monte_carlo(records: RecordBatch) -> Float[Tensor, " n"]:
-    """Return the advantages that no error of the value function biases: discounted returns, less values.
+    """Return discounted returns less values: advantages that no error of the value function biases.
 
-    An episode that the rollout cuts off goes on with the value of where it was cut.
+    But for episodes that the rollout cuts off, which go on with the value of where they were cut, and those that a time
+    limit ended, whose last reward holds it already.
+
+    Raises:
+        WhenceError: records without rewards, values, episode starts, environments or a discount factor.
     """
+    lacking = [name for name in _RETURNS if getattr(records, name) is None]
+    if lacking:
+        raise WhenceError(f"Returns of these records cannot be made: they lack {', '.join(lacking)}.")
 
     def array(name: str) -> NDArray[Any]:
         return np.asarray(getattr(records, name).cpu())

@@ -66,10 +66,10 @@ def _curves(labels: Labels, chosen: Sequence[str]) -> go.Figure:
 
 
 def write_svg(figure: go.Figure, file: Path, remedy: str) -> None:
-    """Write a figure as SVG.
+    """Write a figure as SVG, 760 pixels wide.
 
     Args:
-        figure: 760 pixels wide, as all of ours.
+        figure: whose width and font are set.
         file: to write.
         remedy: what else a user can do where it cannot be drawn, for the message.
 
@@ -81,7 +81,7 @@ def write_svg(figure: go.Figure, file: Path, remedy: str) -> None:
         content = bytes(figure.to_image(format="svg"))
     except (RuntimeError, TimeoutError) as missing:  # Plotly's, Kaleido's and its browser's driver's
         raise Unsupported(
-            f"The picture {file.name} cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or {remedy}"
+            f"The picture {file} cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or {remedy}"
         ) from missing
     with written_atomically(file) as temporary:
         temporary.write_bytes(content)

@@ -116,7 +116,8 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
         dtype: of parameters and records; None: the recorded ones.
 
     Raises:
-        Unsupported: an optimiser that cannot be replayed step by step, a policy of no known kind, or BatchNorm.
+        Unsupported: an optimiser that cannot be replayed step by step, a policy of no known kind, parameters of several
+            dtypes where none is given, or BatchNorm.
         WhenceError: the recording is of another policy.
     """
     optimizers.check_optimizer(recording.optimizer)
@@ -133,7 +134,7 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
     if len(dtypes := {p.dtype for p in params.values()}) > 1:
         raise Unsupported(
             f"The policy's parameters have the dtypes {', '.join(sorted(str(one)[6:] for one in dtypes))}, and a round "
-            "is stepped through in one. Pass dtype=torch.float32, or another."
+            "is stepped through in one. Pass dtype=torch.float32 where the function takes it, or train a policy of one."
         )
     columns = map_tree(placed, recording.records.columns)
     records = recording.records.with_columns(columns)

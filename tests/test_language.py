@@ -401,7 +401,7 @@ class TestCommand:
         ],
     )
     def test_what_is_refused_of_ones_own(self, own, tmp_path, monkeypatch, changed, said):
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is tried again and again
         asked = {
             **{"--model": own / "model", "--dataset": own / "prompts", "--reward-model": own / "judge"},
             **{"--reward-label": "polite", "--selection": "iif", "--run": tmp_path / "run", **changed},

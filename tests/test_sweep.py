@@ -286,7 +286,7 @@ class TestRunning:
         assert {file: file.stat().st_mtime_ns for file in whole.rglob("*.json")} == before
 
     def test_killed_midway_it_goes_on_to_the_same_results(self, whole, tmp_path):
-        file, out = written(tmp_path, LAKE), tmp_path / "out"
+        file, out = written(tmp_path, LAKE.replace("[0.5, 1.0]", "[0.5]")), tmp_path / "out"
         command = [sys.executable, "-m", "whence.cli", "sweep", str(file), "--out", str(out), "--workers", "1"]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 200
@@ -295,14 +295,16 @@ class TestRunning:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         found = len(curves(out))
-        assert 2 <= found < 6
+        assert 2 <= found < 4
         watch = Quiet()
         assert sweep(read_sweep(file), out, watch) == {}
         assert len(watch.kept_runs) == found
-        assert curves(out) == curves(whole)
+        assert len(curves(out)) == 4
+        assert curves(out).items() <= curves(whole).items()
 
     def test_a_run_that_fails_is_told_of_and_the_others_go_on(self, whole, tmp_path):
-        runs = read_sweep(written(tmp_path, LAKE))
+        runs = read_sweep(written(tmp_path, LAKE))[:3]
+        assert [run.name for run in runs] == ["lake/ppo/seed_0", "lake/iif/seed_0", "lake/iif-drop1/seed_0"]
         # Somebody's own files where a run belongs: it refuses to start.
         occupied = tmp_path / "out" / "runs" / "lake" / "iif" / "seed_0"
         occupied.mkdir(parents=True)
@@ -315,8 +317,9 @@ class TestRunning:
         assert (occupied / "thesis.tex").read_text() == "mine"
         assert sorted(watch.ends) == sorted(run.name for run in runs)
         assert [name for name, failure in watch.ends.items() if failure] == ["lake/iif/seed_0"]
-        expected = {name: content for name, content in curves(whole).items() if name != "curves/lake/iif/seed_0.json"}
-        assert curves(tmp_path / "out") == expected
+        found = curves(tmp_path / "out")
+        assert sorted(found) == ["curves/lake/iif-drop1/seed_0.json", "curves/lake/ppo/seed_0.json"]
+        assert found.items() <= curves(whole).items()
 
     def test_a_curve_of_another_run_is_not_taken_for_this_one(self, whole, tmp_path):
         longer = read_sweep(written(tmp_path, LAKE.replace("rounds = 2", "rounds = 3")))

@@ -18,7 +18,7 @@ import typer
 from rich.progress import track
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.faithfulness import OPTIMIZERS, SETUPS, Job, rounded
+from benchmarks.faithfulness import OPTIMIZERS, RUNS, SETUPS, Job, Out, Runs, rounded
 from whence import Return, attribute, attribute_round, experiments
 from whence.counterfactual import datamodel, lds, retrain, subsets
 from whence.counterfactual.outcomes import outcomes_of
@@ -32,8 +32,8 @@ SIZES = (250, 500, 1000, 2000, 4000)
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/faithfulness"),
+    out: Out,
+    runs: Runs = RUNS,
     only: Annotated[str, typer.Option(help="Environment and optimiser: lunarlander-adam, ...")] = "",
     trainings: Annotated[int, typer.Option(help="How many, in hundreds.")] = 4000,
 ) -> None:

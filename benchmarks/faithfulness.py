@@ -68,6 +68,12 @@ SEEDS = range(3)
 SHARES = (0.5, 0.9)
 REMOVED = ("snapshot", "unrolled", "smoothed", "advantage")
 TEST_EPISODES = 100
+RUNS = Path("out/faithfulness")
+
+Out = Annotated[Path, typer.Argument(help="The directory of the results.")]
+Runs = Annotated[Path, typer.Option(help="Where training runs are kept.")]
+Only = Annotated[str, typer.Option(help="Jobs whose name begins so: lunarlander-adam/seed_0.")]
+Workers = Annotated[int, typer.Option(help="Processes at a time.")]
 
 
 @dataclass(frozen=True)
@@ -84,12 +90,7 @@ class Job:
         return f"{self.env}-{self.optimizer}/seed_{self.seed}"
 
 
-def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/faithfulness"),
-    only: Annotated[str, typer.Option(help="Jobs whose name begins so: lunarlander-adam/seed_0.")] = "",
-    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
-) -> None:
+def main(out: Out, runs: Runs = RUNS, only: Only = "", workers: Workers = 2) -> None:
     """Run what is not there yet."""
     at_once(study_run, out, runs, only, workers)
 

@@ -47,8 +47,10 @@ def main(
     """Write the tables."""
     lds, removals, cosines = (_rows(out, "round", key) for key in ("lds", "removals", "cosines"))
     interventions = _rows(out, "intervention", "interventions")
+    if lds.is_empty() or interventions.is_empty():
+        raise typer.BadParameter(f"{out} holds no finished round. Run python -m benchmarks.faithfulness {out}.")
     judged = _rows(out, "selection", "selections")
-    gains = compared(judged) if judged.height else None
+    gains = None if judged.is_empty() else compared(judged)
     summary = {
         "lds": _nested(_lds_means(lds), ["share", "outcome", "truth", "group", "score"]),
         "removals": _nested(_removal_means(removals), ["outcome", "truth", "group", "side", "score", "removed"]),
@@ -78,11 +80,8 @@ def _rows(out: Path, kind: str, key: str) -> pl.DataFrame:
     for file in sorted((out / "rounds").glob(f"*/*/{kind}_*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
         found += [{**{name: content[name] for name in UNIT}, **row} for row in content[key]]
-    if found:
-        return pl.DataFrame(found, infer_schema_length=None).with_columns(group=pl.format("{}-{}", "env", "optimizer"))
-    if kind == "selection":
-        return pl.DataFrame()
-    raise typer.BadParameter(f"{out} holds no finished round. Run python -m benchmarks.faithfulness {out}.")
+    rows = pl.DataFrame(found, infer_schema_length=None)
+    return rows.with_columns(group=pl.format("{}-{}", "env", "optimizer")) if found else rows
 
 
 def _grouped(table: pl.DataFrame) -> Iterable[tuple[str, pl.DataFrame]]:

@@ -25,14 +25,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import polars as pl
 import torch
 import typer
 from torch import Tensor
 
-from benchmarks.faithfulness import SETUPS, Job, at_once, trained, write
+from benchmarks.faithfulness import RUNS, SETUPS, Job, Only, Out, Runs, Workers, at_once, trained, write
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
 from whence.counterfactual import gains
 from whence.experiments import load_recording, load_round
@@ -55,12 +55,7 @@ EARLIER = 4
 ONCE = ", normalised once"
 
 
-def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/faithfulness"),
-    only: Annotated[str, typer.Option(help="Jobs whose name begins so: lunarlander-adam/seed_0.")] = "",
-    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
-) -> None:
+def main(out: Out, runs: Runs = RUNS, only: Only = "", workers: Workers = 2) -> None:
     """Run what is not there yet."""
     at_once(study_run, out, runs, only, workers)
 

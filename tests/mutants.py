@@ -802,6 +802,20 @@ MUTANTS = (
         "test_rounds.py::test_a_step_is_torchs_also_where_parameters_have_been_stepped_on_unequally",
     ),
     Mutant(
+        "fresh records of any policy",
+        "counterfactual/gains.py",
+        "if not judge.before.furthest <= 1e-3:",
+        "if judge.before.furthest > 1e9:",
+        "test_gains.py::test_what_is_refused",
+    ),
+    Mutant(
+        "parameters of several dtypes made one",
+        "rounds/replay.py",
+        "if len(dtypes := {p.dtype for p in params.values()}) > 1:",
+        "if len(dtypes := {p.dtype for p in params.values()}) > 9:",
+        "test_rounds.py::test_parameters_of_several_dtypes_are_refused",
+    ),
+    Mutant(
         "a filled up minibatch that trains on the last record",
         "counterfactual/retrain.py",
         "weights.new_zeros(len(weights), 1)",

@@ -51,10 +51,10 @@ def gains(
 
     The gain of an update is the rise of `mean(rho A)` on the fresh records, their advantages centred. To first order in
     the update it is in proportion to what the policy's expected return gains, free of what was fitted to the rollout's
-    chance. An update in a good direction gains more the further it goes, up to a point. So beside each gain
-    stands what training on everything gains when its update is stretched or shrunk: to the norm of this one, over the
-    parameters that log-probs depend on; and until the policy diverges from the round's as much as by this one. What is
-    left is the direction's. All epochs are trained, also where `target_kl` had ended the round before.
+    chance. An update in a good direction gains more the further it goes, up to a point. So beside each gain stands what
+    training on everything gains when its update is stretched or shrunk: to the norm of this one, over the parameters
+    that log-probs depend on; and until the policy diverges from the round's as much as by this one. What is left is the
+    direction's. All epochs are trained, also where `target_kl` had ended the round before.
 
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.

@@ -63,31 +63,25 @@ def intervene(
     size = batch_size_of(recording)
     own = scores_for(recording.records, scores)
 
-    def of(order: int) -> str:
-        return f", order {order} of {orders}" if orders > 1 else ""
-
-    def outcomes(masks: Mapping[str, Bool[Tensor, " n"]], shuffle: int) -> Mapping[str, float]:
-        able = {variant: mask for variant, mask in masks.items() if int(mask.sum()) >= 2}
-        kept = torch.stack(list(able.values()))
-        permutations = torch.Generator().manual_seed(shuffle)
-        minibatches = reshuffled(kept, size, recording.update.n_epochs, permutations)
-        params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
-        found = {}
-        for row, variant in enumerate(able):
-            told(f"measuring {variant}{of(order)}")
-            with kept_generators():
-                found[variant] = float(evaluate({name: tensor[row] for name, tensor in params.items()}))
-        return found
-
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for order in range(1, orders + 1):
+        of = f", order {order} of {orders}" if orders > 1 else ""
         masks = _masks(own, generator)
         shuffle = int(torch.randint(2**62, (1,), generator=generator))
-        told(f"training{of(order)}")
-        found = outcomes(masks, shuffle)
+        able = [variant for variant, mask in masks.items() if int(mask.sum()) >= 2]
+        kept = torch.stack([masks[variant] for variant in able])
+        told(f"training{of}")
+        permutations = torch.Generator().manual_seed(shuffle)
+        minibatches = reshuffled(kept, size, recording.update.n_epochs, permutations)
+        params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
+        outcomes: dict[str, float] = {}
+        for row, variant in enumerate(able):
+            told(f"measuring {variant}{of}")
+            with kept_generators():
+                outcomes[variant] = float(evaluate({name: tensor[row] for name, tensor in params.items()}))
         rows += [
-            {"order": order, "variant": variant, "kept": int(mask.sum()), "outcome": found.get(variant)}
+            {"order": order, "variant": variant, "kept": int(mask.sum()), "outcome": outcomes.get(variant)}
             for variant, mask in masks.items()
         ]
     schema = {"order": pl.Int64, "variant": pl.String, "kept": pl.Int64, "outcome": pl.Float64}

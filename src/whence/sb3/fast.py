@@ -4,7 +4,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -13,6 +13,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
@@ -179,7 +180,7 @@ def evaluate_pool(
     noise are as before afterwards.
 
     Args:
-        model: an SB3 model.
+        model: an SB3 model whose policy is an actor and a critic.
         env: see `make_pool`.
         kwargs: see `make_pool`.
         episodes: environments in the pool.
@@ -189,18 +190,19 @@ def evaluate_pool(
     pool = make_pool(env, kwargs, episodes, seed)
     returns = np.zeros(episodes)
     box = model.action_space if isinstance(model.action_space, spaces.Box) else None
-    noise = fresh_noise(model, episodes)
-    with kept_generators(), eval_mode(model.policy.modules()), torch.no_grad(), noise as renew:
+    policy, noise = cast(ActorCriticPolicy, model.policy), fresh_noise(model, episodes)
+    with kept_generators(), eval_mode(policy.modules()), torch.no_grad(), noise as renew:
         torch.manual_seed(seed)
         found, about = pool.reset()
         ids, observations, begins = about["env_id"], picked(found, key), True
         while len(ids):
             renew(ids, np.full(len(ids), begins))
-            actions = model.policy(_as_policy_reads(observations, model.observation_space, model.device))[0]
-            actions = actions.cpu().numpy()
+            inputs = _as_policy_reads(observations, model.observation_space, model.device)
+            # Not the policy's forward(), which asks for values and log-probs too.
+            actions = policy.get_distribution(inputs).get_actions().cpu().numpy()
             if box is not None:
-                squashed = model.policy.squash_output
-                actions = model.policy.unscale_action(actions) if squashed else np.clip(actions, box.low, box.high)
+                squashed = policy.squash_output
+                actions = policy.unscale_action(actions) if squashed else np.clip(actions, box.low, box.high)
             found, rewards, terminated, truncated, about = pool.step(_as_pool_takes(actions, model.action_space), ids)
             # A pool answers in the order in which its environments are ready.
             order = np.argsort(about["env_id"])

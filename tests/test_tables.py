@@ -86,20 +86,31 @@ class TestTables:
             "levels never reached": "unreached",
         }
         saved, returns, _ = tables(text)
-        assert list(saved[0]) == ["arm", "seeds", *names]
+        over = {"SE_ave, less the null": "se_ave", "SE_ave, every maximum, less the null": "se_ave_literal"}
+        assert list(saved[0]) == ["arm", "seeds", *names, *over]
         assert [row["arm"] for row in saved] == ["ppo (null)", "iif"]
         for row, arm in zip(saved, ("ppo", "iif"), strict=True):
             for heading, metric in names.items():
                 entry = summary[arm][metric]
                 shown = " ".join(f"{entry[end]:.1%}" for end in ("mean", "low", "high"))
                 assert re.sub(r"[\[\],]", "", row[heading]) == shown
+        for heading, metric in over.items():
+            entry = summary["iif"][metric]["over_null"]
+            shown = " ".join(f"{entry[end]:.1%}" for end in ("mean", "low", "high"))
+            assert re.sub(r"[\[\],]", "", saved[1][heading]) == shown
+            assert saved[0][heading] == ""
         assert len({row[heading] for row in saved for heading in ("SE_ave", "SE_peak", "RT_peak")}) > 3
         for row, arm in zip(returns, ("ppo", "iif"), strict=True):
             assert row["final return"].split()[0] == f"{summary[arm]['final_return']['mean']:.3g}"
             assert row["mean return"].split()[0] == f"{summary[arm]['auc']['mean']:.3g}"
         for heading, metric in (("final return less ppo's", "final_return"), ("mean return less ppo's", "auc")):
-            assert returns[1][heading].split()[0] == f"{summary['iif'][metric]['difference']['mean']:.3g}"
+            assert returns[1][heading].split()[0] == f"{summary['iif'][metric]['differences']['ppo']['mean']:.3g}"
         assert float(returns[1]["mean return less ppo's"].split()[0]) > 0.1
+        for row, other in zip(returns, ("ppo", "iif"), strict=True):
+            assert row[f"mean return less {other}'s"] == ""
+        assert returns[0]["mean return less iif's"].split()[0] == (
+            f"{summary['ppo']['auc']['differences']['iif']['mean']:.3g}"
+        )
 
     def test_seeds_and_shared_seeds_are_told(self, tmp_path):
         text = written(results(ppo=[0, 1, 2, 3], iif=[2, 3, 7], random=[1]), tmp_path)
@@ -117,6 +128,15 @@ class TestTables:
         assert "[" not in returns[1]["mean return less ppo's"]
         assert ("[" in saved[0]["SE_ave"]) == (len(seeds["ppo"]) > 1)
 
+    def test_one_round_that_took_long_does_not_count(self, tmp_path):
+        found = results(ppo=[0], iif=[0])
+        kept = found["lake"]["iif"][0]
+        slow = kept.tables["seconds"].with_columns(
+            optimisation_wall=pl.when(pl.int_range(pl.len()) == 1).then(2657.0).otherwise("optimisation_wall")
+        )
+        found["lake"]["iif"] = {0: replace(kept, tables={**kept.tables, "seconds": slow})}
+        assert tables(written(found, tmp_path))[2][1]["optimisation, wall"] == "6.000"
+
     def test_seconds_of_the_process_and_of_the_clock_stand_beside_each_other(self, tmp_path):
         _, _, seconds = tables(written(results(ppo=[0, 1], iif=[0]), tmp_path))
         assert seconds[1] == {
@@ -131,7 +151,16 @@ class TestTables:
 
     def test_what_they_mean_is_told(self, tmp_path):
         key = written(results(ppo=[0, 1]), tmp_path).partition("\n## ")[0]
-        for term in ("SE_ave", "RT_peak", "Levels", "brackets", "null", "Every maximum", "never reached", "Less ppo's"):
+        for term in (
+            "SE_ave",
+            "RT_peak",
+            "Levels",
+            "brackets",
+            "null",
+            "Every maximum",
+            "never reached",
+            "Less another",
+        ):
             assert term in key
 
     def test_the_set_up_tells_what_is_no_default(self, tmp_path):
@@ -176,9 +205,9 @@ class TestLDA:
         assert {heading: cell for heading, cell in row.items() if cell} == {
             "arm": "*LDA's iif*",
             "seeds": "3",
-            "SE_ave, every maximum": "33.7%",
-            "SE_peak, every maximum": "19.6%",
-            "RT_peak (paper's)": "31.3%",
+            "SE_ave, every maximum": "33.7% ± 3.4%",
+            "SE_peak, every maximum": "19.6% ± 8.4%",
+            "RT_peak (paper's)": "31.3% ± 3.3%",
         }
 
     def test_its_seconds_are_of_the_clock(self, tmp_path):
@@ -191,12 +220,14 @@ class TestLDA:
                 **{"optimisation, CPU": "", "optimisation, wall": "1.51"},
             }
         ]
-        assert "its seconds are wall-clock, on another machine" in text
+        assert "Its seconds are wall-clock, on another machine: 93.85 s of ppo and 82.15 s of iif" in text
+        assert "64.64 s of iif until ppo's peak" in text
+        assert "50 rounds of ppo's optimisation alone would take 100 s" in text
 
     def test_each_share_has_its_own_row(self, tmp_path):
         for drop, se_ave in ((0.125, "23.5%"), (0.25, "30.5%"), (0.5, "33.7%"), (1.0, "32.7%")):
             (row,) = ldas(of_lda(drop=drop), tmp_path)
-            assert row["SE_ave, every maximum"] == se_ave
+            assert row["SE_ave, every maximum"].startswith(f"{se_ave} ± ")
         assert ldas(of_lda(drop=0.3), tmp_path) == []
         assert ldas(of_lda(arms=("ppo", "random")), tmp_path) == []
 
@@ -228,7 +259,7 @@ class TestLDA:
         preset = {"rounds": 500, "eval_every": 5, "eval_episodes": 50}
         (row,) = ldas(of_lda("lda-code/bipedalwalker", **preset), tmp_path)
         assert row["arm"] == "*LDA's iif (its evaluations: every round, 100 episodes)*"
-        assert row["RT_peak (paper's)"] == "29.2%"
+        assert row["RT_peak (paper's)"] == "29.2% ± 0.7%"
 
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")

@@ -4,12 +4,12 @@ A *level* is a return that standard training reached; a *reduction* is the share
 rounds, or seconds, that another arm does without to reach the same level (LDA §5.2, Table 3).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64
 from scipy import stats
 
 from whence.errors import WhenceError
@@ -143,10 +143,10 @@ def pair_metrics(method: Curve, standard: Curve) -> dict[str, float | None]:
 
     se_ave, se_peak: 1 - rounds_to(method) / rounds_to(standard), averaged over `levels`, and at the highest.
     rt_peak: 1 - seconds_to(method) / seconds_to(standard), both to the highest level.
-    rt_peak_paper: 1 - seconds_to(method) to the highest level / seconds of *all* standard rounds, which is
-        what the paper's RT_peak is (Acrobot: 1 - 35.80 / 79.87 = 55.2%): only this one belongs beside its
-        figures. Standard training itself scores above zero, unless it peaks in its last round.
     se_ave_literal, se_peak_literal: as se_ave and se_peak, over `literal_levels`.
+    rt_peak_paper: 1 - seconds_to(method) to the highest of `literal_levels` / seconds of *all* standard rounds,
+        which is what the paper's RT_peak is (Acrobot: 1 - 35.80 / 79.87 = 55.2%): only this one belongs beside
+        its figures. Standard training itself scores above zero, unless it peaks in its last round.
     unreached: the share of `levels` that the method never reached; these count as R+1 rounds.
 
     Reductions are shares, at most 1, negative where the method is slower. None where the standard run has no
@@ -156,16 +156,16 @@ def pair_metrics(method: Curve, standard: Curve) -> dict[str, float | None]:
     if method.rounds != standard.rounds:
         raise WhenceError(_unequal_rounds("the method's curve", method, "the standard's", standard))
     values: dict[str, float | None] = dict.fromkeys(PAIR_METRICS)
-    literal = _round_reductions(method, standard, literal_levels(standard))
-    values["se_ave_literal"], values["se_peak_literal"] = float(literal.mean()), float(literal[-1])
+    literal = literal_levels(standard)
+    reductions = _round_reductions(method, standard, literal)
+    values["se_ave_literal"], values["se_peak_literal"] = float(reductions.mean()), float(reductions[-1])
+    values["rt_peak_paper"] = _time_reduction(seconds_to(method, float(literal[-1])), float(standard.seconds.sum()))
     robust = levels(standard)
     if len(robust):
         peak = float(robust[-1])
         reductions = _round_reductions(method, standard, robust)
-        method_seconds = seconds_to(method, peak)
         values["se_ave"], values["se_peak"] = float(reductions.mean()), float(reductions[-1])
-        values["rt_peak"] = _time_reduction(method_seconds, seconds_to(standard, peak))
-        values["rt_peak_paper"] = _time_reduction(method_seconds, float(standard.seconds.sum()))
+        values["rt_peak"] = _time_reduction(seconds_to(method, peak), seconds_to(standard, peak))
         values["unreached"] = float(np.mean(robust > method.returns[1:].max()))
     return values
 
@@ -201,50 +201,50 @@ def curve_metrics(curve: Curve) -> dict[str, float]:
 
 
 def summarise(
-    curves: Mapping[str, Mapping[int, Curve]], *, standard: str = "ppo", resamples: int = 2000, seed: int = 0
+    curves: Mapping[str, Mapping[int, Curve]], *, standard: str = "ppo"
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Summarise all arms over their seeds: {arm: {metric: entry}}, ready for JSON.
 
     curves: for each arm, its run of each seed; `standard` names the arm that the others are compared with.
-    resamples, seed: of the percentile bootstraps; no figure of an arm depends on which others are there.
+
+    All intervals are 95% t intervals over seeds. Where pairs of seeds are compared, each seed is left out in turn (the
+    jackknife), method seeds and standard seeds apart, with Welch and Satterthwaite's degrees of freedom.
 
     An entry of `PAIR_METRICS` holds, as shares:
-    mean, low, high: over the pairs of a method seed and a standard seed that have a value, with a 95%
-        bootstrap of method seeds and of standard seeds. No low and high where only one of each has one.
+    mean, low, high: over the pairs of a method seed and a standard seed that have a value; no low and high where
+        leaving out one seed leaves no pair.
     per_seed: the mean over standard seeds, for each method seed in sorted order.
     null, null_low, null_high: the same of standard seeds against other standard seeds, which an arm that does
-        nothing would show and which need not be zero. Seeds are resampled once for both places; a seed never
-        meets itself. No ends with fewer than three seeds: two have the same mean in every resample.
+        nothing would show and which need not be zero. A seed never meets itself, so ends take three seeds.
+    over_null: mean, low, high of the arm's mean less the null's.
     The standard arm's own figures are that null: a seed against itself would be zero and say nothing.
 
     An entry of `CURVE_METRICS` holds, in units of return:
     mean, low, high, per_seed: over seeds; no low and high with one seed.
     iqm: the mean without int(n / 4) of n seeds at either end: the plain mean where n < 4.
-    difference: mean, low, high of the differences from the standard arm over the seeds that both have, with a
-        95% t interval; no low and high with one such seed, no mean with none.
-    null: 0.0, the null of `difference` and not of `mean`: an arm that does nothing differs by 0 on average.
+    differences: by each other arm, mean, low, high of the differences from it over the seeds that both have; no low
+        and high with one such seed, no mean with none.
+    null: 0.0, the null of `differences` and not of `mean`: an arm that does nothing differs by 0 on average.
 
-    What is not there is None. Raises WhenceError where the standard arm is missing, an arm has no run, a run
-    has another R than the standard's, or `resamples` < 1. Source: LDA §5.2, Table 3.
+    What is not there is None. No figure of an arm depends on which others are there, but for `differences` from them.
+    Raises WhenceError where the standard arm is missing, an arm has no run, or a run has another R than the standard's.
+    Source: LDA §5.2, Table 3.
     """
-    _check_arms(curves, standard, resamples)
-    standards = dict(sorted(curves[standard].items()))
-    reference = {run_seed: curve_metrics(curve) for run_seed, curve in standards.items()}
-    nulls = _pair_entries(standards, standards, resamples, seed, null=True)
+    _check_arms(curves, standard)
+    runs = {arm: dict(sorted(own.items())) for arm, own in curves.items()}
+    alone = {arm: {s: curve_metrics(run) for s, run in own.items()} for arm, own in runs.items()}
+    null = _pair_tables(runs[standard], runs[standard])
+    for table in null.values():
+        np.fill_diagonal(table, np.nan)
     summary: dict[str, dict[str, dict[str, Any]]] = {}
-    for arm in curves:
-        methods = dict(sorted(curves[arm].items()))
-        pairs = nulls if arm == standard else _pair_entries(methods, standards, resamples, seed)
-        summary[arm] = _curve_entries(methods, reference, resamples, seed)
-        for name, null in nulls.items():
-            beside = {"null": null["mean"], "null_low": null["low"], "null_high": null["high"]}
-            summary[arm][name] = pairs[name] | beside
+    for arm, own in runs.items():
+        pairs = null if arm == standard else _pair_tables(own, runs[standard])
+        summary[arm] = {name: _pair_entry(pairs[name], null[name], pairs is null) for name in PAIR_METRICS}
+        summary[arm] |= {name: _curve_entry(name, arm, alone) for name in CURVE_METRICS}
     return summary
 
 
-def _check_arms(curves: Mapping[str, Mapping[int, Curve]], standard: str, resamples: int) -> None:
-    if resamples < 1:
-        raise WhenceError(f"`resamples` is {resamples}, but a bootstrap needs at least 1; 2000 is usual.")
+def _check_arms(curves: Mapping[str, Mapping[int, Curve]], standard: str) -> None:
     if standard not in curves:
         raise WhenceError(
             f"The standard arm {standard!r} is not among the arms {sorted(curves)}; run it too, "
@@ -262,51 +262,58 @@ def _check_arms(curves: Mapping[str, Mapping[int, Curve]], standard: str, resamp
                 raise WhenceError(_unequal_rounds(name, curve, other, reference))
 
 
-def _pair_entries(
-    methods: Mapping[int, Curve],
-    standards: Mapping[int, Curve],
-    resamples: int,
-    seed: int,
-    *,
-    null: bool = False,
-) -> dict[str, dict[str, Any]]:
-    table = [[pair_metrics(method, other) for other in standards.values()] for method in methods.values()]
-    # A generator for each arm, so that no interval depends on which arms came before.
-    generator = np.random.default_rng(seed)
-    method_counts = _seed_counts(generator, len(methods), resamples)
-    standard_counts = method_counts if null else _seed_counts(generator, len(standards), resamples)
-    entries = {}
-    for name in PAIR_METRICS:
-        # As float64, None is NaN.
-        values = np.array([[pair[name] for pair in row] for row in table], dtype=np.float64)
-        if null:
-            np.fill_diagonal(values, np.nan)
-        # Two seeds make the same pairs in every resample: a null of no width, which would claim too much.
-        known_spread = not null or len(standards) > 2
-        ends = _bootstrap(values, method_counts, standard_counts) if known_spread else (None, None)
-        entries[name] = _entry(values, *ends)
-    return entries
+def _pair_tables(
+    methods: Mapping[int, Curve], standards: Mapping[int, Curve]
+) -> dict[str, Float64[np.ndarray, "methods standards"]]:
+    """Return each of `PAIR_METRICS` for every pair; NaN where a pair has no value."""
+    pairs = [[pair_metrics(method, other) for other in standards.values()] for method in methods.values()]
+    # As float64, None is NaN.
+    return {name: np.array([[pair[name] for pair in row] for row in pairs], dtype=np.float64) for name in PAIR_METRICS}
 
 
-def _curve_entries(
-    methods: Mapping[int, Curve], reference: Mapping[int, Mapping[str, float]], resamples: int, seed: int
-) -> dict[str, dict[str, Any]]:
-    own = {run_seed: curve_metrics(curve) for run_seed, curve in methods.items()}
-    counts = _seed_counts(np.random.default_rng(seed), len(own), resamples)
-    entries = {}
-    for name in CURVE_METRICS:
-        values = np.array([[metrics[name]] for metrics in own.values()])
-        entry = _entry(values, *_bootstrap(values, counts, np.ones((resamples, 1), dtype=np.int64)))
-        entry["iqm"] = float(stats.trim_mean(values[:, 0], 0.25))
-        entry["null"] = 0.0
-        shared = [run_seed for run_seed in own if run_seed in reference]
-        entry["difference"] = _t_interval(np.array([own[s][name] - reference[s][name] for s in shared]))
-        entries[name] = entry
-    return entries
+def _pair_entry(
+    values: Float64[np.ndarray, "methods standards"], null: Float64[np.ndarray, "standards standards"], own: bool
+) -> dict[str, Any]:
+    """Return the entry of one of `PAIR_METRICS`; `own`: these are the standard arm's, whose methods are standards."""
+    methods, standards = (np.ones(count, dtype=bool) for count in values.shape)
+
+    def of_null(standards: Bool[np.ndarray, " standards"]) -> float | None:
+        return _mean(null[np.ix_(standards, standards)])
+
+    def of_arm(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
+        return of_null(standards) if own else _mean(values[np.ix_(methods, standards)])
+
+    def over(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
+        arm, beside = of_arm(methods, standards), of_null(standards)
+        return None if arm is None or beside is None else arm - beside
+
+    beside = _jackknife(of_null, [standards])
+    # Standard seeds against one another are one group of seeds, not two.
+    arm = beside if own else _jackknife(of_arm, [methods, standards])
+    return {
+        **arm,
+        "per_seed": [_mean(row) for row in values],
+        "null": beside["mean"],
+        "null_low": beside["low"],
+        "null_high": beside["high"],
+        "over_null": _jackknife(over, [methods, standards]),
+    }
 
 
-def _entry(values: Float64[np.ndarray, "rows any"], low: float | None, high: float | None) -> dict[str, Any]:
-    return {"mean": _mean(values), "low": low, "high": high, "per_seed": [_mean(row) for row in values]}
+def _curve_entry(name: str, arm: str, alone: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, Any]:
+    own = {run_seed: metrics[name] for run_seed, metrics in alone[arm].items()}
+    values = np.array(list(own.values()))
+    others = {other: {s: metrics[name] for s, metrics in runs.items()} for other, runs in alone.items() if other != arm}
+    return {
+        **_t_interval(values),
+        "per_seed": values.tolist(),
+        "iqm": float(stats.trim_mean(values, 0.25)),
+        "null": 0.0,
+        "differences": {
+            other: _t_interval(np.array([own[s] - theirs[s] for s in own if s in theirs]))
+            for other, theirs in others.items()
+        },
+    }
 
 
 def _mean(values: Float64[np.ndarray, "..."]) -> float | None:
@@ -314,35 +321,33 @@ def _mean(values: Float64[np.ndarray, "..."]) -> float | None:
     return float(known.mean()) if known.size else None
 
 
-def _seed_counts(generator: np.random.Generator, seeds: int, resamples: int) -> Int64[np.ndarray, "resamples seeds"]:
-    """Return how often each seed is drawn in each resample with replacement."""
-    return generator.multinomial(seeds, np.full(seeds, 1 / seeds), size=resamples)
+def _jackknife(
+    statistic: Callable[..., float | None], groups: Sequence[Bool[np.ndarray, " seeds"]]
+) -> dict[str, float | None]:
+    """Return a statistic of groups of seeds, given as masks, with the ends that leaving out each seed in turn gives."""
+    mean = statistic(*groups)
+    variances = []
+    for place, group in enumerate(groups):
+        without = [statistic(*groups[:place], group & ~seed, *groups[place + 1 :]) for seed in np.eye(len(group)) > 0]
+        known = [value for value in without if value is not None]
+        if len(known) < len(without):
+            return {"mean": mean, "low": None, "high": None}
+        variances.append((len(group) - 1) * float(np.var(known)))
+    # Welch and Satterthwaite's, by shares of the whole, which squares of small variances are too small for.
+    shares = [variance / (sum(variances) or 1) for variance in variances]
+    freedom = 1 / (sum(s**2 / (len(group) - 1) for s, group in zip(shares, groups, strict=True)) or 1)
+    return _ends(mean, float(np.sqrt(sum(variances))), freedom)
 
 
-def _bootstrap(
-    values: Float64[np.ndarray, "rows columns"],
-    row_counts: Int64[np.ndarray, "resamples rows"],
-    column_counts: Int64[np.ndarray, "resamples columns"],
-) -> tuple[float | None, float | None]:
-    """Return the percentile interval of the mean of the known values; a pair weighs its counts' product."""
-    known = ~np.isnan(values)
-    if known.any(axis=1).sum() <= 1 and known.any(axis=0).sum() <= 1:
-        return None, None
-    totals = ((row_counts @ np.where(known, values, 0.0)) * column_counts).sum(axis=1)
-    pairs = ((row_counts @ known.astype(np.int64)) * column_counts).sum(axis=1)
-    # A resample may miss every pair that has a value; it then has no mean.
-    usable = pairs > 0
-    if not usable.any():
-        return None, None
-    low, high = np.quantile(totals[usable] / pairs[usable], [_TAIL, 1 - _TAIL]).tolist()
-    return low, high
+def _t_interval(values: Float64[np.ndarray, " n"]) -> dict[str, float | None]:
+    if len(values) < 2:
+        return {"mean": _mean(values), "low": None, "high": None}
+    return _ends(_mean(values), float(values.std(ddof=1) / np.sqrt(len(values))), len(values) - 1)
 
 
-def _t_interval(differences: Float64[np.ndarray, " pairs"]) -> dict[str, float | None]:
-    # By hand, since scipy's interval is NaN where all differences are equal, as of the standard from itself.
-    if len(differences) < 2:
-        return {"mean": _mean(differences), "low": None, "high": None}
-    mean = float(differences.mean())
-    standard_error = differences.std(ddof=1) / np.sqrt(len(differences))
-    half = float(stats.t.ppf(1 - _TAIL, len(differences) - 1) * standard_error)
+def _ends(mean: float | None, standard_error: float, freedom: float) -> dict[str, float | None]:
+    # By hand, since scipy's interval is NaN where all values are equal, as of the standard from itself.
+    if mean is None:
+        return {"mean": None, "low": None, "high": None}
+    half = float(stats.t.ppf(1 - _TAIL, freedom)) * standard_error
     return {"mean": mean, "low": mean - half, "high": mean + half}

@@ -1,7 +1,7 @@
 """What LDA (arXiv 2505.19281) reports, for the settings that are its own."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -32,11 +32,12 @@ def figures_of(config: RunConfig) -> Mapping[str, Any]:
     return _reported()[env] if family == "lda-code" else {}
 
 
-def row_of(config: RunConfig) -> tuple[str, Mapping[str, float]] | None:
-    """Return what LDA's row beside a run's is called, and its shares; None where LDA has none."""
-    row = next((row for row in figures_of(config).get("iif", []) if row["drop"] == config.drop), None)
-    if row is None or config.arm != "iif":
+def row_of(config: RunConfig) -> tuple[str, Mapping[str, Sequence[float]]] | None:
+    """Return what LDA's row beside a run's is called, and its shares, each with its "±"; None where LDA has none."""
+    found = next((row for row in figures_of(config).get("iif", []) if row["drop"] == config.drop), None)
+    if found is None or config.arm != "iif":
         return None
+    row = {name: figure for name, figure in found.items() if name != "drop"}
     theirs = RunConfig(**{**presets()[str(preset_of(config))], "arm": "iif", "seed": 0})
     if all(getattr(theirs, key) == getattr(config, key) for key in _EVALUATION):
         return "LDA's iif", row
@@ -47,9 +48,13 @@ def note(config: RunConfig) -> str | None:
     """Say how LDA's figures stand to a run's setting; None where the setting is none of LDA's."""
     family, _, env = (preset_of(config) or "").partition("/")
     if family == "lda-code":
+        iif, ppo = figures_of(config)["seconds"]["iif"], figures_of(config)["seconds"]["ppo"]
         return (
-            "LDA's rows are means over its three runs. Its levels are every maximum, and its RT_peak is the paper's; "
-            "its seconds are wall-clock, on another machine."
+            "LDA's rows are means over its three runs; of what its ± is it says nothing. Its levels are every maximum, "
+            "and its RT_peak is the paper's. Its seconds are wall-clock, on another machine: "
+            f"{ppo['all_rounds']:.2f} s of ppo and {iif['all_rounds']:.2f} s of iif for all rounds, "
+            f"{iif['to_peak']:.2f} s of iif until ppo's peak. They do not add up everywhere: {config.rounds} rounds of "
+            f"ppo's optimisation alone would take {config.rounds * ppo['optimisation']:.0f} s."
         )
     if family == "paper":
         return (

@@ -21,12 +21,17 @@ from whence.report.pictures import Labels, draw
 SAVED = tuple(metric for metric in HEADINGS if metric not in CURVE_METRICS)
 """The metrics of pairs of runs, in the table's order."""
 
+_OVER_NULL = ("se_ave", "se_ave_literal")
+
+_REFERENCES = (STANDARD, "random", "iif")
+"""The arms that others' mean returns are held against."""
+
 KEY: Mapping[str, str] = {
     **DEFINITIONS,
     "Every maximum": "over the levels of LDA's paper: every strictly larger maximum, however little larger.",
     HEADINGS["unreached"].capitalize(): "their share; such a level counts as one round more than there are.",
     "Returns": "means over an arm's seeds; the IQM leaves out a quarter of the seeds at either end.",
-    f"Less {STANDARD}'s": "the mean difference over shared seeds, with a 95% t interval; its null is 0.",
+    "Less another arm's": "the mean difference over the seeds that both have, with a 95% t interval; its null is 0.",
     "One seed": f"no interval; nor is there one of rounds and time saved where {STANDARD} has one seed.",
 }
 """How the tables are meant."""
@@ -75,7 +80,7 @@ def _section(group: str, labels: Labels, summary: Mapping[str, Any] | None, link
         parts.append(f"No run of {STANDARD} is finished, so there is nothing to measure the others against.")
     else:
         parts += ["Rounds and time saved:", _saved(labels, summary), "Test returns:", _returns(labels, summary)]
-    parts += ["Seconds of a mean round, of the process (CPU) and of the clock (wall):", _seconds(labels)]
+    parts += ["Seconds of a median round, of the process (CPU) and of the clock (wall):", _seconds(labels)]
     parts += [f"![{group}: {Path(link).stem}]({link})" for link in links]
     return "\n\n".join(parts)
 
@@ -129,29 +134,36 @@ def _listed(seeds: Sequence[int]) -> str:
 def _saved(labels: Labels, summary: Mapping[str, Any]) -> str:
     rows = []
     for label, metrics in summary.items():
-        # The seeds of one of the two alone would make an interval that is too narrow.
-        spread = min(len(labels[label]), len(labels[STANDARD])) > 1
-        cells = [_cell(metric, metrics[metric], spread=spread) for metric in SAVED]
-        rows.append([column_heading(label), str(len(labels[label])), *cells])
+        cells = [_cell(metric, metrics[metric]) for metric in SAVED]
+        over = [_cell(metric, metrics[metric]["over_null"]) if label != STANDARD else "" for metric in _OVER_NULL]
+        rows.append([column_heading(label), str(len(labels[label])), *cells, *over])
         if theirs := lda.row_of(next(iter(labels[label].values())).config):
             name, shares = theirs
-            told = [f"{shares[metric]:.1%}" if metric in shares else "" for metric in SAVED]
-            rows.append([f"*{name}*", "3", *told])
-    return _table(["arm", "seeds", *(HEADINGS[metric] for metric in SAVED)], rows)
+            told = [_theirs(shares.get(metric)) for metric in SAVED]
+            rows.append([f"*{name}*", "3", *told, *("" for _ in _OVER_NULL)])
+    over = [f"{HEADINGS[metric]}, less the null" for metric in _OVER_NULL]
+    return _table(["arm", "seeds", *(HEADINGS[metric] for metric in SAVED), *over], rows)
+
+
+def _theirs(figure: Sequence[float] | None) -> str:
+    return "" if figure is None else f"{figure[0]:.1%} ± {figure[1]:.1%}"
 
 
 def _returns(labels: Labels, summary: Mapping[str, Any]) -> str:
-    compared = ("final_return", "auc")
+    references = [arm for arm in _REFERENCES if arm in summary]
+    compared = [("final_return", STANDARD), *(("auc", arm) for arm in references)]
     rows = []
     for label, metrics in summary.items():
         cells = [_cell(metric, metrics[metric]) for metric in CURVE_METRICS]
-        row = [label, str(len(labels[label])), *cells, f"{metrics['auc']['iqm']:.3g}"]
-        differences = [_cell(metric, metrics[metric]["difference"]) for metric in compared]
-        shared = str(len(labels[label].keys() & labels[STANDARD].keys()))
-        rows.append([*row, *(["", "", ""] if label == STANDARD else [shared, *differences])])
+        shared = str(len(labels[label].keys() & labels[STANDARD].keys())) if label != STANDARD else ""
+        less = [
+            _cell(metric, metrics[metric]["differences"][other]) if label != other else "" for metric, other in compared
+        ]
+        rows.append([label, str(len(labels[label])), *cells, f"{metrics['auc']['iqm']:.3g}", shared, *less])
     headings = [*(HEADINGS[metric] for metric in CURVE_METRICS), "its IQM", f"seeds shared with {STANDARD}"]
-    less = [f"{HEADINGS[metric]} less {STANDARD}'s" for metric in compared]
-    return _table(["arm", "seeds", *headings, *less], rows)
+    return _table(
+        ["arm", "seeds", *headings, *(f"{HEADINGS[metric]} less {other}'s" for metric, other in compared)], rows
+    )
 
 
 def _seconds(labels: Labels) -> str:
@@ -163,17 +175,16 @@ def _seconds(labels: Labels) -> str:
     columns = [f"{stage}_{clock}" for stage in stages for clock in ("cpu", "wall")]
     rows = []
     for label, table in tables.items():
-        rows.append([label, *(f"{np.mean(table[column].to_numpy()):.3f}" for column in columns)])
+        rows.append([label, *(f"{np.median(table[column].to_numpy()):.3f}" for column in columns)])
     for arm, seconds in lda.figures_of(_config(labels)).get("seconds", {}).items():
-        theirs = {f"{stage}_wall": f"{mean:.2f}" for stage, mean in seconds.items()}
+        theirs = {f"{stage}_wall": f"{mean:.2f}" for stage, mean in seconds.items() if stage in stages}
         rows.append([f"*LDA's {arm}*", *(theirs.get(column, "") for column in columns)])
     headings = [f"{stage}, {clock}" for stage in stages for clock in ("CPU", "wall")]
     return _table(["arm", *headings], rows)
 
 
-def _cell(metric: str, entry: Mapping[str, Any], *, spread: bool = True) -> str:
-    mean, interval = cell(metric, entry)
-    return f"{mean} {interval}".strip() if spread else mean
+def _cell(metric: str, entry: Mapping[str, Any]) -> str:
+    return " ".join(cell(metric, entry)).strip()
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

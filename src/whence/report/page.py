@@ -42,9 +42,9 @@ DEFINITIONS: Mapping[str, str] = {
     "SE_ave": "the share of rounds saved until standard training's levels are reached, mean over levels.",
     "SE_peak": "the share of rounds saved until its highest level is reached.",
     "RT_peak": "the share of CPU time saved until that level (collection, scoring and optimisation; no evaluation).",
-    "RT_peak (paper's)": "the same, divided by standard training's whole time instead of its time to the peak.",
+    "RT_peak (paper's)": "the same to the highest return, divided by standard training's whole time instead.",
     "Levels": "new highs of standard training's test return, each at least two standard errors above the one before.",
-    "Values": "means over all pairs of method seed and standard seed, in brackets 95% bootstrap intervals over seeds.",
+    "Values": "means over all pairs of method seed and standard seed, in brackets 95% t intervals over seeds.",
     f"{STANDARD} (null)": "standard seeds beside other standard seeds: the null, which the others have to beat.",
 }
 """How the figures of the summary are meant."""

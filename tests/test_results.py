@@ -1,0 +1,61 @@
+"""What is committed of the paper's evaluation is what its runs give, and what its text says is what they gave."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from whence import experiments
+from whence.experiments import load_sweep, summarise_sweep
+from whence.runs import RunDirectory
+
+PAPER = Path(__file__).parent.parent / "results" / "paper"
+INTERVAL = re.compile(r"(−?[\d.,]+%?) \[(−?[\d.,]+%?), (−?[\d.,]+%?)\]")
+
+
+@pytest.fixture(scope="module")
+def results():
+    return load_sweep(PAPER)
+
+
+@pytest.fixture(scope="module")
+def summary(results):
+    return summarise_sweep(results)
+
+
+def intervals(node: object) -> Iterator[str]:
+    """Every figure with an interval as text, as a share and as a return."""
+    if isinstance(node, dict):
+        for own in (("mean", "low", "high"), ("null", "null_low", "null_high")):
+            if all(isinstance(node.get(key), float) for key in own):
+                for form in (".1%", ".3g"):
+                    mean, low, high = (f"{node[key]:{form}}".replace("-", "−") for key in own)
+                    yield f"{mean} [{low}, {high}]"
+        for value in node.values():
+            yield from intervals(value)
+
+
+def test_the_summary_is_that_of_the_runs(summary):
+    assert json.loads((PAPER / "summary.json").read_text(encoding="utf-8")) == summary
+
+
+def test_every_interval_of_the_text_is_one_of_the_runs(results, summary):
+    # Of all seeds, or of the first three, which the text compares where an arm has no more.
+    first = {
+        group: {label: {seed: run for seed, run in runs.items() if seed < 3} for label, runs in labels.items()}
+        for group, labels in results.items()
+    }
+    known = {*intervals(summary), *intervals(summarise_sweep(first))}
+    said = {" ".join(m.group(0).split()) for m in INTERVAL.finditer((PAPER / "README.md").read_text(encoding="utf-8"))}
+    assert len(said) > 50
+    assert said <= known, sorted(said - known)
+
+
+def test_a_run_begins_again_as_it_did(results, tmp_path):
+    kept = results["frozenlake"]["iif"][3]
+    experiments.run(replace(kept.config, rounds=2), tmp_path / "run")
+    again = RunDirectory.open(tmp_path / "run").table("evaluations")["test_return"].to_list()
+    assert again == kept.tables["evaluations"]["test_return"].to_list()[:3]

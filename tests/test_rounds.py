@@ -11,14 +11,18 @@ import pytest
 import torch
 from gymnasium import spaces
 from safetensors.torch import load_file, save_file
+from sb3_contrib import MaskablePPO
+from sb3_contrib.common.envs import InvalidActionEnvDiscrete
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.torch_layers import FlattenExtractor
 
 import whence
 from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute_round
 from whence.engines.memory import bytes_held
 from whence.errors import RunDirectoryError, Unsupported
 from whence.rounds import METHODS, OptimizerState, optimizers, replay, schedule
+from whence.rounds.identity import log_probs_apart
 from whence.rounds.replay import clip_factor, loss, opened, points, step, values
 from whence.rounds.schedule import SCHEDULED
 from whence.sb3 import InfluenceCallback
@@ -95,6 +99,10 @@ CASES = {
     "dict observations": lambda: (model_of(env=Dicts, policy="MultiInputPolicy"), None),
     "continuous": lambda: (model_of(env="Pendulum-v1"), None),
     "states by number": lambda: (model_of(env="FrozenLake-v1"), None),
+    "masked actions": lambda: (
+        model_of(env=lambda: InvalidActionEnvDiscrete(dim=6, n_invalid_actions=3), algorithm=MaskablePPO),
+        None,
+    ),
     "a2c": lambda: (
         A2C("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2, seed=0), n_steps=16, seed=0, device="cpu"),
         None,
@@ -427,6 +435,33 @@ class TestMemory:
             assert bool((scores == 0).all())
 
 
+class Dropping(FlattenExtractor):
+    """Observations of which training drops a half."""
+
+    def forward(self, observations):
+        return torch.nn.functional.dropout(super().forward(observations), 0.5, self.training)
+
+
+def test_a_policy_with_dropout_is_known_by_what_it_does_without():
+    model = model_of(policy_kwargs={"features_extractor_class": Dropping})
+    recording = recorded(model)
+    model.policy.train()
+    before = state_of(model)
+    opened(model.policy, recording)
+    assert_untouched(before, state_of(model))
+    assert all(module.training for module in model.policy.modules())
+
+
+def test_log_probs_are_compared_part_by_part(round):
+    model, recording = round
+    opening = opened(model.policy, recording)
+    params, places = opening.named(opening.start.params), torch.arange(64)
+    moved = opening.records.with_columns({"log_probs": opening.records.log_probs + 0.01 * (places < 16)})
+    for at_once in (10, 64, 100):
+        apart = log_probs_apart(opening.view, params, moved, at_once)
+        assert apart == pytest.approx(0.01 / 4, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_torchs_also_where_parameters_have_been_stepped_on_unequally(name):
     shapes = {"one": (3, 2), "other": (4,)}
@@ -543,6 +578,21 @@ class TestRefusals:
             replay(model_of(policy_kwargs={"net_arch": [8, 8]}).policy, recording)
         with pytest.raises(WhenceError, match="its optimiser is Adam, the model's SGD"):
             replay_sb3(model_of("SGD"), recording)
+
+    @pytest.mark.parametrize("env", ["CartPole-v1", Dicts, "Pendulum-v1"])
+    def test_another_policy_of_the_same_shapes(self, env):
+        kind = "MultiInputPolicy" if env is Dicts else "MlpPolicy"
+        recording = recorded(model_of(env=env, policy=kind))
+        other = model_of(env=env, policy=kind, policy_kwargs={"activation_fn": torch.nn.ReLU})
+        before = state_of(other)
+        said = "of another policy: at the parameters that round 2 began with, this policy's log-probs"
+        with pytest.raises(WhenceError, match=said):
+            replay(other.policy, recording)
+        with pytest.raises(WhenceError, match=said):
+            attribute_round(other.policy, recording, target=Return(), dtype=torch.float64)
+        with pytest.raises(WhenceError, match=said):
+            replay_sb3(other, recording)
+        assert_untouched(before, state_of(other))
 
     def test_a_frozen_parameter_that_differs(self, round):
         _, recording = round

@@ -15,6 +15,7 @@ from whence.guards import eval_mode, kept_generators
 from whence.policies import ModuleView, Outputs, Params, acting_parameters
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
+from whence.rounds.identity import SAME, log_probs_apart
 from whence.rounds.replay import Round, opened
 
 ALL = "all"
@@ -101,13 +102,12 @@ def gains(
     generator = torch.Generator().manual_seed(seed)
     rows: list[dict[str, object]] = []
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        judge = _Judge(round, fresh, advantages)
-        if not judge.before.furthest <= 1e-3:
+        if not (apart := log_probs_apart(round.view, round.named(round.start.params), fresh)) <= SAME:
             raise WhenceError(
                 f"The fresh records were not collected by the policy of round {recording.number} as it was before the "
-                f"round: log-probs differ by up to {judge.before.furthest:.2g}. Collect them with the recorded "
-                "parameters."
+                f"round: log-probs are {apart:.2g} apart on average. Collect them with the recorded parameters."
             )
+        judge = _Judge(round, fresh, advantages)
         rollout = _Judge(round, round.records, {"raw": round.records.advantages})
         for order in range(1, orders + 1):
             told(f"training on {len(masks)} selections" + (f", order {order} of {orders}" if orders > 1 else ""))
@@ -144,7 +144,6 @@ class _Verdict:
     gains: Mapping[str, float]
     kl: float
     entropy: float | None
-    furthest: float
 
 
 class _Judge:
@@ -179,7 +178,6 @@ class _Judge:
             {kind: float((less * own).mean()) for kind, own in self._advantages.items()},
             float((less - log_ratio).mean()),
             float(torch.cat(entropies).double().mean()) if entropies else None,
-            float(log_ratio.abs().max()),
         )
 
     def _outputs(self, params: Params) -> Iterator[Outputs]:

@@ -15,6 +15,7 @@ from whence.objectives import Objective
 from whence.policies import ModuleView, Outputs, Params, PolicyView, as_view, check_batch_norm
 from whence.records import RecordBatch, Tree, map_tree, take
 from whence.rounds import optimizers
+from whence.rounds.identity import check_collected, check_policy
 from whence.rounds.optimizers import State
 from whence.rounds.recording import RoundRecording
 from whence.targets import Target, as_target, name_of
@@ -118,13 +119,13 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
     Raises:
         Unsupported: an optimiser that cannot be replayed step by step, a policy of no known kind, parameters of several
             dtypes where none is given, or BatchNorm.
-        WhenceError: the recording is of another policy.
+        WhenceError: the recording is of another policy: by names, shapes, or the log-probs of its records.
     """
     optimizers.check_optimizer(recording.optimizer)
     view = as_view(policy) if dtype is None else _in_dtype(policy, dtype)
     check_batch_norm(dict(view.module.named_modules()))
     own = view.parameters()
-    _check_policy(view, own, recording)
+    check_policy(view, own, recording)
     device = next(iter(own.values())).device
 
     def placed(tensor: Tensor) -> Tensor:
@@ -138,6 +139,7 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
         )
     columns = map_tree(placed, recording.records.columns)
     records = recording.records.with_columns(columns)
+    check_collected(view, params, records, recording.number)
     inputs = map_tree(lambda tensor: placed(tensor.detach()), view.prepare(records))
     start = Point(torch.cat([p.flatten() for p in params.values()]), optimizers.begin(recording.optimizer, params))
     shapes = {name: p.shape for name, p in params.items()}
@@ -158,24 +160,6 @@ def _in_dtype(policy: object, dtype: torch.dtype) -> PolicyView:
 
 def _cast_to(dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def _check_policy(view: PolicyView, own: Mapping[str, Tensor], recording: RoundRecording) -> None:
-    here = {**dict(view.module.named_parameters()), **dict(view.module.named_buffers())}
-    if differing := sorted(here.keys() ^ recording.start.keys()):
-        raise WhenceError(f"The recording is of another policy: one of them alone has `{differing[0]}`.")
-    for name, tensor in here.items():
-        recorded = recording.start[name]
-        if tensor.shape != recorded.shape:
-            raise WhenceError(
-                f"The recording is of another policy: `{name}` has shape {tuple(recorded.shape)} there and "
-                f"{tuple(tensor.shape)} here. Pass the policy that was trained, or one built with the same settings."
-            )
-        if name not in own and not torch.equal(tensor.cpu(), recorded.to(tensor.dtype).cpu()):
-            raise WhenceError(
-                f"`{name}` is not trained and differs from the recording, so the round would not be the same. Load "
-                "the recorded policy into this one first."
-            )
 
 
 def step(round: Round, point: Point, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Point:

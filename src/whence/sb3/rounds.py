@@ -16,8 +16,10 @@ from torch import Tensor
 
 from whence.errors import Unsupported, WhenceError
 from whence.guards import kept_generators
+from whence.policies import as_view
 from whence.records import RecordBatch, Tree
 from whence.rounds import OptimizerState, RoundRecording, Update
+from whence.rounds.identity import check_collected
 
 
 class Recorder:
@@ -93,6 +95,8 @@ def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
     _check_same(model, recording)
     with untouched(model), kept_generators():
         _place(model, recording)
+        view = as_view(model.policy)
+        check_collected(view, view.parameters(), recording.records, recording.number)
         torch.set_rng_state(recording.generator)
         model.train()
         return _copies(tensors_of(model.policy))

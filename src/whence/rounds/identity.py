@@ -1,0 +1,91 @@
+"""Whether a policy is the one that a recording is of: by names and shapes, and by what it says of the records."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from whence.errors import WhenceError
+from whence.guards import eval_mode, kept_generators
+from whence.policies import ModuleView, Params, PolicyView
+from whence.records import RecordBatch, single
+from whence.rounds.recording import RoundRecording
+
+SAME = 1e-3
+"""Up to how far apart log-probs of one policy may be on average.
+
+Float32 rounds to 1e-6 or so; convolutions on a GPU, which round to 10 bits, differ from a CPU's by up to 1e-3 on
+average, and by several times that on single records.
+"""
+
+
+def check_policy(view: PolicyView, own: Mapping[str, Tensor], recording: RoundRecording) -> None:
+    """Refuse a policy whose parameters and buffers are not those of a recording.
+
+    Args:
+        view: of the policy.
+        own: its trainable parameters.
+        recording: of a round.
+
+    Raises:
+        WhenceError: a name or a shape differs, or what is not trained has another value.
+    """
+    here = {**dict(view.module.named_parameters()), **dict(view.module.named_buffers())}
+    if differing := sorted(here.keys() ^ recording.start.keys()):
+        raise WhenceError(f"The recording is of another policy: one of them alone has `{differing[0]}`.")
+    for name, tensor in here.items():
+        recorded = recording.start[name]
+        if tensor.shape != recorded.shape:
+            raise WhenceError(
+                f"The recording is of another policy: `{name}` has shape {tuple(recorded.shape)} there and "
+                f"{tuple(tensor.shape)} here. Pass the policy that was trained, or one built with the same settings."
+            )
+        if name not in own and not torch.equal(tensor.cpu(), recorded.to(tensor.dtype).cpu()):
+            raise WhenceError(
+                f"`{name}` is not trained and differs from the recording, so the round would not be the same. Load "
+                "the recorded policy into this one first."
+            )
+
+
+def check_collected(view: PolicyView, params: Params, records: RecordBatch, number: int) -> None:
+    """Refuse a policy that is not the one that collected a round, whatever its parameters are called.
+
+    Args:
+        view: of the policy.
+        params: that the round began with.
+        records: of the round.
+        number: of the round.
+
+    Raises:
+        WhenceError: its log-probs are not those of the records.
+    """
+    apart = log_probs_apart(view, params, records)
+    if not apart <= SAME:
+        raise WhenceError(
+            f"The recording is of another policy: at the parameters that round {number} began with, this policy's "
+            f"log-probs of the records are {apart:.2g} from the recorded ones on average, though all names and shapes "
+            "are the same. Build it with the settings of the run that was recorded, such as activation_fn, "
+            "normalize_images and use of action masks."
+        )
+
+
+def log_probs_apart(view: PolicyView, params: Params, records: RecordBatch, at_once: int = 2048) -> float:
+    """Return how far a policy's log-probs of records are from the recorded ones, on average.
+
+    Modes and generators are left as they are.
+
+    Args:
+        view: of the policy, on the device of the parameters.
+        params: of the policy.
+        records: whose log-probs are those of the policy that collected them.
+        at_once: records that are read in one pass.
+    """
+    total = 0.0
+    with kept_generators(), eval_mode(list(view.module.modules())), torch.no_grad():
+        for first in range(0, len(records), at_once):
+            part = records.take(slice(first, first + at_once))
+            inputs = view.prepare(part)
+            read = view.only({"log_prob"}, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
+            found = single("log_prob", read.log_prob)
+            total += float((found.double() - part.log_probs.to(found.device).double()).abs().sum())
+    return total / len(records)

@@ -844,6 +844,13 @@ MUTANTS = (
         "test_rounds.py::TestRefusals::test_another_policy_of_the_same_shapes",
     ),
     Mutant(
+        "a replay with other versions that says nothing",
+        "sb3/rounds.py",
+        "    _warn_of_versions(model, recording)\n",
+        "",
+        "test_rounds.py::TestReplay::test_another_version_of_what_trains_is_told",
+    ),
+    Mutant(
         "log-probs compared while units are dropped",
         "rounds/identity.py",
         "    with kept_generators(), eval_mode(list(view.module.modules())), torch.no_grad():\n        for first",

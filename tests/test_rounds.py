@@ -154,6 +154,28 @@ class TestReplay:
         for parameter, tensor in again.items():
             assert torch.allclose(tensor, recording.end[parameter], rtol=0, atol=1e-6 * scale), parameter
 
+    def test_another_version_of_what_trains_is_told(self, round, caplog):
+        model, recording = round
+        replay_sb3(model, recording)
+        assert caplog.records == []
+        own = recording.versions
+        replay_sb3(model, replace(recording, versions={**own, "whence": "0.0"}))
+        assert caplog.records == []
+        replay_sb3(model, replace(recording, versions={**own, "torch": "1.0", "stable-baselines3": "2.0"}))
+        replay_sb3(model, replace(recording, versions={"torch": own["torch"]}))
+        here = own["stable-baselines3"]
+        both, unknown = (entry.getMessage() for entry in caplog.records)
+        assert {entry.levelname for entry in caplog.records} == {"WARNING"}
+        assert "made with torch 1.0 and stable-baselines3 2.0" in both
+        assert f"here is torch {own['torch']} and stable-baselines3 {here}. " in both
+        assert "Install the recorded versions" in both
+        assert f"made with stable-baselines3 of unknown version; here is stable-baselines3 {here}. " in unknown
+
+    def test_maskable_models_are_recorded_with_the_version_of_what_trains_them(self, case):
+        name, _, recording = case
+        expected = {"whence", "torch", "stable-baselines3"} | ({"sb3-contrib"} if name == "masked actions" else set())
+        assert recording.versions.keys() == expected
+
     def test_a_saved_recording_is_the_same(self, case, tmp_path):
         _, model, recording = case
         recording.save(tmp_path / "round.safetensors")

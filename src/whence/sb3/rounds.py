@@ -1,6 +1,7 @@
 """Recording what SB3's `train()` does in a round, and letting it do the same again."""
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -20,6 +21,9 @@ from whence.policies import as_view
 from whence.records import RecordBatch, Tree
 from whence.rounds import OptimizerState, RoundRecording, Update
 from whence.rounds.identity import check_collected
+from whence.sb3.contrib import MaskablePPO
+
+log = logging.getLogger("whence")
 
 
 class Recorder:
@@ -75,15 +79,16 @@ class Recorder:
             stopped=self._stepped < len(self._minibatches),
             update=self._update,
             generator=self._generator,
-            versions={package: version(package) for package in ("whence", "torch", "stable-baselines3")},
+            versions={"whence": version("whence"), **_versions(self._model)},
         )
 
 
 def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
     """Let SB3's own `train()` do a recorded round again, and return parameters and buffers after it.
 
-    On the CPU, with the recorded versions, the result is the recorded one bit for bit. The model is as before
-    afterwards: policy, optimiser, gradients, schedules, logger, buffer and counters, and every random generator.
+    On the CPU, with the recorded versions, the result is the recorded one bit for bit; the logger "whence" of Python's
+    logging is warned of other versions of what computes it, with which it is up to rounding only. The model is as
+    before afterwards: policy, optimiser, gradients, schedules, logger, buffer and counters, and every random generator.
 
     Args:
         model: the PPO, A2C or MaskablePPO that was trained, or one built like it.
@@ -93,6 +98,7 @@ def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
         WhenceError: the recording is of another policy, optimiser or algorithm.
     """
     _check_same(model, recording)
+    _warn_of_versions(model, recording)
     with untouched(model), kept_generators():
         _place(model, recording)
         view = as_view(model.policy)
@@ -100,6 +106,29 @@ def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
         torch.set_rng_state(recording.generator)
         model.train()
         return _copies(tensors_of(model.policy))
+
+
+def _versions(model: Any) -> dict[str, str]:
+    """Return the versions of what computes a model's training."""
+    contributed = ["sb3-contrib"] if isinstance(model, MaskablePPO) else []
+    return {package: version(package) for package in ("torch", "stable-baselines3", *contributed)}
+
+
+def _warn_of_versions(model: Any, recording: RoundRecording) -> None:
+    differing = [
+        (package, recorded, mine)
+        for package, mine in _versions(model).items()
+        if (recorded := recording.versions.get(package, "of unknown version")) != mine
+    ]
+    if differing:
+        log.warning(
+            "The recording of round %d was made with %s; here is %s. So its replay may differ from what was recorded "
+            "by rounding, which training makes larger. Install the recorded versions for one that is the same bit for "
+            "bit.",
+            recording.number,
+            " and ".join(f"{package} {recorded}" for package, recorded, _ in differing),
+            " and ".join(f"{package} {mine}" for package, _, mine in differing),
+        )
 
 
 def tensors_of(policy: Any) -> dict[str, Tensor]:

@@ -610,7 +610,14 @@ MUTANTS = (
         "rounds/schedule.py",
         " + decay * carried",
         "",
-        "test_rounds.py::TestScores::test_for_small_steps_of_sgd_momentum_gives_the_derivative_less_its_mean",
+        "test_rounds.py::TestScores::test_for_small_steps_momentum_gives_the_derivative_less_its_mean",
+    ),
+    Mutant(
+        "RMSprop's momentum scaled by the steps after",
+        "rounds/optimizers.py",
+        'return optimizer.name == "RMSprop"',
+        "return False",
+        "test_rounds.py::TestScores::test_for_small_steps_momentum_gives_the_derivative_less_its_mean",
     ),
     Mutant(
         "weights that leave Bessel's correction out",

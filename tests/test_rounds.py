@@ -40,6 +40,7 @@ OPTIMIZERS = {
     "Adam": {},
     "AdamW": {"weight_decay": 0.1},
     "RMSprop": {},
+    "RMSprop with momentum": {"momentum": 0.9},
     "RMSprop centred": {"centered": True, "momentum": 0.5, "eps": 1e-3},
 }
 
@@ -279,9 +280,14 @@ class TestScores:
         found = attribute_round(model.policy, recording, target=Return(), method="trajectory", dtype=torch.float64)
         assert torch.allclose(found.scores, by_loop, rtol=0, atol=1e-9 * float(by_loop.abs().max()))
 
-    @pytest.mark.parametrize("name", ["SGD", "SGD with momentum", "SGD damped"])
-    def test_for_small_steps_of_sgd_momentum_gives_the_derivative_less_its_mean(self, name):
-        # A weight also makes the minibatch larger, which takes its mean from every record's share.
+    @pytest.mark.parametrize(
+        "name", ["SGD", "SGD with momentum", "SGD damped", "RMSprop", "RMSprop with momentum", "RMSprop centred"]
+    )
+    def test_for_small_steps_momentum_gives_the_derivative_less_its_mean(self, name, monkeypatch):
+        # A weight also makes the minibatch larger, which takes its mean from every record's share. And it changes
+        # RMSprop's scale, which the scores take as it stood.
+        root = optimizers._root
+        monkeypatch.setattr(optimizers, "_root", lambda squares: root(squares).detach())
         settings = {"n_envs": 1, "batch_size": 32, "normalize_advantage": False, "max_grad_norm": 1e9}
         model = model_of(name, learning_rate=1e-6, **settings)
         recording = recorded(model, rounds=2)

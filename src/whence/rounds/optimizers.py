@@ -89,6 +89,14 @@ def momentum(optimizer: OptimizerState) -> tuple[float, float, float]:
     return (1.0, decay * first, decay) if settings.get("nesterov") else (0.0, first, decay)
 
 
+def gathers_scaled(optimizer: OptimizerState) -> bool:
+    """Return whether momentum gathers gradients that are scaled already, as RMSprop's does.
+
+    Adam's is scaled as it stands at each update, by what `preconditioner` says of that one; SGD scales nothing.
+    """
+    return optimizer.name == "RMSprop"
+
+
 def correction(optimizer: OptimizerState, state: State) -> Tensor:
     """Return what an update divides the gradients it carries by, given the state after the step: 1 but for Adam."""
     if optimizer.name in ("Adam", "AdamW"):

@@ -101,18 +101,19 @@ def _trajectory(round: Round, target: Target, every: int) -> Scores:
 
 
 class _Applied(NamedTuple):
-    """What the optimiser did at a step: the factor of a gradient, and the target's gradient scaled as it scales."""
+    """What the optimiser did at a step: a gradient's factor and scale; and the target's gradient, not scaled."""
 
     factor: Tensor
-    scaled: Vector
+    scale: Tensor
+    raised: Vector
 
 
 def _applied(round: Round, before: Point, after: Point, minibatch: Minibatch, target: Target) -> _Applied:
     optimizer, ones = round.recording.optimizer, torch.ones_like(minibatch.records.log_probs)
     gradient = torch.func.grad(lambda free: loss(round, round.named(free), minibatch, ones))(before.params)
     factor = optimizer.settings["lr"] * clip_factor(gradient, round.recording.update.max_grad_norm) / len(ones)
-    raised = target_gradient(round, before.params, target)
-    return _Applied(factor.detach(), raised * optimizers.preconditioner(optimizer, after.state))
+    scale = optimizers.preconditioner(optimizer, after.state)
+    return _Applied(factor.detach(), scale, target_gradient(round, before.params, target))
 
 
 def _optimizer(round: Round, target: Target, every: int) -> Scores:
@@ -120,7 +121,7 @@ def _optimizer(round: Round, target: Target, every: int) -> Scores:
     for number, (before, after) in enumerate(pairwise(point.map(Tensor.detach) for point in points(round))):
         minibatch = round.minibatch(number)
         applied = _applied(round, before, after, minibatch, target)
-        found.append(applied.factor * _along(round, before, minibatch, applied.scaled))
+        found.append(applied.factor * _along(round, before, minibatch, applied.scale * applied.raised))
     return found
 
 
@@ -132,8 +133,10 @@ def _optimizer_momentum(round: Round, target: Target, every: int) -> Scores:
     for number, before, after in _backwards(round, every):
         minibatch = round.minibatch(number)
         applied = _applied(round, before, after, minibatch, target)
-        carried = first * applied.scaled / optimizers.correction(optimizer, after.state) + decay * carried
-        found[number] = applied.factor * _along(round, before, minibatch, carried + now * applied.scaled)
+        own, later = (applied.scale, 1.0) if optimizers.gathers_scaled(optimizer) else (1.0, applied.scale)
+        raised = later * applied.raised
+        carried = first * raised / optimizers.correction(optimizer, after.state) + decay * carried
+        found[number] = applied.factor * _along(round, before, minibatch, own * (carried + now * raised))
     return found
 
 

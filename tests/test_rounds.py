@@ -354,12 +354,13 @@ class TestScores:
         attribute_round(model.policy, recording, target=Return(), method=method)
         assert_untouched(before, state_of(model))
 
-    def test_records_that_did_not_train_score_zero(self):
+    @pytest.mark.parametrize("method", METHODS)
+    def test_records_that_did_not_train_score_zero(self, method):
         model = model_of()
         recording = recorded(model, IIF(drop=1.0))
         trained = torch.zeros(len(recording.records), dtype=torch.bool)
         trained[torch.cat(list(recording.steps))] = True
-        scores = attribute_round(model.policy, recording, target=Return(), method="unrolled").scores
+        scores = attribute_round(model.policy, recording, target=Return(), method=method).scores
         assert 0 < int(trained.sum()) < len(trained)
         assert bool((scores[~trained] == 0).all())
         assert bool((scores[trained] != 0).all())

@@ -1,5 +1,6 @@
 """Scores averaged over trainings on random halves, across a soft edge of the clip range."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +9,14 @@ import torch
 from scipy import stats
 
 from test_rounds import model_of, recorded
-from whence import A2C, PPOClip, Return, WhenceError, attribute_round
+from whence import A2C, IIF, PPOClip, Return, WhenceError, attribute_round
 from whence.counterfactual import reshuffled, retrain, subsets
 from whence.counterfactual.outcomes import outcomes_of
+from whence.engines.memory import bytes_held
 from whence.policies import Outputs
 from whence.rounds import smoothed
 from whence.rounds.replay import Minibatch, opened, step
-from whence.rounds.smoothed import SoftClip, derivatives, drawn, softened
+from whence.rounds.smoothed import SoftClip, averaged, derivatives, drawn, softened
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -78,6 +80,38 @@ def test_what_is_drawn(gentle):
     assert not torch.equal(draws.steps[0][0], draws.steps[2][0])
 
 
+def test_what_is_drawn_of_a_round_that_a_rule_filtered():
+    model = model_of(target_kl=1e-4, learning_rate=0.1)
+    recording = recorded(model, IIF(drop=1.0))
+    assert recording.stopped
+    trained = set(torch.cat(list(recording.steps)).tolist())
+    # What was looked at and not stepped on did not train.
+    only_seen = set(torch.cat(list(recording.minibatches)).tolist()) - trained
+    assert only_seen
+    assert len(trained) < 64 - len(only_seen)
+    draws = drawn(opened(model.policy, recording), 4, 0.5, torch.Generator().manual_seed(0))
+    assert draws.weights.shape == (4, 64)
+    assert draws.weights.sum(dim=1).tolist() == [len(trained) // 2] * 4
+    assert set(draws.weights.any(dim=0).nonzero().flatten().tolist()) <= trained
+    assert {
+        epoch: {*torch.cat([s[1] for s, e in zip(draws.steps, draws.epochs, strict=True) if e == epoch]).tolist()}
+        for epoch in range(3)
+    } == dict.fromkeys(range(3), trained)
+
+
+def test_the_halves_are_not_those_that_test_them(gentle, monkeypatch):
+    model, recording = gentle
+    seen = []
+    monkeypatch.setattr(smoothed, "derivatives", lambda *args: seen.append(args[1].weights) or derivatives(*args))
+    for seed in (0, 1):
+        seen.clear()
+        attribute_round(model.policy, recording, target=Return(), method="smoothed", seed=seed)
+        tested = subsets(64, 0.5, 100, torch.Generator().manual_seed(seed))
+        halves = {tuple(row) for row in torch.cat(seen[1:]).bool().tolist()}  # the first is measured
+        assert len(halves) == 16
+        assert not halves & {tuple(row) for row in tested.tolist()}
+
+
 def test_the_derivative_of_each_training(gentle, monkeypatch):
     monkeypatch.setattr(smoothed, "softened", lambda objective: objective)  # nothing is near the edge
     model, recording = gentle
@@ -115,8 +149,10 @@ def test_seed_and_draws(gentle):
     assert torch.equal(plain, scores(draws=4))
     assert not torch.allclose(plain, scores(draws=4, seed=1))
     assert not torch.allclose(plain, scores(draws=5))
-    with pytest.raises(WhenceError, match="draws is 0"):
+    with pytest.raises(WhenceError, match="draws is 0 and seed 0; at least 1 training"):
         scores(draws=0)
+    with pytest.raises(WhenceError, match=r"draws is 2 and seed -1; .* a seed from 0 on"):
+        scores(draws=2, seed=-1)
 
 
 def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
@@ -137,6 +173,27 @@ def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
     assert sizes[1:] == [2, 2, 1]  # the first is measured
     plain = attribute_round(model.policy, recording, **asked).scores
     assert torch.allclose(parts, plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_what_is_held_is_what_was_estimated(gentle, at_once, monkeypatch):
+    monkeypatch.setattr(smoothed, "MARGIN", 1)
+    model, recording = gentle
+    asked = {"target": Return(), "draws": 200}
+    round = opened(model.policy, recording)
+    with pytest.raises(WhenceError, match=r"for halves and orders of 200 .* take fewer draws") as refused:
+        averaged(round, Return(), 1000, draws=200)
+    needed, everything = (
+        int(re.search(said, str(refused.value))[1].replace(",", ""))
+        for said in (r"takes about ([\d,]+) bytes", r"([\d,]+) for halves")
+    )
+    assert everything > 200 * 64 * (4 + 3 * 8)
+    memory = needed + (at_once - 1) * (needed - everything)
+    held = max(bytes_held(lambda: averaged(round, Return(), memory, draws=200)))
+    assert 0.5 * memory < held <= memory
+    monkeypatch.setattr(smoothed, "drawn", lambda round, count, *rest: drawn(round, min(count, 1), *rest))
+    with pytest.raises(WhenceError, match="memory is"):
+        attribute_round(model.policy, recording, method="smoothed", memory=needed - 1, **asked)
 
 
 def test_it_sees_the_edge_that_the_derivative_does_not():

@@ -43,7 +43,8 @@ def attribute_round(
       normalisation and clipping; see `whence.rounds.replay` for what a weight is. It does not see that a record may
       move others over the edge at which their ratios are clipped.
     - "smoothed": that derivative across an edge of some width, averaged over trainings on random halves of the records
-      in random orders, for rounds in which many ratios are clipped.
+      in random orders, for rounds in which many ratios are clipped. All epochs that were asked for are trained, also
+      where `target_kl` ended the round before.
 
     The policy and every random generator are left as they are.
 
@@ -54,7 +55,7 @@ def attribute_round(
         method: see above.
         per_epoch: return one influence for each epoch; they add up to the whole.
         draws: trainings that "smoothed" averages; the others draw nothing.
-        seed: of these.
+        seed: of these, at least 0.
         memory: bytes that scoring may hold at a time, beside the policy and the records. One step is measured before
             the start. Methods that go back through the steps keep the points of as many as fit, and make the
             others again; "smoothed" has as many trainings side by side as fit. Scores do not depend on it.
@@ -66,8 +67,8 @@ def attribute_round(
     Raises:
         Unsupported: see `whence.rounds.replay`.
         NonFinite: a score is not finite.
-        WhenceError: a method that is not known, no draw, a target that depends on no parameter or reads what the
-            recording lacks, a recording of another policy, or more memory needed than allowed.
+        WhenceError: a method that is not known, no draw, a negative seed, a target that depends on no parameter or
+            reads what the recording lacks, a recording of another policy, or more memory needed than allowed.
     """
     if method not in METHODS:
         raise WhenceError(f"method is {method!r}.{nearest(method, METHODS)}")

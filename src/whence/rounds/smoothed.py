@@ -3,13 +3,15 @@
 The derivative of one training takes it as given which ratios are clipped at which step. But a record left out moves
 others over the edge, where their gradients end; what that does, no derivative of a sharp edge says. Here the derivative
 is taken as if the edge had a width, and averaged over trainings on random halves in random orders: what a sum of scores
-can say of a subset drawn at random.
+can say of a subset drawn at random. The halves are of the records that the round trained on, each once an epoch; all
+epochs that were asked for are trained, also where `target_kl` ended the round before.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -73,21 +75,43 @@ class Draws:
 
 
 def drawn(round: Round, count: int, share: float, generator: torch.Generator) -> Draws:
-    """Draw subsets, and orders in which minibatches hold as many of their records as the round's own did."""
-    n, like = len(round.records), round.records.log_probs
-    kept = max(2, int(share * n))
-    size = n if round.recording.update.batch_size is None else round.recording.update.batch_size * n // kept
-    weights = torch.zeros(count, n)
+    """Draw subsets, and orders in which minibatches hold as many of their records as the round's own did.
+
+    Args:
+        round: from `opened`, of at least one step.
+        count: trainings.
+        share: of the records that the round trained on, in each.
+        generator: of subsets and orders.
+    """
+    trained = _trained(round)
+    n, like, update = len(trained), round.records.log_probs, round.recording.update
+    kept = min(n, max(2, int(share * n)))
+    size = n if update.batch_size is None else update.batch_size * n // kept
+    weights = torch.zeros(count, len(round.records), dtype=like.dtype)
     for row in weights:
-        row[torch.randperm(n, generator=generator)[:kept]] = 1.0
+        row[trained[torch.randperm(n, generator=generator)[:kept]]] = 1.0
     steps: list[Tensor] = []
     epochs: list[int] = []
-    for epoch in range(round.recording.update.n_epochs):
-        orders = torch.stack([torch.randperm(n, generator=generator) for _ in range(count)])
+    for epoch in range(update.n_epochs):
+        orders = torch.empty(count, n, dtype=torch.int64)
+        for row in orders:
+            row[:] = trained[torch.randperm(n, generator=generator)]
         parts = orders.to(like.device).split(size, dim=1)
         steps += parts
         epochs += [epoch] * len(parts)
     return Draws(weights.to(like), steps, epochs)
+
+
+def _trained(round: Round) -> Int[Tensor, " trained"]:
+    """Return the positions of the records that a round trained on; those that a rule dropped are no part of it."""
+    found: Tensor = torch.cat(list(round.recording.steps)).cpu().unique()
+    return found
+
+
+def _seeded(seed: int) -> torch.Generator:
+    # By a name of its own: of a seed alone, `whence.counterfactual.subsets` draws the very halves that are to test it.
+    drawn = np.random.SeedSequence([seed, *b"smoothed"]).generate_state(1)
+    return torch.Generator().manual_seed(int(drawn[0]))
 
 
 def averaged(
@@ -101,28 +125,32 @@ def averaged(
         memory: bytes that may be held at a time; the trainings go side by side as far as it allows.
         draws: trainings.
         share: of the records, in each.
-        seed: of subsets and orders.
+        seed: of subsets and orders, at least 0.
 
     Raises:
-        WhenceError: no draw, or one training alone does not fit into `memory`.
+        WhenceError: no draw, a negative seed, or one training alone does not fit into `memory`.
     """
-    if draws < 1:
-        raise WhenceError(f"draws is {draws}; at least 1 training has to be averaged.")
+    if draws < 1 or seed < 0:
+        raise WhenceError(f"draws is {draws} and seed {seed}; at least 1 training and a seed from 0 on are needed.")
     if len(round) == 0:  # a round that was not trained on
         return torch.zeros(1, len(round.records), dtype=round.records.log_probs.dtype)
-    made = drawn(round, draws, share, torch.Generator().manual_seed(seed))
-    every = max(1, math.isqrt(len(made.steps)))
-    single = Draws(made.weights[:1], [made.steps[0][:1]], [0])
-    held = math.ceil(len(made.steps) / every) + every + 2
-    step = MARGIN * max(bytes_held(lambda: derivatives(round, single, target, 1)))
-    alone = step + held * round.start.nbytes + made.weights[0].nbytes * (made.epochs[-1] + 2)
-    if alone > memory:
+    single = drawn(round, 1, share, _seeded(seed))  # what all are like, before any more is made
+    count, of_epochs = len(single.steps), single.weights.nbytes * round.recording.update.n_epochs
+    every = max(1, math.isqrt(count))
+    held = math.ceil(count / every) + every + 2
+    one_step = replace(single, steps=single.steps[:1], epochs=[0])
+    step = MARGIN * max(bytes_held(lambda: derivatives(round, one_step, target, 1)))
+    alone = step + held * round.start.nbytes + 2 * of_epochs  # scores, and the weights along the steps
+    everything = draws * (single.weights.nbytes + sum(part.nbytes for part in single.steps)) + 3 * of_epochs
+    if (needed := everything + alone) > memory:
         raise WhenceError(
-            f"memory is {memory:,} bytes, but scoring round {round.recording.number} by smoothed takes about {alone:,} "
-            f"bytes: {step:,} for a step of one training, the rest for {held} points of parameters and optimiser "
-            "state. Allow more, or use method='optimizer', which keeps no points."
+            f"memory is {memory:,} bytes, but scoring round {round.recording.number} by smoothed takes about "
+            f"{needed:,} bytes: {step:,} for a step of one training, {everything:,} for halves and orders of {draws} "
+            f"and for the scores, the rest for {held} points of parameters and optimiser state. Allow more, take fewer "
+            "draws, or use method='optimizer', which keeps no points."
         )
-    at_once = memory // alone
+    at_once = (memory - everything) // alone
+    made = drawn(round, draws, share, _seeded(seed))
     total = torch.zeros(made.epochs[-1] + 1, len(round.records)).to(round.records.log_probs)
     for first in range(0, draws, at_once):
         own = slice(first, first + at_once)

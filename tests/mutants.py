@@ -543,6 +543,27 @@ MUTANTS = (
         "test_experiments.py -k merged_with_the_presets",
     ),
     Mutant(
+        "a setting replaces the table that the preset's lies in",
+        "cli/settings.py",
+        "{**base[name], **_filled(value, base[name])}",
+        "_filled(value, base[name])",
+        "test_train.py::test_settings_are_toml_merged_at_every_depth",
+    ),
+    Mutant(
+        "of a setting given twice the last counts",
+        "cli/settings.py",
+        "if name not in one:",
+        "if not isinstance(value, Mapping) or name not in one:",
+        "test_train.py::test_settings_that_cannot_be_are_refused",
+    ),
+    Mutant(
+        "a comparison's settings reach no run",
+        "cli/training.py",
+        "seeds=seeds, **asked)",
+        "seeds=seeds)",
+        "test_train.py::test_any_field_of_a_comparison_is_set",
+    ),
+    Mutant(
         "an action is cut off unseen",
         "experiments/plan.py",
         "not np.array_equal(array, converted)",

@@ -83,8 +83,9 @@ class TestHelp:
         assert f"{', '.join(ARMS)}; whence list arms tells what they do." in text
         for name in presets():
             assert name in text
-        for option in ("seeds", "rounds", "drop", "eval-episodes", "n-envs", "pool-kwargs", "workers", "out"):
+        for option in ("seeds", "rounds", "drop", "eval-episodes", "n-envs", "pool-kwargs", "workers", "out", "set"):
             assert f"--{option}" in text
+        assert "--set hyperparameters.n_steps=1024 --set env_kwargs.map_name=8x8" in text
 
     def test_compare_tells_every_default(self):
         text = words(CliRunner().invoke(cli.app, ["compare", "--help"]).output)

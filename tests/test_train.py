@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
+from whence.cli.settings import overrides
 from whence.experiments import ARMS, TARGETS, configure, load_round, presets
 from whence.experiments.replay import measuring, run_config
 from whence.sb3 import model_objective
@@ -164,6 +165,96 @@ def test_a_round_is_scored_again_as_it_was(lake: Path) -> None:
         scores = attribute(model.policy, records, target=Return(), objective=model_objective(model)).scores
         assert torch.equal(scores, torch.tensor(run.round("records", number)["score"].to_list()))
         assert records.ids.tolist() == run.round("records", number)["record_id"].to_list()
+
+
+def test_any_field_of_a_preset_is_set(tmp_path: Path) -> None:
+    changed = ["rounds=2", "hyperparameters.n_steps=64", "env_kwargs.map_name=8x8", "eval_every=2", "optimizer=Adam"]
+    changed += ["policy_kwargs={net_arch = {pi = [8]}}", "policy_kwargs.net_arch.vf=[4]", "device='cpu'"]
+    more = [text for one in changed for text in ("--set", one)]
+    found = whence("train", "--preset", "lda-code/frozenlake", *more, "--eval-episodes", 2, "--run", tmp_path)
+    assert found.exit_code == 0, found.output
+    run = RunDirectory.open(tmp_path)
+    hyperparameters = run.config["hyperparameters"]
+    assert (hyperparameters["n_steps"], hyperparameters["learning_rate"]) == (64, 5e-3)
+    assert run.config["env_kwargs"] == {"map_name": "8x8", "is_slippery": False}
+    assert run.config["policy_kwargs"] == {"net_arch": {"pi": [8], "vf": [4]}}
+    assert run.config["optimizer"] == "Adam"
+    assert run.table("evaluations")["round"].to_list() == [0, 2]
+
+
+def test_any_field_of_a_comparison_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+
+    def enough(configs: Any, *_: Any, **__: Any) -> None:
+        planned.extend(configs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("whence.experiments.compare", enough)
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    asked = ["compare", "--preset", "lda-code/acrobot", "--seeds", 1, "--arms", "ppo,iif"]
+    said = r"pip install '.[fast]'. Or play in Gymnasium's environments: --set evaluate_with=gymnasium."
+    assert str(whence(*asked).exception).endswith(said)
+    asked += ["--set", "evaluate_with=gymnasium", "--set", "engine=loop", "--set", "hyperparameters.gamma=1"]
+    whence(*asked)
+    assert [config.arm for config in planned] == ["ppo", "iif"]
+    for config in planned:
+        assert (config.evaluate_with, config.engine, config.optimizer) == ("gymnasium", "loop", "SGD")
+        assert (config.hyperparameters["gamma"], config.hyperparameters["n_steps"]) == (1, 2048)
+
+
+def test_settings_are_toml_merged_at_every_depth() -> None:
+    texts = ["policy_kwargs.net_arch.pi=[8]", "env_kwargs.'a.b' = 5e-3", "env_kwargs.c=2000-01-01", "observe=''"]
+    texts += ["drop=0.25", "env_kwargs.deep.er=two words", "engine=loop", "env_kwargs.pair={x = 1, y = true}"]
+    found = overrides(texts, "lda-code/minigrid", {"rounds": 3, "warmup": None, "env_kwargs": {"deep": {"own": 1}}})
+    assert found == {
+        "policy_kwargs": {"net_arch": {"pi": [8], "vf": [64, 64]}},
+        "env_kwargs": {
+            "a.b": 0.005,
+            "c": "2000-01-01",
+            "deep": {"own": 1, "er": "two words"},
+            "pair": {"x": 1, "y": True},
+        },
+        "observe": "",
+        "drop": 0.25,
+        "engine": "loop",
+        "rounds": 3,
+    }
+    assert presets()["lda-code/minigrid"]["policy_kwargs"]["net_arch"]["pi"] == [64, 64]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["rouds=2"], "--set 'rouds=2': a run has no 'rouds'. Did you mean rounds?"),
+        (["n_steps=64"], "a run has no 'n_steps'. Did you mean hyperparameters.n_steps?"),
+        (["hyperparameters.n_step=64"], "--set 'hyperparameters.n_step=64': PPO has no hyper-parameter 'n_step'. Did"),
+        (["hyperparameters.n_steps=many"], "=many': n_steps is 'many'; a whole number is needed."),
+        (["hyperparameters.gamma=2"], "gamma=2': gamma is 2; a number from 0 to 1 is needed."),
+        (["hyperparameters=3"], "--set 'hyperparameters=3': hyperparameters is 3; a table of settings is needed."),
+        (["rounds.more=3"], "--set 'rounds.more=3': rounds is {'more': 3}; a whole number is needed."),
+        (["optimizer=sgd"], "--set 'optimizer=sgd': The optimizer 'sgd' is unknown. Did you mean SGD?"),
+        (["target_args=3"], "--set 'target_args=3': target_args is 3; a table of settings is needed."),
+        (["target=action"], "The target action needs --observation and --action"),
+        (["target_args.action=2"], "belong to the target action"),
+        (["seed=3"], "--set 'seed=3': seed is given by --seed or --seeds."),
+        (["rounds"], "--set 'rounds' is no KEY=VALUE"),
+        (["rounds="], "--set 'rounds=' is no KEY=VALUE"),
+        (["=3"], "--set '=3' is no KEY=VALUE"),
+        (["a..b=3"], "--set 'a..b=3' is no KEY=VALUE"),
+        (["policy_kwargs=[1"], "--set 'policy_kwargs=[1' has a value that is not TOML (Unclosed array"),
+        (["device=cpu", "device=cpu"], "device is given twice: by --set, and by another --set or an option of its own"),
+        (["optimizer=Adam"], "optimizer is given twice"),
+        (["hyperparameters.n_steps=64"], "hyperparameters.n_steps is given twice"),
+        (["eval_every=2"], "eval_every has no effect without evaluations. Give --eval-episodes as well"),
+        (["engine=loop"], "engine has no effect with ppo"),
+        (["rounds=2", "--timesteps", "100"], "Give --rounds or --timesteps, not both."),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(asked: list[str], said: str, tmp_path: Path) -> None:
+    more = [text for one in asked for text in (("--set", one) if "=" in one or one == "rounds" else (one,))]
+    found = whence("train", *LAKE, "--selection", "ppo", "--run", tmp_path / "run", *more)
+    assert said in str(found.exception)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "Blackjack-v1"])

@@ -90,13 +90,16 @@ def env_settings(env_kwargs: str | None, pool_kwargs: str | None) -> dict[str, A
     }
 
 
-def action_asked(observation: str, action: str) -> dict[str, Any]:
-    """Return the arguments of the target action that `Observation` and `Action` give.
+def action_asked(observation: str | None, action: str | None) -> dict[str, Any]:
+    """Return the arguments of the target action that `Observation` and `Action` give; those that are given.
 
     Raises:
         WhenceError: one is not JSON.
     """
+    given = {
+        "observation": (observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
+        "action": (action, "2 or '[0.5, -0.5]'"),
+    }
     return {
-        "observation": parsed_json("--observation", observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
-        "action": parsed_json("--action", action, "2 or '[0.5, -0.5]'"),
+        name: parsed_json(f"--{name}", text, example) for name, (text, example) in given.items() if text is not None
     }

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -25,9 +26,11 @@ from whence.cli.output import (
     said_of,
     summary_table,
 )
+from whence.cli.settings import Settings, overrides
 from whence.errors import WhenceError
 from whence.experiments import HYPERPARAMETERS, RunConfig
 from whence.experiments.plan import check_read
+from whence.experiments.sweepfile import READ
 from whence.report import write_report, write_run_report
 from whence.report.page import READING
 from whence.runs import RunDirectory
@@ -71,8 +74,12 @@ def train(
     env_kwargs: options.EnvKwargs = None,
     pool_kwargs: options.PoolKwargs = None,
     eval_episodes: Annotated[
-        int, typer.Option(help="Episodes of an evaluation after each round; 0 makes none: training's own are recorded.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Episodes of an evaluation after each round; 0 makes none: training's own are recorded. (default: 0)",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     run: Annotated[
         Path | None,
@@ -89,7 +96,11 @@ def train(
     tensorboard: Annotated[
         Path | None, typer.Option(help="Write TensorBoard's files below this directory.", show_default=False)
     ] = None,
-    device: Annotated[str, typer.Option(help="Where the policy is trained: cpu, cuda, cuda:1, auto.")] = "cpu",
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where the policy is trained: cpu, cuda, cuda:1, auto. (default: cpu)", show_default=False),
+    ] = None,
+    settings: Settings = None,
     json: options.AsJson = False,
     policy: Annotated[
         str | None,
@@ -146,25 +157,38 @@ def train(
     given |= {name: text == "true" for name, text in given.items() if isinstance(HYPERPARAMETERS[name], bool)}
     if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise WhenceError("--tensorboard needs TensorBoard: in whence's source tree, pip install '.[tensorboard]'.")
-    read = {"drop": drop, "warmup": warmup, "target": target, "engine": engine}  # not by every arm
-    config = experiments.configure(
-        env=env,
-        preset=preset,
-        arm=selection,
-        seed=seed,
-        target_args=_target_args(target or "return", observation, action),
-        rounds=_rounds(rounds, timesteps, given, preset, n_envs),
-        eval_episodes=eval_episodes,
-        n_envs=n_envs,
-        policy=policy,
-        policy_kwargs=json_object("--policy-kwargs", policy_kwargs, """'{"net_arch": [64, 64]}'"""),
-        optimizer=optimizer,
-        hyperparameters=given,
-        device=device,
-        **options.env_settings(env_kwargs, pool_kwargs),
-        **read,
+    asked = overrides(
+        settings,
+        preset,
+        {
+            "drop": drop,
+            "warmup": warmup,
+            "target": target,
+            "target_args": options.action_asked(observation, action) or None,
+            "engine": engine,
+            "rounds": rounds,
+            "eval_episodes": eval_episodes,
+            "n_envs": n_envs,
+            "policy": policy,
+            "policy_kwargs": json_object("--policy-kwargs", policy_kwargs, """'{"net_arch": [64, 64]}'"""),
+            "optimizer": optimizer,
+            "hyperparameters": given,
+            "device": device,
+            **options.env_settings(env_kwargs, pool_kwargs),
+        },
     )
-    check_read([config], [name for name, value in read.items() if value is not None])
+    _check_target(asked)
+    if timesteps is not None and "rounds" in asked:
+        raise WhenceError("Give --rounds or --timesteps, not both.")
+    config = experiments.configure(env=env, preset=preset, arm=selection, seed=seed, **{"eval_episodes": 0, **asked})
+    check_read([config], [name for name in READ if name in asked])
+    if not config.eval_episodes and (idle := [name for name in ("eval_every", "evaluate_with") if name in asked]):
+        raise WhenceError(
+            f"{idle[0]} has no effect without evaluations. Give --eval-episodes as well, or leave it out."
+        )
+    if timesteps is not None:
+        n_steps = {**HYPERPARAMETERS, **config.hyperparameters}["n_steps"]
+        config = replace(config, rounds=math.ceil(timesteps / (n_steps * config.n_envs)))
     path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', config.env)}-{config.arm}-seed{config.seed}"
     log_to_terminal()
     was_finished = experiments.is_finished(config, path)
@@ -225,26 +249,12 @@ def _run(config: RunConfig, path: Path, tensorboard: Path | None, recordings: Co
         raise typer.Exit(130) from None
 
 
-def _target_args(target: str, observation: str | None, action: str | None) -> dict[str, Any]:
-    if target != "action":
-        if observation is not None or action is not None:
-            raise WhenceError(f"--observation and --action belong to the target action; the target is {target}.")
-        return {}
-    if observation is None or action is None:
+def _check_target(asked: Mapping[str, Any]) -> None:
+    target = asked.get("target", "return")
+    if target == "return" and asked.get("target_args"):
+        raise WhenceError(f"--observation and --action belong to the target action; the target is {target}.")
+    if target == "action" and not asked.get("target_args", {}).keys() >= {"observation", "action"}:
         raise WhenceError("The target action needs --observation and --action, as JSON: --observation 14 --action 2.")
-    return options.action_asked(observation, action)
-
-
-def _rounds(
-    rounds: int | None, timesteps: int | None, given: Mapping[str, Any], preset: str | None, n_envs: int | None
-) -> int | None:
-    if timesteps is None:
-        return rounds
-    if rounds is not None:
-        raise WhenceError("Give --rounds or --timesteps, not both.")
-    values = experiments.presets().get(preset or "", {})
-    n_steps = int({**HYPERPARAMETERS, **values.get("hyperparameters", {}), **given}["n_steps"])
-    return math.ceil(timesteps / max(1, n_steps * (n_envs or int(values.get("n_envs", 1)))))
 
 
 @app.command()
@@ -269,6 +279,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")] = Path(
         "out/compare"
     ),
+    settings: Settings = None,
     json: options.AsJson = False,
 ) -> None:
     """Train each arm on each seed, and tell how many rounds and how much time it saves beside plain PPO.
@@ -277,19 +288,21 @@ def compare(
 
     Example: whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3
     """
-    read = {"drop": drop, "warmup": warmup}
-    configs = experiments.plan(
-        env=env,
-        preset=preset,
-        arms=[name.strip() for name in arms.split(",") if name.strip()],
-        seeds=seeds,
-        rounds=rounds,
-        eval_episodes=eval_episodes,
-        n_envs=n_envs,
-        **options.env_settings(env_kwargs, pool_kwargs),
-        **read,
+    asked = overrides(
+        settings,
+        preset,
+        {
+            "drop": drop,
+            "warmup": warmup,
+            "rounds": rounds,
+            "eval_episodes": eval_episodes,
+            "n_envs": n_envs,
+            **options.env_settings(env_kwargs, pool_kwargs),
+        },
     )
-    check_read(configs, [name for name, value in read.items() if value is not None])
+    names = [name.strip() for name in arms.split(",") if name.strip()]
+    configs = experiments.plan(env=env, preset=preset, arms=names, seeds=seeds, **asked)
+    check_read(configs, [name for name in READ if name in asked])
     with resumable(), ComparisonBars(configs) as bars:
         comparison = experiments.compare(configs, out, workers=workers, progress=bars.update)
     write_report(comparison, out / "report.html")

@@ -12,7 +12,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from whence.errors import WhenceError, nearest
+from whence.errors import Unsupported, WhenceError, nearest
 from whence.experiments.config import RunConfig
 from whence.guards import eval_mode, kept_generators
 from whence.sb3 import RecordResets
@@ -48,7 +48,7 @@ def check_environment(config: RunConfig) -> gym.Space[Any]:
 
 def _spaces(config: RunConfig, library: str) -> tuple[gym.Space[Any], gym.Space[Any]]:
     """Return the spaces of what is observed and of the actions, in one library's environment."""
-    made = make_pool(config.env, config.pool_kwargs, 1, 0) if library == "envpool" else _trial(config)
+    made = _trial_pool(config) if library == "envpool" else _trial(config)
     observed, actions = made.observation_space, made.action_space
     made.close()
     if config.observe is None:
@@ -57,6 +57,15 @@ def _spaces(config: RunConfig, library: str) -> tuple[gym.Space[Any], gym.Space[
         there = ", ".join(observed) if isinstance(observed, gym.spaces.Dict) else f"a {type(observed).__name__}"
         raise WhenceError(f"{config.env} has no part {config.observe!r} to observe; its observations are {there}.")
     return observed[config.observe], actions
+
+
+def _trial_pool(config: RunConfig) -> Any:
+    try:
+        return make_pool(config.env, config.pool_kwargs, 1, 0)
+    except Unsupported as missing:
+        asked = [name for name in ("collect_with", "evaluate_with") if getattr(config, name) == "envpool"]
+        instead = " ".join(f"--set {name}=gymnasium" for name in asked)
+        raise Unsupported(f"{missing} Or play in Gymnasium's environments: {instead}.") from missing
 
 
 def _trial(config: RunConfig) -> gym.Env[Any, Any]:

@@ -18,7 +18,8 @@ OVERRIDES = tuple(field.name for field in fields(RunConfig) if field.name not in
 KEYS = ("name", "preset", "env", "arms", "seeds", "drop", *OVERRIDES)
 """What an [[experiment]] of a sweep file may say."""
 
-_READ = ("drop", "warmup", "target", "target_args", "engine")  # not by every arm
+READ = ("drop", "warmup", "target", "target_args", "engine")
+"""Fields of a run that not every arm reads."""
 
 
 @dataclass(frozen=True, eq=False)  # its configuration holds dicts, which have no hash
@@ -211,7 +212,7 @@ def _planned(entry: Mapping[str, Any]) -> tuple[RunConfig, list[Planned]]:
         raise WhenceError(f"preset is {preset!r}; text is needed.")
     overrides = {name: entry[name] for name in OVERRIDES if name in entry}
     configs = configure_arms(arms, env=entry.get("env"), preset=preset, **overrides)
-    check_read(configs, [name for name in _READ if name in entry])
+    check_read(configs, [name for name in READ if name in entry])
     seeds, found = _seeds(entry.get("seeds")), []
     for seed in seeds:
         for own in configs:

@@ -578,6 +578,13 @@ MUTANTS = (
         "test_experiments.py -k spaces",
     ),
     Mutant(
+        "a missing package that Gymnasium tells of second-hand",
+        "experiments/environments.py",
+        "failure = failure.__cause__",
+        "failure = None",
+        "test_train.py::test_what_an_environment_needs_is_named",
+    ),
+    Mutant(
         "a warm-up that no rule reads",
         "experiments/plan.py",
         "replace(config, warmup=2).rule()",

@@ -202,6 +202,30 @@ def test_any_field_of_a_comparison_is_set(monkeypatch: pytest.MonkeyPatch) -> No
         assert (config.hyperparameters["gamma"], config.hyperparameters["n_steps"]) == (1, 2048)
 
 
+@pytest.mark.parametrize(
+    ("env", "module", "package"),
+    [
+        ("LunarLander-v3", "Box2D", "gymnasium[box2d]"),
+        ("minigrid:MiniGrid-Empty-8x8-v0", "minigrid", "minigrid"),
+        ("highway_env:highway-v0", "highway_env", "highway-env"),
+    ],
+)
+def test_what_an_environment_needs_is_named(
+    env: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    said = f"The environment '{env}' needs {module}, which is not installed: pip install '{package}'."
+    assert str(whence("train", env).exception) == said
+
+
+@pytest.mark.parametrize(("env", "module"), [("MiniGrid-Empty-8x8-v9", "minigrid"), ("highway-v9", "highway_env")])
+def test_an_environment_in_a_module_of_its_own_is_named_with_it(env: str, module: str) -> None:
+    said = f"No environment '{env}' is registered in Gymnasium. It lies in a module of its own: name it {module}:{env}."
+    assert str(whence("train", env).exception) == said
+
+
 def test_settings_are_toml_merged_at_every_depth() -> None:
     texts = ["policy_kwargs.net_arch.pi=[8]", "env_kwargs.'a.b' = 5e-3", "env_kwargs.c=2000-01-01", "observe=''"]
     texts += ["drop=0.25", "env_kwargs.deep.er=two words", "engine=loop", "env_kwargs.pair={x = 1, y = true}"]
@@ -330,6 +354,7 @@ def test_doctor_finds_this_installation_sound(monkeypatch: pytest.MonkeyPatch) -
     assert content["sound"] is True
     assert content["versions"]["torch"] == torch.__version__
     assert content["extras"]["sb3"]["stable-baselines3"]
+    assert content["extras"]["envs"].keys() == {"Box2D", "minigrid"}
     assert {row["engine"] for row in content["engines"]} == set(cli.reading.ENGINES)
     rules = sys.modules["whence.engines.rules"]._RULES
     own = rules[torch.nn.Linear]

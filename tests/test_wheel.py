@@ -35,6 +35,7 @@ def test_the_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
     doctor = json.loads(run(whence, "doctor", "--json", cwd=tmp_path))
     assert doctor["sound"] is True
     assert doctor["extras"]["contrib"] == {"sb3-contrib": None}
+    assert doctor["extras"]["envs"] == {"Box2D": None, "minigrid": None}
     tiny = ["--rounds", 1, "--eval-episodes", 2, "--seeds", 1, "--arms", "ppo,iif", "--workers", 1]
     run(whence, "compare", "CartPole-v1", *tiny, "--out", "out", cwd=tmp_path)
     assert (tmp_path / "out" / "report.html").stat().st_size > 100_000

@@ -24,6 +24,7 @@ _EXTRAS = {
     "report": ("plotly", "jinja2"),
     "cli": ("typer", "rich"),
     "tensorboard": ("tensorboard",),
+    "envs": ("Box2D", "minigrid"),
     "fast": ("envpool",),
     "llm": ("transformers", "trl", "accelerate", "peft", "datasets"),
 }

@@ -32,6 +32,7 @@ def check_environment(config: RunConfig) -> gym.Space[Any]:
         WhenceError: an id is not known (the nearest are given), an environment cannot be made, its observations lack
             the part to observe, or one policy cannot serve both the environments it is trained in and those it is
             evaluated in.
+        Unsupported: EnvPool, or a package that an environment needs, is not installed.
     """
     # EnvPool first: what it does not have needs no environment of Gymnasium's.
     spaces = {library: _spaces(config, library) for library in sorted(libraries(config))}
@@ -68,17 +69,40 @@ def _trial_pool(config: RunConfig) -> Any:
         raise Unsupported(f"{missing} Or play in Gymnasium's environments: {instead}.") from missing
 
 
+_PACKAGES = {"Box2D": "gymnasium[box2d]", "minigrid": "minigrid", "highway_env": "highway-env"}
+"""What pip installs by a module that environments need, or lie in."""
+
+_MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "highway": "highway_env"}
+"""In which module environments lie, by the first word of their ids."""
+
+
 def _trial(config: RunConfig) -> gym.Env[Any, Any]:
     try:
         return gym.make(config.env, **config.env_kwargs)
     except gym.error.UnregisteredEnv:
         known = {name for name in gym.registry if ":" not in name and "/" not in name}
+        module = _MODULES.get(config.env.partition("-")[0])
+        hint = "" if module is None else f" It lies in a module of its own: name it {module}:{config.env}."
         raise WhenceError(
-            f"No environment {config.env!r} is registered in Gymnasium.{nearest(config.env, known)}"
+            f"No environment {config.env!r} is registered in Gymnasium.{hint or nearest(config.env, known)}"
         ) from None
     except Exception as failure:
+        if (module := _missing(failure)) in _PACKAGES:
+            raise Unsupported(
+                f"The environment {config.env!r} needs {module}, which is not installed: "
+                f"pip install '{_PACKAGES[module]}'."
+            ) from failure
         kwargs = dict(config.env_kwargs)
         raise WhenceError(f"The environment {config.env!r} cannot be made with {kwargs}: {failure}") from failure
+
+
+def _missing(failure: BaseException | None) -> str:
+    """Return the module whose absence led to a failure; nothing where none did."""
+    while failure is not None:
+        if isinstance(failure, ModuleNotFoundError) and failure.name:
+            return failure.name.partition(".")[0]
+        failure = failure.__cause__
+    return ""
 
 
 def _form(space: gym.Space[Any]) -> Any:

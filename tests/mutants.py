@@ -508,6 +508,20 @@ MUTANTS = (
         "test_fast.py::test_a_grid_without_chance_is_stepped_alike",
     ),
     Mutant(
+        "a time limit counts as an end",
+        "sb3/fast.py",
+        "bool(truncated[env] and not terminated[env])",
+        "False",
+        "test_fast.py::test_a_highways_episodes_end_and_begin_alike",
+    ),
+    Mutant(
+        "evaluations in a pool take the likeliest action",
+        "sb3/fast.py",
+        ".get_actions().cpu()",
+        ".get_actions(deterministic=True).cpu()",
+        "test_fast.py::test_one_policy_has_the_same_mean_return[Acrobot-v1-256-12288]",
+    ),
+    Mutant(
         "actions of a box of one are broadcast",
         "sb3/policy.py",
         ".to(dtype).reshape(len(records), -1)",

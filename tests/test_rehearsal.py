@@ -20,9 +20,10 @@ from whence import (
 )
 from whence.crossfitting import folds_of
 from whence.rounds import METHODS
-from whence.sb3 import InfluenceCallback, collect
+from whence.rounds import replay as replay_round
+from whence.sb3 import InfluenceCallback, collect, replay
 from whence.sb3.buffer import normalised_over_buffer
-from whence.sb3.rehearsal import Rehearsal, held_out_gain
+from whence.sb3.rehearsal import Rehearsal, held_out_gain, of_some
 from whence.sb3.rounds import tensors_of
 from whence.sb3.scoring import SCORES, Scoring
 
@@ -102,8 +103,6 @@ def test_a_round_is_scored_as_it_is_trained(score):
         ({"score": "crossfit", "target": lambda view, params, records: None}, "Take Return"),
         ({"advantage_norm": "bufer"}, "buffer"),
         ({"advantage_norm": "buffer", "recordings": [1]}, "recordings"),
-        ({"advantage_norm": "buffer", "score": "unrolled"}, "unrolled"),
-        ({"guard": True, "score": "unrolled"}, "crossfit"),
     ],
 )
 def test_what_does_not_go_together_is_refused_at_the_door(wrong, said):
@@ -217,6 +216,37 @@ def test_normalised_over_the_buffer_by_hand():
     assert made.normalize_advantage
 
 
+@pytest.mark.parametrize("score", METHODS)
+def test_a_round_on_advantages_normalised_once_is_scored_as_it_is_trained(score):
+    made, seen = model_of(), {}
+
+    class Asking(InfluenceCallback):
+        def _choose(self, records):
+            remaining = self._progress().remaining
+            rehearsal = Rehearsal(self.model, self._rounds + 1, remaining, advantage_norm="buffer")
+            seen["recording"] = rehearsal.train(records, KeepAll().select(records))
+            return super()._choose(records)
+
+    callback = Asking(ScoreAndKeepAll(), score=score, advantage_norm="buffer")
+    made.learn(2 * 64, callback=callback)
+    recording, raw = seen["recording"], callback.round.records.advantages
+    for name, tensor in tensors_of(made.policy).items():
+        assert torch.equal(tensor, recording.end[name])
+        assert torch.equal(tensor, replay(made, recording)[name])
+    assert torch.allclose(recording.records.advantages, (raw - raw.mean()) / raw.std(), atol=1e-5)
+
+    def of_raw(view, params, records):
+        return Return()(view, params, records.with_advantages(raw))
+
+    found = callback.round.influence
+    known, normalised = (
+        attribute_round(made.policy, recording, target=target, method=score) for target in (of_raw, Return())
+    )
+    assert torch.equal(found.scores, known.scores)
+    assert not torch.allclose(found.scores * normalised.scores.norm(), normalised.scores * found.scores.norm())
+    assert found.provenance.target == "Return()"
+
+
 def test_with_everything_kept_in_one_minibatch_both_norms_are_one():
     trained = []
     for norm in ("minibatch", "buffer"):
@@ -255,9 +285,9 @@ def test_the_gain_by_hand():
             rehearsal = Rehearsal(self.model, 1, 1.0)
             fold = folds_of(records, 2)
 
-            def select(some):
-                assert len(some) in (int((fold == 0).sum()), int((fold == 1).sum()))
-                return Selection.dropping(some.advantages > 0, "for the test")
+            def select(among):
+                assert torch.equal(among, fold == 0) or torch.equal(among, fold == 1)
+                return Selection.dropping(records.advantages[among] > 0, "for the test")
 
             before = state_of(self.model)
             self.gain = held_out_gain(rehearsal, records, select)
@@ -284,16 +314,53 @@ def surrogate_of(made, params, records):
     twin.policy.load_state_dict(params, strict=False)
     with torch.no_grad():
         _, log_probs, _ = twin.policy.evaluate_actions(records.observations, records.actions)
-    return float(((log_probs - records.log_probs).exp() * records.advantages).mean())
+    advantages = records.advantages - records.advantages.mean()
+    return float(((log_probs - records.log_probs).exp() * advantages).mean())
 
 
-def test_the_guard_falls_back_where_selecting_does_harm():
+def test_an_advantage_that_all_records_share_has_no_say():
+    made = model_of()
+    gains, raw = {}, {}
+
+    class Asking(InfluenceCallback):
+        def _choose(self, records):
+            rehearsal, fold = Rehearsal(self.model, 1, 1.0), folds_of(records, 2)
+            keep = torch.arange(len(records)) % 3 > 0
+            ratios = []
+            for half in range(2):
+                mine = fold == half
+                for kept in (mine, mine & keep):
+                    end = rehearsal.train(records, Selection.dropping(kept, "")).end
+                    ratios.append(mean_ratio_of(end, records.take(~mine)) * float((~mine).float().mean()))
+            drift = ratios[1] - ratios[0] + ratios[3] - ratios[2]
+            for shift in (0.0, 1e4, -1e4):  # what trains is the buffer's, and the same
+                shifted = records.with_advantages(records.advantages + shift)
+                gains[shift] = held_out_gain(rehearsal, shifted, lambda among: Selection.dropping(keep[among], ""))
+                raw[shift] = gains[0.0] + shift * drift
+            return super()._choose(records)
+
+    made.learn(64, callback=Asking(KeepAll()))
+    assert raw[1e4] * raw[-1e4] < 0  # raw advantages would turn the verdict with the shift
+    assert gains[1e4] == pytest.approx(gains[0.0], rel=1e-2)
+    assert gains[-1e4] == pytest.approx(gains[0.0], rel=1e-2)
+
+
+def mean_ratio_of(params, records):
+    twin = model_of()
+    twin.policy.load_state_dict(params, strict=False)
+    with torch.no_grad():
+        _, log_probs, _ = twin.policy.evaluate_actions(records.observations, records.actions)
+    return float((log_probs - records.log_probs).exp().mean())
+
+
+@pytest.mark.parametrize("score", ["snapshot", "optimizer"])
+def test_the_guard_falls_back_where_selecting_does_harm(score):
     # One gentle step on a rollout of many episodes, so that what half of them say holds for the other half.
     settings = {"n_steps": 512, "batch_size": 1024, "n_epochs": 2, "learning_rate": 0.01}
     fell_back = {}
     for sign in (1, -1):
         made = model_of("SGD", **settings)
-        callback = InfluenceCallback(Chosen(sign), guard=True)
+        callback = InfluenceCallback(Chosen(sign), guard=True, score=score)
         made.learn(3 * 1024, callback=callback)
         fell_back[sign] = [row["fell_back"] for row in callback.metrics]
         for row in callback.metrics:
@@ -303,6 +370,59 @@ def test_the_guard_falls_back_where_selecting_does_harm():
     plain = model_of("SGD", **settings)
     plain.learn(3 * 1024)  # every round fell back
     assert all(torch.equal(t, tensors_of(made.policy)[k]) for k, t in tensors_of(plain.policy).items())
+
+
+def test_a_round_of_some_records_knows_no_others():
+    made = model_of(n_steps=128, target_kl=0.05)
+
+    class Asking(InfluenceCallback):
+        def _choose(self, records):
+            self.among = folds_of(records, 2) == 0
+            rehearsal = Rehearsal(self.model, 1, 1.0)
+            self.whole = rehearsal.train(records, Selection.dropping(self.among, ""))
+            return super()._choose(records)
+
+    asking = Asking(KeepAll())
+    made.learn(256, callback=asking)
+    whole, some = asking.whole, of_some(asking.whole, asking.among)
+    assert 2 < len(some.records) < 254
+    assert torch.equal(some.records.ids, whole.records.ids[asking.among])
+    for mine, theirs in zip(some.minibatches, whole.minibatches, strict=True):
+        assert torch.equal(some.records.ids[mine], whole.records.ids[theirs])
+    for name, tensor in replay_round(made.policy, some).items():
+        assert torch.allclose(tensor, whole.end[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_half_is_scored_by_what_it_says_itself(score):
+    made, found = model_of(n_steps=128), []
+
+    class Asking(InfluenceCallback):
+        def _choose(self, records):
+            among = folds_of(records, 2) == 0
+            rehearsal, scoring = Rehearsal(self.model, 1, 1.0), Scoring.asked(score, None, None, "auto")
+            advantages = self.model.rollout_buffer.advantages
+            flat = _flat(advantages)
+            for factor in (1.0, -3.0):  # of what the other half says
+                flat[~among.numpy()] *= factor
+                self.model.rollout_buffer.advantages = flat.reshape(advantages.T.shape).T
+                other = records.with_advantages(torch.from_numpy(flat.copy()))
+                found.append(scoring.influence(rehearsal, other, among))
+            self.model.rollout_buffer.advantages = advantages
+            self.recording = of_some(rehearsal.train(records, Selection.dropping(among, "")), among)
+            return super()._choose(records)
+
+    asking = Asking(KeepAll())
+    made.learn(256, callback=asking)
+    assert torch.equal(found[0].scores, found[1].scores)
+    assert torch.equal(found[0].record_ids, asking.recording.records.ids)
+    if score in METHODS:
+        known = attribute_round(made.policy, asking.recording, target=Return(), method=score)
+        assert torch.equal(found[0].scores, known.scores)
+
+
+def _flat(array):
+    return array.T.flatten()
 
 
 def test_the_guard_falls_back_where_a_half_is_left_with_nothing():

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 from stable_baselines3.common.callbacks import BaseCallback
+from torch import Tensor
 
 from whence.advice import advice
 from whence.errors import WhenceError
@@ -81,7 +83,8 @@ class InfluenceCallback(BaseCallback):
         score: "snapshot"; or "crossfit", where no record has a voice in the target it is scored by; or a method of
             `attribute_round`, for which the round is rehearsed: trained on in full, scored as a whole, and undone.
         guard: train on everything in rounds in which selecting does not pay, judged by held-out episodes of the same
-            rollout (see `held_out_gain`). It costs two trainings of each round more, and no environment step.
+            rollout (see `held_out_gain`). It costs two trainings of each round more, with a score of whole rounds the
+            scoring of one more round, and no environment step.
         advantage_norm: "minibatch" as SB3 does it, or "buffer": once over the rollout, before anything is dropped.
         run: directory for what happened, round by round; see `RunDirectory`. None: nothing is written. A directory
             that holds a run of the same configuration is started over.
@@ -122,15 +125,10 @@ class InfluenceCallback(BaseCallback):
         if not isinstance(run, str | Path | RunDirectory | None):
             raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
         self.scoring = Scoring.asked(score, target, objective, engine)
-        if advantage_norm == "buffer" and (recordings or self.scoring.of_round):
+        if advantage_norm == "buffer" and recordings:
             raise WhenceError(
-                "advantage_norm='buffer' trains on advantages that a recording of the round does not hold, so neither "
-                f"recordings nor score={score!r} go with it. Leave out the one or the others."
-            )
-        if guard and self.scoring.of_round:
-            raise WhenceError(
-                f"guard=True scores halves of the rollout, and score={score!r} is of whole rounds. Take "
-                "score='snapshot' or 'crossfit', or guard=False."
+                "advantage_norm='buffer' trains on normalised advantages, which recordings would hold in the place of "
+                "the raw ones that targets read. Leave out advantage_norm or recordings."
             )
         self.rule, self.last, self.strict = rule, last, strict
         self.guard, self.advantage_norm = guard, advantage_norm
@@ -201,14 +199,14 @@ class InfluenceCallback(BaseCallback):
         """Return scores, what is to train, and where the guard judged it, by how much it pays."""
         rehearsal = Rehearsal(self.model, self._rounds + 1, self._progress().remaining, self.last, self.advantage_norm)
 
-        def choose(some: RecordBatch) -> tuple[Influence | None, Selection]:
-            influence = self.scoring.influence(rehearsal, some) if self.rule.needs_influence else None
-            return influence, self._select(some, influence)
+        def choose(among: Tensor) -> tuple[Influence | None, Selection]:
+            influence = self.scoring.influence(rehearsal, records, among) if self.rule.needs_influence else None
+            return influence, self._select(records if bool(among.all()) else records.take(among), influence)
 
-        influence, selection = choose(records)
+        influence, selection = choose(torch.ones(len(records), dtype=torch.bool))
         if not self.guard or (selection.uniform and bool(selection.keep.all())):
             return influence, selection, None
-        gain = held_out_gain(rehearsal, records, lambda some: choose(some)[1])
+        gain = held_out_gain(rehearsal, records, lambda among: choose(among)[1])
         # Not a number where a half is left with too little to judge by: then nothing speaks for the selection.
         return influence, selection if gain >= 0 else KeepAll().select(records), gain
 

@@ -2,10 +2,11 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from stable_baselines3.common.logger import Logger
 from torch import Tensor
 
@@ -46,6 +47,10 @@ class Rehearsal:
         Args:
             records: the rollout.
             selection: of at least two records.
+
+        Returns:
+            The recording; its records have the advantages that `train()` read, which `advantage_norm="buffer"` had
+            normalised.
         """
         model = self.model
         with untouched(model), kept_generators():
@@ -58,17 +63,34 @@ class Rehearsal:
             return recorder.recording(self.number, records)
 
 
-def held_out_gain(rehearsal: Rehearsal, records: RecordBatch, select: Callable[[RecordBatch], Selection]) -> float:
+def of_some(recording: RoundRecording, among: Bool[Tensor, " n"]) -> RoundRecording:
+    """Return a round that trained on some of its records alone as one of these: the others are not in it.
+
+    Args:
+        recording: of the round.
+        among: True for the records that are in it, all that were trained on among them.
+    """
+    place = among.cumsum(0) - 1
+    minibatches = tuple(place[minibatch] for minibatch in recording.minibatches)
+    return replace(recording, records=recording.records.take(among), minibatches=minibatches)
+
+
+def held_out_gain(
+    rehearsal: Rehearsal, records: RecordBatch, select: Callable[[Bool[Tensor, " n"]], Selection]
+) -> float:
     """Return by how much selecting beats training on everything, judged by episodes that neither saw.
 
     The episodes are dealt into two halves. The policy is trained on all records of one half, and, from the same
-    parameters, on those that `select` keeps of it; the other half judges both by `mean(rho A)`, raw advantages. Then
-    the halves change places. It costs two trainings of the round more, and no step in the environment.
+    parameters, on those that `select` keeps of it; the other half judges both by `mean(rho A)`, its advantages centred:
+    an advantage that all its records share says nothing of a direction, but times the drift of the mean ratio it may
+    outweigh what does. Then the halves change places. It costs two trainings of the round more, beside what `select`
+    costs, and no step in the environment.
 
     Args:
         rehearsal: of the round.
         records: the rollout.
-        select: chooses among some of the records, given these alone.
+        select: chooses among the records for which it is given True, by what these alone say; its selection has an
+            entry for each of them.
 
     Returns:
         The difference of `mean(rho A)`, over all records; nan where a half is left with fewer than two records.
@@ -77,8 +99,10 @@ def held_out_gain(rehearsal: Rehearsal, records: RecordBatch, select: Callable[[
     gain = 0.0
     for half in range(2):
         mine, others = fold == half, records.take(fold != half)
-        chosen = _within(mine, select(records.take(mine)))
-        if int(mine.sum()) < 2 or int(chosen.keep.sum()) < 2:
+        if int(mine.sum()) < 2:
+            return float("nan")
+        chosen = _within(mine, select(mine))
+        if int(chosen.keep.sum()) < 2:
             return float("nan")
         full, filtered = (
             _surrogate(rehearsal.model, others, rehearsal.train(records, one).end)
@@ -96,8 +120,9 @@ def _within(mine: Tensor, chosen: Selection) -> Selection:
 
 
 def _surrogate(model: Any, records: RecordBatch, params: Mapping[str, Tensor]) -> float:
+    """Return `mean(rho A)` with centred advantages."""
     view = as_view(model.policy)
     own = {name: params[name] for name in view.parameters()}
     with kept_generators(), eval_mode(model.policy.modules()), torch.no_grad():
         found = view(own, view.prepare(records)).log_prob.cpu()
-    return float(((found - records.log_probs).exp() * records.advantages).mean())
+    return float(((found - records.log_probs).exp() * (records.advantages - records.advantages.mean())).mean())

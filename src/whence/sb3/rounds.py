@@ -47,6 +47,7 @@ class Recorder:
         self._minibatches: list[Tensor] = []
         self._epochs: list[int] = []
         self._epoch, self._stepped = -1, 0
+        self._advantages: Tensor | None = None
 
     def epoch(self) -> None:
         """Hear that a pass over the records begins."""
@@ -59,6 +60,8 @@ class Recorder:
 
     def minibatch(self, indices: NDArray[np.int64]) -> None:
         """Hear of the records of the next minibatch."""
+        if self._advantages is None:  # as train() reads them: flattened by now, and normalised where that is done once
+            self._advantages = torch.from_numpy(self._model.rollout_buffer.advantages.flatten())
         self._minibatches.append(torch.from_numpy(np.array(indices)))
         self._epochs.append(self._epoch)
 
@@ -67,10 +70,10 @@ class Recorder:
         self._stepped += 1
 
     def recording(self, number: int, records: RecordBatch) -> RoundRecording:
-        """Return what was noted, once `train()` is over."""
+        """Return what was noted, once `train()` is over; the records have the advantages that it read."""
         return RoundRecording(
             number=number,
-            records=records,
+            records=records if self._advantages is None else records.with_advantages(self._advantages),
             start=self._start,
             end=_copies(tensors_of(self._model.policy)),
             optimizer=self._optimizer,

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import Bool, Float
 from stable_baselines3 import A2C, PPO
+from torch import Tensor
 
 from whence import objectives
 from whence.attribution import attribute
@@ -12,11 +14,12 @@ from whence.engines import ENGINES
 from whence.errors import WhenceError, nearest
 from whence.influence import Influence
 from whence.objectives import Objective, as_objective
+from whence.policies import Params, PolicyView
 from whence.records import RecordBatch
 from whence.rounds import METHODS, attribute_round
 from whence.sb3.contrib import MaskablePPO
-from whence.sb3.rehearsal import Rehearsal
-from whence.selection import KeepAll
+from whence.sb3.rehearsal import Rehearsal, of_some
+from whence.selection import Selection
 from whence.targets import BatchTarget, Return, Target, as_target, name_of
 
 SCORES = ("snapshot", "crossfit", *METHODS)
@@ -68,17 +71,35 @@ class Scoring:
         """Whether the round has to be rehearsed."""
         return self.score in METHODS
 
-    def influence(self, rehearsal: Rehearsal, records: RecordBatch) -> Influence:
-        """Score records of a rollout that is collected and not trained on yet."""
+    def influence(self, rehearsal: Rehearsal, records: RecordBatch, among: Bool[Tensor, " n"]) -> Influence:
+        """Score records of a rollout that is collected and not trained on yet, by what these alone say.
+
+        Args:
+            rehearsal: of the round.
+            records: the rollout.
+            among: True for the records that are scored.
+        """
         policy = rehearsal.model.policy
+        some = records if bool(among.all()) else records.take(among)
         if self.of_round:
-            recording = rehearsal.train(records, KeepAll().select(records))
-            found = attribute_round(policy, recording, target=self.target, method=self.score)
+            recording = of_some(rehearsal.train(records, Selection.dropping(among, "left out")), among)
+            target = _of_raw(self.target, some.advantages)
+            found = attribute_round(policy, recording, target=target, method=self.score)
             assert isinstance(found, Influence)
             return found
         objective = self.objective or model_objective(rehearsal.model)
         asked: dict[str, Any] = {"target": self.target, "objective": objective, "engine": self.engine}
-        return (attribute if self.score == "snapshot" else attribute_crossfit)(policy, records, **asked)
+        return (attribute if self.score == "snapshot" else attribute_crossfit)(policy, some, **asked)
+
+
+def _of_raw(target: Target, advantages: Float[Tensor, " n"]) -> Target:
+    """Return a target that reads these advantages, also of a round that was trained on normalised ones."""
+
+    def of_raw(view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
+        return target(view, params, records.with_advantages(advantages.to(records.advantages)))
+
+    of_raw.__name__ = name_of(target)
+    return of_raw
 
 
 def model_objective(model: Any) -> Objective:

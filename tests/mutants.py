@@ -746,6 +746,20 @@ MUTANTS = (
         "test_sweep.py::TestReading::test_runs_are_arms_times_shares_times_seeds",
     ),
     Mutant(
+        "an arm looked for where a key has the name of a score",
+        "experiments/sweepfile.py",
+        "wrong.place if isinstance(wrong, _Located) else ",
+        "",
+        "test_sweep.py::TestReading -k unroled",
+    ),
+    Mutant(
+        "an arm that forgets all parts of its name but one",
+        "experiments/arms.py",
+        "for part in chosen for name, value",
+        "for part in chosen[-1:] for name, value",
+        "test_experiments.py::TestArmsOfOtherScores::test_they_reach_the_callback",
+    ),
+    Mutant(
         "run directories discarded in spite of --keep-runs",
         "experiments/sweep.py",
         "    if not keep_runs:\n",
@@ -1184,6 +1198,13 @@ MUTANTS = (
         "sb3/rounds.py",
         "records if self._advantages is None else",
         "records if True else",
+        "test_rehearsal.py::test_a_round_on_advantages_normalised_once_is_scored_as_it_is_trained",
+    ),
+    Mutant(
+        "scores that are of no record of the rollout",
+        "sb3/scoring.py",
+        "records=some.fingerprint",
+        "records=recording.records.fingerprint",
         "test_rehearsal.py::test_a_round_on_advantages_normalised_once_is_scored_as_it_is_trained",
     ),
     Mutant(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from test_report import by_hand, records_of, run_of
-from whence.experiments import ARMS
+from whence.experiments import PLAIN
 from whence.experiments.compare import run_path
 from whence.report import write_report, write_run_report
 from whence.runs import RunDirectory
@@ -38,7 +38,7 @@ def browser() -> Iterator:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     path = tmp_path_factory.mktemp("pages")
-    arms = tuple(ARMS)
+    arms = PLAIN
     comparison = by_hand(path / "comparison", env=ENV, env_kwargs={HOSTILE: ENV}, arms=arms, scored=arms[1:2])
     for config in comparison.configs:
         directory = RunDirectory.open(run_path(comparison.path, config))
@@ -180,8 +180,8 @@ def test_hostile_text_is_shown_as_text(browser, pages):
 
 
 def test_the_records_stand_from_the_lowest_score_to_the_highest(records):
-    assert records.locator("#records-run option").all_text_contents() == [f"{arm}, seed 0" for arm in ARMS]
-    assert records.locator("#records-run option:checked").text_content() == f"{list(ARMS)[1]}, seed 0"
+    assert records.locator("#records-run option").all_text_contents() == [f"{arm}, seed 0" for arm in PLAIN]
+    assert records.locator("#records-run option:checked").text_content() == f"{PLAIN[1]}, seed 0"
     assert records.locator("#records-round option:checked").text_content() == "2"
     assert sorts(records) == {"score": "ascending"}
     assert [float(score) for score in column(records, "score")] == [*range(-30, -10), *range(10, 30)]

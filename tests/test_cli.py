@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from whence import cli
 from whence.cli import output
-from whence.experiments import ARMS, RunConfig, load, presets
+from whence.experiments import RunConfig, known_arms, load, presets
 from whence.report.page import METRICS, READING, cell
 from whence.runs import RunDirectory
 
@@ -80,7 +80,7 @@ class TestHelp:
         found = CliRunner().invoke(cli.app, ["compare", "--help"])
         assert found.exit_code == 0
         text = words(found.output)
-        assert f"{', '.join(ARMS)}; whence list arms tells what they do." in text
+        assert f"{known_arms()}; whence list arms tells what they do." in text
         for name in presets():
             assert name in text
         for option in ("seeds", "rounds", "drop", "eval-episodes", "n-envs", "pool-kwargs", "workers", "out", "set"):

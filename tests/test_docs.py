@@ -15,7 +15,7 @@ import typer
 import whence
 from whence import cli, policies
 from whence.engines import auto, rules
-from whence.experiments import ARMS, HYPERPARAMETERS, read_sweep
+from whence.experiments import ARMS, HYPERPARAMETERS, PARTS, PLAIN, read_sweep
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -115,7 +115,11 @@ def test_the_sweep_file_can_be_run(tmp_path):
 
 def test_the_arms_are_listed():
     section = PAGES["command"].partition("## The arms")[2]
-    assert re.findall(r"^\| `([\w.-]+)` \|", section, flags=re.MULTILINE) == list(ARMS)
+    parts = [part for alike in PARTS for part in alike]
+    assert re.findall(r"^\| `([\w.-]+)` \|", section, flags=re.MULTILINE) == [*PLAIN, *parts]
+    named = re.findall(r"`((?:iif|mean)-[\w-]+)`", section)
+    assert named
+    assert {*named} <= ARMS.keys()
 
 
 @pytest.mark.timeout(180)

@@ -17,9 +17,9 @@ from gymnasium import spaces
 from polars.testing import assert_frame_equal
 from stable_baselines3 import PPO
 
-from whence import Action
+from whence import IIF, Action, BelowMean
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments import ARMS, Comparison, RunConfig, compare, configure, load, plan, presets
+from whence.experiments import ARMS, PLAIN, Comparison, RunConfig, compare, configure, load, plan, presets
 from whence.experiments.compare import run_path
 from whence.experiments.environments import check_environment, default_policy, evaluate, evaluation_env, model_env
 from whence.experiments.plan import check_action, check_read, reads
@@ -261,7 +261,7 @@ class TestPlan:
             ({"env": "CartPole-v1", "preset": "lda-code/frozenlake"}, "Give either an environment.* not both, not non"),
             ({}, "Give either an environment.* not both, not none"),
             ({"env": "CartPole-v1", "arms": ["ppo", "if"]}, r"arm 'if' is unknown\. Did you mean iif\?"),
-            ({"env": "CartPole-v1", "arms": ["zzz"]}, r"arm 'zzz' is unknown\. Known: advantage-1, advantage-2, iif,"),
+            ({"env": "CartPole-v1", "arms": ["zzz"]}, r"arm 'zzz' is unknown\. Known: ppo, iif, mean, .* may follow"),
             ({"env": "CartPole-v1", "arms": []}, r"arms is ''; name each arm once\. Known: ppo, iif, "),
             ({"env": "CartPole-v1", "arms": ["ppo", "iif", "ppo"]}, "arms is 'ppo,iif,ppo'; name each arm once"),
             ({"env": "CartPole-v1", "optimizer": "SDG"}, r"optimizer 'SDG' is unknown\. Did you mean SGD\?"),
@@ -849,7 +849,7 @@ class TestRefusals:
 
     def test_every_arm_is_data(self):
         assert next(iter(ARMS)) == "ppo"
-        made = {name: RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2).rule() for name in ARMS}
+        made = {name: RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2).rule() for name in PLAIN}
         assert {name: (repr(rule), ARMS[name].counts_scoring) for name, rule in made.items()} == {
             "ppo": ("KeepAll()", False),
             "iif": ("IIF(drop=0.3, warmup=2)", True),
@@ -859,10 +859,6 @@ class TestRefusals:
             "random": ("RandomDrop(drop=0.3, seed=7, warmup=2, zeros=False)", False),
             "advantage-1": ("AdvantageMismatch(order='distance', drop=0.3, warmup=2)", True),
             "advantage-2": ("AdvantageMismatch(order='product', drop=0.3, warmup=2)", True),
-            **dict.fromkeys(
-                ("iif-crossfit", *(f"iif-{method}" for method in METHODS), "iif-frozen", "iif-guarded"),
-                ("IIF(drop=0.3, warmup=2)", True),
-            ),
             "ppo-frozen": ("KeepAll()", False),
             "td-error": ("TDErrorPriority(exponent=0.6)", True),
             "ppo-matched": ("IIF(drop=0.3, warmup=2)", False),
@@ -870,6 +866,40 @@ class TestRefusals:
             "ppo-lr-2": ("KeepAll()", False),
             "ppo-lr-4": ("KeepAll()", False),
         }
+
+    def test_names_of_arms_are_composed(self):
+        scores = ("", "-crossfit", *(f"-{method}" for method in METHODS))
+        names = {
+            f"{rule}{score}{frozen}{guarded}"
+            for rule in ("iif", "mean")
+            for score in scores
+            for frozen in ("", "-frozen")
+            for guarded in ("", "-guarded")
+        }
+        assert len(names) == 2 * 7 * 2 * 2
+        assert {*ARMS} == {*PLAIN} | names
+        for name in names:
+            run = RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2)
+            assert run.rule() == (IIF if name.startswith("iif") else BelowMean)(0.3, 2)
+            assert ARMS[name].counts_scoring
+            assert ARMS[name].callback is InfluenceCallback
+
+    @pytest.mark.parametrize(
+        ("arm", "near"),
+        [
+            ("mean-unroled", "Did you mean mean-unrolled"),
+            ("iif-guarded-frozen", "then frozen, then guarded"),
+            ("random-crossfit", "after iif or mean a score may follow"),
+            ("mean-crossfit-unrolled", "a score may follow"),
+        ],
+    )
+    def test_names_that_make_no_arm_are_refused_with_those_that_do(self, arm, near):
+        listed = "crossfit, trajectory, optimizer, optimizer-momentum, unrolled, smoothed"
+        said = rf"The arm '{arm}' is unknown\..*{near}.*"
+        with pytest.raises(WhenceError, match=said) as refused:
+            configure(env="CartPole-v1", arm=arm)
+        for part in (", ".join(PLAIN), listed, "then frozen, then guarded"):
+            assert part in str(refused.value)
 
 
 PUMP = """
@@ -1001,6 +1031,8 @@ class TestArmsOfOtherScores:
             ("iif-guarded", {"guard": True}),
             ("iif-frozen", {"advantage_norm": "buffer"}),
             ("ppo-frozen", {"advantage_norm": "buffer"}),
+            ("mean-trajectory", {"score": "trajectory", "guard": False, "advantage_norm": "minibatch"}),
+            ("mean-optimizer-frozen-guarded", {"score": "optimizer", "guard": True, "advantage_norm": "buffer"}),
         ],
     )
     def test_they_reach_the_callback(self, arm, expected, tmp_path, monkeypatch):

@@ -245,6 +245,7 @@ def test_a_round_on_advantages_normalised_once_is_scored_as_it_is_trained(score)
     assert torch.equal(found.scores, known.scores)
     assert not torch.allclose(found.scores * normalised.scores.norm(), normalised.scores * found.scores.norm())
     assert found.provenance.target == "Return()"
+    assert found.provenance.records == callback.round.records.fingerprint
 
 
 def test_with_everything_kept_in_one_minibatch_both_norms_are_one():

@@ -156,6 +156,12 @@ class TestReading:
         ("old", "new", "line", "said"),
         [
             ('arms = ["ppo", "iif"]', 'arms = ["ppo", "iff"]', 6, "The arm 'iff' is unknown. Did you mean iif"),
+            (
+                'arms = ["ppo", "iif"]',
+                'optimizer = "SGD"\narms = [\n "ppo", "mean-unroled"]',  # a score has the name of the key above
+                7,
+                "The arm 'mean-unroled' is unknown. Did you mean mean-unrolled",
+            ),
             ('arms = ["ppo", "iif"]', 'arms = ["iif"]', 3, "lacks the arm 'ppo'"),
             ('arms = ["ppo", "iif"]', "arms = []", 6, "arms is []"),
             ('arms = ["ppo", "iif"]', 'arms = ["ppo", "ppo"]', 6, "names each arm once"),

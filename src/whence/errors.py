@@ -28,12 +28,17 @@ class RunDirectoryError(WhenceError):
     """A run directory that cannot be read, or that holds a run of another configuration."""
 
 
-def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
-    """Return ' Did you mean ...?' with the known names nearest to `name`, or the known names where none is near."""
+def nearest(name: str, known: Iterable[str], *, limit: int = 3, otherwise: str | None = None) -> str:
+    """Return ' Did you mean ...?' with the known names nearest to `name`.
+
+    Where none is near: `otherwise`, or where that is None the known names.
+    """
     names = sorted(known)
     by_lower = {known_name.lower(): known_name for known_name in names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
     if close:
         return f" Did you mean {', '.join(by_lower[lower] for lower in close)}?"
+    if otherwise is not None:
+        return otherwise
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     return f" Known: {shown}."

@@ -75,7 +75,7 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for
 
 def arms() -> str:
     """Return what the help says of arms."""
-    return f"{', '.join(experiments.ARMS)}; `whence list arms` tells what they do."
+    return f"{experiments.known_arms()}; `whence list arms` tells what they do."
 
 
 def env_settings(env_kwargs: str | None, pool_kwargs: str | None) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from whence.experiments import language as language
 from whence.experiments.arms import ARMS as ARMS
+from whence.experiments.arms import PARTS as PARTS
+from whence.experiments.arms import PLAIN as PLAIN
 from whence.experiments.arms import STANDARD as STANDARD
 from whence.experiments.arms import Arm as Arm
+from whence.experiments.arms import known_arms as known_arms
 from whence.experiments.compare import Comparison as Comparison
 from whence.experiments.compare import compare as compare
 from whence.experiments.compare import load as load

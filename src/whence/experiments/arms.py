@@ -1,10 +1,12 @@
 """The arms of a comparison, as data."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from whence.errors import WhenceError, nearest
 from whence.experiments.controls import MatchedUpdate
 from whence.heuristics import AdvantageMismatch, TDErrorPriority
 from whence.rounds import METHODS
@@ -37,22 +39,52 @@ class Arm:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _iif(about: str, **settings: Any) -> Arm:
-    return Arm(lambda run: IIF(run.drop, run.warmup), True, about, settings=settings)
-
-
-def _by(score: str) -> Arm:
-    return _iif(f"iif by the {score} score of the whole round, rehearsed", score=score)
-
-
 STANDARD = "ppo"
 """The arm that the others are measured against."""
+
+RULES: Mapping[str, Arm] = MappingProxyType(
+    {
+        "iif": Arm(lambda run: IIF(run.drop, run.warmup), True, "drop the share `drop` of the records below 0"),
+        "mean": Arm(lambda run: BelowMean(run.drop, run.warmup), True, "drop the share `drop` of those below the mean"),
+    }
+)
+"""The arms whose names parts may follow, one of each of `PARTS` at most, in their order: "mean-unrolled-guarded"."""
+
+
+class Part(NamedTuple):
+    """What follows a rule in an arm's name: what it sets, and a line for people."""
+
+    settings: Mapping[str, Any]
+    about: str
+
+
+PARTS: Sequence[Mapping[str, Part]] = (
+    {
+        "crossfit": Part({"score": "crossfit"}, "each half of the episodes scored by the other"),
+        **{score: Part({"score": score}, f"by the {score} score of the whole round, rehearsed") for score in METHODS},
+    },
+    {"frozen": Part({"advantage_norm": "buffer"}, "on advantages normalised once, before anything is dropped")},
+    {"guarded": Part({"guard": True}, "in rounds where held-out episodes speak for it, ppo in the others")},
+)
+"""Scores; how advantages are normalised; whether there is a guard."""
+
+
+def _composed(rule: str) -> Iterator[tuple[str, Arm]]:
+    """Yield the arms of a rule with every combination of parts, by name."""
+    for choice in product(*(["", *alike] for alike in PARTS)):
+        chosen = [alike[part] for alike, part in zip(PARTS, choice, strict=True) if part]
+        about = "; ".join([RULES[rule].about, *(part.about for part in chosen)])
+        settings = {name: value for part in chosen for name, value in part.settings.items()}
+        if chosen:
+            yield "-".join([rule, *filter(None, choice)]), replace(RULES[rule], about=about, settings=settings)
+
+
+_COMPOSED = {name: arm for rule in RULES for name, arm in _composed(rule)}
 
 ARMS: Mapping[str, Arm] = MappingProxyType(
     {
         STANDARD: Arm(lambda run: KeepAll(), False, "PPO as it is: every record trains"),
-        "iif": _iif("drop the share `drop` of the records below 0"),
-        "mean": Arm(lambda run: BelowMean(run.drop, run.warmup), True, "drop the share `drop` of those below the mean"),
+        **RULES,
         "nonpositive": Arm(lambda run: NonPositive(run.warmup), True, "drop every record that scores 0 or less"),
         "negative-random": Arm(
             lambda run: NegativeRandom(run.drop, run.seed, run.warmup), True, "as many as iif, at random below 0"
@@ -71,10 +103,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             "the same, lowest product with the return's first",
         ),
         "td-error": Arm(lambda run: TDErrorPriority(), True, "draw records of large TD errors more often"),
-        "iif-crossfit": _iif("iif, each half of the episodes scored by the other", score="crossfit"),
-        **{f"iif-{score}": _by(score) for score in METHODS},
-        "iif-frozen": _iif("iif on advantages normalised once, before anything is dropped", advantage_norm="buffer"),
-        "iif-guarded": _iif("iif in rounds where held-out episodes speak for it, ppo in the others", guard=True),
+        **_COMPOSED,
         "ppo-frozen": Arm(
             lambda run: KeepAll(),
             False,
@@ -95,3 +124,20 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         },
     }
 )
+"""Every arm by its name."""
+
+PLAIN = tuple(name for name in ARMS if name not in _COMPOSED)
+"""The arms whose names have no parts."""
+
+
+def known_arms() -> str:
+    """Return the names of arms that there are, for people."""
+    scores, *others = (", ".join(alike) for alike in PARTS)
+    then = "".join(f", then {other}" for other in others)
+    composed = f"after {' or '.join(RULES)} a score may follow ({scores}){then}, as in mean-unrolled-guarded"
+    return f"{', '.join(PLAIN)}; {composed}"
+
+
+def unknown_arm(name: str) -> WhenceError:
+    """Return the error that says of a name that no arm has it, and which there are."""
+    return WhenceError(f"The arm {name!r} is unknown.{nearest(name, ARMS, otherwise='')} Known: {known_arms()}.")

@@ -14,7 +14,7 @@ from stable_baselines3 import PPO
 
 from whence.engines import ENGINES
 from whence.errors import WhenceError, nearest
-from whence.experiments.arms import ARMS
+from whence.experiments.arms import ARMS, unknown_arm
 from whence.sb3.description import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.sb3.scoring import Scoring
 from whence.selection import IIF, SelectionRule
@@ -106,8 +106,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(vars(self))
+        if self.arm not in ARMS:
+            raise unknown_arm(self.arm)
         for what, name, known in (
-            ("arm", self.arm, ARMS),
             ("policy", self.policy, POLICIES),
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("target", self.target, TARGETS),

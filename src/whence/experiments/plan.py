@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from whence.errors import WhenceError, nearest
-from whence.experiments.arms import ARMS, STANDARD
+from whence.experiments.arms import ARMS, PLAIN, STANDARD, known_arms
 from whence.experiments.config import RunConfig, check_types, presets
 from whence.experiments.environments import check_environment, default_policy, libraries, model_env
 from whence.experiments.training import make_model
@@ -175,7 +175,7 @@ def check_read(configs: Iterable[RunConfig], given: Iterable[str]) -> None:
         if not any(reads(config, name) for config in configs):
             arms = ", ".join(dict.fromkeys(config.arm for config in configs))
             plain = replace(configs[0], engine="auto", target="return", target_args={})  # which every arm takes
-            able = ", ".join(arm for arm in ARMS if reads(replace(plain, arm=arm), name))
+            able = ", ".join(arm for arm in PLAIN if reads(replace(plain, arm=arm), name))
             raise WhenceError(f"{name} has no effect with {arms}. Leave it out, or take an arm that reads it: {able}.")
 
 
@@ -193,7 +193,7 @@ def plan(*, arms: list[str], seeds: int, **asked: Any) -> list[RunConfig]:
     if seeds < 1:
         raise WhenceError(f"seeds is {seeds}; at least 1 is needed, and 2 for intervals.")
     if not arms or len(set(arms)) < len(arms):
-        raise WhenceError(f"arms is {','.join(arms)!r}; name each arm once. Known: {', '.join(ARMS)}.")
+        raise WhenceError(f"arms is {','.join(arms)!r}; name each arm once. Known: {known_arms()}.")
     if "seed" in asked:
         raise WhenceError("A comparison has no 'seed': `seeds` says how many there are.")
     configs = configure_arms(arms, **asked)

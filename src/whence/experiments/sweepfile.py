@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whence.errors import WhenceError, nearest
-from whence.experiments.arms import ARMS, STANDARD
+from whence.experiments.arms import ARMS, STANDARD, known_arms, unknown_arm
 from whence.experiments.config import RunConfig
 from whence.experiments.plan import check_read, configure_arms, reads
 
@@ -153,7 +153,8 @@ def _runs(experiments: Iterable[Mapping[str, Any]]) -> list[Planned]:
         try:
             own, runs = _planned(entry)
         except WhenceError as wrong:
-            raise _Located(str(wrong), "experiment", number, *_spoken_of(entry, str(wrong))) from wrong
+            place = wrong.place if isinstance(wrong, _Located) else _spoken_of(entry, str(wrong))
+            raise _Located(str(wrong), "experiment", number, *place) from wrong
         _, settings = groups.setdefault(entry["name"], (number, {}))
         if others := differing(settings, own.arm, own):
             said = ", ".join("the share that the preset drops" if name == "drop" else name for name in others)
@@ -203,10 +204,10 @@ def _planned(entry: Mapping[str, Any]) -> tuple[RunConfig, list[Planned]]:
     arms = entry.get("arms")
     is_list = isinstance(arms, list) and all(isinstance(arm, str) for arm in arms)
     if not is_list or not arms or len(set(arms)) < len(arms):
-        raise WhenceError(f"arms is {arms!r}; a list that names each arm once is needed. Known: {', '.join(ARMS)}.")
-    for arm in arms:
+        raise _Located(f"arms is {arms!r}; a list that names each arm once is needed. Known: {known_arms()}.", "arms")
+    for place, arm in enumerate(arms):
         if arm not in ARMS:
-            raise WhenceError(f"The arm {arm!r} is unknown.{nearest(arm, ARMS)}")
+            raise _Located(str(unknown_arm(arm)), "arms", place)
     preset = entry.get("preset")
     if preset is not None and not isinstance(preset, str):
         raise WhenceError(f"preset is {preset!r}; text is needed.")

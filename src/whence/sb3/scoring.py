@@ -1,6 +1,6 @@
 """How the callback scores the records of a round."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtyping import Bool, Float
@@ -86,7 +86,8 @@ class Scoring:
             target = _of_raw(self.target, some.advantages)
             found = attribute_round(policy, recording, target=target, method=self.score)
             assert isinstance(found, Influence)
-            return found
+            # Of the records as they were collected, though the round may have normalised their advantages.
+            return replace(found, provenance=replace(found.provenance, records=some.fingerprint))
         objective = self.objective or model_objective(rehearsal.model)
         asked: dict[str, Any] = {"target": self.target, "objective": objective, "engine": self.engine}
         return (attribute if self.score == "snapshot" else attribute_crossfit)(policy, some, **asked)

@@ -1,5 +1,6 @@
 """Many trainings of one round at once: each as if it were alone; and how predictions are held against them."""
 
+import random
 import re
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
-from whence import PPOClip, RandomDrop, Return, WhenceError, attribute, attribute_round
+from whence import RandomDrop, Return, WhenceError, attribute_round
 from whence.counterfactual import agreement, lds, predicted, reshuffled, retrain, study, subsets
 from whence.counterfactual.outcomes import outcomes_of
 from whence.counterfactual.retrain import NOBODY, batch_size_of
@@ -24,6 +25,7 @@ from whence.sb3.buffer import minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
+study_module = sys.modules["whence.counterfactual.study"]
 retrain_module = sys.modules["whence.counterfactual.retrain"]  # the package's name for it is the function
 
 
@@ -260,8 +262,8 @@ class TestStudy:
         before = state_of(model)
         measured, told = [], []
 
-        def evaluate(params):
-            measured.append(params)
+        def evaluate(params, repetition):
+            measured.append(repetition)
             return float(params["action_net.weight"].sum())
 
         made = study(
@@ -275,9 +277,10 @@ class TestStudy:
             told=told.append,
         )
         assert_untouched(before, state_of(model))
-        assert set(made.scores) == {"snapshot", "trajectory", "unrolled", "advantage", "td-error", "random"}
-        assert made.table.height == 6 * 2 * 3
-        assert len(measured) == 6 * 3
+        methods = ["snapshot", "crossfit", "trajectory", "unrolled", "advantage", "td-error", "random"]
+        assert list(made.scores) == methods
+        assert made.table.height == 7 * 2 * 3
+        assert measured == [0] * 6 + [1] * 6 + [2] * 6
         assert "training 6 times, reshuffled, order 2 of 2" in told
         for row in made.table.to_dicts():
             values = made.outcomes[row["truth"]][row["outcome"]]
@@ -298,16 +301,15 @@ class TestStudy:
         surrogate = float((ratio * round.records.advantages).mean())
         assert made.outcomes["recorded"]["surrogate"][0, 3] == pytest.approx(surrogate, rel=1e-4)
 
-    def test_the_snapshot_is_attributes_at_the_policy_that_collected(self):
-        model = model_of("SGD")
-        recording = recorded(model)
-        made = study(model.policy, recording, target=Return(), count=3, orders=2, methods=[])
-        with torch.no_grad():
-            for name, parameter in model.policy.named_parameters():
-                parameter.copy_(recording.start[name])
-        objective = PPOClip(vf_coef=0.5)
-        expected = attribute(model.policy, recording.records, target=Return(), objective=objective).scores
-        assert np.allclose(made.scores["snapshot"], expected.numpy(), atol=1e-5 * float(expected.abs().max()))
+    def test_scores_that_are_handed_in_are_not_made(self, case, monkeypatch):
+        model, recording = case
+        monkeypatch.setattr(study_module, "scores_of", None)
+        own = {"mine": np.arange(64)}
+        made = study(model.policy, recording, target=Return(), count=4, orders=2, scores=own)
+        assert made.table["score"].unique().to_list() == ["mine"]
+        assert made.scores["mine"].tolist() == list(range(64))
+        with pytest.raises(WhenceError, match=r"The scores 'mine' have shape \(63,\)"):
+            study(model.policy, recording, target=Return(), scores={"mine": np.arange(63)})
 
     def test_too_few(self, case):
         model, recording = case
@@ -319,13 +321,11 @@ class TestStudy:
         told = []
         with pytest.raises(WhenceError, match="The recording lacks action_masks"):
             study(model.policy, recording, target=mean_of("action_masks"), told=told.append)
-        with pytest.raises(WhenceError, match="memory is 1,000 bytes, but scoring round 2 by trajectory"):
-            study(model.policy, recording, target=Return(), memory=1000)
-        with pytest.raises(WhenceError, match="memory is 1,000 bytes, but training round 2 3 times"):
-            study(model.policy, recording, target=Return(), memory=1000, methods=[], count=3)
+        with pytest.raises(WhenceError, match="memory is 1,000 bytes, but training round 2 100 times"):
+            study(model.policy, recording, target=Return(), memory=1000, told=told.append)
         assert told == []
 
-    def test_trained_policies_are_measured_without_dropout_and_with_the_same_chance(self):
+    def test_trained_policies_are_measured_without_dropout_and_each_repetition_by_its_own_chance(self):
         model = model_of("SGD")
         recording = recorded(model)
         trained = {name: torch.stack([p, p]) for name, p in recording.end.items()}
@@ -335,15 +335,18 @@ class TestStudy:
             modes.append(view.module.training)
             return Return()(view, params, records)
 
-        def evaluate(params):
-            chances.append(float(torch.rand(())))
+        def evaluate(params, repetition):
+            chances.append((float(torch.rand(())), float(np.random.random()), random.random()))
             return 0.0
 
         model.policy.train()
         before = state_of(model)
-        found = outcomes_of(model.policy, recording, trained, target, evaluate)
+        found, _ = (outcomes_of(model.policy, recording, trained, target, evaluate, number) for number in (1, 2))
         assert_untouched(before, state_of(model))
         assert model.policy.training
-        assert modes == [False, False]
-        assert chances[0] == chances[1]
+        assert modes == [False] * 4
+        one, same, other, again = chances
+        assert one == same
+        assert other == again
+        assert not set(one) & set(other)
         assert found["target"][0] == found["target"][1]

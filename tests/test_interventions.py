@@ -43,7 +43,7 @@ def scored(recording, scores):
     return Influence(torch.as_tensor(scores, dtype=torch.float32), recording.records.ids.clone(), of_round)
 
 
-def weight(params):
+def weight(params, order=0):
     """A number that tells parameters apart, whatever their rounding."""
     return float(sum(tensor.double().square().sum() for tensor in params.values()))
 
@@ -70,7 +70,7 @@ class TestIntervene:
         model, recording, scores = case
         trained = []
 
-        def evaluate(params):
+        def evaluate(params, order):
             trained.append(params)
             return weight(params)
 
@@ -131,7 +131,7 @@ class TestIntervene:
     def test_changes_are_from_training_on_all_in_the_same_order(self, case):
         model, recording, scores = case
         outcomes = iter([10.0, 13.0, 8.0, 100.0, 90.0, 101.0])
-        table = intervene(model.policy, recording, scores, lambda _: next(outcomes), orders=2)
+        table = intervene(model.policy, recording, scores, lambda *_: next(outcomes), orders=2)
         assert table["change"].to_list() == [0.0, 3.0, -2.0, 0.0, -10.0, 1.0]
 
     @pytest.mark.parametrize("left", [0, 1])
@@ -139,23 +139,25 @@ class TestIntervene:
         model, recording, _ = case
         values = -np.ones(64)
         values[:left] = 1
-        table = intervene(model.policy, recording, scored(recording, values), lambda _: 7.0, orders=2)
+        table = intervene(model.policy, recording, scored(recording, values), lambda *_: 7.0, orders=2)
         assert table["kept"].to_list() == [64, left, left] * 2
         assert table["outcome"].to_list() == [7.0, None, None] * 2
         assert table["change"].to_list() == [0.0, None, None] * 2
 
-    def test_nothing_is_touched_and_each_test_draws_the_same(self, case):
+    def test_nothing_is_touched_and_each_test_of_an_order_draws_the_same(self, case):
         model, recording, scores = case
         before = state_of(model)
         drawn, told = [], []
 
-        def evaluate(params):
-            drawn.append((float(torch.rand(())), float(np.random.random())))
+        def evaluate(params, order):
+            drawn.append((order, float(torch.rand(())), float(np.random.random())))
             return 0.0
 
         intervene(model.policy, recording, scores, evaluate, orders=2, told=told.append)
         assert_untouched(before, state_of(model))
-        assert len(set(drawn)) == 1
+        assert [order for order, *_ in drawn] == [1, 1, 1, 2, 2, 2]
+        assert len(set(drawn)) == 2
+        assert len({own[1:] for own in drawn}) == 2
         assert told[:3] == [
             "training, order 1 of 2",
             "measuring full, order 1 of 2",

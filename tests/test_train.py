@@ -144,10 +144,11 @@ def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:
     model, _ = load_round(run, 2)
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
     with measuring(run_config(run), model, episodes=200, seed=3) as measure:
-        untrained, again = (measure(run.policy(number)) for number in (1, 1))
+        untrained, again = (measure(run.policy(number), 0) for number in (1, 1))
         assert untrained == again
         bias = {"action_net.bias": torch.tensor([50.0, 0, 0, 0])}
-        assert untrained > measure(run.policy(1) | bias) == 0  # it stays at the left wall
+        assert untrained > measure(run.policy(1) | bias, 0) == 0  # it stays at the left wall
+        assert len({measure(run.policy(1), repetition) for repetition in range(4)}) > 1
     assert all(torch.equal(before[name], tensor) for name, tensor in model.policy.state_dict().items())
 
 

@@ -1,6 +1,6 @@
 """Records judged by others: no record has a voice in the target that it is scored by."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -81,23 +81,31 @@ def attribute_crossfit(
         WhenceError: a target that reads no records; see also `folds_of` and `attribute`.
     """
     target = Return() if target is None else target
-    if not isinstance(target, BatchTarget):
-        raise WhenceError(
-            f"The target {name_of(target)} does not say that it is made of the scored records, so there is nothing to "
-            "leave out of it. Pass Return(), or a target with from_outputs(outputs, records); else use attribute."
-        )
-    fold = folds_of(records, folds)
-    targets: Mapping[str, Target] = {
-        str(number): _Part(target, (fold != number).nonzero().flatten()) for number in range(folds)
-    }
-    found = attribute(policy, records, target=targets, objective=objective, engine=engine, memory=memory)
-    scores = torch.stack([found[str(number)].scores for number in range(folds)])
+    fold, judges = judged_by(target, records, folds)
+    named = {str(number): judge for number, judge in enumerate(judges)}
+    found = attribute(policy, records, target=named, objective=objective, engine=engine, memory=memory)
+    scores = torch.stack([found[name].scores for name in named])
     one = found["0"]
     return replace(
         one,
         scores=scores[fold.cpu(), torch.arange(len(records))],
         provenance=replace(one.provenance, target=f"{name_of(target)} of {folds} folds, each scored by the others"),
     )
+
+
+def judged_by(target: Target, records: RecordBatch, folds: int) -> tuple[Int[Tensor, " n"], Sequence[Target]]:
+    """Return the fold of each record, and for each fold the target made of the other folds' records.
+
+    Raises:
+        WhenceError: a target that reads no records; see also `folds_of`.
+    """
+    if not isinstance(target, BatchTarget):
+        raise WhenceError(
+            f"The target {name_of(target)} does not say that it is made of the scored records, so there is nothing to "
+            "leave out of it. Pass Return(), or a target with from_outputs(outputs, records); else use attribute."
+        )
+    fold = folds_of(records, folds)
+    return fold, [_Part(target, (fold != number).nonzero().flatten()) for number in range(folds)]
 
 
 @dataclass(frozen=True, eq=False)

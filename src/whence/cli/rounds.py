@@ -40,7 +40,7 @@ def counterfactual(
         bool,
         typer.Option("--leave-out", help="Leave out the highest and the lowest of each score too, more and more."),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of subsets, orders and tests.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of subsets, orders and tests.", min=0)] = 0,
     memory: options.Memory = 2.0,
     json: options.AsJson = False,
 ) -> None:

@@ -13,5 +13,6 @@ from whence.counterfactual.retrain import Orders as Orders
 from whence.counterfactual.retrain import reshuffled as reshuffled
 from whence.counterfactual.retrain import retrain as retrain
 from whence.counterfactual.retrain import subsets as subsets
+from whence.counterfactual.scores import scores_of as scores_of
 from whence.counterfactual.study import Study as Study
 from whence.counterfactual.study import study as study

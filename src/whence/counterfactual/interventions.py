@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import polars as pl
 import torch
 from jaxtyping import Bool, Float
-from scipy import stats
 from torch import Tensor
 
-from whence.counterfactual.outcomes import Evaluate
+from whence.counterfactual.measures import interval
+from whence.counterfactual.outcomes import Evaluate, chance_of
 from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain
 from whence.errors import WhenceError
-from whence.guards import kept_generators
 from whence.influence import Influence
 from whence.rounds import RoundRecording
 from whence.selection import scores_for
@@ -42,8 +40,7 @@ def intervene(
         policy: the policy that was trained, or one built like it; it is left as it is.
         recording: of the round.
         scores: of exactly the records of the round.
-        evaluate: measures trained parameters, such as their test return. What it draws from global generators is the
-            same in each call.
+        evaluate: measures trained parameters, such as their test return; the order is the repetition.
         orders: trainings of each variant.
         seed: of permutations and of what is dropped at random.
         memory: bytes that training may hold at a time; see `retrain`.
@@ -78,8 +75,8 @@ def intervene(
         outcomes: dict[str, float] = {}
         for row, variant in enumerate(able):
             told(f"measuring {variant}{of}")
-            with kept_generators():
-                outcomes[variant] = float(evaluate({name: tensor[row] for name, tensor in params.items()}))
+            with chance_of(order):
+                outcomes[variant] = float(evaluate({name: tensor[row] for name, tensor in params.items()}, order))
         rows += [
             {"order": order, "variant": variant, "kept": int(mask.sum()), "outcome": outcomes.get(variant)}
             for variant, mask in masks.items()
@@ -112,12 +109,4 @@ def mean_change(changes: Sequence[float]) -> Mapping[str, float | int | None]:
         "mean", and "low" and "high" of its 95% t interval over rounds; "rounds", and of them "improved", whose change
         is above 0. There is no mean without a round, and no interval of fewer than two.
     """
-    found: dict[str, float | int | None] = {"mean": None, "low": None, "high": None}
-    if changes:
-        found["mean"] = mean = float(np.mean(changes))
-    if len(changes) > 1:
-        # By hand, since scipy's interval is NaN where all changes are equal.
-        error = float(np.std(changes, ddof=1)) / np.sqrt(len(changes))
-        half = float(stats.t.ppf(0.975, len(changes) - 1) * error)
-        found |= {"low": mean - half, "high": mean + half}
-    return found | {"rounds": len(changes), "improved": sum(change > 0 for change in changes)}
+    return {**interval(changes), "rounds": len(changes), "improved": sum(change > 0 for change in changes)}

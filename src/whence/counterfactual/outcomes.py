@@ -1,6 +1,8 @@
 """What trainings of a round came to, by the measures that scores are held against."""
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -13,8 +15,13 @@ from whence.rounds import RoundRecording
 from whence.rounds.replay import Round, opened
 from whence.targets import Target
 
-Evaluate = Callable[[Mapping[str, Tensor]], float]
-"""Measures trained parameters, given by name: for instance their test return."""
+Evaluate = Callable[[Mapping[str, Tensor], int], float]
+"""`evaluate(params, repetition)` measures trained parameters, given by name: for instance their test return.
+
+What is compared within a repetition is measured by the same chance, so that a difference is not one of chance. Each
+repetition needs chance of its own, as from a seed that it is part of: what repetitions share of it would pass for
+something that they agree on. What is drawn from global generators is so by itself.
+"""
 
 Outcomes = Mapping[str, NDArray[np.float64]]
 """What each training came to, (m,), by name."""
@@ -26,11 +33,11 @@ def outcomes_of(
     trained: Mapping[str, Tensor],
     target: Target,
     evaluate: Evaluate | None,
+    repetition: int = 0,
 ) -> Outcomes:
     """Return what trainings came to: "target" and "surrogate" on the round's own records, and "evaluated" where asked.
 
-    The surrogate is `mean(rho A)`, with raw advantages. The policy and every random generator are left as they are, so
-    that what `evaluate` draws from global ones is the same in each call.
+    The surrogate is `mean(rho A)`, with raw advantages. The policy and every random generator are left as they are.
 
     Args:
         policy: the policy that was trained, or one built like it.
@@ -38,6 +45,7 @@ def outcomes_of(
         trained: parameters by name, each (m, ...), as `retrain` returns them.
         target: to measure.
         evaluate: measures the parameters of one training; None: nothing is.
+        repetition: by whose chance it measures all of them.
     """
     round = opened(policy, recording)
     modules = list(round.view.module.modules())
@@ -46,13 +54,23 @@ def outcomes_of(
         found["evaluated"] = []
     for number in range(len(next(iter(trained.values())))):
         own = {name: tensor[number] for name, tensor in trained.items()}
-        with kept_generators(), torch.no_grad():
+        with chance_of(repetition), torch.no_grad():
             with eval_mode(modules):
                 found["target"].append(float(target(round.view, own, round.records)))
                 found["surrogate"].append(_surrogate(round, own))
             if evaluate is not None:
-                found["evaluated"].append(evaluate(own))
+                found["evaluated"].append(evaluate(own, repetition))
     return {name: np.array(values) for name, values in found.items()}
+
+
+@contextmanager
+def chance_of(repetition: int) -> Iterator[None]:
+    """Let global generators draw what they draw in this repetition; on exit they are as before."""
+    with kept_generators():
+        random.seed(repetition)
+        np.random.seed(repetition)  # noqa: NPY002
+        torch.manual_seed(repetition)
+        yield
 
 
 def _surrogate(round: Round, params: Params) -> float:

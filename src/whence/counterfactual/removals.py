@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from whence.counterfactual.measures import checked_scores
 from whence.counterfactual.outcomes import Evaluate, Outcomes, outcomes_of
 from whence.counterfactual.retrain import Orders, batch_size_of, reshuffled, retrain
 from whence.errors import WhenceError
@@ -67,7 +68,8 @@ def leave_out(
         shares: of the records to leave out, each rounded down to whole records.
         draws: random removals of each share.
         orders: in which "reshuffled" trains each removal.
-        evaluate: measures trained parameters; None: nothing is.
+        evaluate: measures trained parameters; None: nothing is. The recorded truth is its repetition 0, the orders are
+            the repetitions from 1.
         seed: of random removals and orders.
         memory: bytes that training may hold at a time; see `retrain`.
         told: hears of each stage as it begins.
@@ -91,27 +93,25 @@ def leave_out(
     size = batch_size_of(recording)
     target = check_target(target, opened(policy, recording))
     generator = torch.Generator().manual_seed(seed)
-    checked = {name: _checked(name, own, n) for name, own in scores.items()}
+    checked = {name: checked_scores(name, own, n) for name, own in scores.items()}
     removals = _removals(checked, n, counts, draws, generator)
     shuffles = torch.randint(2**62, (orders,), generator=generator).tolist()
 
-    def trained(kept: Bool[Tensor, "m n"], minibatches: Orders | None) -> Outcomes:
+    kept = torch.stack([torch.ones(n, dtype=torch.bool), *(one.kept for one in removals)])
+
+    def trained(minibatches: Orders | None, repetition: int) -> Outcomes:
         params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
-        return outcomes_of(policy, recording, params, target, evaluate)
+        return outcomes_of(policy, recording, params, target, evaluate, repetition)
 
-    def shuffled(kept: Bool[Tensor, "m n"], shuffle: int) -> Outcomes:
-        # The same permutations for every number of records, so that a change is not one of order.
-        drawn = torch.Generator().manual_seed(shuffle)
-        return trained(kept, reshuffled(kept, size, recording.update.n_epochs, drawn))
-
-    everything, left = torch.ones(1, n, dtype=torch.bool), torch.stack([one.kept for one in removals])
     told(f"leaving out: training {len(removals) + 1} times, recorded")
-    together = trained(torch.cat([everything, left]), None)
+    together = trained(None, 0)
     changes = {"recorded": {name: values[None, 1:] - values[0] for name, values in together.items()}}
     by_order: list[dict[str, NDArray[np.float64]]] = []
     for number, shuffle in enumerate(shuffles, start=1):
         told(f"leaving out: training {len(removals) + 1} times, reshuffled, order {number} of {orders}")
-        own = shuffled(torch.cat([everything, left]), shuffle)
+        # One training's permutations are another's, so that a change is not one of order.
+        drawn = torch.Generator().manual_seed(shuffle)
+        own = trained(reshuffled(kept, size, recording.update.n_epochs, drawn), number)
         by_order.append({name: values[1:] - values[0] for name, values in own.items()})
     changes["reshuffled"] = {name: np.stack([own[name] for own in by_order]) for name in by_order[0]}
     rows = [
@@ -134,19 +134,6 @@ def _counts(shares: Sequence[float], n: int) -> list[int]:
                 f"least one record and leave at least two: from 1/{n} to {n - 2}/{n}."
             )
     return sorted({int(share * n) for share in shares})
-
-
-def _checked(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.float64]:
-    found = np.asarray(scores, dtype=np.float64)
-    if found.shape != (n,):
-        raise WhenceError(f"The scores {name!r} have shape {found.shape}; one for each of the {n} records is needed.")
-    if not np.isfinite(found).all():
-        first = int(np.flatnonzero(~np.isfinite(found))[0])
-        raise WhenceError(
-            f"The scores {name!r} hold {found[first]} for the record at position {first}, which has no rank: leave "
-            "these scores out, or find where the value arises."
-        )
-    return found
 
 
 def _removals(

@@ -121,13 +121,39 @@ def retrain(
         WhenceError: a subset that keeps fewer than two records or is of another round, or more memory needed than
             allowed; or see `whence.rounds.replay`.
     """
+    round, weights = _weighed(policy, recording, kept, dtype)
+    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
+        return _in_parts(round, weights, orders, _at_once(round, weights, orders, memory))
+
+
+def check_memory(policy: object, recording: RoundRecording, kept: Bool[Tensor, "m n"], memory: int) -> None:
+    """Refuse trainings of a round that will not fit, along the recorded minibatches or reshuffled; nothing is trained.
+
+    Args:
+        policy: see `retrain`.
+        recording: see `retrain`.
+        kept: which records each training keeps, as many of them each.
+        memory: bytes that training may hold at a time.
+
+    Raises:
+        WhenceError: see `retrain`.
+    """
+    round, weights = _weighed(policy, recording, kept, None)
+    # One epoch of one subset has the largest minibatch of any.
+    orders = reshuffled(kept[:1], batch_size_of(recording), 1, torch.Generator())
+    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
+        for along in (None, orders):
+            _at_once(round, weights, along, memory)
+
+
+def _weighed(
+    policy: object, recording: RoundRecording, kept: Tensor, dtype: torch.dtype | None
+) -> tuple[Round, Float[Tensor, "m n"]]:
     round = opened(policy, recording, dtype=dtype)
     n = len(round.records)
     if kept.ndim != 2 or kept.shape[1] != n or len(kept) == 0:
         raise WhenceError(f"kept has shape {tuple(kept.shape)}; (m, {n}) is needed, a row for each training.")
-    weights = check_weights(kept, round)
-    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        return _in_parts(round, weights, orders, _at_once(round, weights, orders, memory))
+    return round, check_weights(kept, round)
 
 
 def _in_parts(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, at_once: int) -> dict[str, Tensor]:

@@ -10,17 +10,24 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.advantages import td_errors
-from whence.counterfactual.measures import agreement, lds
-from whence.counterfactual.outcomes import Evaluate as Evaluate
-from whence.counterfactual.outcomes import outcomes_of
-from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain, subsets
+from whence.counterfactual.measures import agreement, checked_scores, lds
+from whence.counterfactual.outcomes import Evaluate, outcomes_of
+from whence.counterfactual.retrain import batch_size_of, check_memory, reshuffled, retrain, subsets
+from whence.counterfactual.scores import scores_of
 from whence.errors import WhenceError
-from whence.records import RecordBatch
-from whence.rounds import METHODS, RoundRecording, attribute_round
+from whence.rounds import METHODS, RoundRecording
 from whence.rounds.replay import check_target, opened
-from whence.rounds.schedule import snapshot
 from whence.targets import Target
+
+SCHEMA = {
+    "score": pl.String,
+    "truth": pl.String,
+    "outcome": pl.String,
+    "lds": pl.Float64,
+    "low": pl.Float64,
+    "high": pl.Float64,
+    "ceiling": pl.Float64,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +55,14 @@ def study(
     share: float = 0.5,
     count: int = 100,
     orders: int = 4,
+    scores: Mapping[str, NDArray[np.floating]] | None = None,
     methods: Sequence[str] = tuple(METHODS),
     evaluate: Evaluate | None = None,
     seed: int = 0,
     memory: int = 2**31,
     told: Callable[[str], None] = lambda stage: None,
 ) -> Study:
-    """Hold every score of a round against training it without records.
+    """Hold scores of a round against training it without records.
 
     Two truths: "recorded" leaves records out of the recorded minibatches (all else equal, nothing random);
     "reshuffled" shuffles what is kept into full minibatches, as selection does, in several orders. Outcomes: the target
@@ -69,44 +77,45 @@ def study(
         share: of the records that each training keeps.
         count: subsets.
         orders: of each subset under "reshuffled", at least 2.
-        methods: of `attribute_round`; the snapshot score and the simple ones are always there.
-        evaluate: measures trained parameters; None: nothing is.
-        seed: of subsets and orders.
-        memory: bytes that scoring and training may hold at a time; see `attribute_round` and `retrain`.
+        scores: (n,) by name, in the order of the records; None: those of `scores_of`.
+        methods: of `attribute_round`, for `scores_of`.
+        evaluate: measures trained parameters; None: nothing is. The recorded truth is its repetition 0, the orders are
+            the repetitions from 1, so that orders do not agree by the chance of a test that they share.
+        seed: of subsets, orders and random scores.
+        memory: bytes that scoring and training may hold at a time; see `attribute_round` and `retrain`. That training
+            fits is seen to before anything is scored.
         told: hears of each stage as it begins.
 
     Raises:
-        WhenceError: fewer than two orders or three subsets, a round that was not trained on, or a target that reads
-            what the recording lacks; or see `retrain` and `attribute_round`.
+        WhenceError: fewer than two orders or three subsets, scores of another shape or not finite, a round that was not
+            trained on, or a target that reads what the recording lacks; or see `retrain` and `scores_of`.
     """
     if orders < 2 or count < 3:
         raise WhenceError(f"orders is {orders} and count {count}; at least 2 orders and 3 subsets are needed.")
-    size = batch_size_of(recording)
+    n, size = len(recording.records), batch_size_of(recording)
     target = check_target(target, opened(policy, recording))
     generator = torch.Generator().manual_seed(seed)
-    kept = subsets(len(recording.records), share, count, generator)
-    scores = {}
-    for name, make in _scores(policy, recording, target, methods, seed, memory).items():
-        told(f"scores: {name}")
-        scores[name] = make()
+    kept = subsets(n, share, count, generator)
+    check_memory(policy, recording, kept, memory)
+    if scores is None:
+        scores = scores_of(policy, recording, target=target, methods=methods, seed=seed, memory=memory, told=told)
+    checked = {name: checked_scores(name, own, n) for name, own in scores.items()}
     outcomes: dict[str, dict[str, NDArray[np.float64]]] = {}
-    for truth, drawn in (("recorded", 1), ("reshuffled", orders)):
+    for truth, repetitions in (("recorded", [0]), ("reshuffled", range(1, orders + 1))):
         runs = []
-        for number in range(drawn):
-            told(f"training {count} times, {truth}" + (f", order {number + 1} of {drawn}" if drawn > 1 else ""))
-            own = None
-            if truth == "reshuffled":
-                own = reshuffled(kept, size, recording.update.n_epochs, generator)
+        for repetition in repetitions:
+            told(f"training {count} times, {truth}" + (f", order {repetition} of {orders}" if repetition else ""))
+            own = reshuffled(kept, size, recording.update.n_epochs, generator) if repetition else None
             trained = retrain(policy, recording, kept, orders=own, memory=memory)
-            runs.append(outcomes_of(policy, recording, trained, target, evaluate))
+            runs.append(outcomes_of(policy, recording, trained, target, evaluate, repetition))
         outcomes[truth] = {name: np.stack([run[name] for run in runs]) for name in runs[0]}
     rows = [
         {"score": name, "truth": truth, "outcome": outcome, **_row(score, kept, values, chance=outcome == "evaluated")}
         for truth, found in outcomes.items()
         for outcome, values in found.items()
-        for name, score in scores.items()
+        for name, score in checked.items()
     ]
-    return Study(pl.DataFrame(rows, infer_schema_length=None), scores, kept, outcomes)
+    return Study(pl.DataFrame(rows, schema=SCHEMA), checked, kept, outcomes)
 
 
 def _row(
@@ -115,37 +124,3 @@ def _row(
     found = lds(kept.double().numpy() @ score, values.mean(axis=0))
     alone = None if chance else 1.0
     return {**found, "ceiling": agreement(values) if len(values) > 1 else alone}
-
-
-def _scores(
-    policy: object, recording: RoundRecording, target: Target, methods: Sequence[str], seed: int, memory: int
-) -> dict[str, Callable[[], NDArray[np.float64]]]:
-    def of_round(method: str) -> Callable[[], NDArray[np.float64]]:
-        def score() -> NDArray[np.float64]:
-            found = attribute_round(policy, recording, target=target, method=method, memory=memory)
-            assert not isinstance(found, list)
-            return found.scores.double().numpy()
-
-        return score
-
-    records = recording.records
-    return {
-        "snapshot": lambda: snapshot(opened(policy, recording), target).double().cpu().numpy(),
-        **{method: of_round(method) for method in methods},
-        "advantage": lambda: records.advantages.double().cpu().numpy(),
-        "td-error": lambda: -np.abs(_td_errors(records)),
-        "random": lambda: np.random.default_rng(seed).normal(size=len(records)),
-    }
-
-
-def _td_errors(records: RecordBatch) -> NDArray[np.float64]:
-    if records.episode_starts is None or records.env_index is None or records.gamma is None:
-        raise WhenceError("TD errors need episode_starts, env_index and gamma, which these records lack.")
-    assert records.gae_lambda is not None
-    return td_errors(
-        records.advantages.double().cpu().numpy(),
-        records.episode_starts.cpu().numpy(),
-        records.env_index.cpu().numpy(),
-        records.gamma,
-        records.gae_lambda,
-    )

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from stable_baselines3 import PPO
 from torch import Tensor
 
-from whence.counterfactual.study import Evaluate
+from whence.counterfactual.outcomes import Evaluate
 from whence.errors import RunDirectoryError
 from whence.experiments.config import RunConfig
 from whence.experiments.environments import evaluation_env, measured_return, model_env
@@ -93,7 +93,7 @@ def run_config(run: RunDirectory) -> RunConfig:
 
 @contextmanager
 def measuring(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Iterator[Evaluate]:
-    """Give a function that measures parameters' test return as the run's evaluations do, always on the same seed.
+    """Give a function that measures parameters' test return as a run's evaluations do, each repetition on its own seed.
 
     The model's parameters are as before on exit.
 
@@ -101,14 +101,15 @@ def measuring(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Ite
         config: of the run.
         model: from `load_round`.
         episodes: of each test.
-        seed: of environments and actions.
+        seed: at least 0; with the repetition, of environments and actions.
     """
     before = {name: tensor.clone() for name, tensor in tensors_of(model.policy).items()}
     env = evaluation_env(config, episodes) if config.evaluate_with == "gymnasium" else None
 
-    def measure(params: Mapping[str, Tensor]) -> float:
+    def measure(params: Mapping[str, Tensor], repetition: int) -> float:
         load_tensors({name: tensors_of(model.policy)[name] for name in params}, params)
-        return measured_return(config, model, env, episodes=episodes, seed=seed)[0]
+        own = int(np.random.SeedSequence([seed, repetition]).generate_state(1)[0])
+        return measured_return(config, model, env, episodes=episodes, seed=own)[0]
 
     try:
         yield measure

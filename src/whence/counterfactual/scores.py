@@ -1,0 +1,108 @@
+"""The scores of a round that are held against training it without records."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from whence.advantages import td_errors
+from whence.crossfitting import judged_by
+from whence.errors import WhenceError
+from whence.records import RecordBatch
+from whence.rounds import METHODS, RoundRecording, attribute_round
+from whence.rounds.replay import Round, check_target, opened
+from whence.rounds.schedule import snapshot
+from whence.targets import BatchTarget, Target
+
+Vector = NDArray[np.float64]
+
+FOLDS = 2
+"""Into which "crossfit" deals episodes."""
+
+
+def scores_of(
+    policy: object,
+    recording: RoundRecording,
+    *,
+    target: Target,
+    methods: Sequence[str] = tuple(METHODS),
+    seed: int = 0,
+    memory: int = 2**31,
+    told: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Vector]:
+    """Score every record of a round in all ways that are to be compared; a positive score says that it helps.
+
+    - "snapshot": `<grad f, grad l_i>` at the policy that collected the round, without the value term, by which `IIF`
+      selects; "snapshot with values": with that term, where this makes a difference.
+    - "crossfit": the snapshot, each record judged by the other half of the episodes; where the target is made of the
+      scored records, and these have episode ids.
+    - `methods` of `attribute_round`.
+    - "advantage"; "td-error": the size of the TD error, by which `TDErrorPriority` trains on some more than on others;
+      "random".
+
+    Args:
+        policy: the policy that was trained, or one built like it; it is left as it is.
+        recording: of the round.
+        target: what to raise.
+        methods: see above.
+        seed: of the random scores.
+        memory: bytes that `methods` may hold at a time; see `attribute_round`.
+        told: hears of each stage as it begins.
+
+    Returns:
+        (n,) of each score, in the order of the records.
+
+    Raises:
+        WhenceError: records without what TD errors are made of, or a target that reads what the recording lacks; or
+            see `attribute_round`.
+    """
+    records = recording.records
+    simple = {
+        "advantage": records.advantages.double().cpu().numpy(),
+        "td-error": np.abs(_td_errors(records)),
+        "random": np.random.default_rng(seed).normal(size=len(records)),
+    }
+    with_values = opened(policy, recording)
+    without = opened(policy, replace(recording, update=replace(recording.update, vf_coef=0.0)))
+    target = check_target(target, without)
+    told("scores: snapshot")
+    found = {"snapshot": _snapshot(without, target)}
+    other = _snapshot(with_values, target)
+    if not np.allclose(found["snapshot"], other, rtol=1e-4, atol=1e-6 * np.abs(other).max()):
+        found["snapshot with values"] = other
+    if isinstance(target, BatchTarget) and records.episode_ids is not None and len(records) >= FOLDS:
+        told("scores: crossfit")
+        found["crossfit"] = _crossfit(without, target)
+    for method in methods:
+        told(f"scores: {method}")
+        influence = attribute_round(policy, recording, target=target, method=method, memory=memory)
+        assert not isinstance(influence, list)
+        found[method] = influence.scores.double().numpy()
+    return found | simple
+
+
+def _snapshot(round: Round, target: Target) -> Vector:
+    found: Vector = snapshot(round, target).double().cpu().numpy()
+    return found
+
+
+def _crossfit(round: Round, target: Target) -> Vector:
+    fold, judges = judged_by(target, round.records, FOLDS)
+    scores = torch.stack([snapshot(round, judge) for judge in judges])
+    own: Vector = scores.gather(0, fold[None])[0].double().cpu().numpy()
+    return own
+
+
+def _td_errors(records: RecordBatch) -> Vector:
+    if records.episode_starts is None or records.env_index is None or records.gamma is None:
+        raise WhenceError("TD errors need episode_starts, env_index and gamma, which these records lack.")
+    assert records.gae_lambda is not None
+    return td_errors(
+        records.advantages.double().cpu().numpy(),
+        records.episode_starts.cpu().numpy(),
+        records.env_index.cpu().numpy(),
+        records.gamma,
+        records.gae_lambda,
+    )

@@ -1,0 +1,90 @@
+"""The scores of a round that a study compares, each by its definition."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stable_baselines3.common.torch_layers import FlattenExtractor
+
+from test_rounds import assert_untouched, model_of, recorded, state_of
+from whence import Action, PPOClip, Return, WhenceError, attribute, attribute_crossfit, attribute_round
+from whence.advantages import td_errors
+from whence.counterfactual import scores_of
+from whence.sb3 import model_objective
+
+pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+
+
+class Halved(FlattenExtractor):
+    """Features that the policy and its values share, and train both."""
+
+    def __init__(self, space: Any) -> None:
+        super().__init__(space)
+        self.layer = torch.nn.Linear(self.features_dim, self.features_dim)
+
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        return self.layer(super().forward(observations))
+
+
+@pytest.fixture(scope="module", params=["apart", "shared"])
+def case(request: pytest.FixtureRequest) -> Any:
+    more = {"policy_kwargs": {"features_extractor_class": Halved}} if request.param == "shared" else {}
+    model = model_of("SGD", ent_coef=0.01, **more)
+    recording = recorded(model)
+    before = state_of(model)
+    scores = scores_of(model.policy, recording, target=Return(), methods=["trajectory"], seed=3)
+    assert_untouched(before, state_of(model))
+    with torch.no_grad():
+        for name, parameter in model.policy.named_parameters():
+            parameter.copy_(recording.start[name])
+    return request.param, model, recording, scores
+
+
+def same(scores: Any, expected: Any) -> bool:
+    return np.allclose(scores, expected.numpy(), rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_the_snapshot_is_what_iif_selects_by(case: Any) -> None:
+    of, model, recording, scores = case
+    asked = {"target": Return(), "objective": model_objective(model)}
+    assert same(scores["snapshot"], attribute(model.policy, recording.records, **asked).scores)
+    assert same(scores["crossfit"], attribute_crossfit(model.policy, recording.records, **asked).scores)
+    asked["objective"] = PPOClip(ent_coef=0.01, vf_coef=0.5)
+    with_values = attribute(model.policy, recording.records, **asked).scores
+    assert ("snapshot with values" in scores) == (of == "shared")
+    assert same(scores.get("snapshot with values", scores["snapshot"]), with_values)
+
+
+def test_the_others_are_what_they_are_called(case: Any) -> None:
+    of, model, recording, scores = case
+    between = ["snapshot with values"] * (of == "shared")
+    assert list(scores) == ["snapshot", *between, "crossfit", "trajectory", "advantage", "td-error", "random"]
+    trajectory = attribute_round(model.policy, recording, target=Return(), method="trajectory").scores
+    assert same(scores["trajectory"], trajectory)
+    records = recording.records
+    assert scores["advantage"].tolist() == records.advantages.double().tolist()
+    columns = (records.advantages.double(), records.episode_starts, records.env_index)
+    errors = td_errors(*(column.numpy() for column in columns), records.gamma, records.gae_lambda)
+    assert np.array_equal(scores["td-error"], np.abs(errors))  # the larger, the more the rule trains on it
+    assert len(scores["random"]) == 64
+
+
+def test_where_no_other_can_judge_nothing_is_cross_fitted(case: Any) -> None:
+    _, model, recording, _ = case
+    action = Action(recording.records.observations[0].numpy(), 1)
+    assert "crossfit" not in scores_of(model.policy, recording, target=action, methods=[])
+    without = replace(recording, records=replace(recording.records, episode_ids=None))
+    assert "crossfit" not in scores_of(model.policy, without, target=Return(), methods=[])
+
+
+def test_what_is_refused_before_anything_is_scored(case: Any) -> None:
+    _, model, recording, _ = case
+    told: list[str] = []
+    without = replace(recording, records=replace(recording.records, env_index=None))
+    with pytest.raises(WhenceError, match="TD errors need episode_starts, env_index and gamma"):
+        scores_of(model.policy, without, target=Return(), told=told.append)
+    with pytest.raises(WhenceError, match="memory is 1,000 bytes, but scoring round 2 by trajectory"):
+        scores_of(model.policy, recording, target=Return(), methods=["trajectory"], memory=1000)
+    assert told == []

@@ -18,15 +18,14 @@ import typer
 from rich.progress import track
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.faithfulness import OPTIMIZERS, RUNS, SETUPS, Job, Out, Runs, rounded
-from whence import Return, attribute, attribute_round, experiments
-from whence.counterfactual import datamodel, lds, retrain, subsets
+from benchmarks.faithfulness import RUNS, SETUPS, Job, Out, Runs, rounded
+from whence import Return, experiments
+from whence.counterfactual import datamodel, lds, retrain, scores_of, subsets
 from whence.counterfactual.outcomes import outcomes_of
 from whence.guards import written_atomically
-from whence.rounds import METHODS
 from whence.runs import RunDirectory
-from whence.sb3 import model_objective
 
+ENVIRONMENTS = ("lunarlander", "minigrid")
 AT_ONCE = 100
 SIZES = (250, 500, 1000, 2000, 4000)
 
@@ -39,20 +38,22 @@ def main(
 ) -> None:
     """Train, fit and write a file for each environment and optimiser."""
     torch.set_num_threads(1)
-    jobs = [Job(env, optimizer, 0) for env in ("lunarlander", "minigrid") for optimizer in OPTIMIZERS]
+    jobs = [Job(env, optimizer, 0) for env, optimizer in SETUPS if env in ENVIRONMENTS]
     for job in jobs:
         name = f"{job.env}-{job.optimizer}"
         if name.startswith(only):
-            number = SETUPS[job.env].studied[1]
+            number = job.setup.studied[1]
             model, recording = experiments.load_recording(RunDirectory.open(runs / job.name), number)
-            kept, outcomes = _trained(model, recording, runs / job.name / "datamodel", trainings)
+            kept, outcomes = trained(model, recording, runs / job.name / "datamodel", trainings)
             content = {"env": job.env, "optimizer": job.optimizer, "seed": 0, "round": number}
-            content |= {"trainings": trainings, **_fitted(_scores(model, recording), kept, outcomes)}
+            scores = scores_of(model.policy, recording, target=Return())
+            content |= {"trainings": trainings, **fitted(scores, kept, outcomes)}
             with written_atomically(out / "datamodels" / f"{name}.json") as temporary:
                 temporary.write_text(json.dumps(rounded(content), allow_nan=False, indent=1) + "\n", encoding="utf-8")
 
 
-def _trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[torch.Tensor, dict[str, Any]]:
+def trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the subsets and what training on each came to; what is in the folder is not trained again."""
     parts = []
     for number in track(range(trainings // AT_ONCE), str(folder.parent)):
         file = folder / f"round_{recording.number:05d}_{number:03d}.safetensors"
@@ -67,14 +68,8 @@ def _trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[
     return torch.from_numpy(whole.pop("kept")), whole
 
 
-def _scores(model: Any, recording: Any) -> dict[str, np.ndarray]:
-    policy, target = model.policy, Return()
-    found = {"snapshot": attribute(policy, recording.records, target=target, objective=model_objective(model))}
-    found |= {name: attribute_round(policy, recording, target=target, method=name) for name in METHODS}
-    return {name: influence.scores.double().numpy() for name, influence in found.items()}
-
-
-def _fitted(scores: dict[str, Any], kept: torch.Tensor, outcomes: dict[str, Any]) -> dict[str, Any]:
+def fitted(scores: dict[str, Any], kept: torch.Tensor, outcomes: dict[str, Any]) -> dict[str, Any]:
+    """Hold scores, and linear predictors fitted to some of the trainings, against what training came to."""
     rows: dict[str, Any] = {"scores": [], "datamodels": []}
     for outcome, values in outcomes.items():
         for name, score in scores.items():

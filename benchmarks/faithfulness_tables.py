@@ -1,7 +1,8 @@
 """Tabulate what `benchmarks.faithfulness` has found so far: tables.md, summary.json and pictures.
 
-Run: `python -m benchmarks.faithfulness_tables results/faithfulness [--no-pictures]`. Means are over the rounds and
-seeds of an environment and optimiser, with 95% percentile bootstrap intervals; a round of a seed is one unit.
+Run: `python -m benchmarks.faithfulness_tables results/faithfulness [--no-pictures]`. Rounds are chosen and seeds are
+drawn: figures are means over the rounds of a seed first, with a 95% t interval over seeds, of which one has none. What
+`benchmarks.selections` and `benchmarks.datamodels` have found stands there as well.
 """
 
 import json
@@ -9,35 +10,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 import typer
-from scipy import stats
+from plotly.subplots import make_subplots
 
-from benchmarks.faithfulness import OPTIMIZERS, SETUPS
-from benchmarks.selections import ONCE, STEPS
-from whence.counterfactual.gains import ALL
-from whence.counterfactual.interventions import mean_change
+from benchmarks.faithfulness import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
+from benchmarks.markdown import cell, nested, table
+from benchmarks.selection_tables import compared, gain_means, gain_sections
+from whence.counterfactual.measures import interval
 from whence.guards import written_atomically
 from whence.report.figures import COLOURS, interventions_box
 
 UNIT = ["env", "optimizer", "seed", "round"]
+PHASES = ("early", "middle", "late")
 SCORES = (
-    *("snapshot", "trajectory", "optimizer", "optimizer-momentum", "unrolled", "smoothed"),
-    *("datamodel", "datamodel with prior", "advantage", "td-error", "random"),
+    *("snapshot", "snapshot with values", "crossfit", "trajectory", "optimizer", "optimizer-momentum", "unrolled"),
+    *("smoothed", "advantage", "td-error", "random"),
 )
 TRUTHS = {"recorded": "recorded minibatches", "reshuffled": "reshuffled, mean of the orders"}
+OUTCOMES = {
+    "target": "the target",
+    "surrogate": "the surrogate mean(ρÂ)",
+    "evaluated": "the measured test return",
+}
 GRADIENTS = ("all", "random", "iif", "not negative")
-SHARES_OF_ALL = {
-    "less": "less all's",
-    "less as long": "less all's, as long",
-    "less as far": "less all's, as far",
-}
-GAINS = SHARES_OF_ALL | {
-    "kl": "divergence, over all's",
-    "entropy": "entropy, less all's",
-}
+GROUPS = [f"{env}-{optimizer}" for env, optimizer in SETUPS]
 
 
 def main(
@@ -49,27 +47,37 @@ def main(
     interventions = _rows(out, "intervention", "interventions")
     if lds.is_empty() or interventions.is_empty():
         raise typer.BadParameter(f"{out} holds no finished round. Run python -m benchmarks.faithfulness {out}.")
+    if unknown := sorted(set(lds["score"]) - set(SCORES)):
+        raise typer.BadParameter(f"{out} holds scores that no table has: {', '.join(unknown)}. Add them to SCORES.")
+    lds = lds.with_columns(phase=_phase())
     judged = _rows(out, "selection", "selections")
     gains = None if judged.is_empty() else compared(judged)
+    additive = additive_ceilings(out)
     summary = {
-        "lds": _nested(_lds_means(lds), ["share", "outcome", "truth", "group", "score"]),
-        "removals": _nested(_removal_means(removals), ["outcome", "truth", "group", "side", "score", "removed"]),
-        "cosines": _nested(_cosine_means(cosines), ["truth", "advantages", "group", "kept"]),
-        "interventions": _nested(_intervention_means(interventions), ["group", "variant"]),
-        "selections": {} if gains is None else _nested(_gain_means(gains), ["advantages", "group", "selection"]),
+        "lds": nested(_lds_means(lds, _WHOLE), _WHOLE),
+        "phases": nested(_lds_means(lds.filter(outcome="target", share=SHARES[0]), _BY_PHASE), _BY_PHASE),
+        "additive": additive,
+        "removals": nested(_removal_means(removals), ["outcome", "truth", "group", "side", "score", "removed"]),
+        "cosines": nested(_cosine_means(cosines), ["truth", "advantages", "group", "kept"]),
+        "interventions": nested(_intervention_means(interventions), ["group", "variant"]),
+        "selections": {} if gains is None else nested(gain_means(gains), ["advantages", "group", "selection"]),
     }
     parts = [
         "# Tables\n\nBy `python -m benchmarks.faithfulness_tables`; [README.md](README.md) says what they hold.",
         *_lds_sections(lds),
+        *_phase_sections(lds.filter(outcome="target", share=SHARES[0])),
+        *_additive_sections(additive),
         _cosine_section(cosines),
-        *([] if gains is None else _gain_sections(gains)),
+        *([] if gains is None else gain_sections(gains, _groups(gains))),
+        *_tested_removals(removals),
         _intervention_section(interventions),
     ]
     if not no_pictures:
-        _draw(out / "figures" / "interventions.svg", _boxes(interventions))
-        parts.append("![Change of the test return](figures/interventions.svg)")
-        for group, own in _grouped(removals.filter(outcome="surrogate", truth="reshuffled")):
-            _draw(out / "figures" / f"removals-{group}.svg", _removal_curves(own))
+        _draw(out / "figures" / "interventions.svg", intervention_boxes(interventions))
+        parts.append("![Change of the test return, by round](figures/interventions.svg)")
+        curves = removals.filter(outcome="surrogate", truth="reshuffled")
+        for group in _groups(curves):
+            _draw(out / "figures" / f"removals-{group}.svg", _removal_curves(curves.filter(group=group)))
             parts.append(f"## Leaving out the best, the worst, or others: {group}\n\n![](figures/removals-{group}.svg)")
     _write(out / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
     _write(out / "tables.md", "\n\n".join(parts) + "\n")
@@ -79,223 +87,250 @@ def _rows(out: Path, kind: str, key: str) -> pl.DataFrame:
     found = []
     for file in sorted((out / "rounds").glob(f"*/*/{kind}_*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
+        setup = SETUPS[content["env"], content["optimizer"]]
+        if content["round"] not in (setup.studied if kind == "round" else setup.recorded):
+            raise typer.BadParameter(f"{file} is of a round that is not studied. Remove it, or add it to SETUPS.")
         found += [{**{name: content[name] for name in UNIT}, **row} for row in content[key]]
     rows = pl.DataFrame(found, infer_schema_length=None)
     return rows.with_columns(group=pl.format("{}-{}", "env", "optimizer")) if found else rows
 
 
-def _grouped(table: pl.DataFrame) -> Iterable[tuple[str, pl.DataFrame]]:
-    for env in SETUPS:
-        for optimizer in OPTIMIZERS:
-            own = table.filter(env=env, optimizer=optimizer)
-            if own.height:
-                yield f"{env}-{optimizer}", own
+def _phase() -> pl.Expr:
+    """Return the phase that a studied round stands for."""
+    phase = pl.lit(None, pl.String)
+    for (env, optimizer), setup in SETUPS.items():
+        for name, number in zip(PHASES, setup.studied, strict=True):
+            here = (pl.col("env") == env) & (pl.col("optimizer") == optimizer) & (pl.col("round") == number)
+            phase = pl.when(here).then(pl.lit(name)).otherwise(phase)
+    return phase
 
 
-def mean_over(values: Sequence[float | None]) -> dict[str, Any]:
-    """Return the mean over rounds and seeds and its 95% bootstrap interval; nulls are rounds without the figure."""
-    known = np.array([value for value in values if value is not None], dtype=np.float64)
-    if len(known) < 2 or np.ptp(known) == 0:
-        mean = float(known.mean()) if len(known) else None
-        return {"mean": mean, "low": None, "high": None, "rounds": len(known)}
-    drawn = stats.bootstrap((known,), np.mean, method="percentile", random_state=np.random.default_rng(0))
-    interval = drawn.confidence_interval
-    return {"mean": float(known.mean()), "low": interval.low, "high": interval.high, "rounds": len(known)}
+def _groups(rows: pl.DataFrame) -> list[str]:
+    return [group for group in GROUPS if group in set(rows["group"])]
 
 
-def ratio_over(values: Sequence[float | None], wholes: Sequence[float]) -> dict[str, Any]:
-    """Return the sum of values over the sum of wholes, and its 95% bootstrap interval over rounds and seeds.
+def over_seeds(rows: pl.DataFrame, column: str, whole: str | None = None) -> dict[str, Any]:
+    """Return the mean over seeds of a column's mean over the rounds of a seed, and its 95% t interval.
 
-    There is none of rounds without a value, nor where the interval of the wholes' mean holds 0.
+    Args:
+        rows: one for each seed and round; those without the figure are passed over.
+        column: to take the mean of.
+        whole: column whose mean over the same rounds that of a seed is divided by; None: by nothing.
     """
-    known = np.array([(v, w) for v, w in zip(values, wholes, strict=True) if v is not None], dtype=np.float64)
-    found: dict[str, Any] = {"mean": None, "low": None, "high": None, "rounds": len(known)}
-    whole = mean_over(known[:, 1].tolist()) if len(known) else found
-    if whole["mean"] is None or (whole["low"] or whole["mean"]) <= 0:
-        return found
-
-    def ratio(values: Any, wholes: Any, axis: int = -1) -> Any:
-        return values.sum(axis) / wholes.sum(axis)
-
-    found["mean"] = float(ratio(*known.T))
-    if len(known) > 1 and np.ptp(known[:, 0]) > 0:
-        drawn = stats.bootstrap(known.T, ratio, paired=True, method="percentile", random_state=np.random.default_rng(0))
-        found |= {"low": drawn.confidence_interval.low, "high": drawn.confidence_interval.high}
-    return found
+    known = rows.drop_nulls([column] if whole is None else [column, whole])
+    own = pl.col(column).mean()
+    means = known.group_by("seed", maintain_order=True).agg(mean=own if whole is None else own / pl.col(whole).mean())
+    values = [value for value in means["mean"].to_list() if value is not None and abs(value) < float("inf")]
+    return {**interval(values), "seeds": len(values), "rounds": len(known)}
 
 
-def _means(table: pl.DataFrame, by: Sequence[str], columns: Mapping[str, str]) -> list[dict[str, Any]]:
-    rows = []
-    for key, own in table.group_by(by, maintain_order=True):
-        row = dict(zip(by, key, strict=True))
-        for name, column in columns.items():
-            row[name] = mean_over(own[column].to_list())
-        rows.append(row)
-    return rows
-
-
-def _lds_means(table: pl.DataFrame) -> list[dict[str, Any]]:
-    by = ["share", "outcome", "truth", "group", "score"]
-    return _means(table, by, {"lds": "lds", "ceiling": "ceiling"})
-
-
-def _removal_means(table: pl.DataFrame) -> list[dict[str, Any]]:
-    by = ["outcome", "truth", "group", "side", "score", "removed"]
-    return _means(table.with_columns(pl.col("score").fill_null("any")), by, {"change": "change"})
-
-
-def _cosine_means(table: pl.DataFrame) -> list[dict[str, Any]]:
-    by = ["truth", "advantages", "group", "kept"]
-    return _means(table, by, {"cosine": "cosine", "reliability": "reliability"})
-
-
-def _intervention_means(table: pl.DataFrame) -> list[dict[str, Any]]:
-    chosen = table.filter(pl.col("variant") != "full").drop_nulls("change")
+def _means(rows: pl.DataFrame, by: Sequence[str], columns: Sequence[str]) -> list[dict[str, Any]]:
     return [
-        {"group": group, "variant": variant, **mean_change(own["change"].to_list())}
+        dict(zip(by, key, strict=True)) | {name: over_seeds(own, name) for name in columns}
+        for key, own in rows.group_by(by, maintain_order=True)
+    ]
+
+
+_WHOLE = ["share", "outcome", "truth", "group", "score"]
+_BY_PHASE = ["truth", "group", "phase", "score"]
+
+
+def _lds_means(rows: pl.DataFrame, by: Sequence[str]) -> list[dict[str, Any]]:
+    means = _means(rows, by, ["lds", "ceiling"])
+    for row, (_, own) in zip(means, rows.group_by(by, maintain_order=True), strict=True):
+        row["of ceiling"] = over_seeds(own, "lds", "ceiling")
+    return means
+
+
+def _removal_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
+    by = ["outcome", "truth", "group", "side", "score", "removed"]
+    return _means(rows.with_columns(pl.col("score").fill_null("any")), by, ["change"])
+
+
+def _cosine_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
+    return _means(rows, ["truth", "advantages", "group", "kept"], ["cosine", "reliability"])
+
+
+def _intervention_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
+    chosen = rows.filter(pl.col("variant") != "full").drop_nulls("change")
+    return [
+        {"group": group, "variant": variant, **over_seeds(own, "change"), "improved": int((own["change"] > 0).sum())}
         for (group, variant), own in chosen.group_by("group", "variant", maintain_order=True)
     ]
 
 
-def compared(table: pl.DataFrame) -> pl.DataFrame:
-    """Return a row for each round, selection and kind of advantages: means over orders, held against training on all.
+def additive_ceilings(out: Path) -> dict[str, Any]:
+    """Return what the best sum of scores reached on 4,000 trainings of a round, by outcome and group.
 
-    A selection whose advantages are normalised once is held against training on everything so; and that against
-    training on everything as it is, where no update of its is known that goes as far.
+    The ceiling is the cross-validated LDS of the better linear predictor, alone or with a prior, fitted to the most
+    trainings. Scores are held against the same trainings.
     """
-    by = [*UNIT, "group", "advantages"]
-    of_orders = table.group_by(*by, "selection", maintain_order=True).agg(
-        pl.col("gain", "all_as_long", "all_as_far", "kl", "entropy", "kept").mean()
-    )
-    whole = pl.col("selection") == ALL + ONCE
-    once = pl.col("selection").str.ends_with(ONCE) & ~whole
-    named = of_orders.with_columns(
-        pl.when(whole).then(None).otherwise(pl.col("all_as_long", "all_as_far")).name.keep(),
-        base=pl.when(once).then(pl.lit(ALL + ONCE)).otherwise(pl.lit(ALL)),
-    )
-    base = of_orders.select(*by, base="selection", gain_all="gain", kl_all="kl", entropy_all="entropy")
-    return named.join(base, on=[*by, "base"], how="left", maintain_order="left").with_columns(
-        (pl.col("gain") - pl.col("gain_all")).alias("less"),
-        (pl.col("gain") - pl.col("all_as_long")).alias("less as long"),
-        (pl.col("gain") - pl.col("all_as_far")).alias("less as far"),
-        (pl.col("kl") / pl.col("kl_all")).alias("kl"),
-        (pl.col("entropy") - pl.col("entropy_all")).alias("entropy"),
-    )
+    found: dict[str, Any] = {}
+    for group in GROUPS:
+        file = out / "datamodels" / f"{group}.json"
+        if not file.exists():
+            continue
+        content = json.loads(file.read_text(encoding="utf-8"))
+        for outcome in dict.fromkeys(row["outcome"] for row in content["datamodels"]):
+            fits = [row for row in content["datamodels"] if row["outcome"] == outcome and row["lds"] is not None]
+            most = max(row["trainings"] for row in fits)
+            best = max((row for row in fits if row["trainings"] == most), key=lambda row: row["lds"])
+            scores = {row["score"]: row["lds"] for row in content["scores"] if row["outcome"] == outcome}
+            ceiling = {name: best[name] for name in ("lds", "low", "high", "prior", "trainings")}
+            found.setdefault(outcome, {})[group] = {
+                "round": content["round"],
+                "ceiling": ceiling,
+                "fits": [{name: row[name] for name in ("trainings", "prior", "lds")} for row in fits],
+                "scores": scores,
+            }
+    return found
 
 
-def _gain_means(table: pl.DataFrame) -> list[dict[str, Any]]:
-    by = ["advantages", "group", "selection"]
-    means = _means(table, by, {name: name for name in ("gain", "kl", "entropy", "kept")})
-    for row, (_, own) in zip(means, table.group_by(by, maintain_order=True), strict=True):
-        row |= {name: ratio_over(own[name].to_list(), own["gain_all"].to_list()) for name in SHARES_OF_ALL}
-    return means
-
-
-def _nested(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for row in rows:
-        place = nested
-        for name in by[:-1]:
-            place = place.setdefault(str(row[name]), {})
-        place[str(row[by[-1]])] = {name: value for name, value in row.items() if name not in by}
-    return nested
-
-
-def _lds_sections(table: pl.DataFrame) -> Iterable[str]:
-    means = {tuple(row[k] for k in ("share", "outcome", "truth", "group", "score")): row for row in _lds_means(table)}
-    groups = [group for group, _ in _grouped(table)]
-    for share in sorted(table["share"].unique()):
-        for outcome, what in (
-            ("target", "the target"),
-            ("surrogate", "the surrogate mean(ρÂ)"),
-            ("evaluated", "the measured test return"),
-        ):
+def _lds_sections(rows: pl.DataFrame) -> Iterable[str]:
+    means = {tuple(row[name] for name in _WHOLE): row for row in _lds_means(rows, _WHOLE)}
+    groups = _groups(rows)
+    for share in sorted(rows["share"].unique()):
+        for outcome, what in OUTCOMES.items():
             for truth, how in TRUTHS.items():
                 own = {key[3:]: row for key, row in means.items() if key[:3] == (share, outcome, truth)}
                 if not own:
                     continue
-                lines = [["score", *groups]]
-                for score in SCORES:
-                    cells = [_cell(own.get((group, score), {}).get("lds")) for group in groups]
-                    if any(cell != "–" for cell in cells):
-                        lines.append([score, *cells])
-                ceilings = [_cell(own.get((group, "snapshot"), {}).get("ceiling"), interval=False) for group in groups]
-                lines.append(["*ceiling*", *ceilings])
-                yield f"## LDS of {what}, {share:.0%} of the records, {how}\n\n{_table(lines)}"
+                lines = _by_score(own, groups, "lds")
+                ceilings = [cell(own.get((group, "snapshot"), {}).get("ceiling"), interval=False) for group in groups]
+                text = f"## LDS of {what}, {share:.0%} of the records, {how}\n\n"
+                text += table([*lines, ["*ceiling*", *ceilings]])
+                if truth == "reshuffled" and set(ceilings) != {"–"}:
+                    text += f"\n\nOf the ceiling:\n\n{table(_by_score(own, groups, 'of ceiling', percent=True))}"
+                yield text
 
 
-def _cosine_section(table: pl.DataFrame) -> str:
-    means = {tuple(row[k] for k in ("truth", "advantages", "group", "kept")): row for row in _cosine_means(table)}
-    groups = [group for group, _ in _grouped(table)]
-    parts = ["## Cosine of a rollout's gradient with that of 200,000 steps"]
+def _by_score(
+    means: Mapping[tuple[Any, ...], Mapping[str, Any]], columns: Sequence[str], name: str, *, percent: bool = False
+) -> list[list[str]]:
+    """Return a line for each score that there is, a cell for each column; `means` are by column and score."""
+    lines = [["score", *columns]]
+    for score in SCORES:
+        cells = [cell(means.get((column, score), {}).get(name), percent=percent) for column in columns]
+        if any(text != "–" for text in cells):
+            lines.append([score, *cells])
+    return lines
+
+
+def _phase_sections(rows: pl.DataFrame) -> Iterable[str]:
+    yield f"## LDS of the target by phase, {SHARES[0]:.0%} of the records"
+    means = {tuple(row[name] for name in _BY_PHASE): row for row in _lds_means(rows, _BY_PHASE)}
+    for (env, optimizer), setup in SETUPS.items():
+        group = f"{env}-{optimizer}"
+        if group not in _groups(rows):
+            continue
+        places = [(truth, phase) for truth in TRUTHS for phase in PHASES if (truth, group, phase, "random") in means]
+        numbers = dict(zip(PHASES, setup.studied, strict=True))
+        own = {
+            (f"{truth}, {phase} ({numbers[phase]})", score): means[truth, group, phase, score]
+            for truth, phase in places
+            for score in SCORES
+            if (truth, group, phase, score) in means
+        }
+        columns = list(dict.fromkeys(column for column, _ in own))
+        ceilings = [cell(own[column, "random"]["ceiling"], interval=False) for column in columns]
+        yield f"### {group}\n\n{table([*_by_score(own, columns, 'lds'), ['*ceiling*', *ceilings]])}"
+
+
+def _additive_sections(found: Mapping[str, Any]) -> Iterable[str]:
+    for outcome, by_group in found.items():
+        rounds = ", ".join(f"{group} {own['round']}" for group, own in by_group.items())
+        lines = [["", *by_group]]
+        for score in SCORES:
+            cells = []
+            for own in by_group.values():
+                lds, ceiling = own["scores"].get(score), own["ceiling"]["lds"]
+                shown = "–" if lds is None else f"{lds:.3f} ({lds / ceiling:.0%})" if ceiling > 0 else f"{lds:.3f}"
+                cells.append(shown.replace("-", "−"))
+            if any(shown != "–" for shown in cells):
+                lines.append([score, *cells])
+        fits = dict.fromkeys((fit["trainings"], fit["prior"]) for own in by_group.values() for fit in own["fits"])
+        for trainings, prior in fits:
+            name = f"linear, {trainings:,} trainings" + (f", from {prior}" if prior else "")
+            reached = [
+                next((f["lds"] for f in own["fits"] if (f["trainings"], f["prior"]) == (trainings, prior)), None)
+                for own in by_group.values()
+            ]
+            lines.append([name, *("–" if lds is None else f"{lds:.3f}".replace("-", "−") for lds in reached)])
+        ceilings = [
+            cell({"mean": own["ceiling"]["lds"], "low": own["ceiling"]["low"], "high": own["ceiling"]["high"]})
+            for own in by_group.values()
+        ]
+        lines.append(["*additive ceiling*", *ceilings])
+        yield (
+            f"## The best sum of scores: {OUTCOMES[outcome]}, 50% of the records, recorded minibatches\n\n"
+            f"LDS over all trainings of one round of seed 0 ({rounds}), and as a share of the additive ceiling: the "
+            "cross-validated LDS of the better linear predictor that was fitted to the most of them.\n\n"
+            f"{table(lines)}"
+        )
+
+
+def _cosine_section(rows: pl.DataFrame) -> str:
+    means = {tuple(row[k] for k in ("truth", "advantages", "group", "kept")): row for row in _cosine_means(rows)}
+    groups = _groups(rows)
+    parts = [f"## Cosine of a rollout's gradient with that of {STEPS:,} steps"]
     for truth in ("gae", "monte-carlo"):
         for advantages in ("raw", "centred"):
             own = {key[2:]: row for key, row in means.items() if key[:2] == (truth, advantages)}
             lines = [["records kept", *groups]]
-            lines += [[kept, *(_cell(own[group, kept]["cosine"]) for group in groups)] for kept in GRADIENTS]
-            reliable = [_cell(own[group, "all"]["reliability"], interval=False) for group in groups]
+            lines += [[kept, *(cell(own[group, kept]["cosine"]) for group in groups)] for kept in GRADIENTS]
+            reliable = [cell(own[group, "all"]["reliability"], interval=False) for group in groups]
             lines.append(["*reliability*", *reliable])
-            parts.append(f"Advantages {advantages}, against {truth} advantages:\n\n{_table(lines)}")
+            parts.append(f"Advantages {advantages}, against {truth} advantages:\n\n{table(lines)}")
     return "\n\n".join(parts)
 
 
-def _gain_sections(table: pl.DataFrame) -> Iterable[str]:
-    yield (
-        "## What selections gain on fresh steps\n\n"
-        f"The rise of mean(ρÂ) over {STEPS // 2:,} steps that no training saw, in standard deviations of Â (returns "
-        "less values); means over rounds and seeds, differences from all's in percent of all's mean. *As long*: all's "
-        "update, made as long as the selection's. *As far*: all's, made longer or shorter until the policy diverges "
-        "as much. What is normalised once is held against all, normalised once."
-    )
-    means = {tuple(row[k] for k in ("advantages", "group", "selection")): row for row in _gain_means(table)}
-    for group, _ in _grouped(table):
-        own = {key[2]: row for key, row in means.items() if key[:2] == ("monte-carlo", group)}
-        by_gae = {key[2]: row["less as far"] for key, row in means.items() if key[:2] == ("gae", group)}
-        lines = [["records kept", "share", "gain", *GAINS.values(), "less all's, as far, Â by GAE"]]
-        for selection, row in own.items():
-            less = [_cell(row[name], percent=True) for name in SHARES_OF_ALL]
-            others = [*less, _cell(row["kl"], digits=2), _cell(row["entropy"]), _cell(by_gae[selection], percent=True)]
-            shown = others if selection != ALL else [""] * len(others)
-            share = f"{row['kept']['mean'] / own[ALL]['kept']['mean']:.0%}"
-            lines.append([selection, share, _cell(row["gain"], interval=selection == ALL, digits=4), *shown])
-        rounds = own[ALL]["gain"]["rounds"]
-        yield f"### {group}, {rounds} rounds\n\n{_table(lines)}"
+def _tested_removals(rows: pl.DataFrame) -> Iterable[str]:
+    tested = rows.filter(outcome="evaluated", truth="reshuffled")
+    if tested.is_empty():
+        return
+    groups = _groups(tested)
+    means = {(row["group"], row["score"], row["side"]): row["change"] for row in _removal_means(tested)}
+    lines = [["score, records left out", *groups]]
+    for score, side in dict.fromkeys(key[1:] for key in means):
+        name = "at random" if side == "random" else f"{score}, {'highest' if side == 'top' else 'lowest'}"
+        lines.append([name, *(cell(means.get((group, score, side)), digits=2) for group in groups)])
+    share = f"{LEFT_OUT[1][0]:.0%}"
+    yield f"## Test return without {share} of the records, less that of training on everything\n\n{table(lines)}"
 
 
-def _intervention_section(table: pl.DataFrame) -> str:
-    lines = [["", "rounds", "without negative scores", "rounds improved", "as many at random", "rounds improved"]]
-    means = {(row["group"], row["variant"]): row for row in _intervention_means(table)}
-    for group, _ in _grouped(table):
+def _intervention_section(rows: pl.DataFrame) -> str:
+    lines = [["", "seeds", "without negative scores", "rounds improved", "as many at random", "rounds improved"]]
+    means = {(row["group"], row["variant"]): row for row in _intervention_means(rows)}
+    for group in _groups(rows):
         cells = []
         for variant in ("filtered", "random"):
             row = means[group, variant]
-            cells += [_cell(row, digits=2), f"{row['improved']} of {row['rounds']}"]
-        lines.append([group, str(means[group, "filtered"]["rounds"]), *cells])
-    return f"## Test return of single rounds, less that of training on everything\n\n{_table(lines)}"
+            cells += [cell(row, digits=2), f"{row['improved']} of {row['rounds']}"]
+        lines.append([group, str(means[group, "filtered"]["seeds"]), *cells])
+    return f"## Test return of single rounds, less that of training on everything\n\n{table(lines)}"
 
 
-def _cell(found: Mapping[str, Any] | None, *, interval: bool = True, digits: int = 3, percent: bool = False) -> str:
-    if found is None or found["mean"] is None:
-        return "–"
-    form = ".0%" if percent else f".{digits}f"
-    text = f"{found['mean']:{form}}"
-    if interval and found["low"] is not None:
-        text += f" [{found['low']:{form}}, {found['high']:{form}}]"
-    return text.replace("-", "−")
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    head, *rest = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([head, "|" + " --- |" * len(lines[0]), *rest])
-
-
-def _boxes(table: pl.DataFrame) -> go.Figure:
-    chosen = table.filter(pl.col("variant") != "full").drop_nulls("change")
-    # Returns of environments differ in scale: each is shown in standard deviations of its own changes.
-    spread = pl.col("change").std().over("env")
-    scaled = chosen.with_columns(run=pl.col("group"), change=pl.col("change") / spread)
-    figure = interventions_box(scaled)
-    return figure.update_layout(width=900, yaxis_title="change of the test return, in its standard deviations")
+def intervention_boxes(rows: pl.DataFrame) -> go.Figure:
+    """Draw a panel for each environment and optimiser: changes by round, a box over seeds (LDA figures 5 and 10)."""
+    groups = _groups(rows)
+    envs = list(dict.fromkeys(env for env, optimizer in SETUPS if f"{env}-{optimizer}" in groups))
+    titles = [f"{env}, {optimizer}" for env in envs for optimizer in OPTIMIZERS]
+    figure = make_subplots(len(envs), len(OPTIMIZERS), subplot_titles=titles)
+    named: set[str] = set()
+    for row, env in enumerate(envs, start=1):
+        for column, optimizer in enumerate(OPTIMIZERS, start=1):
+            own = rows.filter(env=env, optimizer=optimizer).sort("round", "seed")
+            panel = interventions_box(own.with_columns(run=pl.col("round").cast(pl.String)))
+            for box in panel.data:
+                # Else Plotly leaves room in each panel for the boxes of all others.
+                box.update(offsetgroup=box.name, legendgroup=box.name)
+                box.update(showlegend=len(box.x) > 0 and box.name not in named)
+                named |= {box.name} if len(box.x) else set()
+                figure.add_trace(box, row, column)
+    figure.update_xaxes(type="category", title="round").update_yaxes(zeroline=True, zerolinecolor=COLOURS[4])
+    figure.update_yaxes(title="change of the test return", col=1)
+    figure.update_layout(legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.08, "yanchor": "bottom"})
+    return figure.update_layout(boxmode="group", template="plotly_white", width=1000, height=60 + 300 * len(envs))
 
 
 def _removal_curves(table: pl.DataFrame) -> go.Figure:

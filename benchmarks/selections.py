@@ -32,7 +32,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.faithfulness import RUNS, SETUPS, Job, Only, Out, Runs, Workers, at_once, trained, write
+from benchmarks.faithfulness import RUNS, Job, Only, Out, Runs, Workers, at_once, trained, write
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
 from whence.counterfactual import gains
 from whence.experiments import load_recording, load_round
@@ -65,7 +65,7 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
     began = time.perf_counter()
     torch.set_num_threads(1)
     run = trained(job, runs)
-    for number in SETUPS[job.env].recorded:
+    for number in job.setup.recorded:
         file = out / "rounds" / job.name / f"selection_{number:05d}.json"
         if not file.exists():
             about = {"env": job.env, "optimizer": job.optimizer, "seed": job.seed, "round": number}

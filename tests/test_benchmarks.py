@@ -1,23 +1,175 @@
-"""What the studies make of their rows."""
+"""What the studies of rounds write, at the smallest of sizes, and what is made of it."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
+import typer
+from scipy import stats
 
 from test_rounds import model_of
 from whence import Return, attribute
+from whence.counterfactual import scores_of
+from whence.experiments import load_recording
+from whence.rounds import METHODS
+from whence.runs import RunDirectory
 from whence.sb3 import collect
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
 def study(monkeypatch):
     """The modules of the study of selections."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
-    from benchmarks import faithfulness_tables, selections
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import selection_tables, selections
 
-    return faithfulness_tables, selections
+    return selection_tables, selections
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """The modules of the study of rounds."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import datamodels, faithfulness, faithfulness_tables
+
+    return faithfulness, faithfulness_tables, datamodels
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A round of a tiny FrozenLake, studied and tabulated: the results, the runs, and the module of the tables."""
+    out, runs = (tmp_path_factory.mktemp(name) for name in ("results", "runs"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        from benchmarks import datamodels, faithfulness, faithfulness_tables
+
+        tiny = {"hyperparameters": {"n_steps": 64, "batch_size": 32, "n_epochs": 2}}
+        patch.setitem(faithfulness.OPTIMIZERS, "sgd", tiny)
+        setup = faithfulness.Setup("lda-code/frozenlake", (2, 2, 2), 2)
+        patch.setitem(faithfulness.SETUPS, ("frozenlake", "sgd"), setup)
+        small = {"SUBSETS": 3, "STEPS": 400, "TEST_EPISODES": 4, "LEFT_OUT": ((0.05, 0.5), (0.25,))}
+        for name, value in small.items():
+            patch.setattr(faithfulness, name, value)
+        job = faithfulness.Job("frozenlake", "sgd", 0)
+        faithfulness.study_run(job, out, runs)
+        before = {file: file.stat().st_mtime_ns for file in out.rglob("*.json")}
+        faithfulness.study_run(job, out, runs)
+        assert before == {file: file.stat().st_mtime_ns for file in out.rglob("*.json")}
+        for name, value in {"AT_ONCE": 10, "SIZES": (10, 20), "ENVIRONMENTS": ("frozenlake",)}.items():
+            patch.setattr(datamodels, name, value)
+        for _ in range(2):
+            datamodels.main(out, runs, "frozenlake-sgd", 20)
+        faithfulness_tables.main(out, no_pictures=True)
+        yield out, runs / job.name
+
+
+def test_a_round_is_studied_from_end_to_end(results):
+    out, run = results
+    folder = out / "rounds" / "frozenlake-sgd" / "seed_0"
+    content = json.loads((folder / "round_00002.json").read_text())
+    assert [content[name] for name in ("env", "optimizer", "seed", "round")] == ["frozenlake", "sgd", 0, 2]
+    model, recording = load_recording(RunDirectory.open(run), 2)
+    names = list(scores_of(model.policy, recording, target=Return()))
+    assert names == ["snapshot", "crossfit", *METHODS, "advantage", "td-error", "random"]
+    lds = pl.DataFrame(content["lds"], infer_schema_length=None)
+    of = [("target", 0.5), ("surrogate", 0.5), ("evaluated", 0.5), ("target", 0.9), ("surrogate", 0.9)]
+    found = {key: own["score"].to_list() for key, own in lds.group_by("truth", "outcome", "share")}
+    assert found == {(truth, *asked): names for truth in ("recorded", "reshuffled") for asked in of}
+    removals = pl.DataFrame(content["removals"], infer_schema_length=None)
+    assert sorted(removals.filter(outcome="evaluated")["removed"].unique()) == [16]
+    assert sorted(removals.filter(outcome="target")["removed"].unique()) == [3, 16, 32]
+    assert {"snapshot", "trajectory", "smoothed"} < set(removals["score"].drop_nulls())
+    changes = json.loads((folder / "intervention_00002.json").read_text())["interventions"]
+    assert [row["variant"] for row in changes] == ["full", "filtered", "random"]
+
+
+def test_what_is_studied_is_tabulated(results):
+    out, _ = results
+    text = (out / "tables.md").read_text()
+    summary = json.loads((out / "summary.json").read_text())
+    sections = [line for line in text.splitlines() if line.startswith("## ")]
+    assert len(sections) == 10 + 1 + 2 + 1 + 1 + 1
+    whole = summary["lds"]["0.5"]["target"]["reshuffled"]["frozenlake-sgd"]["snapshot"]
+    content = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
+    row = next(row for row in content["lds"] if (row["score"], row["truth"]) == ("snapshot", "reshuffled"))
+    assert whole["lds"] == {"mean": row["lds"], "low": None, "high": None, "seeds": 1, "rounds": 1}
+    assert summary["phases"]["reshuffled"]["frozenlake-sgd"]["late"]["snapshot"]["lds"] == whole["lds"]
+    additive = summary["additive"]["target"]["frozenlake-sgd"]
+    assert additive["ceiling"]["trainings"] == 20
+    assert additive["round"] == 2
+    fits = [fit["lds"] for fit in additive["fits"] if fit["trainings"] == 20 and fit["lds"] is not None]
+    assert additive["ceiling"]["lds"] == max(fits)
+    assert f"| *additive ceiling* | {max(fits):.3f}".replace("-", "−") in text
+    shown = text.split("## The best sum of scores: the target")[1].splitlines()
+    assert any(
+        line.startswith(f"| smoothed | {additive['scores']['smoothed']:.3f}".replace("-", "−")) for line in shown
+    )
+    assert "at random" in text.split("## Test return without 25%")[1]
+    assert summary["interventions"]["frozenlake-sgd"]["filtered"]["seeds"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"round": 1}, "is of a round that is not studied"), ({"lds": [{"score": "snap"}]}, "no table has: snap")],
+)
+def test_what_no_table_would_show_is_refused(rounds, tmp_path, changed, said):
+    _, tables, _ = rounds
+    folder = tmp_path / "rounds" / "acrobot-adam" / "seed_0"
+    folder.mkdir(parents=True)
+    about = {"env": "acrobot", "optimizer": "adam", "seed": 0, "round": 3}
+    content = about | {"lds": [{"score": "snapshot"}], "removals": [], "cosines": []} | changed
+    (folder / "round_00003.json").write_text(json.dumps(content))
+    other = about | {"round": 5, "interventions": [{"variant": "full", "change": 0.0}]}
+    (folder / "intervention_00005.json").write_text(json.dumps(other))
+    with pytest.raises(typer.BadParameter, match=said):
+        tables.main(tmp_path, no_pictures=True)
+
+
+def test_rounds_are_chosen_and_seeds_are_drawn(rounds):
+    _, tables, _ = rounds
+    seeds = {0: [0.2, 0.4, None], 1: [0.5, 0.7, 0.9], 2: [0.1, 0.1, 0.1]}
+    rows = [{"seed": seed, "lds": value, "ceiling": 0.5} for seed, values in seeds.items() for value in values]
+    found = tables.over_seeds(pl.DataFrame(rows), "lds")
+    means = [0.3, 0.7, 0.1]
+    low, high = stats.t.interval(0.95, 2, loc=np.mean(means), scale=stats.sem(means))
+    assert [found[name] for name in ("mean", "low", "high")] == pytest.approx([np.mean(means), low, high])
+    assert (found["seeds"], found["rounds"]) == (3, 8)
+    assert tables.over_seeds(pl.DataFrame(rows), "lds", "ceiling")["mean"] == pytest.approx(2 * np.mean(means))
+    one = tables.over_seeds(pl.DataFrame(rows[:3]), "lds")
+    assert (one["mean"], one["low"], one["seeds"]) == (pytest.approx(0.3), None, 1)
+    none = tables.over_seeds(pl.DataFrame(rows).with_columns(ceiling=pl.lit(None, pl.Float64)), "lds", "ceiling")
+    assert (none["mean"], none["seeds"]) == (None, 0)
+
+
+def test_interventions_are_drawn_by_round(rounds):
+    _, tables, _ = rounds
+    about = {"env": "acrobot", "optimizer": "adam", "group": "acrobot-adam"}
+    rows = [
+        about | {"seed": seed, "round": number, "variant": variant, "change": float(seed + number)}
+        for seed in (0, 1)
+        for number in (5, 10)
+        for variant in ("full", "filtered", "random")
+    ]
+    figure = tables.intervention_boxes(pl.DataFrame(rows))
+    assert [note.text for note in figure.layout.annotations] == ["acrobot, sgd", "acrobot, adam"]
+    filled = [box for box in figure.data if len(box.x)]
+    assert [(box.name, box.showlegend, box.xaxis) for box in filled] == [
+        ("filtered", True, "x2"),
+        ("random", True, "x2"),
+    ]
+    assert [list(box.x) for box in filled] == [["5", "5", "10", "10"]] * 2
+    assert list(filled[0].y) == [5.0, 6.0, 10.0, 11.0]
+
+
+def test_seeds_draw_nothing_alike(rounds):
+    faithfulness, *_ = rounds
+    drawn = {faithfulness.Job("acrobot", "sgd", seed).chance(number) for seed in range(3) for number in (3, 15)}
+    assert len(drawn) == 6
+    assert max(drawn) < 2**31
 
 
 def row(selection, gain, long, far, kl=1.0, entropy=0.0):

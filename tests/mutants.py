@@ -1112,7 +1112,7 @@ MUTANTS = (
     Mutant(
         "points kept whatever the memory",
         "rounds/schedule.py",
-        "        if fixed + point * own.points_held(count, every) <= memory:\n",
+        "        if fixed + point * one.points_held(count, every) <= memory:\n",
         "        if fixed <= memory:\n",
         "test_rounds.py::TestMemory::test_what_is_held_is_what_was_estimated",
     ),
@@ -1122,6 +1122,20 @@ MUTANTS = (
         "in enumerate(pairwise(point.map(Tensor.detach) for point in points(round))):",
         "in enumerate(list(pairwise(point.map(Tensor.detach) for point in points(round)))):",
         "test_rounds.py::TestMemory::test_going_forwards_holds_as_much_however_many_the_steps",
+    ),
+    Mutant(
+        "a walk for each method",
+        "rounds/schedule.py",
+        "        found.append(Pass(walked, partial(_walked, walked), backwards=MOMENTUM in walked))\n",
+        "        found += [Pass((m,), partial(_walked, (m,)), backwards=m == MOMENTUM) for m in walked]\n",
+        "test_rounds.py::TestScores::test_several_methods_share_the_targets_gradients",
+    ),
+    Mutant(
+        "a method begun before the next is known to fit",
+        "rounds/attribute.py",
+        "        if SMOOTHED in methods:\n",
+        "        plans = [lambda own=[plan() for plan in plans]: own[0]]\n        if SMOOTHED in methods:\n",
+        "test_rounds.py::TestScores::test_no_method_is_begun_where_another_takes_too_much",
     ),
     Mutant(
         "Adam's momentum without its correction",

@@ -21,10 +21,10 @@ import whence
 from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute_round
 from whence.engines.memory import bytes_held
 from whence.errors import RunDirectoryError, Unsupported
-from whence.rounds import METHODS, OptimizerState, optimizers, replay, schedule
+from whence.rounds import METHODS, OptimizerState, attribute_round_by, optimizers, replay, schedule
 from whence.rounds.identity import log_probs_apart
 from whence.rounds.replay import clip_factor, loss, opened, points, step, values
-from whence.rounds.schedule import SCHEDULED
+from whence.rounds.schedule import SCHEDULED, target_gradient
 from whence.sb3 import InfluenceCallback
 from whence.sb3 import replay as replay_sb3
 from whence.sb3.rounds import tensors_of
@@ -338,6 +338,32 @@ class TestScores:
         scores = attribute_round(model.policy, recording, **arguments).scores
         assert torch.allclose(scores, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
 
+    def test_several_methods_share_the_targets_gradients(self, small, monkeypatch):
+        _, model, recording = small
+        asked = {"target": Return(), "draws": 2, "seed": 3, "dtype": torch.float64}
+        alone = {method: attribute_round(model.policy, recording, method=method, **asked) for method in METHODS}
+        taken = []
+        monkeypatch.setattr(schedule, "target_gradient", lambda *args: taken.append(None) or target_gradient(*args))
+        together = attribute_round_by(model.policy, recording, METHODS[::-1], **asked)
+        assert list(together) == list(METHODS[::-1])
+        for method, one in together.items():
+            assert torch.allclose(one.scores, alone[method].scores, rtol=1e-9, atol=0)
+            assert one.provenance == alone[method].provenance
+        # At each step and, measured, at one; unrolled asks at the end, and at that of a step measured.
+        assert len(taken) == len(recording.steps) + 1 + 2
+        epochs = attribute_round_by(model.policy, recording, ["trajectory", "optimizer"], per_epoch=True, **asked)
+        assert [len(own) for own in epochs.values()] == [2, 2]
+
+    def test_no_method_is_begun_where_another_takes_too_much(self, long, monkeypatch):
+        model, recording = long
+        begun = []
+        monkeypatch.setattr(schedule, "_totals", lambda *args: begun.append(None))
+        needed = least(model, recording, "smoothed")
+        for methods in (METHODS, ("optimizer", "smoothed")):
+            with pytest.raises(WhenceError, match=rf"memory is {needed - 1:,} bytes, but scoring round 2 by "):
+                attribute_round_by(model.policy, recording, methods, target=Return(), memory=needed - 1)
+        assert begun == []
+
     @pytest.mark.parametrize("method", METHODS)
     def test_epochs_add_up(self, small, method):
         _, model, recording = small
@@ -391,10 +417,11 @@ class TestMemory:
         model, recording = long
         short = replace(recording, minibatches=recording.minibatches[:7], epochs=recording.epochs[:7])
         round = opened(model.policy, short, dtype=torch.float64)
-        whole = SCHEDULED[method].scores(round, Return(), 1)
+        (own,) = schedule.passes([method])
+        whole = own.scores(round, Return(), 1)[method]
         assert len(whole) == 7
         for every in (2, 3, 6, 7, 8):
-            again = SCHEDULED[method].scores(round, Return(), every)
+            again = own.scores(round, Return(), every)[method]
             assert all(torch.allclose(x, y, rtol=1e-9, atol=0) for x, y in zip(whole, again, strict=True)), every
 
     @pytest.mark.parametrize("method", METHODS)
@@ -414,11 +441,11 @@ class TestMemory:
         model, recording = long
         monkeypatch.setattr(schedule, "MARGIN", 1)
         round = opened(model.policy, recording)
-        point, own = round.start.nbytes, SCHEDULED[method]
+        point, (own,) = round.start.nbytes, schedule.passes([method])
         fewest = min(own.points_held(24, every) for every in range(1, 6))
         more = int(share * (own.points_held(24, 1) - fewest)) * point
         needed = least(model, recording, method) + more
-        every = schedule._kept_every(round, Return(), method, needed)
+        every = schedule._kept_every(round, Return(), own, needed)
         held = max(bytes_held(lambda: own.scores(round, Return(), every)))
         assert held <= needed
         assert held > 0.75 * (needed - 2 * point), "the budget is hardly used"
@@ -430,7 +457,8 @@ class TestMemory:
             for count in (6, 24):
                 short = replace(recording, minibatches=recording.minibatches[:count], epochs=recording.epochs[:count])
                 round = opened(model.policy, short)
-                held.append(max(bytes_held(lambda round=round, m=method: SCHEDULED[m].scores(round, Return(), 1))))
+                (own,) = schedule.passes([method])
+                held.append(max(bytes_held(lambda round=round, own=own: own.scores(round, Return(), 1))))
             assert held[1] < held[0] + round.start.nbytes
 
     @pytest.mark.parametrize("method", ["optimizer-momentum", "unrolled"])

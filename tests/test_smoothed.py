@@ -16,7 +16,7 @@ from whence.engines.memory import bytes_held
 from whence.policies import Outputs
 from whence.rounds import smoothed
 from whence.rounds.replay import Minibatch, opened, step
-from whence.rounds.smoothed import SoftClip, averaged, derivatives, drawn, softened
+from whence.rounds.smoothed import SoftClip, derivatives, drawn, planned, softened
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -182,14 +182,14 @@ def test_what_is_held_is_what_was_estimated(gentle, at_once, monkeypatch):
     asked = {"target": Return(), "draws": 200}
     round = opened(model.policy, recording)
     with pytest.raises(WhenceError, match=r"for halves and orders of 200 .* take fewer draws") as refused:
-        averaged(round, Return(), 1000, draws=200)
+        planned(round, Return(), 1000, draws=200)
     needed, everything = (
         int(re.search(said, str(refused.value))[1].replace(",", ""))
         for said in (r"takes about ([\d,]+) bytes", r"([\d,]+) for halves")
     )
     assert everything > 200 * 64 * (4 + 3 * 8)
     memory = needed + (at_once - 1) * (needed - everything)
-    held = max(bytes_held(lambda: averaged(round, Return(), memory, draws=200)))
+    held = max(bytes_held(lambda: planned(round, Return(), memory, draws=200)()))
     assert 0.5 * memory < held <= memory
     monkeypatch.setattr(smoothed, "drawn", lambda round, count, *rest: drawn(round, min(count, 1), *rest))
     with pytest.raises(WhenceError, match="memory is"):

@@ -2,6 +2,7 @@
 
 from whence.rounds.attribute import METHODS as METHODS
 from whence.rounds.attribute import attribute_round as attribute_round
+from whence.rounds.attribute import attribute_round_by as attribute_round_by
 from whence.rounds.recording import OptimizerState as OptimizerState
 from whence.rounds.recording import RoundRecording as RoundRecording
 from whence.rounds.recording import Update as Update

@@ -1,9 +1,9 @@
 """Scores along the minibatches and steps that a round took: trajectory, optimiser-aware, unrolled."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,17 @@ Scores = list[Float[Tensor, " b"]]
 """The scores of each step's minibatch."""
 
 
+Totals = Callable[[], Mapping[str, Float[Tensor, "epochs n"]]]
+"""Returns the scores of each record in each epoch, on the CPU, by method."""
+
+TRAJECTORY, OPTIMIZER, MOMENTUM, UNROLLED = "trajectory", "optimizer", "optimizer-momentum", "unrolled"
+
+_WALKED = (TRAJECTORY, OPTIMIZER, MOMENTUM)
+
+SCHEDULED = (*_WALKED, UNROLLED)
+"""Ways to attribute a round along its own schedule."""
+
+
 def snapshot(round: Round, target: Target) -> Float[Tensor, " n"]:
     """Return `<grad f, grad l_i>` at the policy that collected the round, advantages normalised over all of it."""
     everything = Minibatch(torch.arange(len(round.records)), round.records, round.inputs)
@@ -32,15 +43,18 @@ def snapshot(round: Round, target: Target) -> Float[Tensor, " n"]:
         return _along(round, round.start, everything, target_gradient(round, round.start.params, target))
 
 
-class Method(NamedTuple):
-    """A way to attribute a round.
+class Pass(NamedTuple):
+    """Methods that one way along a round's steps serves.
 
     Attributes:
-        scores: `scores(round, target, every)`; of the points, at least each `every`-th is kept where that is needed.
+        methods: by name.
+        scores: `scores(round, target, every)`, of each method; of the points, at least each `every`-th is kept where
+            that is needed.
         backwards: whether it goes through the steps from the last to the first, and so needs points kept.
     """
 
-    scores: Callable[[Round, Target, int], Scores]
+    methods: tuple[str, ...]
+    scores: Callable[[Round, Target, int], Mapping[str, Scores]]
     backwards: bool
 
     def points_held(self, count: int, every: int) -> int:
@@ -49,95 +63,103 @@ class Method(NamedTuple):
         return math.ceil(count / every) + every + 2 if self.backwards else 4
 
 
-def along_schedule(round: Round, target: Target, method: str, memory: int) -> Float[Tensor, "epochs n"]:
-    """Return the scores of each record in each epoch, on the CPU.
+def passes(methods: Collection[str]) -> list[Pass]:
+    """Return what goes along the steps for some of `SCHEDULED`, as seldom as can be."""
+    found = []
+    if walked := tuple(name for name in _WALKED if name in methods):
+        found.append(Pass(walked, partial(_walked, walked), backwards=MOMENTUM in walked))
+    if UNROLLED in methods:
+        found.append(Pass((UNROLLED,), _unrolled, backwards=True))
+    return found
+
+
+def planned(round: Round, target: Target, methods: Collection[str], memory: int) -> list[Totals]:
+    """Return functions that score a round by some of `SCHEDULED`; before they are called a step is all that is done.
 
     Raises:
-        WhenceError: the method does not fit into `memory` bytes.
+        WhenceError: a method does not fit into `memory` bytes.
     """
-    recording = round.recording
-    by_step = SCHEDULED[method].scores(round, target, _kept_every(round, target, method, memory))
-    totals = torch.zeros(max(recording.epochs, default=0) + 1, len(round.records), dtype=round.records.log_probs.dtype)
-    for number, scores in enumerate(by_step):
-        totals[recording.epochs[number]].index_add_(0, recording.steps[number].cpu(), scores.detach().cpu())
+    return [partial(_totals, round, target, one, _kept_every(round, target, one, memory)) for one in passes(methods)]
+
+
+def _totals(round: Round, target: Target, one: Pass, every: int) -> dict[str, Float[Tensor, "epochs n"]]:
+    """Return the scores of each record in each epoch, on the CPU, by method."""
+    recording, like = round.recording, round.records.log_probs
+    totals = {}
+    for method, by_step in one.scores(round, target, every).items():
+        own = torch.zeros(max(recording.epochs, default=0) + 1, len(like), dtype=like.dtype)
+        for number, scores in enumerate(by_step):
+            own[recording.epochs[number]].index_add_(0, recording.steps[number].cpu(), scores.detach().cpu())
+        totals[method] = own
     return totals
 
 
-def _kept_every(round: Round, target: Target, method: str, memory: int) -> int:
+def _kept_every(round: Round, target: Target, one: Pass, memory: int) -> int:
     """Return at which steps points are kept, so that as few as possible have to be made again.
 
     Raises:
-        WhenceError: the method does not fit into `memory` bytes.
+        WhenceError: the pass does not fit into `memory` bytes.
     """
-    count, own = len(round), SCHEDULED[method]
+    count = len(round)
     if count == 0:
         return 1
     alone = round.of_one_step()
-    measured = max(bytes_held(lambda: own.scores(alone, target, 1)))
+    measured = max(bytes_held(lambda: one.scores(alone, target, 1)))
     like = round.records.log_probs
     scores = like.itemsize * (sum(map(len, round.recording.steps)) + (max(round.recording.epochs) + 2) * len(like))
-    fixed, point = MARGIN * measured + scores, round.start.nbytes
+    fixed, point = MARGIN * measured + scores * len(one.methods), round.start.nbytes
     # From the root of the steps on, a longer segment takes more than it saves.
-    choices = range(1, math.isqrt(count) + 2) if own.backwards else [1]
+    choices = range(1, math.isqrt(count) + 2) if one.backwards else [1]
     for every in choices:
-        if fixed + point * own.points_held(count, every) <= memory:
+        if fixed + point * one.points_held(count, every) <= memory:
             return every
-    held = min(own.points_held(count, every) for every in choices)
-    forwards = " or ".join(f"method={name!r}" for name, other in SCHEDULED.items() if not other.backwards)
+    held = min(one.points_held(count, every) for every in choices)
+    forwards = " or ".join(f"method={name!r}" for name in SCHEDULED if not passes([name])[0].backwards)
     raise WhenceError(
-        f"memory is {memory:,} bytes, but scoring round {round.recording.number} by {method} takes about "
-        f"{fixed + point * held:,} bytes: {fixed:,} for one step and the scores, {point * held:,} for {held} points of "
-        f"parameters and optimiser state, {count} steps in all. Allow more"
-        + (f", or use {forwards}, which keeps no points." if own.backwards else ".")
+        f"memory is {memory:,} bytes, but scoring round {round.recording.number} by {', '.join(one.methods)} takes "
+        f"about {fixed + point * held:,} bytes: {fixed:,} for one step and the scores, {point * held:,} for {held} "
+        f"points of parameters and optimiser state, {count} steps in all. Allow more"
+        + (f", or use {forwards}, which keeps no points." if one.backwards else ".")
     )
 
 
-def _trajectory(round: Round, target: Target, every: int) -> Scores:
-    found = []
-    for number, point in enumerate(points(round)):
-        if number < len(round):
-            found.append(_along(round, point, round.minibatch(number), target_gradient(round, point.params, target)))
-    return found
-
-
-class _Applied(NamedTuple):
-    """What the optimiser did at a step: a gradient's factor and scale; and the target's gradient, not scaled."""
-
-    factor: Tensor
-    scale: Tensor
-    raised: Vector
-
-
-def _applied(round: Round, before: Point, after: Point, minibatch: Minibatch, target: Target) -> _Applied:
-    optimizer, ones = round.recording.optimizer, torch.ones_like(minibatch.records.log_probs)
-    gradient = torch.func.grad(lambda free: loss(round, round.named(free), minibatch, ones))(before.params)
-    factor = optimizer.settings["lr"] * clip_factor(gradient, round.recording.update.max_grad_norm) / len(ones)
-    scale = optimizers.preconditioner(optimizer, after.state)
-    return _Applied(factor.detach(), scale, target_gradient(round, before.params, target))
-
-
-def _optimizer(round: Round, target: Target, every: int) -> Scores:
-    found = []
-    for number, (before, after) in enumerate(pairwise(point.map(Tensor.detach) for point in points(round))):
-        minibatch = round.minibatch(number)
-        applied = _applied(round, before, after, minibatch, target)
-        found.append(applied.factor * _along(round, before, minibatch, applied.scale * applied.raised))
-    return found
-
-
-def _optimizer_momentum(round: Round, target: Target, every: int) -> Scores:
+def _walked(methods: Collection[str], round: Round, target: Target, every: int) -> Mapping[str, Scores]:
+    """Return the scores of methods that ask for the target's gradient at every step, which is most of their cost."""
     optimizer = round.recording.optimizer
     now, first, decay = optimizers.momentum(optimizer)
-    found: Scores = [torch.empty(0)] * len(round)
     carried = torch.zeros_like(round.start.params)
-    for number, before, after in _backwards(round, every):
+    found: Mapping[str, Scores] = {method: [torch.empty(0)] * len(round) for method in methods}
+    for number, before, after in _backwards(round, every) if MOMENTUM in methods else _forwards(round):
         minibatch = round.minibatch(number)
-        applied = _applied(round, before, after, minibatch, target)
-        own, later = (applied.scale, 1.0) if optimizers.gathers_scaled(optimizer) else (1.0, applied.scale)
-        raised = later * applied.raised
-        carried = first * raised / optimizers.correction(optimizer, after.state) + decay * carried
-        found[number] = applied.factor * _along(round, before, minibatch, own * (carried + now * raised))
+        raised = target_gradient(round, before.params, target)
+        if TRAJECTORY in methods:
+            found[TRAJECTORY][number] = _along(round, before, minibatch, raised)
+        if OPTIMIZER not in methods and MOMENTUM not in methods:
+            continue
+        factor, scale = _factor(round, before, minibatch), optimizers.preconditioner(optimizer, after.state)
+        if OPTIMIZER in methods:
+            found[OPTIMIZER][number] = factor * _along(round, before, minibatch, scale * raised)
+        if MOMENTUM in methods:
+            own, later = (scale, 1.0) if optimizers.gathers_scaled(optimizer) else (1.0, scale)
+            raised = later * raised
+            carried = first * raised / optimizers.correction(optimizer, after.state) + decay * carried
+            found[MOMENTUM][number] = factor * _along(round, before, minibatch, own * (carried + now * raised))
     return found
+
+
+def _factor(round: Round, before: Point, minibatch: Minibatch) -> Tensor:
+    """Return what a step multiplies each record's gradient by, before the optimiser scales it."""
+    ones, recording = torch.ones_like(minibatch.records.log_probs), round.recording
+    gradient = torch.func.grad(lambda free: loss(round, round.named(free), minibatch, ones))(before.params)
+    clipped = clip_factor(gradient, recording.update.max_grad_norm)
+    factor: Tensor = recording.optimizer.settings["lr"] * clipped / len(ones)
+    return factor.detach()
+
+
+def _forwards(round: Round) -> Iterator[tuple[int, Point, Point]]:
+    """Yield each step with the points before and after it."""
+    for number, (before, after) in enumerate(pairwise(point.map(Tensor.detach) for point in points(round))):
+        yield number, before, after
 
 
 def _backwards(round: Round, every: int) -> Iterator[tuple[int, Point, Point]]:
@@ -164,14 +186,14 @@ def _backwards(round: Round, every: int) -> Iterator[tuple[int, Point, Point]]:
             after = before
 
 
-def _unrolled(round: Round, target: Target, every: int) -> Scores:
+def _unrolled(round: Round, target: Target, every: int) -> Mapping[str, Scores]:
     found: Scores = [torch.empty(0)] * len(round)
     adjoint = None
     for number, before, after in _backwards(round, every):
         if adjoint is None:
             adjoint = after.map(torch.zeros_like)._replace(params=target_gradient(round, after.params, target))
         found[number], adjoint = _back(round, before, round.minibatch(number), adjoint)
-    return found
+    return {UNROLLED: found}
 
 
 def _back(round: Round, point: Point, minibatch: Minibatch, adjoint: Point) -> tuple[Float[Tensor, " b"], Point]:
@@ -202,14 +224,3 @@ def target_gradient(round: Round, params: Vector, target: Target) -> Vector:
         raise WhenceError(f"The target {name_of(target)} depends on no parameter, so no record can move it.")
     reached = zip(free.items(), found, strict=True)
     return round.laid_out({name: torch.zeros_like(p) if own is None else own for (name, p), own in reached})
-
-
-SCHEDULED: Mapping[str, Method] = MappingProxyType(
-    {
-        "trajectory": Method(_trajectory, backwards=False),
-        "optimizer": Method(_optimizer, backwards=False),
-        "optimizer-momentum": Method(_optimizer_momentum, backwards=True),
-        "unrolled": Method(_unrolled, backwards=True),
-    }
-)
-"""Ways to attribute a round along its own schedule."""

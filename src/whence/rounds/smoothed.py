@@ -23,8 +23,10 @@ from whence.objectives import Objective, PPOClip
 from whence.policies import Outputs
 from whence.records import RecordBatch
 from whence.rounds.replay import MARGIN, Point, Round, step
-from whence.rounds.schedule import target_gradient
+from whence.rounds.schedule import Totals, target_gradient
 from whence.targets import Target
+
+SMOOTHED = "smoothed"
 
 DRAWS = 16
 """Trainings that are averaged."""
@@ -114,10 +116,12 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(drawn[0]))
 
 
-def averaged(
+def planned(
     round: Round, target: Target, memory: int, *, draws: int = DRAWS, share: float = SHARE, seed: int = 0
-) -> Float[Tensor, "epochs n"]:
-    """Return the mean over trainings of the derivative of the target by each record's weight, by epoch, on the CPU.
+) -> Totals:
+    """Return a function that scores a round by "smoothed"; before it is called a step is all that is done.
+
+    Its scores are the mean over trainings of the derivative of the target by each record's weight.
 
     Args:
         round: from `opened`.
@@ -133,7 +137,7 @@ def averaged(
     if draws < 1 or seed < 0:
         raise WhenceError(f"draws is {draws} and seed {seed}; at least 1 training and a seed from 0 on are needed.")
     if len(round) == 0:  # a round that was not trained on
-        return torch.zeros(1, len(round.records), dtype=round.records.log_probs.dtype)
+        return lambda: {SMOOTHED: torch.zeros(1, len(round.records), dtype=round.records.log_probs.dtype)}
     single = drawn(round, 1, share, _seeded(seed))  # what all are like, before any more is made
     count, of_epochs = len(single.steps), single.weights.nbytes * round.recording.update.n_epochs
     every = max(1, math.isqrt(count))
@@ -150,7 +154,12 @@ def averaged(
             "draws, or use method='optimizer', which keeps no points."
         )
     at_once = (memory - everything) // alone
-    made = drawn(round, draws, share, _seeded(seed))
+    return lambda: {SMOOTHED: _averaged(round, target, drawn(round, draws, share, _seeded(seed)), every, at_once)}
+
+
+def _averaged(round: Round, target: Target, made: Draws, every: int, at_once: int) -> Float[Tensor, "epochs n"]:
+    """Return the mean of what `derivatives` makes of all draws, `at_once` at a time, on the CPU."""
+    draws = len(made.weights)
     total = torch.zeros(made.epochs[-1] + 1, len(round.records)).to(round.records.log_probs)
     for first in range(0, draws, at_once):
         own = slice(first, first + at_once)

@@ -718,6 +718,13 @@ MUTANTS = (
         "test_sweep.py::TestRunning::test_a_run_that_fails_is_told_of_and_the_others_go_on",
     ),
     Mutant(
+        "a run that is started over keeps the rounds of before",
+        "runs.py",
+        '(path / f"{name}.parquet").unlink(missing_ok=True)',
+        "pass",
+        "test_sweep.py::TestRunning::test_killed_midway_it_goes_on_to_the_same_results",
+    ),
+    Mutant(
         "a worker's death taken for the run's end",
         "experiments/workers.py",
         'return "lost", None',

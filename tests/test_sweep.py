@@ -114,10 +114,10 @@ def came_to(monkeypatch, table, **columns):
     """Let finished runs have other figures than they have."""
     write_curve = SWEEP.write_curve
 
-    def write(config, run, *files):
+    def write(config, run, *files, **asked):
         found = run.table(table).with_columns(pl.Series(name, values) for name, values in columns.items())
         found.write_parquet(run.path / f"{table}.parquet")
-        write_curve(config, run, *files)
+        write_curve(config, run, *files, **asked)
 
     monkeypatch.setattr(SWEEP, "write_curve", write)
 
@@ -350,10 +350,10 @@ class TestRunning:
             (copied / kind / "lake/iif/seed_0.json").unlink()
         write_curve = SWEEP.write_curve
 
-        def no_space(config, *rest):
+        def no_space(config, *rest, **asked):
             if config.arm == "ppo":
                 raise OSError("no space left")
-            write_curve(config, *rest)
+            write_curve(config, *rest, **asked)
 
         with monkeypatch.context() as patch:
             patch.setattr(SWEEP, "write_curve", no_space)
@@ -375,6 +375,43 @@ class TestRunning:
         assert sweep(read_sweep(written(tmp_path, LAKE))[:1], tmp_path / "out", Quiet()) == {}
         found = load_sweep(tmp_path / "out")["lake"]["ppo"][0].tables["rounds"]
         assert found["train/approx_kl"].to_list() == [0.5, None]
+
+    def test_a_guards_verdicts_are_kept_and_what_is_asked_for(self, in_process, whole, tmp_path):
+        arms, out = LAKE.replace('["ppo", "iif"]', '["ppo", "iif", "iif-guarded"]'), tmp_path / "out"
+        metrics = ["train/entropy_loss", "mean", "train/update_scale_value"]
+        text = f"metrics = {json.dumps(metrics)}\n{arms}".replace("seeds = 2", "seeds = 1")
+        runs = read_sweep(written(tmp_path, text))
+        assert sweep(runs, out, Quiet(), keep_runs=True) == {}
+        found = {label: runs[0].tables["rounds"] for label, runs in load_sweep(out)["lake"].items()}
+        always = ["round", "dropped_share", "episode_return", "train/approx_kl"]
+        assert {*found["ppo"].columns} == {*always, *metrics}
+        assert {*found["iif"].columns} == {*always, *metrics, "negative_share"}
+        assert {*found["iif-guarded"].columns} == {*found["iif"].columns, "held_out_gain", "fell_back"}
+        for label, table in found.items():
+            whole_table = RunDirectory.open(out / f"runs/lake/{label}/seed_0").table("metrics")
+            assert table["train/entropy_loss"].to_list() == whole_table["train/entropy_loss"].to_list()
+            assert table["train/update_scale_value"].to_list() == [None, None]
+            if label != "ppo":
+                assert table["mean"].to_list() == whole_table["mean"].to_list()
+        gains, fell = (found["iif-guarded"][name].to_list() for name in ("held_out_gain", "fell_back"))
+        assert fell == [int(gain is None or gain < 0) for gain in gains]
+        # Without `metrics` nothing is otherwise than it was.
+        plain = {name: text for name, text in curves(whole).items() if "seed_0" in name and "drop" not in name}
+        (tmp_path / "plain").mkdir()
+        without = read_sweep(written(tmp_path / "plain", arms.replace("seeds = 2", "seeds = 1")))
+        assert sweep(without, tmp_path / "plain/out", Quiet()) == {}
+        assert plain.items() <= curves(tmp_path / "plain/out").items()
+
+    def test_a_curve_without_what_is_asked_for_is_not_taken(self, whole, tmp_path):
+        asking = read_sweep(written(tmp_path, 'metrics = ["train/clip_fraction"]\n' + LAKE))
+        with pytest.raises(RunDirectoryError, match=r"kept without train/clip_fraction, which .* Delete the file"):
+            sweep(asking, whole, Quiet())
+
+    @pytest.mark.parametrize("metrics", ["3", '"mean"', '["train/entropy"]', '["mean", "mean"]', "[3]", "[[]]"])
+    def test_metrics_that_cannot_be_kept(self, tmp_path, metrics):
+        said = r"sweep\.toml, line 1: metrics is .*; a list of some of kept, mean, .* is needed, each once"
+        with pytest.raises(WhenceError, match=said):
+            read_sweep(written(tmp_path, f"metrics = {metrics}\n{LAKE}"))
 
     def test_an_unfinished_run_of_other_settings_gives_way(self, in_process, whole, tmp_path):
         runs, out = read_sweep(written(tmp_path, LAKE))[:1], tmp_path / "out"
@@ -406,7 +443,7 @@ class TestRunning:
         path = runs[0].run_path(copied)
         RunDirectory.create(path, runs[0].config.to_json())
 
-        def killed(*_):
+        def killed(*_, **__):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:

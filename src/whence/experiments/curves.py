@@ -4,7 +4,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,17 @@ from whence.runs import RunDirectory
 
 FORMAT, VERSION = "whence-curve", 1
 
-KEPT = ("round", "dropped_share", "negative_share", "episode_return", "train/approx_kl", "train/update_scale")
+KEPT = (
+    *("round", "dropped_share", "negative_share", "held_out_gain", "fell_back"),
+    *("episode_return", "train/approx_kl", "train/update_scale"),
+)
 """Columns of a run's metrics that are kept, where they are there."""
+
+MORE = (
+    *("kept", "mean", "train/entropy_loss", "train/clip_fraction", "train/policy_gradient_loss", "train/value_loss"),
+    *("train/explained_variance", "train/update_scale_value"),
+)
+"""Columns that are kept beside them where that is asked for: every run has nearly all, and most studies read none."""
 
 
 def curve_of(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> Curve:
@@ -40,7 +49,9 @@ def curve_of(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame
     )
 
 
-def write_curve(config: RunConfig, run: RunDirectory, results: Path, timings: Path) -> None:
+def write_curve(
+    config: RunConfig, run: RunDirectory, results: Path, timings: Path, *, more: Collection[str] = ()
+) -> None:
     """Keep a finished run: what can be reproduced in one file, what cannot in another, written before it.
 
     Args:
@@ -48,6 +59,7 @@ def write_curve(config: RunConfig, run: RunDirectory, results: Path, timings: Pa
         run: its directory.
         results: the file for configuration, evaluations and what happened each round; JSON.
         timings: the file for seconds, versions and the machine; JSON.
+        more: columns of `MORE` to keep as well; null where the run has none.
 
     Raises:
         RunDirectoryError: the directory does not hold the whole run; nothing was written.
@@ -59,7 +71,7 @@ def write_curve(config: RunConfig, run: RunDirectory, results: Path, timings: Pa
     found = head | {
         "config": config.to_json(),
         "evaluations": _columns(run.table("evaluations")),
-        "rounds": _columns(metrics.select(name for name in KEPT if name in metrics.columns)),
+        "rounds": _columns(_kept(metrics, more)),
     }
     try:
         _parsed(found, timed)
@@ -70,6 +82,11 @@ def write_curve(config: RunConfig, run: RunDirectory, results: Path, timings: Pa
         ) from wrong
     _write(timings, timed)
     _write(results, found)
+
+
+def _kept(metrics: pl.DataFrame, more: Collection[str]) -> pl.DataFrame:
+    there = [name for name in (*KEPT, *more) if name in metrics.columns]
+    return metrics.select(*there, *(pl.lit(None).alias(name) for name in more if name not in there))
 
 
 def read_curve(results: Path, timings: Path) -> tuple[RunConfig, Mapping[str, pl.DataFrame], Curve]:
@@ -129,9 +146,11 @@ def _checked(name: str, columns: Any) -> dict[str, list[float | None]]:
 
 
 def _columns(table: pl.DataFrame) -> dict[str, list[Any]]:
+    """Return a table's columns as numbers: null where one is not finite, 1 and 0 for true and false."""
+    numbers = table.with_columns(pl.col(pl.Boolean).cast(pl.UInt8))
     return {
         name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in column]
-        for name, column in table.to_dict().items()
+        for name, column in numbers.to_dict().items()
     }
 
 

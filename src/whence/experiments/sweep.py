@@ -121,7 +121,8 @@ def _keep(planned: Planned, out: Path, *, keep_runs: bool) -> None:
         _mark(path).unlink(missing_ok=True)
     else:
         _mark(path).touch()
-    write_curve(planned.config, RunDirectory.open(path), planned.file(out, "curves"), planned.file(out, "timings"))
+    files = planned.file(out, "curves"), planned.file(out, "timings")
+    write_curve(planned.config, RunDirectory.open(path), *files, more=planned.metrics)
     if not keep_runs:
         _discard(path)
 
@@ -141,12 +142,17 @@ def _is_kept(planned: Planned, out: Path) -> bool:
     results = planned.file(out, "curves")
     if not results.exists():
         return False
-    found, _, _ = read_curve(results, planned.file(out, "timings"))
+    found, tables, _ = read_curve(results, planned.file(out, "timings"))
     before, now = found.to_json(), planned.config.to_json()
     if others := [name for name in now if before[name] != now[name]]:
         raise RunDirectoryError(
             f"{results} is of another run: its {others[0]} is {before[others[0]]!r}, the sweep's {now[others[0]]!r}. "
             "Choose another directory, or delete the file."
+        )
+    if lacking := [name for name in planned.metrics if name not in tables["rounds"].columns]:
+        raise RunDirectoryError(
+            f"{results} was kept without {lacking[0]}, which the sweep's `metrics` ask for, and its run is gone. "
+            "Delete the file to have the run made again, choose another directory, or leave the name out."
         )
     return True
 

@@ -10,6 +10,7 @@ from typing import Any
 from whence.errors import WhenceError, nearest
 from whence.experiments.arms import ARMS, STANDARD, known_arms, unknown_arm
 from whence.experiments.config import RunConfig
+from whence.experiments.curves import MORE
 from whence.experiments.plan import check_read, configure_arms, reads
 
 OVERRIDES = tuple(field.name for field in fields(RunConfig) if field.name not in ("env", "arm", "seed", "drop"))
@@ -30,11 +31,13 @@ class Planned:
         group: the experiment's name; runs of one group differ in arm, share to drop and seed only.
         label: the arm's name, with the share where it is not the group's own: "iif", "iif-drop0.25".
         config: the run.
+        metrics: columns of its metrics that are kept beside those that always are; see `MORE`.
     """
 
     group: str
     label: str
     config: RunConfig
+    metrics: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -66,6 +69,8 @@ def read_sweep(path: Path) -> list[Planned]:
     """Return the runs of a sweep file, in its order, seed by seed. All of it is checked here.
 
     ```toml
+    metrics = ["train/entropy_loss"]  # kept of every round, beside what always is; from `MORE`
+
     [[experiment]]
     name = "frozenlake"
     preset = "lda-code/frozenlake"   # or env = "CartPole-v1"
@@ -90,7 +95,8 @@ def read_sweep(path: Path) -> list[Planned]:
     except (RecursionError, ValueError) as wrong:
         raise WhenceError(f"{path} is not TOML: {wrong}.") from None
     try:
-        return _runs(_experiments(document))
+        experiments, metrics = _experiments(document), _metrics(document)
+        return [replace(planned, metrics=metrics) for planned in _runs(experiments)]
     except _Located as wrong:
         raise WhenceError(f"{path}, line {_line(text, wrong.place)}: {wrong}") from wrong.__cause__
 
@@ -134,8 +140,11 @@ def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str
 
 
 def _experiments(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    if unknown := [key for key in document if key != "experiment"]:
-        raise _Located(f"A sweep has no {unknown[0]!r}; it is made of [[experiment]] tables.", unknown[0])
+    if unknown := [key for key in document if key not in ("experiment", "metrics")]:
+        raise _Located(
+            f"A sweep has no {unknown[0]!r}; it is made of [[experiment]] tables, and before them may say `metrics`.",
+            unknown[0],
+        )
     experiments = document.get("experiment")
     if not isinstance(experiments, list) or not experiments:
         raise _Located("There is no [[experiment]] (in two pairs of brackets), so nothing to run.", "experiment")
@@ -143,6 +152,13 @@ def _experiments(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if not isinstance(entry, Mapping):
             raise _Located(f"An experiment is {entry!r}; an [[experiment]] table is needed.", "experiment", number)
     return experiments
+
+
+def _metrics(document: Mapping[str, Any]) -> tuple[str, ...]:
+    metrics = document.get("metrics", [])
+    if not isinstance(metrics, list) or not all(name in MORE for name in metrics) or len({*metrics}) < len(metrics):
+        raise _Located(f"metrics is {metrics!r}; a list of some of {', '.join(MORE)} is needed, each once.", "metrics")
+    return tuple(metrics)
 
 
 def _runs(experiments: Iterable[Mapping[str, Any]]) -> list[Planned]:

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from whence.advantages import td_errors
 from whence.crossfitting import judged_by
 from whence.errors import WhenceError
+from whence.influence import Influence
 from whence.records import RecordBatch
-from whence.rounds import METHODS, RoundRecording, attribute_round
+from whence.rounds import METHODS, RoundRecording, attribute_round_by
 from whence.rounds.replay import Round, check_target, opened
 from whence.rounds.schedule import snapshot
 from whence.targets import BatchTarget, Target
@@ -47,7 +48,7 @@ def scores_of(
         recording: of the round.
         target: what to raise.
         methods: see above.
-        seed: of the random scores.
+        seed: of the random scores, and of what `methods` draw.
         memory: bytes that `methods` may hold at a time; see `attribute_round`.
         told: hears of each stage as it begins.
 
@@ -75,11 +76,13 @@ def scores_of(
     if isinstance(target, BatchTarget) and records.episode_ids is not None and len(records) >= FOLDS:
         told("scores: crossfit")
         found["crossfit"] = _crossfit(without, target)
-    for method in methods:
-        told(f"scores: {method}")
-        influence = attribute_round(policy, recording, target=target, method=method, memory=memory)
-        assert not isinstance(influence, list)
-        found[method] = influence.scores.double().numpy()
+    if methods:
+        told(f"scores: {', '.join(methods)}")
+        by_method = attribute_round_by(policy, recording, methods, target=target, seed=seed, memory=memory)
+        # One influence each, since none is asked for by epoch.
+        found |= {
+            method: own.scores.double().numpy() for method, own in by_method.items() if isinstance(own, Influence)
+        }
     return found | simple
 
 

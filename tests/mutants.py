@@ -1817,6 +1817,20 @@ MUTANTS = (
         "test_llm_contract.py::test_every_loss_type_is_known",
     ),
     Mutant(
+        "settings with which nothing can be selected are seen by the trainer alone",
+        "experiments/groups.py",
+        "    if selects(config):\n        check_selectable(made)\n",
+        "",
+        "test_language.py::TestConfig::test_what_is_refused",
+    ),
+    Mutant(
+        "a rehearsal looks at no router",
+        "experiments/estimate.py",
+        "    if selects(config):\n",
+        "    if False:\n",
+        "test_language.py::TestCommand::test_a_rehearsal_refuses_what_a_run_refuses_of_its_model",
+    ),
+    Mutant(
         "columns that TRL takes for its own",
         "experiments/groups.py",
         '_COLUMN = "of_data_set_"',

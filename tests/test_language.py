@@ -1,6 +1,7 @@
 """Post-training as experiments: what is asked for, what a run leaves, what the command says."""
 
 import json
+import shutil
 import sys
 
 import datasets
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from test_llm_trainer import model_of, tokenizer_of
 from whence import cli, experiments
-from whence.errors import RunDirectoryError, WhenceError
+from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.language import curve, is_finished, run
 from whence.experiments.language_arms import split_arm
@@ -142,12 +143,18 @@ class TestConfig:
             ({"arm": "iif", "algorithm": "grpo", "held_out": 3}, "held_out is of PPO"),
             ({"arm": "iif", "algorithm": "grpo", "settings": {"betta": 1}}, r"GRPOConfig has no setting 'betta'.*beta"),
             ({"arm": "iif", "algorithm": "rloo", "settings": {"num_generations": 3}}, "TRL refuses these settings"),
+            ({"arm": "iif", "algorithm": "grpo", "settings": {"entropy_coef": 0.1}}, "selected with an entropy bonus"),
+            ({"arm": "random", "algorithm": "grpo", "settings": {"loss_type": "bnpo"}}, "bnpo' with several passes"),
             ({"arm": "iif", "settings": {"gamma": 2}}, "gamma is 2"),
         ],
     )
     def test_what_is_refused(self, asked, said):
         with pytest.raises(WhenceError, match=said):
             LanguageConfig(**{"seed": 0, **asked})
+
+    def test_an_arm_that_keeps_all_takes_what_others_cannot(self):
+        for settings in ({"entropy_coef": 0.1}, {"loss_type": "bnpo"}):
+            LanguageConfig("ppo", 0, algorithm="grpo", settings=settings)
 
 
 class TestRun:
@@ -367,6 +374,19 @@ class TestCommand:
             assert isinstance(done.exception, WhenceError), done.output
             assert said in str(done.exception)
         assert invoke("llm", "train", *asked, "--held-out", 2).exit_code == 0
+
+    def test_a_rehearsal_refuses_what_a_run_refuses_of_its_model(self, own, tmp_path):
+        model = shutil.copytree(own / "model", tmp_path / "model")
+        config = json.loads((model / "config.json").read_text()) | {"output_router_logits": False}
+        (model / "config.json").write_text(json.dumps(config | {"router_aux_loss_coef": 0.01}))
+        settings = json.dumps(QUICK_GROUPS | {"max_completion_length": 4, "beta": 0.0, "num_generations": 4})
+        asked = ["--model", model, "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
+        asked += ["--algorithm", "grpo", "--settings", settings, "--run", tmp_path / "run"]
+        for more in (["--dry-run"], []):
+            done = invoke("llm", "train", *asked, "--selection", "iif", *more)
+            assert isinstance(done.exception, Unsupported), done.output
+            assert "a router's auxiliary loss" in str(done.exception)
+        assert invoke("llm", "train", *asked, "--selection", "none", "--dry-run").exit_code == 0
 
     def test_a_rehearsal_for_people(self, own, tmp_path):
         asked = ["--model", own / "model", "--dataset", own / "prompts", "--reward-model", own / "judge"]

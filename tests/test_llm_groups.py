@@ -13,7 +13,7 @@ from test_llm_trainer import PROMPTS, Keep, ScoreAndKeepAll, model_of, tokenizer
 from whence import IPPO, KeepAll, NonPositive, RandomDrop, Unsupported, WhenceError, attribute
 from whence.influence import Influence, Provenance
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, rows_of
-from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer, check_selectable, has_router_loss
 from whence.selection import Progress
 
 GROUPS = {
@@ -299,26 +299,35 @@ class TestRefusals:
             trainer_of("grpo", tmp_path, NonPositive(), **settings)
         trainer_of("grpo", tmp_path, KeepAll(), **settings)  # where nothing is selected, nothing has to be
 
-    def test_what_only_a_running_trainer_shows(self, tmp_path):
-        from whence.llm.groups import _refuse
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"loss_type": "new"}, "loss_type='new'"),
+            ({"use_adaptive_entropy": True}, "an entropy bonus"),
+            ({"use_vllm": True, "vllm_importance_sampling_correction": True}, "vLLM's importance sampling ratio"),
+            ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ],
+    )
+    def test_what_this_machine_or_trl_would_not_make(self, tmp_path, settings, said):
+        args = trainer_of("grpo", tmp_path, NonPositive()).args
+        for name, value in settings.items():
+            setattr(args, name, value)
+        with pytest.raises(Unsupported, match=said):
+            check_selectable(args)
 
+    def test_a_routers_loss(self, tmp_path, monkeypatch):
         trainer = trainer_of("grpo", tmp_path, NonPositive())
-        for name, value, said in (
-            ("aux_loss_enabled", True, "router's auxiliary loss"),
-            ("loss_type", "new", "loss_type='new'"),
-        ):
-            before = getattr(trainer, name)
-            setattr(trainer, name, value)
-            with pytest.raises(Unsupported, match=said):
-                _refuse(trainer)
-            setattr(trainer, name, before)
-        trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
-        with pytest.raises(Unsupported, match="vLLM's importance sampling ratio"):
-            _refuse(trainer)
-        trainer.use_vllm = False
-        trainer.args.use_liger_kernel = True
-        with pytest.raises(Unsupported, match="use_liger_kernel"):
-            _refuse(trainer)
+        config = trainer.model.config
+        assert has_router_loss(trainer.args, trainer.model) is trainer.aux_loss_enabled is False
+        if not hasattr(trainer.args, "router_aux_loss_coef"):
+            pytest.skip("this TRL takes the coefficient from the model")
+        for name, value in (("output_router_logits", False), ("router_aux_loss_coef", 0.01)):
+            monkeypatch.setattr(config, name, value, raising=False)
+        assert has_router_loss(trainer.args, trainer.model)
+        trainer.args.router_aux_loss_coef = 0.0
+        assert not has_router_loss(trainer.args, trainer.model)
+        with pytest.raises(Unsupported, match="router's auxiliary loss"):
+            check_selectable(trainer.args, has_router_loss=True)
 
     def test_a_class_for_a_rule(self, tmp_path):
         with pytest.raises(WhenceError, match="pass an instance"):

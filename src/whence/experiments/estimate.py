@@ -62,11 +62,13 @@ def estimate(config: LanguageConfig) -> Estimate:
 
     Raises:
         WhenceError: what cannot be loaded, a prompt that does not fit, a reward that needs a column there is not.
-        Unsupported: a model that cannot be run without weights.
+        Unsupported: a model that cannot be run without weights, or that a selection cannot train.
     """
     task = task_of(config, weights=False)
     check_tokenizer(task.tokenizer)
     settings = config.trained_by("runs/estimated")
+    if config.algorithm != "ppo":
+        _check_router(config, settings, task)
     plan = (_of_ppo if config.algorithm == "ppo" else _of_groups)(settings, config)
     lengths = _lengths(config, settings, task)
     rows = Rows(plan.trained, max(lengths.trained), plan.response)
@@ -115,6 +117,15 @@ def estimate(config: LanguageConfig) -> Estimate:
         stages=stages,
         flops=flops,
     )
+
+
+def _check_router(config: LanguageConfig, settings: Any, task: Task) -> None:
+    """Refuse what a trainer refuses when it has seen the model."""
+    from whence.experiments.groups import selects
+    from whence.llm.groups import check_selectable, has_router_loss
+
+    if selects(config):
+        check_selectable(settings, has_router_loss=has_router_loss(settings, task.model))
 
 
 class _Lengths(NamedTuple):

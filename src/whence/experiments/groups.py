@@ -19,11 +19,11 @@ from whence.experiments.tasks import Task, group_settings_of, task_of
 from whence.guards import kept_generators
 from whence.llm import SequenceReturn, TokenReturn
 from whence.llm.bars import hidden_bars
-from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer, check_selectable
 from whence.llm.prompts import columns_of
 from whence.llm.rewards import Reward, asked_for, checked
 from whence.runs import RunDirectory
-from whence.selection import Selection
+from whence.selection import KeepAll, Selection
 from whence.tables import summary, with_selection
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def group_config(config: "LanguageConfig", output_dir: str) -> Any:
 
     Raises:
         WhenceError: a setting that TRL does not have, or that it refuses.
+        Unsupported: one with which the arm cannot select; see `check_selectable`.
     """
     kind = TRAINERS[config.algorithm][1]
     known = [one.name for one in fields(kind) if one.init and one.name not in ("output_dir", "seed", "max_steps")]
@@ -74,7 +75,14 @@ def group_config(config: "LanguageConfig", output_dir: str) -> Any:
             f"{made.gradient_accumulation_steps}; a round here is one step on a generation batch, so that both have to "
             "be the same (num_iterations may be more than 1)."
         )
+    if selects(config):
+        check_selectable(made)
     return made
+
+
+def selects(config: "LanguageConfig") -> bool:
+    """Tell whether a run's rule drops or weighs completions."""
+    return type(config.rule()) is not KeepAll
 
 
 def rounds_of(config: "LanguageConfig") -> int:

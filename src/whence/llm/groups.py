@@ -64,7 +64,7 @@ class _Influence:
         self.seconds: dict[str, dict[str, float]] = {}
         if type(self.rule) is not KeepAll:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
-            _refuse(self)
+            check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
 
     def _objective(self) -> Objective:
         raise NotImplementedError
@@ -213,22 +213,34 @@ def _as_loaded(model: Any) -> Iterator[None]:
         model.forward = wrapped
 
 
-def _refuse(trainer: Any) -> None:
+def has_router_loss(args: Any, model: Any) -> bool:
+    """Tell whether TRL will add a router's auxiliary loss, where its configuration has a coefficient of it."""
+    if not hasattr(args, "router_aux_loss_coef"):
+        return False
+    text, coefficient = model.config.get_text_config(), args.router_aux_loss_coef
+    own = getattr(text, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    return hasattr(text, "output_router_logits") and own != 0.0
+
+
+def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
     """Refuse settings with which a step cannot be made that of the kept completions alone.
+
+    Args:
+        args: TRL's GRPOConfig or RLOOConfig.
+        has_router_loss: whether TRL adds a router's auxiliary loss, which the model has a say in.
 
     Raises:
         Unsupported: names the setting.
     """
-    args = trainer.args
+    loss_type = getattr(args, "loss_type", "grpo")
     steps = args.steps_per_generation // args.gradient_accumulation_steps
     found = {
-        f"loss_type={getattr(trainer, 'loss_type', None)!r}": (
-            getattr(trainer, "loss_type", "grpo") not in (*_ROWS, *_TOKENS),
+        f"loss_type={loss_type!r}": (
+            loss_type not in (*_ROWS, *_TOKENS),
             "it is not known how it brings tokens together",
         ),
         "loss_type='bnpo' with several passes a step": (
-            getattr(trainer, "loss_type", None) == "bnpo"
-            and args.gradient_accumulation_steps * trainer.accelerator.num_processes > 1,
+            loss_type == "bnpo" and args.gradient_accumulation_steps * args.world_size > 1,
             "each pass, and each process, is divided by its own tokens; use loss_type='dapo', or "
             "gradient_accumulation_steps=1 in one process",
         ),
@@ -238,23 +250,23 @@ def _refuse(trainer: Any) -> None:
             "gradient_accumulation_steps (num_iterations may be more than 1)",
         ),
         "an entropy bonus": (
-            getattr(trainer, "_entropy_bonus_enabled", False),
-            "it is a mean over the tokens of each pass; set entropy_coef=0",
+            getattr(args, "entropy_coef", 0.0) != 0.0 or getattr(args, "use_adaptive_entropy", False),
+            "it is a mean over the tokens of each pass; set entropy_coef=0, and use_adaptive_entropy=False",
         ),
         "top_entropy_quantile": (
-            getattr(trainer, "top_entropy_quantile", 1.0) < 1.0,
+            getattr(args, "top_entropy_quantile", 1.0) < 1.0,
             "its threshold is taken in each pass; set it to 1",
         ),
         "a router's auxiliary loss": (
-            getattr(trainer, "aux_loss_enabled", False),
+            has_router_loss,
             "dropped completions would count in it; set router_aux_loss_coef=0",
         ),
         "off_policy_mask_threshold": (
-            getattr(trainer, "off_policy_mask_threshold", None) is not None,
+            getattr(args, "off_policy_mask_threshold", None) is not None,
             "scores know nothing of it; leave it unset",
         ),
         "vLLM's importance sampling ratio": (
-            getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False),
+            getattr(args, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False),
             "scores know nothing of it; set vllm_importance_sampling_correction=False",
         ),
         "use_liger_kernel": (

@@ -12,7 +12,8 @@ from whence import experiments
 from whence.experiments import load_sweep, summarise_sweep
 from whence.runs import RunDirectory
 
-PAPER = Path(__file__).parent.parent / "results" / "paper"
+RESULTS = Path(__file__).parent.parent / "results"
+PAPER = RESULTS / "paper"
 INTERVAL = re.compile(r"(−?[\d.,]+%?) \[(−?[\d.,]+%?), (−?[\d.,]+%?)\]")
 
 
@@ -42,13 +43,16 @@ def test_the_summary_is_that_of_the_runs(summary):
     assert json.loads((PAPER / "summary.json").read_text(encoding="utf-8")) == summary
 
 
-def test_every_interval_of_the_text_is_one_of_the_runs(results, summary):
-    # Of all seeds, or of the first three, which the text compares where an arm has no more.
-    first = {
+def first_three(results):
+    return {
         group: {label: {seed: run for seed, run in runs.items() if seed < 3} for label, runs in labels.items()}
         for group, labels in results.items()
     }
-    known = {*intervals(summary), *intervals(summarise_sweep(first))}
+
+
+def test_every_interval_of_the_text_is_one_of_the_runs(results, summary):
+    # Of all seeds, or of the first three, which the text compares where an arm has no more.
+    known = {*intervals(summary), *intervals(summarise_sweep(first_three(results)))}
     said = {" ".join(m.group(0).split()) for m in INTERVAL.finditer((PAPER / "README.md").read_text(encoding="utf-8"))}
     assert len(said) > 50
     assert said <= known, sorted(said - known)
@@ -59,3 +63,11 @@ def test_a_run_begins_again_as_it_did(results, tmp_path):
     experiments.run(replace(kept.config, rounds=2), tmp_path / "run")
     again = RunDirectory.open(tmp_path / "run").table("evaluations")["test_return"].to_list()
     assert again == kept.tables["evaluations"]["test_return"].to_list()[:3]
+
+
+def test_the_demo_is_three_seeds_of_frozenlake(results):
+    (demo,) = json.loads((RESULTS / "demo" / "summary.json").read_text(encoding="utf-8")).values()
+    again = summarise_sweep({"lake": {arm: first_three(results)["frozenlake"][arm] for arm in demo}})["lake"]
+    for arm, metrics in demo.items():
+        for name in metrics.keys() - {"rt_peak", "rt_peak_paper"}:  # seconds differ from run to run
+            assert metrics[name] == again[arm][name], (arm, name)

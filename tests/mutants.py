@@ -858,6 +858,13 @@ MUTANTS = (
         "test_tables.py::TestTables::test_they_hold_what_the_summary_says",
     ),
     Mutant(
+        "rounds of the first seed alone",
+        "report/markdown.py",
+        """kept.tables["rounds"] for kept in runs.values()]""",
+        """kept.tables["rounds"] for kept in [*runs.values()][:1]]""",
+        "test_tables.py::TestTables::test_of_rounds_what_was_kept_is_told",
+    ),
+    Mutant(
         "seconds of a mean round",
         "report/markdown.py",
         "np.median(table[column]",

@@ -21,14 +21,19 @@ LAKE = RunConfig(env="FrozenLake-v1", arm="ppo", seed=0, rounds=4, eval_episodes
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def finished(config):
-    """A run that rises from 0 to 1, sooner where its arm is not ppo, with the seconds 1 ... 6 a round."""
+def finished(config, **of_rounds):
+    """A run that rises from 0 to 1, sooner where its arm is not ppo, with the seconds 1 ... 6 a round.
+
+    of_rounds: columns of what is kept of each round.
+    """
     steps = np.arange(config.rounds + 1) / config.rounds
     returns = steps ** (1 + config.seed / 10) if config.arm == "ppo" else steps ** (0.5 + config.seed / 10)
     evaluations = pl.DataFrame({"round": np.arange(len(returns)), "test_return": returns, "standard_error": 0.01})
     columns = [f"{stage}_{clock}" for stage in ("collection", "scoring", "optimisation") for clock in ("cpu", "wall")]
     seconds = pl.DataFrame({name: [float(place)] * config.rounds for place, name in enumerate(columns, start=1)})
-    return Kept(config, {"evaluations": evaluations, "seconds": seconds}, curve_of(config, evaluations, seconds))
+    rounds = pl.DataFrame({"round": np.arange(1, config.rounds + 1), **of_rounds})
+    tables = {"evaluations": evaluations, "rounds": rounds, "seconds": seconds}
+    return Kept(config, tables, curve_of(config, evaluations, seconds))
 
 
 def results(config=LAKE, **seeds):
@@ -127,6 +132,16 @@ class TestTables:
         assert not any("[" in cell for cell in iif.values())
         assert "[" not in returns[1]["mean return less ppo's"]
         assert ("[" in saved[0]["SE_ave"]) == (len(seeds["ppo"]) > 1)
+
+    def test_of_rounds_what_was_kept_is_told(self, tmp_path):
+        arms = {"ppo": {}, "iif": {"fell_back": [1, 0, 0, 1], "train/approx_kl": [0.25, None, 0.5, 0.75]}}
+        found = {"lake": {arm: {0: finished(replace(LAKE, arm=arm), **kept)} for arm, kept in arms.items()}}
+        found["lake"]["iif"][1] = finished(replace(LAKE, arm="iif", seed=1), fell_back=[0, 0, 0, 0])
+        _, _, of_rounds, _ = tables(written(found, tmp_path))
+        assert of_rounds == [
+            {"arm": "ppo", "rounds in which the guard fell back": "", "divergence (KL)": ""},
+            {"arm": "iif", "rounds in which the guard fell back": "25.0%", "divergence (KL)": "0.5"},
+        ]
 
     def test_one_round_that_took_long_does_not_count(self, tmp_path):
         found = results(ppo=[0], iif=[0])

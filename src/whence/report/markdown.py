@@ -26,12 +26,24 @@ _OVER_NULL = ("se_ave", "se_ave_literal")
 _REFERENCES = (STANDARD, "random", "iif")
 """The arms that others' mean returns are held against."""
 
+_OF_ROUNDS = {
+    "dropped_share": ("records dropped", ".1%"),
+    "negative_share": ("records below 0", ".1%"),
+    "fell_back": ("rounds in which the guard fell back", ".1%"),
+    "train/update_scale": ("update scaled by", ".3g"),
+    "train/approx_kl": ("divergence (KL)", ".3g"),
+    "train/clip_fraction": ("ratios clipped", ".1%"),
+    "train/entropy_loss": ("entropy loss", ".3g"),
+}
+"""What is said of rounds, by its name in the metrics, and how it is written."""
+
 KEY: Mapping[str, str] = {
     **DEFINITIONS,
     "Every maximum": "over the levels of LDA's paper: every strictly larger maximum, however little larger.",
     HEADINGS["unreached"].capitalize(): "their share; such a level counts as one round more than there are.",
     "Returns": "means over an arm's seeds; the IQM leaves out a quarter of the seeds at either end.",
     "Less another arm's": "the mean difference over the seeds that both have, with a 95% t interval; its null is 0.",
+    "Records dropped": "in a mean round; under ppo-matched, which drops none, those whose step it takes the length of.",
     "One seed": f"no interval; nor is there one of rounds and time saved where {STANDARD} has one seed.",
 }
 """How the tables are meant."""
@@ -80,6 +92,8 @@ def _section(group: str, labels: Labels, summary: Mapping[str, Any] | None, link
         parts.append(f"No run of {STANDARD} is finished, so there is nothing to measure the others against.")
     else:
         parts += ["Rounds and time saved:", _saved(labels, summary), "Test returns:", _returns(labels, summary)]
+    if (of_rounds := _of_rounds(labels)) is not None:
+        parts += ["A mean round:", of_rounds]
     parts += ["Seconds of a median round, of the process (CPU) and of the clock (wall):", _seconds(labels)]
     parts += [f"![{group}: {Path(link).stem}]({link})" for link in links]
     return "\n\n".join(parts)
@@ -164,6 +178,24 @@ def _returns(labels: Labels, summary: Mapping[str, Any]) -> str:
     return _table(
         ["arm", "seeds", *headings, *(f"{HEADINGS[metric]} less {other}'s" for metric, other in compared)], rows
     )
+
+
+def _of_rounds(labels: Labels) -> str | None:
+    """Return the table of means over rounds and seeds; None where nothing of rounds was kept."""
+    tables = {
+        label: pl.concat([kept.tables["rounds"] for kept in runs.values()], how="diagonal_relaxed")
+        for label, runs in labels.items()
+    }
+    there = [name for name in _OF_ROUNDS if any(name in table.columns for table in tables.values())]
+    if not there:
+        return None
+    rows = [[label, *(_mean_of(table, name) for name in there)] for label, table in tables.items()]
+    return _table(["arm", *(_OF_ROUNDS[name][0] for name in there)], rows)
+
+
+def _mean_of(table: pl.DataFrame, name: str) -> str:
+    known = table[name].drop_nulls().cast(pl.Float64).to_numpy() if name in table.columns else np.empty(0)
+    return f"{known.mean():{_OF_ROUNDS[name][1]}}" if len(known) else ""
 
 
 def _seconds(labels: Labels) -> str:

@@ -65,6 +65,12 @@ def scores_of(
         "td-error": np.abs(_td_errors(records)),
         "random": np.random.default_rng(seed).normal(size=len(records)),
     }
+    whole: dict[str, Vector] = {}
+    if methods:  # first, since they may not fit into memory
+        told(f"scores: {', '.join(methods)}")
+        by_method = attribute_round_by(policy, recording, methods, target=target, seed=seed, memory=memory)
+        # One influence each, since none is asked for by epoch.
+        whole = {name: own.scores.double().numpy() for name, own in by_method.items() if isinstance(own, Influence)}
     with_values = opened(policy, recording)
     without = opened(policy, replace(recording, update=replace(recording.update, vf_coef=0.0)))
     target = check_target(target, without)
@@ -76,14 +82,7 @@ def scores_of(
     if isinstance(target, BatchTarget) and records.episode_ids is not None and len(records) >= FOLDS:
         told("scores: crossfit")
         found["crossfit"] = _crossfit(without, target)
-    if methods:
-        told(f"scores: {', '.join(methods)}")
-        by_method = attribute_round_by(policy, recording, methods, target=target, seed=seed, memory=memory)
-        # One influence each, since none is asked for by epoch.
-        found |= {
-            method: own.scores.double().numpy() for method, own in by_method.items() if isinstance(own, Influence)
-        }
-    return found | simple
+    return found | whole | simple
 
 
 def _snapshot(round: Round, target: Target) -> Vector:

@@ -18,8 +18,8 @@ from plotly.subplots import make_subplots
 from benchmarks.faithfulness import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
 from benchmarks.markdown import cell, nested, table
 from benchmarks.selection_tables import compared, gain_means, gain_sections
-from whence.counterfactual.measures import interval
 from whence.guards import written_atomically
+from whence.intervals import t_interval
 from whence.report.figures import COLOURS, interventions_box
 
 UNIT = ["env", "optimizer", "seed", "round"]
@@ -121,7 +121,7 @@ def over_seeds(rows: pl.DataFrame, column: str, whole: str | None = None) -> dic
     own = pl.col(column).mean()
     means = known.group_by("seed", maintain_order=True).agg(mean=own if whole is None else own / pl.col(whole).mean())
     values = [value for value in means["mean"].to_list() if value is not None and abs(value) < float("inf")]
-    return {**interval(values), "seeds": len(values), "rounds": len(known)}
+    return {**t_interval(values), "seeds": len(values), "rounds": len(known)}
 
 
 def _means(rows: pl.DataFrame, by: Sequence[str], columns: Sequence[str]) -> list[dict[str, Any]]:

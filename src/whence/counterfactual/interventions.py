@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from whence.counterfactual.measures import interval
 from whence.counterfactual.outcomes import Evaluate, chance_of
 from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain
 from whence.errors import WhenceError
 from whence.influence import Influence
+from whence.intervals import t_interval
 from whence.rounds import RoundRecording
 from whence.selection import scores_for
 
@@ -109,4 +109,4 @@ def mean_change(changes: Sequence[float]) -> Mapping[str, float | int | None]:
         "mean", and "low" and "high" of its 95% t interval over rounds; "rounds", and of them "improved", whose change
         is above 0. There is no mean without a round, and no interval of fewer than two.
     """
-    return {**interval(changes), "rounds": len(changes), "improved": sum(change > 0 for change in changes)}
+    return {**t_interval(changes), "rounds": len(changes), "improved": sum(change > 0 for change in changes)}

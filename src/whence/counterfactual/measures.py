@@ -1,6 +1,6 @@
 """How well scores predict what leaving records out does."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Float
@@ -87,22 +87,6 @@ def agreement(values: Float[NDArray[np.float64], "orders m"]) -> float | None:
     correlations = np.corrcoef(ranks)[np.triu_indices(k, 1)]
     r = max(0.0, float(correlations.mean()))
     return float(np.sqrt(k * r / (1 + (k - 1) * r)))
-
-
-def interval(values: Sequence[float]) -> Mapping[str, float | None]:
-    """Return the "mean" of independent values, and "low" and "high" of its 95% t interval.
-
-    All None without a value; no interval of fewer than two.
-    """
-    found: dict[str, float | None] = {"mean": None, "low": None, "high": None}
-    if values:
-        found["mean"] = mean = float(np.mean(values))
-    if len(values) > 1:
-        # By hand, since scipy's interval is NaN where all values are equal.
-        error = float(np.std(values, ddof=1)) / np.sqrt(len(values))
-        half = float(stats.t.ppf(0.975, len(values) - 1) * error)
-        found |= {"low": mean - half, "high": mean + half}
-    return found
 
 
 def checked_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.float64]:

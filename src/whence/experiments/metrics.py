@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float64
 from scipy import stats
 
 from whence.errors import WhenceError
+from whence.intervals import t_ends, t_interval
 
 PAIR_METRICS = (
     "se_ave",
@@ -27,8 +28,6 @@ PAIR_METRICS = (
 
 CURVE_METRICS = ("final_return", "peak_return", "auc")
 """The keys of `curve_metrics`, in order: each describes one run by itself."""
-
-_TAIL = 0.025  # at either end of a 95% interval
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,16 +301,15 @@ def _pair_entry(
 
 def _curve_entry(name: str, arm: str, alone: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, Any]:
     own = {run_seed: metrics[name] for run_seed, metrics in alone[arm].items()}
-    values = np.array(list(own.values()))
+    values = list(own.values())
     others = {other: {s: metrics[name] for s, metrics in runs.items()} for other, runs in alone.items() if other != arm}
     return {
-        **_t_interval(values),
-        "per_seed": values.tolist(),
+        **t_interval(values),
+        "per_seed": values,
         "iqm": float(stats.trim_mean(values, 0.25)),
         "null": 0.0,
         "differences": {
-            other: _t_interval(np.array([own[s] - theirs[s] for s in own if s in theirs]))
-            for other, theirs in others.items()
+            other: t_interval([own[s] - theirs[s] for s in own if s in theirs]) for other, theirs in others.items()
         },
     }
 
@@ -326,28 +324,17 @@ def _jackknife(
 ) -> dict[str, float | None]:
     """Return a statistic of groups of seeds, given as masks, with the ends that leaving out each seed in turn gives."""
     mean = statistic(*groups)
+    without_ends = {"mean": mean, "low": None, "high": None}
+    if mean is None:
+        return without_ends
     variances = []
     for place, group in enumerate(groups):
         without = [statistic(*groups[:place], group & ~seed, *groups[place + 1 :]) for seed in np.eye(len(group)) > 0]
         known = [value for value in without if value is not None]
         if len(known) < len(without):
-            return {"mean": mean, "low": None, "high": None}
+            return without_ends
         variances.append((len(group) - 1) * float(np.var(known)))
     # Welch and Satterthwaite's, by shares of the whole, which squares of small variances are too small for.
     shares = [variance / (sum(variances) or 1) for variance in variances]
     freedom = 1 / (sum(s**2 / (len(group) - 1) for s, group in zip(shares, groups, strict=True)) or 1)
-    return _ends(mean, float(np.sqrt(sum(variances))), freedom)
-
-
-def _t_interval(values: Float64[np.ndarray, " n"]) -> dict[str, float | None]:
-    if len(values) < 2:
-        return {"mean": _mean(values), "low": None, "high": None}
-    return _ends(_mean(values), float(values.std(ddof=1) / np.sqrt(len(values))), len(values) - 1)
-
-
-def _ends(mean: float | None, standard_error: float, freedom: float) -> dict[str, float | None]:
-    # By hand, since scipy's interval is NaN where all values are equal, as of the standard from itself.
-    if mean is None:
-        return {"mean": None, "low": None, "high": None}
-    half = float(stats.t.ppf(1 - _TAIL, freedom)) * standard_error
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+    return t_ends(mean, float(np.sqrt(sum(variances))), freedom)

@@ -65,7 +65,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "adam": {"optimizer": "Adam", "hyperparameters": {"learning_rate": 3e-4, "max_grad_norm": 0.5}},
 }
 SETUPS = {
-    # Where policies reach the goal in 2%, a half and 95% of the episodes, which Adam does in half as many rounds.
+    # Before policies have learned, midway and nearly there, which under Adam comes sooner; later nothing changes.
     ("frozenlake", "sgd"): Setup("lda-code/frozenlake", (3, 12, 18), 2),
     ("frozenlake", "adam"): Setup("lda-code/frozenlake", (2, 5, 9), 1),
     **{("acrobot", optimizer): Setup("lda-code/acrobot", (3, 15, 40), 5) for optimizer in OPTIMIZERS},

@@ -937,15 +937,15 @@ MUTANTS = (
     Mutant(
         "fresh records of any policy",
         "counterfactual/gains.py",
-        "log_probs_apart(round.view, round.named(round.start.params), fresh)) <= SAME:",
-        "log_probs_apart(round.view, round.named(round.start.params), fresh)) <= 1e9:",
+        'outputs_apart(round.view, round.named(round.start.params), fresh)["log-probs"]) <= SAME:',
+        'outputs_apart(round.view, round.named(round.start.params), fresh)["log-probs"]) <= 1e9:',
         "test_gains.py::test_what_is_refused",
     ),
     Mutant(
         "a recording of any policy of the same shapes",
         "rounds/identity.py",
-        "    if not apart <= SAME:\n",
-        "    if not apart <= 1e9:\n",
+        "        if not apart <= SAME:\n",
+        "        if not apart <= 1e9:\n",
         "test_rounds.py::TestRefusals::test_another_policy_of_the_same_shapes",
     ),
     Mutant(
@@ -970,11 +970,18 @@ MUTANTS = (
         "test_rounds.py::test_a_policy_with_dropout_is_known_by_what_it_does_without",
     ),
     Mutant(
-        "log-probs compared of the last records alone",
+        "outputs compared of the last records alone",
         "rounds/identity.py",
-        "            total += float(",
-        "            total = float(",
-        "test_rounds.py::test_log_probs_are_compared_part_by_part",
+        "totals[name] = totals.get(name, 0.0) + float(apart)",
+        "totals[name] = float(apart)",
+        "test_rounds.py::test_outputs_are_compared_part_by_part",
+    ),
+    Mutant(
+        "a recording of any value network of the same shapes",
+        "rounds/identity.py",
+        "            if read.value is not None and part.values is not None:\n",
+        "            if read.value is None:\n",
+        "test_rounds.py::TestRefusals::test_another_value_network_of_the_same_shapes",
     ),
     Mutant(
         "parameters of several dtypes made one",

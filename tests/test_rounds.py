@@ -22,7 +22,7 @@ from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, at
 from whence.engines.memory import bytes_held
 from whence.errors import RunDirectoryError, Unsupported
 from whence.rounds import METHODS, OptimizerState, attribute_round_by, optimizers, replay, schedule
-from whence.rounds.identity import log_probs_apart
+from whence.rounds.identity import outputs_apart
 from whence.rounds.replay import clip_factor, loss, opened, points, step, values
 from whence.rounds.schedule import SCHEDULED, target_gradient
 from whence.sb3 import InfluenceCallback
@@ -509,14 +509,20 @@ def test_a_policy_with_dropout_is_known_by_what_it_does_without():
     assert all(module.training for module in model.policy.modules())
 
 
-def test_log_probs_are_compared_part_by_part(round):
+@pytest.mark.parametrize("size", [0.1, 10.0])
+def test_outputs_are_compared_part_by_part(round, size):
     model, recording = round
     opening = opened(model.policy, recording)
-    params, places = opening.named(opening.start.params), torch.arange(64)
-    moved = opening.records.with_columns({"log_probs": opening.records.log_probs + 0.01 * (places < 16)})
+    params, moved = opening.named(opening.start.params), torch.arange(64) < 16
+    with torch.no_grad():
+        read = opening.view(params, opening.inputs)
+    columns = {"log_probs": read.log_prob + 0.01 * moved, "values": read.value + size * (moved * 2.0 - 0.5)}
+    records = opening.records.with_columns(columns)
+    unit = max(1.0, float(records.values.abs().mean()))
     for at_once in (10, 64, 100):
-        apart = log_probs_apart(opening.view, params, moved, at_once)
-        assert apart == pytest.approx(0.01 / 4, rel=1e-4)
+        apart = outputs_apart(opening.view, params, records, at_once)
+        assert apart == pytest.approx({"log-probs": 0.01 / 4, "values": size * 0.75 / unit}, rel=1e-4)
+    assert outputs_apart(opening.view, params, replace(records, values=None)).keys() == {"log-probs"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -650,6 +656,15 @@ class TestRefusals:
         with pytest.raises(WhenceError, match=said):
             replay_sb3(other, recording)
         assert_untouched(before, state_of(other))
+
+    def test_another_value_network_of_the_same_shapes(self):
+        recording = recorded(model_of())
+        other = model_of()
+        other.policy.mlp_extractor.value_net[1] = torch.nn.ReLU()
+        said = "of another policy: at the parameters that round 2 began with, this policy's values of the records"
+        for refused in (lambda: replay(other.policy, recording), lambda: replay_sb3(other, recording)):
+            with pytest.raises(WhenceError, match=said):
+                refused()
 
     def test_a_frozen_parameter_that_differs(self, round):
         _, recording = round

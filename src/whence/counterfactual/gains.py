@@ -15,7 +15,7 @@ from whence.guards import eval_mode, kept_generators
 from whence.policies import ModuleView, Outputs, Params, acting_parameters
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.rounds.identity import SAME, log_probs_apart
+from whence.rounds.identity import SAME, outputs_apart
 from whence.rounds.replay import Round, opened
 
 ALL = "all"
@@ -102,7 +102,7 @@ def gains(
     generator = torch.Generator().manual_seed(seed)
     rows: list[dict[str, object]] = []
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        if not (apart := log_probs_apart(round.view, round.named(round.start.params), fresh)) <= SAME:
+        if not (apart := outputs_apart(round.view, round.named(round.start.params), fresh)["log-probs"]) <= SAME:
             raise WhenceError(
                 f"The fresh records were not collected by the policy of round {recording.number} as it was before the "
                 f"round: log-probs are {apart:.2g} apart on average. Collect them with the recorded parameters."

@@ -57,20 +57,20 @@ def check_collected(view: PolicyView, params: Params, records: RecordBatch, numb
         number: of the round.
 
     Raises:
-        WhenceError: its log-probs are not those of the records.
+        WhenceError: its log-probs or its values are not those of the records.
     """
-    apart = log_probs_apart(view, params, records)
-    if not apart <= SAME:
-        raise WhenceError(
-            f"The recording is of another policy: at the parameters that round {number} began with, this policy's "
-            f"log-probs of the records are {apart:.2g} from the recorded ones on average, though all names and shapes "
-            "are the same. Build it with the settings of the run that was recorded, such as activation_fn, "
-            "normalize_images and use of action masks."
-        )
+    for name, apart in outputs_apart(view, params, records).items():
+        if not apart <= SAME:
+            raise WhenceError(
+                f"The recording is of another policy: at the parameters that round {number} began with, this policy's "
+                f"{name} of the records are {apart:.2g} from the recorded ones on average, though all names and shapes "
+                "are the same. Build it with the settings of the run that was recorded, such as activation_fn, "
+                "normalize_images and use of action masks."
+            )
 
 
-def log_probs_apart(view: PolicyView, params: Params, records: RecordBatch, at_once: int = 2048) -> float:
-    """Return how far a policy's log-probs of records are from the recorded ones, on average.
+def outputs_apart(view: PolicyView, params: Params, records: RecordBatch, at_once: int = 2048) -> dict[str, float]:
+    """Return how far what a policy says of records is from what was recorded, on average.
 
     Modes and generators are left as they are.
 
@@ -79,13 +79,22 @@ def log_probs_apart(view: PolicyView, params: Params, records: RecordBatch, at_o
         params: of the policy.
         records: whose log-probs are those of the policy that collected them.
         at_once: records that are read in one pass.
+
+    Returns:
+        `log-probs` in nats; and `values`, where policy and records have them, in units of the recorded ones' mean size
+        where that is above 1.
     """
-    total = 0.0
+    totals: dict[str, float] = {}
     with kept_generators(), eval_mode(list(view.module.modules())), torch.no_grad():
         for first in range(0, len(records), at_once):
             part = records.take(slice(first, first + at_once))
-            inputs = view.prepare(part)
-            read = view.only({"log_prob"}, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
-            found = single("log_prob", read.log_prob)
-            total += float((found.double() - part.log_probs.to(found.device).double()).abs().sum())
-    return total / len(records)
+            inputs, asked = view.prepare(part), {"log_prob", "value"}
+            read = view.only(asked, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
+            pairs = {"log-probs": (single("log_prob", read.log_prob), part.log_probs)}
+            if read.value is not None and part.values is not None:
+                pairs["values"] = (single("value", read.value), part.values)
+            for name, (found, recorded) in pairs.items():
+                apart = (found.double() - recorded.to(found.device).double()).abs().sum()
+                totals[name] = totals.get(name, 0.0) + float(apart)
+    size = 1.0 if records.values is None else max(1.0, float(records.values.double().abs().mean()))
+    return {name: total / len(records) / (size if name == "values" else 1.0) for name, total in totals.items()}

@@ -119,7 +119,7 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
     Raises:
         Unsupported: an optimiser that cannot be replayed step by step, a policy of no known kind, parameters of several
             dtypes where none is given, or BatchNorm.
-        WhenceError: the recording is of another policy: by names, shapes, or the log-probs of its records.
+        WhenceError: the recording is of another policy: by names, shapes, or log-probs or values of its records.
     """
     optimizers.check_optimizer(recording.optimizer)
     view = as_view(policy) if dtype is None else _in_dtype(policy, dtype)

@@ -977,6 +977,13 @@ MUTANTS = (
         "test_rounds.py::test_outputs_are_compared_part_by_part",
     ),
     Mutant(
+        "a penalty chosen with what is left out in the mean",
+        "counterfactual/linear.py",
+        " - 1.0 / (len(left) * penalty)\n",
+        "\n",
+        "test_linear.py::test_the_penalty_leaves_one_out",
+    ),
+    Mutant(
         "a recording of any value network of the same shapes",
         "rounds/identity.py",
         "            if read.value is not None and part.values is not None:\n",

@@ -46,23 +46,41 @@ def test_nothing_is_found_in_noise():
     assert np.abs(found.scores).max() < 0.1
 
 
-def test_the_penalty_leaves_one_out(truth):
-    x = drawn(30).double().numpy()
-    y = x @ truth + np.random.default_rng(4).normal(size=30)
+@pytest.mark.parametrize(
+    ("count", "noise"), [(30, 1.0), (60, 1.0), (30, 1e3)], ids=["fewer than records", "more", "nothing but noise"]
+)
+def test_the_penalty_leaves_one_out(truth, count, noise):
+    x = drawn(count).double().numpy()
+    y = x @ truth + noise * np.random.default_rng(4).normal(size=count)
     scores, penalty = _fit(x, y, None)
-    centred, wanted = x - x.mean(0), y - y.mean()
 
     def error(one):
         left_out = []
-        for row in range(30):
-            rest = np.arange(30) != row
-            kernel = centred[rest] @ centred[rest].T + one * np.eye(29)
-            left_out.append(wanted[row] - centred[row] @ centred[rest].T @ np.linalg.solve(kernel, wanted[rest]))
+        for row in range(count):
+            rest = np.arange(count) != row
+            # Nothing of the row: not in the means either.
+            others, wanted = x[rest] - x[rest].mean(0), y[rest] - y[rest].mean()
+            dual = (
+                np.linalg.solve(others @ others.T + one * np.eye(count - 1), wanted) if np.isfinite(one) else 0 * wanted
+            )
+            left_out.append(y[row] - y[rest].mean() - (x[row] - x[rest].mean(0)) @ others.T @ dual)
         return np.mean(np.square(left_out))
 
-    assert penalty == min(_PENALTIES, key=error)
-    direct = centred.T @ np.linalg.solve(centred @ centred.T + penalty * np.eye(30), wanted)
-    assert np.allclose(scores, direct)
+    assert penalty == min([*_PENALTIES, np.inf], key=error)
+    assert np.isfinite(penalty) == (noise == 1.0)
+    if np.isfinite(penalty):
+        centred, wanted = x - x.mean(0), y - y.mean()
+        direct = centred.T @ np.linalg.solve(centred @ centred.T + penalty * np.eye(count), wanted)
+        assert np.allclose(scores, direct)
+
+
+def test_little_is_taken_from_few_trainings(truth):
+    # With as many trainings as records, what is fitted exactly foretells nothing; nor does it where the prior is all.
+    kept, prior = drawn(40), truth
+    y = kept.double().numpy() @ truth + 10 * np.random.default_rng(5).normal(size=40)
+    assert _fit(kept.double().numpy(), y, prior)[1] >= 1e3
+    found = datamodel(drawn(40), y, prior=prior).scores
+    assert np.corrcoef(found, truth)[0, 1] > 0.99
 
 
 @pytest.mark.parametrize(

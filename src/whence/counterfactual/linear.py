@@ -76,12 +76,15 @@ def _fit(x: Vector, y: Vector, prior: Vector | None) -> tuple[Vector, float]:
     values, vectors = np.linalg.eigh(centred @ centred.T)
     values = np.clip(values, 0.0, None)
     turned = vectors.T @ left
-    best, weights = (left @ left / len(left), np.inf), np.zeros_like(left)
+    # Of a constant alone: what is left out is no part of the mean that it is held against.
+    best, weights = (left @ left * len(left) / (len(left) - 1) ** 2, np.inf), np.zeros_like(left)
     for penalty in _PENALTIES:
         shrunk = 1.0 / (values + penalty)
-        # Of ridge regression, a = (K + penalty)^-1 y, the leave-one-out error is a_i / ((K + penalty)^-1)_ii.
+        # Of ridge regression, a = (K + penalty)^-1 y, the leave-one-out error is a_i / ((K + penalty)^-1)_ii, less what
+        # the constant takes of that. Were it kept, the others' means would tell what was left out, the more surely
+        # the smaller the penalty.
         dual = vectors @ (shrunk * turned)
-        diagonal = (vectors**2) @ shrunk
+        diagonal = (vectors**2) @ shrunk - 1.0 / (len(left) * penalty)
         error = float(np.mean((dual / diagonal) ** 2))
         if error < best[0]:
             best, weights = (error, float(penalty)), dual

@@ -13,6 +13,8 @@ Adam, on three seeds. An early, a middle and a late round of each are then studi
 And every so many rounds the round is trained again without the records that score below 0 (LDA §4.3).
 
 A finished round is not studied again: the command goes on where it was interrupted. Training runs are kept in `--runs`.
+What each training came to is written with the rest, by order and subset: `whence.counterfactual.subsets` of the round's
+seed draws the subsets again, and another score can be held against them without a training.
 """
 
 import json
@@ -166,19 +168,23 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     model, recording = experiments.load_recording(run, number)
     policy, asked = model.policy, {"target": Return(), "seed": seed}
     scores = scores_of(policy, recording, **asked)
-    rows, removals = [], []
+    rows, removals, outcomes = [], [], {}
     with measuring(config, model, episodes=TEST_EPISODES, seed=seed) as measure:
         tested = measure if job.seed == 0 else None
         for share, orders, evaluate in zip(SHARES, (ORDERS[job.optimizer], 2), (tested, None), strict=True):
             settings = {"share": share, "count": SUBSETS, "orders": orders, "evaluate": evaluate}
             found = study(policy, recording, scores=scores, **asked, **settings)
             rows += found.table.with_columns(share=pl.lit(share)).to_dicts()
+            outcomes[str(share)] = {
+                truth: {name: values.tolist() for name, values in by_name.items()}
+                for truth, by_name in found.outcomes.items()
+            }
         chosen = {name: scores[name] for name in REMOVED}
         for shares, evaluate in zip(LEFT_OUT, (None, tested), strict=True):
             left = leave_out(policy, recording, chosen, shares=shares, orders=2, evaluate=evaluate, **asked)
             removals += left.to_dicts()
     cosines = _cosines(config, model, recording, seed).to_dicts()
-    return {"lds": rows, "removals": removals, "cosines": cosines}
+    return {"lds": rows, "removals": removals, "cosines": cosines, "outcomes": outcomes}
 
 
 def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.DataFrame:

@@ -1385,9 +1385,23 @@ MUTANTS = (
     Mutant(
         "the sum of trainings for their mean",
         "rounds/smoothed.py",
-        "return found.mean(dim=1)",
-        "return found.sum(dim=1)",
-        "test_smoothed.py::test_the_derivative_of_each_training",
+        "means = totals / counts.clamp(min=1)[:, None]",
+        "means = totals",
+        "test_smoothed.py::test_each_side_counts_by_its_standard_error",
+    ),
+    Mutant(
+        "trainings without a record that count like those with it",
+        "rounds/smoothed.py",
+        "(noise.rsqrt() if told else torch.ones_like(noise))",
+        "torch.ones_like(noise)",
+        "test_smoothed.py::test_each_side_counts_by_its_standard_error",
+    ),
+    Mutant(
+        "errors of one side's derivatives alone, for the other's",
+        "rounds/smoothed.py",
+        "squares[side] += ((found.sum(dim=0) * those) ** 2).sum(dim=0)",
+        "squares[side] += (found.sum(dim=0) ** 2).sum(dim=0)",
+        "test_smoothed.py::test_each_side_counts_by_its_standard_error",
     ),
     Mutant(
         "a segment of trainings one step short",
@@ -1430,13 +1444,6 @@ MUTANTS = (
         "if (needed := everything + alone) > memory:",
         "if (needed := alone) > memory:",
         "test_smoothed.py::test_what_is_held_is_what_was_estimated",
-    ),
-    Mutant(
-        "parts of trainings that count alike",
-        "rounds/smoothed.py",
-        "* (len(part.weights) / draws)",
-        "/ math.ceil(draws / at_once)",
-        "test_smoothed.py::test_trainings_go_in_parts_where_memory_is_short",
     ),
     Mutant(
         "a sharp edge in the derivative",

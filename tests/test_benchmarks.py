@@ -12,7 +12,7 @@ from scipy import stats
 
 from test_rounds import model_of
 from whence import Return, attribute
-from whence.counterfactual import scores_of
+from whence.counterfactual import lds, scores_of, subsets
 from whence.experiments import load_recording
 from whence.rounds import METHODS
 from whence.runs import RunDirectory
@@ -85,6 +85,20 @@ def test_a_round_is_studied_from_end_to_end(results):
     assert {"snapshot", "trajectory", "smoothed"} < set(removals["score"].drop_nulls())
     changes = json.loads((folder / "intervention_00002.json").read_text())["interventions"]
     assert [row["variant"] for row in changes] == ["full", "filtered", "random"]
+
+
+def test_what_is_stored_is_enough_to_hold_another_score_against(results, rounds):
+    out, run = results
+    faithfulness, _, _ = rounds
+    content = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
+    _, recording = load_recording(RunDirectory.open(run), 2)
+    score = recording.records.advantages.double().numpy()
+    rows = pl.DataFrame(content["lds"], infer_schema_length=None).filter(score="advantage")
+    seed = faithfulness.Job("frozenlake", "sgd", 0).chance(2)
+    for share, truth, outcome, found in rows.select("share", "truth", "outcome", "lds").rows():
+        kept = subsets(64, share, 3, torch.Generator().manual_seed(seed)).double().numpy()
+        stored = np.mean(content["outcomes"][str(share)][truth][outcome], axis=0)
+        assert lds(kept @ score, stored)["lds"] == pytest.approx(found, abs=1e-5)
 
 
 def test_what_is_studied_is_tabulated(results):

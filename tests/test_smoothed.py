@@ -131,12 +131,41 @@ def test_the_derivative_of_each_training(gentle, monkeypatch):
     for row in range(3):
         weights = draws.weights[row].clone().requires_grad_()
         known.append(torch.autograd.grad(end(weights, row), weights)[0])
-    known = torch.stack(known).mean(dim=0)
+    known = torch.stack(known)
     for every in (1, 2, 4, 6):
         found = derivatives(round, draws, Return(), every)
-        assert found.shape == (3, 64)
+        assert found.shape == (3, 3, 64)  # epochs, trainings, records
         assert torch.allclose(found.sum(dim=0), known, rtol=0, atol=1e-9 * float(known.abs().max()))
     assert float(known.abs().max()) > 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("noise", [1.0, 50.0], ids=["alike", "wild"])
+def test_each_side_counts_by_its_standard_error(gentle, monkeypatch, count, noise):
+    model, recording = gentle
+    round, rng = opened(model.policy, recording, dtype=torch.float64), np.random.default_rng(4)
+    draws = drawn(round, count, 0.5, smoothed._seeded(0))
+    inside = draws.weights.numpy() > 0
+    values = rng.normal(size=(3, count, 64)) * np.where(inside, 1.0, noise)
+    taken = iter(np.split(values, [2, 4, 6], axis=1))
+    monkeypatch.setattr(smoothed, "derivatives", lambda *args: torch.from_numpy(next(taken)))
+    found = smoothed._averaged(round, Return(), draws, 1, 2).numpy()
+
+    def error(those):
+        errors = []
+        for record in range(64):
+            own = values[:, those[:, record], record].sum(axis=0)
+            if len(own) > 1:
+                errors.append(own.var(ddof=1) / len(own))
+        return np.mean(errors) if errors else None
+
+    errors = [error(inside), error(~inside)]
+    weights = [1.0, 1.0] if None in errors else [one**-0.5 for one in errors]
+    for record in range(64):
+        sides = [(w, those[:, record]) for w, those in zip(weights, (inside, ~inside), strict=True)]
+        parts = [(w, values[:, own, record].mean(axis=1)) for w, own in sides if own.any()]
+        known = sum(w * mean for w, mean in parts) / sum(w for w, _ in parts)
+        assert np.allclose(found[:, record], known, rtol=1e-9)
 
 
 def test_seed_and_draws(gentle):
@@ -214,6 +243,25 @@ def test_it_sees_the_edge_that_the_derivative_does_not():
         rank[method] = stats.spearmanr(kept.double().numpy() @ scores.double().numpy(), truth).statistic
     assert rank["smoothed"] > 0.5
     assert rank["smoothed"] > rank["unrolled"] + 0.1
+
+
+def test_an_advantage_far_from_the_others():
+    """Put into a training, it moves the advantages' deviation far less than the derivative says at first."""
+    model = model_of(n_steps=128, batch_size=64, learning_rate=1e-3, max_grad_norm=10.0)
+    recording = recorded(model)
+    advantages = recording.records.advantages.clone()
+    advantages[::40] *= 100
+    recording = replace(recording, records=recording.records.with_advantages(advantages))
+    kept = subsets(256, 0.5, 100, torch.Generator().manual_seed(3))
+    trained = retrain(model.policy, recording, kept)
+    truth = outcomes_of(model.policy, recording, trained, Return(), None)["target"]
+    round = opened(model.policy, recording)
+    draws = drawn(round, 16, 0.5, smoothed._seeded(0))
+    alike = derivatives(round, draws, Return(), 4).sum(dim=0).mean(dim=0)
+    scores = attribute_round(model.policy, recording, target=Return(), method="smoothed").scores
+    rank = [stats.spearmanr(kept.double().numpy() @ s.double().numpy(), truth).statistic for s in (alike, scores)]
+    assert rank[1] > 0.7
+    assert rank[1] > rank[0] + 0.1
 
 
 def test_a_round_on_fewer_epochs_scores_by_epoch(gentle):

@@ -5,6 +5,12 @@ others over the edge, where their gradients end; what that does, no derivative o
 is taken as if the edge had a width, and averaged over trainings on random halves in random orders: what a sum of scores
 can say of a subset drawn at random. The halves are of the records that the round trained on, each once an epoch; all
 epochs that were asked for are trained, also where `target_kl` ended the round before.
+
+Of a training that a record is in, the derivative says what leaving it out begins to do; of one that it is not in, what
+putting it in begins to do. What a record does lies between the two, so both count. But the second may be wild:
+advantages are normalised, and one far from the others', put in, moves mean and deviation steeply at first and then
+ever less. So each side counts by the inverse of its standard error: between alike, which is best where the two differ
+in what they say, and by the inverse of the variance, which is best where they differ in noise alone.
 """
 
 import math
@@ -121,7 +127,8 @@ def planned(
 ) -> Totals:
     """Return a function that scores a round by "smoothed"; before it is called a step is all that is done.
 
-    Its scores are the mean over trainings of the derivative of the target by each record's weight.
+    Its scores are means over trainings of the derivative of the target by each record's weight: the mean over those
+    that the record is in, and over those that it is not in, each weighed by the inverse of its standard error.
 
     Args:
         round: from `opened`.
@@ -159,17 +166,44 @@ def planned(
 
 def _averaged(round: Round, target: Target, made: Draws, every: int, at_once: int) -> Float[Tensor, "epochs n"]:
     """Return the mean of what `derivatives` makes of all draws, `at_once` at a time, on the CPU."""
-    draws = len(made.weights)
-    total = torch.zeros(made.epochs[-1] + 1, len(round.records)).to(round.records.log_probs)
-    for first in range(0, draws, at_once):
+    like, epochs = made.weights, made.epochs[-1] + 1
+    trained = torch.zeros_like(like[0], dtype=torch.bool)
+    trained[_trained(round).to(like.device)] = True
+    counts, squares = like.new_zeros(2, like.shape[1]), like.new_zeros(2, like.shape[1])
+    totals = like.new_zeros(2, epochs, like.shape[1])
+    for first in range(0, len(like), at_once):
         own = slice(first, first + at_once)
-        part = Draws(made.weights[own], [positions[own] for positions in made.steps], made.epochs)
-        total += derivatives(round, part, target, every) * (len(part.weights) / draws)
-    return total.cpu()
+        part = Draws(like[own], [positions[own] for positions in made.steps], made.epochs)
+        found, inside = derivatives(round, part, target, every), part.weights > 0
+        for side, those in enumerate((inside, trained & ~inside)):
+            counts[side] += those.sum(dim=0)
+            totals[side] += torch.einsum("emn,mn->en", found, those.to(found))
+            squares[side] += ((found.sum(dim=0) * those) ** 2).sum(dim=0)
+    return _weighed(counts, totals, squares).cpu()
 
 
-def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float[Tensor, "epochs n"]:
-    """Return the mean over draws of the derivative of the target at the end by each record's weight, by epoch.
+def _weighed(
+    counts: Float[Tensor, "2 n"], totals: Float[Tensor, "2 epochs n"], squares: Float[Tensor, "2 n"]
+) -> Float[Tensor, "epochs n"]:
+    """Return the mean over both sides, each weighed by the inverse of its standard error.
+
+    Args:
+        counts: trainings that a record was in, and that it was not in.
+        totals: of its derivatives there, by epoch.
+        squares: of its derivatives there, all epochs together, summed.
+    """
+    means = totals / counts.clamp(min=1)[:, None]
+    several = counts > 1
+    error = (squares - counts * means.sum(dim=1) ** 2) / (counts * (counts - 1)).clamp(min=1)
+    noise = (error * several).sum(dim=1) / several.sum(dim=1)
+    told = bool((several.any(dim=1) & (noise > 0)).all())
+    weights = (noise.rsqrt() if told else torch.ones_like(noise))[:, None] * (counts > 0)
+    share = weights / weights.sum(dim=0).clamp(min=torch.finfo(weights.dtype).tiny)
+    return (share[:, None] * means).sum(dim=0)
+
+
+def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float[Tensor, "epochs m n"]:
+    """Return the derivative of the target at the end by each record's weight, by epoch and draw.
 
     Args:
         round: from `opened`.
@@ -214,4 +248,4 @@ def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float
             adjoint, scores = backward(segment.pop(), draws.steps[number], own[number], adjoint)
             found[draws.epochs[number]].scatter_add_(1, draws.steps[number], scores.detach())
             adjoint = adjoint.map(torch.Tensor.detach)
-    return found.mean(dim=1)
+    return found

@@ -4,6 +4,7 @@ Run: `python -m benchmarks.datamodels results/faithfulness --only lunarlander-ad
 `benchmarks.faithfulness` has trained the runs. The middle round of seed 0 is trained on 4,000 random halves, along its
 recorded minibatches, so that nothing but the half is random. A ridge regression on growing numbers of them is held
 against trainings that it did not see, alone and beginning from the smoothed score; so is every score, on all of them.
+What the best sum of scores would come to is estimated beside.
 
 Trainings are kept beside the runs, a hundred at a time: the command goes on where it was interrupted.
 """
@@ -18,9 +19,9 @@ import typer
 from rich.progress import track
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.faithfulness import RUNS, SETUPS, Job, Out, Runs, rounded
+from benchmarks.faithfulness import RUNS, SETUPS, Job, Out, Runs, all_scores, rounded
 from whence import Return, experiments
-from whence.counterfactual import datamodel, lds, retrain, scores_of, subsets
+from whence.counterfactual import additive_ceiling, datamodel, lds, retrain, subsets
 from whence.counterfactual.outcomes import outcomes_of
 from whence.guards import written_atomically
 from whence.runs import RunDirectory
@@ -46,7 +47,7 @@ def main(
             model, recording = experiments.load_recording(RunDirectory.open(runs / job.name), number)
             kept, outcomes = trained(model, recording, runs / job.name / "datamodel", trainings)
             content = {"env": job.env, "optimizer": job.optimizer, "seed": 0, "round": number}
-            scores = scores_of(model.policy, recording, target=Return())
+            scores = all_scores(model.policy, recording, job.optimizer, target=Return())
             content |= {"trainings": trainings, **fitted(scores, kept, outcomes)}
             with written_atomically(out / "datamodels" / f"{name}.json") as temporary:
                 temporary.write_text(json.dumps(rounded(content), allow_nan=False, indent=1) + "\n", encoding="utf-8")
@@ -70,8 +71,9 @@ def trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[t
 
 def fitted(scores: dict[str, Any], kept: torch.Tensor, outcomes: dict[str, Any]) -> dict[str, Any]:
     """Hold scores, and linear predictors fitted to some of the trainings, against what training came to."""
-    rows: dict[str, Any] = {"scores": [], "datamodels": []}
+    rows: dict[str, Any] = {"scores": [], "datamodels": [], "ceilings": []}
     for outcome, values in outcomes.items():
+        rows["ceilings"].append({"outcome": outcome, **additive_ceiling(kept, values)})
         for name, score in scores.items():
             found = lds(kept.double().numpy() @ score, values)
             rows["scores"].append({"outcome": outcome, "score": name, **found})

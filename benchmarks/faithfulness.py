@@ -32,7 +32,7 @@ import torch
 import typer
 from rich.console import Console
 
-from whence import IIF, Return, attribute, experiments
+from whence import IIF, Return, attribute, attribute_round, experiments
 from whence.counterfactual import intervene, leave_out, scores_of, study
 from whence.experiments import RunConfig
 from whence.experiments.gradients import gradient_cosines, large_rollout
@@ -81,6 +81,9 @@ ORDERS = {"sgd": 2, "adam": 4}
 """Of each half; under SGD orders differ little: four have a ceiling of .988 and more."""
 
 REMOVED = ("snapshot", "trajectory", "unrolled", "smoothed", "advantage")
+MANY = 64
+"""Trainings that another smoothed score averages under Adam, where those of as many as usual differ between seeds."""
+
 LEFT_OUT = ((0.01, 0.05, 0.1, 0.5), (0.25,))
 """Shares of the records; with the latter, test returns are measured."""
 
@@ -167,7 +170,7 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     config, seed = run_config(run), job.chance(number)
     model, recording = experiments.load_recording(run, number)
     policy, asked = model.policy, {"target": Return(), "seed": seed}
-    scores = scores_of(policy, recording, **asked)
+    scores = all_scores(policy, recording, job.optimizer, **asked)
     rows, removals, outcomes = [], [], {}
     with measuring(config, model, episodes=TEST_EPISODES, seed=seed) as measure:
         tested = measure if job.seed == 0 else None
@@ -185,6 +188,15 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
             removals += left.to_dicts()
     cosines = _cosines(config, model, recording, seed).to_dicts()
     return {"lds": rows, "removals": removals, "cosines": cosines, "outcomes": outcomes}
+
+
+def all_scores(policy: Any, recording: Any, optimizer: str, **asked: Any) -> dict[str, Any]:
+    """Return what `scores_of` does, and under Adam the smoothed score of more trainings."""
+    scores = scores_of(policy, recording, **asked)
+    if optimizer == "adam":
+        more = attribute_round(policy, recording, method="smoothed", draws=MANY, **asked)
+        scores[f"smoothed, {MANY} draws"] = more.scores.double().numpy()
+    return scores
 
 
 def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.DataFrame:

@@ -977,6 +977,13 @@ MUTANTS = (
         "test_rounds.py::test_outputs_are_compared_part_by_part",
     ),
     Mutant(
+        "a ceiling of sums that counts a training's product with itself",
+        "counterfactual/linear.py",
+        "(products @ products - own)",
+        "(products @ products)",
+        "test_linear.py::test_nothing_is_no_ceiling",
+    ),
+    Mutant(
         "a penalty chosen with what is left out in the mean",
         "counterfactual/linear.py",
         " - 1.0 / (len(left) * penalty)\n",

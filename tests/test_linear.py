@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from whence import WhenceError
-from whence.counterfactual import datamodel, lds, subsets
+from whence.counterfactual import additive_ceiling, datamodel, lds, subsets
 from whence.counterfactual.linear import _PENALTIES, _fit
 
 
@@ -81,6 +81,50 @@ def test_little_is_taken_from_few_trainings(truth):
     assert _fit(kept.double().numpy(), y, prior)[1] >= 1e3
     found = datamodel(drawn(40), y, prior=prior).scores
     assert np.corrcoef(found, truth)[0, 1] > 0.99
+
+
+def test_the_ceiling_of_sums_alone_is_whole(truth):
+    kept = drawn(4000)
+    found = additive_ceiling(kept, kept.double().numpy() @ truth)
+    assert found["lds"] > 0.97
+    assert found["low"] < found["lds"] <= found["high"] == 1.0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_the_ceiling_is_what_the_true_sum_reaches(truth, share):
+    # Half of the outcome is of squares of sums, which of halves no sum foretells, or noise.
+    rng, found, reached, covered = np.random.default_rng(6), [], [], []
+    for seed in range(30):
+        kept = subsets(40, share, 200, torch.Generator().manual_seed(seed)).double()
+        sums = kept.numpy() @ np.column_stack([truth, rng.normal(size=(40, 12))])
+        best, *others = ((sums - sums.mean(axis=0)) / sums.std(axis=0)).T
+        rest = sum(np.square(others) * rng.choice([-1, 1], size=(12, 1))) if share == 0.5 else rng.normal(size=200)
+        outcomes = best + rest / rest.std()
+        ceiling = additive_ceiling(kept, outcomes)
+        found.append(ceiling["lds"])
+        reached.append(lds(best, outcomes)["lds"])
+        covered.append(ceiling["low"] <= reached[-1] <= ceiling["high"])
+    assert np.mean(found) == pytest.approx(np.mean(reached), abs=0.03)
+    assert sum(covered) >= 27
+
+
+def test_nothing_is_no_ceiling():
+    found = additive_ceiling(drawn(4000), np.random.default_rng(3).normal(size=4000))
+    assert found["low"] == 0.0
+    assert found["lds"] < 0.15
+
+
+def test_what_has_no_ceiling(truth):
+    kept = drawn(40)
+    with pytest.raises(WhenceError, match=r"\(39,\) are needed, of at least 40 trainings"):
+        additive_ceiling(kept, np.arange(39.0))
+    with pytest.raises(WhenceError, match="at least 40 trainings"):
+        additive_ceiling(kept[1:], np.arange(39.0))
+    uneven = kept.clone()
+    uneven[0] = True
+    for bad in (uneven, torch.ones_like(kept)):
+        with pytest.raises(WhenceError, match="one size, neither none of the records nor all"):
+            additive_ceiling(bad, np.arange(40.0))
 
 
 @pytest.mark.parametrize(

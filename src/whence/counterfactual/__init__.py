@@ -3,6 +3,7 @@
 from whence.counterfactual.gains import gains as gains
 from whence.counterfactual.interventions import intervene as intervene
 from whence.counterfactual.linear import Datamodel as Datamodel
+from whence.counterfactual.linear import additive_ceiling as additive_ceiling
 from whence.counterfactual.linear import datamodel as datamodel
 from whence.counterfactual.measures import agreement as agreement
 from whence.counterfactual.measures import lds as lds

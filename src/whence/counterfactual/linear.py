@@ -1,15 +1,22 @@
-"""The best that scores could do: linear predictors fitted to many trainings (datamodels)."""
+"""The best that scores could do: linear predictors fitted to many trainings (datamodels), and what bounds them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Bool, Float
 from numpy.typing import NDArray
+from scipy import stats
 from torch import Tensor
 
 from whence.counterfactual.measures import lds
 from whence.errors import WhenceError
+from whence.intervals import t_ends
 
 Vector = NDArray[np.float64]
+
+BLOCKS = 20
+"""Of trainings, one of which is left out at a time for an interval."""
 
 _PENALTIES = np.logspace(-4, 7, 45)
 
@@ -94,3 +101,52 @@ def _fit(x: Vector, y: Vector, prior: Vector | None) -> tuple[Vector, float]:
 def _multiple(predicted: Vector, wanted: Vector) -> float:
     square = float(predicted @ predicted)
     return float(predicted @ wanted) / square if square > 0 else 0.0
+
+
+def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -> Mapping[str, float]:
+    """Return the LDS that the best sum of scores would have, without looking for that sum.
+
+    Over random subsets of one size, records are in or out almost independently of each other, so the share of the
+    outcomes' variance that a sum can explain is a sum over records of squared covariances. The products of pairs of
+    different trainings estimate these without bias, also where there are fewer trainings than records; a predictor
+    fitted to as many falls short of it. Outcomes count by rank, as normal scores.
+
+    Args:
+        kept: which records each training kept, as many in all.
+        outcomes: what it came to.
+
+    Returns:
+        "lds", and "low" and "high" of its 95% interval, which the jackknife over blocks of trainings makes rather wide.
+
+    Raises:
+        WhenceError: shapes that do not fit, fewer than 40 trainings, or subsets of several sizes.
+    """
+    x, m = kept.double().numpy(), len(outcomes)
+    if outcomes.shape != x.shape[:1] or m < 2 * BLOCKS:
+        raise WhenceError(
+            f"kept has shape {x.shape} and outcomes {outcomes.shape}; ({m}, n) and ({m},) are needed, of at least "
+            f"{2 * BLOCKS} trainings."
+        )
+    n, share = x.shape[1], float(x[0].mean())
+    if np.ptp(x.sum(axis=1)) > 0 or not 0 < share < 1:
+        raise WhenceError("All subsets have to be of one size, neither none of the records nor all.")
+    x = (x - share) / np.sqrt(share * (1 - share))
+    y = stats.norm.ppf((stats.rankdata(outcomes) - 0.5) / m)
+    y /= y.std()
+    block = np.arange(m) % BLOCKS
+    products = np.stack([y[block == number] @ x[block == number] for number in range(BLOCKS)])
+    own = n * np.array([(y[block == number] ** 2).sum() for number in range(BLOCKS)])  # a training's with itself
+    sizes = np.bincount(block)
+
+    def explained(products: Vector, own: float, count: int) -> float:
+        # Records of subsets of one size are correlated by -1 / (n - 1).
+        return float((products @ products - own) / (count * (count - 1)) * (n - 1) / n)
+
+    whole = explained(products.sum(axis=0), own.sum(), m)
+    without = [explained(products.sum(axis=0) - products[b], own.sum() - own[b], m - sizes[b]) for b in range(BLOCKS)]
+    error = float(np.sqrt((BLOCKS - 1) * np.var(without)))
+    found = t_ends(whole, error, BLOCKS - 1)
+    ends = np.clip([found["mean"], found["low"], found["high"]], 0.0, 1.0)
+    # Spearman's correlation of two normal variables whose Pearson's is the root of the share.
+    reached = 6 / np.pi * np.arcsin(np.sqrt(ends) / 2)
+    return dict(zip(("lds", "low", "high"), reached.tolist(), strict=True))

@@ -3,7 +3,8 @@
 Run: `python -m benchmarks.datamodels results/faithfulness --only lunarlander-adam [--trainings 4000]`, after
 `benchmarks.faithfulness` has trained the runs. The middle round of seed 0 is trained on 4,000 random halves, along its
 recorded minibatches, so that nothing but the half is random. A ridge regression on growing numbers of them is held
-against trainings that it did not see, alone and beginning from the smoothed score; so is every score, on all of them.
+against trainings that it did not see, alone and beginning from the smoothed score, which is held against the same; so
+is every score, on all of them.
 What the best sum of scores would come to is estimated beside.
 
 Trainings are kept beside the runs, a hundred at a time: the command goes on where it was interrupted.
@@ -81,7 +82,10 @@ def fitted(scores: dict[str, Any], kept: torch.Tensor, outcomes: dict[str, Any])
             for prior in (None, "smoothed"):
                 fit = datamodel(kept[:size], values[:size], prior=None if prior is None else scores[prior])
                 penalty = fit.penalty if np.isfinite(fit.penalty) else None
-                about = {"outcome": outcome, "trainings": size, "prior": prior, "penalty": penalty}
+                alone = (
+                    None if prior is None else lds(kept[:size].double().numpy() @ scores[prior], values[:size])["lds"]
+                )
+                about = {"outcome": outcome, "trainings": size, "prior": prior, "penalty": penalty, "prior_lds": alone}
                 rows["datamodels"].append({**about, "lds": fit.lds, "low": fit.low, "high": fit.high})
     return rows
 

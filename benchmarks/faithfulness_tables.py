@@ -177,7 +177,7 @@ def additive_ceilings(out: Path) -> dict[str, Any]:
                 "round": content["round"],
                 "trainings": content["trainings"],
                 "ceiling": {name: ceiling[name] for name in ("lds", "low", "high")},
-                "fits": [{name: row[name] for name in ("trainings", "prior", "lds")} for row in fits],
+                "fits": [{name: row[name] for name in ("trainings", "prior", "prior_lds", "lds")} for row in fits],
                 "scores": {row["score"]: row["lds"] for row in content["scores"] if row["outcome"] == outcome},
             }
     return found
@@ -247,12 +247,15 @@ def _additive_sections(found: Mapping[str, Any]) -> Iterable[str]:
                 lines.append([score, *cells])
         fits = dict.fromkeys((fit["trainings"], fit["prior"]) for own in by_group.values() for fit in own["fits"])
         for trainings, prior in fits:
-            name = f"linear, {trainings:,} trainings" + (f", from {prior}" if prior else "")
-            reached = [
-                next((f["lds"] for f in own["fits"] if (f["trainings"], f["prior"]) == (trainings, prior)), None)
+            own_fits = [
+                next((fit for fit in own["fits"] if (fit["trainings"], fit["prior"]) == (trainings, prior)), None)
                 for own in by_group.values()
             ]
-            lines.append([name, *("–" if lds is None else f"{lds:.3f}".replace("-", "−") for lds in reached)])
+            lines.append(
+                [f"linear, {trainings:,} trainings" + (f", from {prior}" if prior else ""), *_of(own_fits, "lds")]
+            )
+            if prior:
+                lines.append([f"{prior}, on these {trainings:,}", *_of(own_fits, "prior_lds")])
         ceilings = [
             cell({"mean": own["ceiling"]["lds"], "low": own["ceiling"]["low"], "high": own["ceiling"]["high"]})
             for own in by_group.values()
@@ -264,6 +267,11 @@ def _additive_sections(found: Mapping[str, Any]) -> Iterable[str]:
             "the best sum of scores would come to, estimated without a fit. Linear predictors are cross-validated.\n\n"
             f"{table(lines)}"
         )
+
+
+def _of(fits: Sequence[Mapping[str, Any] | None], name: str) -> list[str]:
+    values = [None if fit is None else fit[name] for fit in fits]
+    return ["–" if value is None else f"{value:.3f}".replace("-", "−") for value in values]
 
 
 def _cosine_section(rows: pl.DataFrame) -> str:

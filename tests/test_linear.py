@@ -125,6 +125,9 @@ def test_what_has_no_ceiling(truth):
     for bad in (uneven, torch.ones_like(kept)):
         with pytest.raises(WhenceError, match="one size, neither none of the records nor all"):
             additive_ceiling(bad, np.arange(40.0))
+    for outcomes in (np.ones(40), np.where(np.arange(40) == 3, np.nan, np.arange(40.0))):
+        with pytest.raises(WhenceError, match="finite, and not all the same"):
+            additive_ceiling(kept, outcomes)
 
 
 @pytest.mark.parametrize(

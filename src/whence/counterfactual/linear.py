@@ -119,7 +119,8 @@ def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -
         "lds", and "low" and "high" of its 95% interval, which the jackknife over blocks of trainings makes rather wide.
 
     Raises:
-        WhenceError: shapes that do not fit, fewer than 40 trainings, or subsets of several sizes.
+        WhenceError: shapes that do not fit, fewer than 40 trainings, subsets of several sizes, or outcomes that are not
+            finite or all the same.
     """
     x, m = kept.double().numpy(), len(outcomes)
     if outcomes.shape != x.shape[:1] or m < 2 * BLOCKS:
@@ -130,6 +131,8 @@ def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -
     n, share = x.shape[1], float(x[0].mean())
     if np.ptp(x.sum(axis=1)) > 0 or not 0 < share < 1:
         raise WhenceError("All subsets have to be of one size, neither none of the records nor all.")
+    if not np.isfinite(outcomes).all() or np.ptp(outcomes) == 0:
+        raise WhenceError("Outcomes have to be finite, and not all the same.")
     x = (x - share) / np.sqrt(share * (1 - share))
     y = stats.norm.ppf((stats.rankdata(outcomes) - 0.5) / m)
     y /= y.std()

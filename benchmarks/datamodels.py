@@ -3,9 +3,8 @@
 Run: `python -m benchmarks.datamodels results/faithfulness --only lunarlander-adam [--trainings 4000]`, after
 `benchmarks.faithfulness` has trained the runs. The middle round of seed 0 is trained on 4,000 random halves, along its
 recorded minibatches, so that nothing but the half is random. A ridge regression on growing numbers of them is held
-against trainings that it did not see, alone and beginning from the smoothed score, which is held against the same; so
-is every score, on all of them.
-What the best sum of scores would come to is estimated beside.
+against trainings that it did not see, alone and beginning from the smoothed score, which is held against the same
+trainings. So is every score, against all of them. What the best sum of scores would come to is estimated beside.
 
 Trainings are kept beside the runs, a hundred at a time: the command goes on where it was interrupted.
 """
@@ -80,11 +79,10 @@ def fitted(scores: dict[str, Any], kept: torch.Tensor, outcomes: dict[str, Any])
             rows["scores"].append({"outcome": outcome, "score": name, **found})
         for size in (size for size in SIZES if size <= len(kept)):
             for prior in (None, "smoothed"):
-                fit = datamodel(kept[:size], values[:size], prior=None if prior is None else scores[prior])
+                own = None if prior is None else scores[prior]
+                fit = datamodel(kept[:size], values[:size], prior=own)
                 penalty = fit.penalty if np.isfinite(fit.penalty) else None
-                alone = (
-                    None if prior is None else lds(kept[:size].double().numpy() @ scores[prior], values[:size])["lds"]
-                )
+                alone = None if own is None else lds(kept[:size].double().numpy() @ own, values[:size])["lds"]
                 about = {"outcome": outcome, "trainings": size, "prior": prior, "penalty": penalty, "prior_lds": alone}
                 rows["datamodels"].append({**about, "lds": fit.lds, "low": fit.low, "high": fit.high})
     return rows

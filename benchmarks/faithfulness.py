@@ -80,10 +80,10 @@ SUBSETS = 100
 ORDERS = {"sgd": 2, "adam": 4}
 """Of each half; under SGD orders differ little: four have a ceiling of .988 and more."""
 
-REMOVED = ("snapshot", "trajectory", "unrolled", "smoothed", "advantage")
 MANY = 64
 """Trainings that another smoothed score averages under Adam, where those of as many as usual differ between seeds."""
 
+REMOVED = ("snapshot", "trajectory", "unrolled", "smoothed", "advantage")
 LEFT_OUT = ((0.01, 0.05, 0.1, 0.5), (0.25,))
 """Shares of the records; with the latter, test returns are measured."""
 

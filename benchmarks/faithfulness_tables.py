@@ -247,15 +247,15 @@ def _additive_sections(found: Mapping[str, Any]) -> Iterable[str]:
                 lines.append([score, *cells])
         fits = dict.fromkeys((fit["trainings"], fit["prior"]) for own in by_group.values() for fit in own["fits"])
         for trainings, prior in fits:
-            own_fits = [
-                next((fit for fit in own["fits"] if (fit["trainings"], fit["prior"]) == (trainings, prior)), None)
+            matching = [
+                next((fit for fit in own["fits"] if (fit["trainings"], fit["prior"]) == (trainings, prior)), {})
                 for own in by_group.values()
             ]
-            lines.append(
-                [f"linear, {trainings:,} trainings" + (f", from {prior}" if prior else ""), *_of(own_fits, "lds")]
-            )
+            rows = {f"linear, {trainings:,} trainings" + (f", from {prior}" if prior else ""): "lds"}
             if prior:
-                lines.append([f"{prior}, on these {trainings:,}", *_of(own_fits, "prior_lds")])
+                rows[f"{prior}, on these {trainings:,}"] = "prior_lds"
+            for name, key in rows.items():
+                lines.append([name, *(cell({"mean": fit.get(key)}, interval=False) for fit in matching)])
         ceilings = [
             cell({"mean": own["ceiling"]["lds"], "low": own["ceiling"]["low"], "high": own["ceiling"]["high"]})
             for own in by_group.values()
@@ -267,11 +267,6 @@ def _additive_sections(found: Mapping[str, Any]) -> Iterable[str]:
             "the best sum of scores would come to, estimated without a fit. Linear predictors are cross-validated.\n\n"
             f"{table(lines)}"
         )
-
-
-def _of(fits: Sequence[Mapping[str, Any] | None], name: str) -> list[str]:
-    values = [None if fit is None else fit[name] for fit in fits]
-    return ["–" if value is None else f"{value:.3f}".replace("-", "−") for value in values]
 
 
 def _cosine_section(rows: pl.DataFrame) -> str:

@@ -12,7 +12,7 @@ from whence.records import RecordBatch, single
 from whence.rounds.recording import RoundRecording
 
 SAME = 1e-3
-"""Up to how far apart log-probs of one policy may be on average.
+"""Up to how far apart what one policy says of records may be on average; see `outputs_apart` for the units.
 
 Float32 rounds to 1e-6 or so; convolutions on a GPU, which round to 10 bits, differ from a CPU's by up to 1e-3 on
 average, and by several times that on single records.

@@ -165,7 +165,7 @@ def planned(
 
 
 def _averaged(round: Round, target: Target, made: Draws, every: int, at_once: int) -> Float[Tensor, "epochs n"]:
-    """Return the mean of what `derivatives` makes of all draws, `at_once` at a time, on the CPU."""
+    """Return what `derivatives` makes of all draws, `at_once` at a time, averaged by `_weighed`, on the CPU."""
     like, epochs = made.weights, made.epochs[-1] + 1
     trained = torch.zeros_like(like[0], dtype=torch.bool)
     trained[_trained(round).to(like.device)] = True

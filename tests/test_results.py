@@ -1,10 +1,11 @@
-"""What is committed of the paper's evaluation is what its runs give, and what its text says is what they gave."""
+"""What is committed of the evaluations is what their runs give, and what their texts say is what they gave."""
 
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -14,6 +15,7 @@ from whence.runs import RunDirectory
 
 RESULTS = Path(__file__).parent.parent / "results"
 PAPER = RESULTS / "paper"
+FAITHFULNESS = RESULTS / "faithfulness"
 INTERVAL = re.compile(r"(−?[\d.,]+%?) \[(−?[\d.,]+%?), (−?[\d.,]+%?)\]")
 
 
@@ -28,15 +30,19 @@ def summary(results):
 
 
 def intervals(node: object) -> Iterator[str]:
-    """Every figure with an interval as text, as a share and as a return."""
+    """Every figure with an interval as text, as a share, as a return and as a correlation."""
     if isinstance(node, dict):
-        for own in (("mean", "low", "high"), ("null", "null_low", "null_high")):
+        for own in (("mean", "low", "high"), ("null", "null_low", "null_high"), ("lds", "low", "high")):
             if all(isinstance(node.get(key), float) for key in own):
-                for form in (".1%", ".3g"):
+                for form in (".1%", ".0%", ".3g", ".3f", ".1f"):
                     mean, low, high = (f"{node[key]:{form}}".replace("-", "−") for key in own)
                     yield f"{mean} [{low}, {high}]"
-        for value in node.values():
-            yield from intervals(value)
+    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from intervals(value)
+
+
+def said_in(text: str) -> set[str]:
+    return {" ".join(m.group(0).split()) for m in INTERVAL.finditer(text)}
 
 
 def test_the_summary_is_that_of_the_runs(summary):
@@ -53,7 +59,37 @@ def first_three(results):
 def test_every_interval_of_the_text_is_one_of_the_runs(results, summary):
     # Of all seeds, or of the first three, which the text compares where an arm has no more.
     known = {*intervals(summary), *intervals(summarise_sweep(first_three(results)))}
-    said = {" ".join(m.group(0).split()) for m in INTERVAL.finditer((PAPER / "README.md").read_text(encoding="utf-8"))}
+    said = said_in((PAPER / "README.md").read_text(encoding="utf-8"))
+    assert len(said) > 50
+    assert said <= known, sorted(said - known)
+
+
+def test_the_summary_of_what_scores_are_worth_is_that_of_the_rounds(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    from benchmarks import faithfulness_tables
+
+    for kept in ("rounds", "datamodels"):
+        copytree(FAITHFULNESS / kept, tmp_path / kept)
+    faithfulness_tables.main(tmp_path, no_pictures=True)
+    found, kept = (json.loads((at / "summary.json").read_text(encoding="utf-8")) for at in (tmp_path, FAITHFULNESS))
+    assert found == kept
+    tables, of_kept = ((at / "tables.md").read_text(encoding="utf-8") for at in (tmp_path, FAITHFULNESS))
+    assert of_kept.startswith(tables.rstrip())  # pictures come last
+
+
+def test_the_summary_of_whether_truth_pays_is_that_of_the_runs():
+    pays = FAITHFULNESS / "pays"
+    kept = json.loads((pays / "summary.json").read_text(encoding="utf-8"))
+    assert kept == summarise_sweep(load_sweep(pays))
+
+
+def test_every_interval_of_what_scores_are_worth_is_one_of_the_studies():
+    text = (FAITHFULNESS / "README.md").read_text(encoding="utf-8")
+    # LDS stand in the text without the zero, and what things cost is printed, not kept.
+    said = {re.sub(r"(?<![\d.])\.", "0.", one) for one in said_in(text.split("## What it costs")[0])}
+    files = [FAITHFULNESS / "summary.json", FAITHFULNESS / "pays" / "summary.json"]
+    files += FAITHFULNESS.glob("datamodels/*.json")
+    known = {one for file in files for one in intervals(json.loads(file.read_text(encoding="utf-8")))}
     assert len(said) > 50
     assert said <= known, sorted(said - known)
 

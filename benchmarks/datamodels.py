@@ -29,6 +29,8 @@ from whence.runs import RunDirectory
 ENVIRONMENTS = ("lunarlander", "minigrid")
 AT_ONCE = 100
 SIZES = (250, 500, 1000, 2000, 4000)
+DRAWS = (64, 512)
+"""Trainings that other smoothed scores average: whether more of them help."""
 
 
 def main(
@@ -47,7 +49,7 @@ def main(
             model, recording = experiments.load_recording(RunDirectory.open(runs / job.name), number)
             kept, outcomes = trained(model, recording, runs / job.name / "datamodel", trainings)
             content = {"env": job.env, "optimizer": job.optimizer, "seed": 0, "round": number}
-            scores = all_scores(model.policy, recording, job.optimizer, target=Return())
+            scores = all_scores(model.policy, recording, DRAWS, target=Return())
             content |= {"trainings": trainings, **fitted(scores, kept, outcomes)}
             with written_atomically(out / "datamodels" / f"{name}.json") as temporary:
                 temporary.write_text(json.dumps(rounded(content), allow_nan=False, indent=1) + "\n", encoding="utf-8")

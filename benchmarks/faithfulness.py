@@ -20,7 +20,7 @@ seed draws the subsets again, and another score can be held against them without
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +80,8 @@ SUBSETS = 100
 ORDERS = {"sgd": 2, "adam": 4}
 """Of each half; under SGD orders differ little: four have a ceiling of .988 and more."""
 
-MANY = 64
-"""Trainings that another smoothed score averages under Adam, where those of as many as usual differ between seeds."""
+DRAWS: Mapping[str, Sequence[int]] = {"sgd": (), "adam": (64,)}
+"""Trainings that other smoothed scores average; under Adam those of as many as usual differ between seeds."""
 
 REMOVED = ("snapshot", "trajectory", "unrolled", "smoothed", "advantage")
 LEFT_OUT = ((0.01, 0.05, 0.1, 0.5), (0.25,))
@@ -170,7 +170,7 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     config, seed = run_config(run), job.chance(number)
     model, recording = experiments.load_recording(run, number)
     policy, asked = model.policy, {"target": Return(), "seed": seed}
-    scores = all_scores(policy, recording, job.optimizer, **asked)
+    scores = all_scores(policy, recording, DRAWS[job.optimizer], **asked)
     rows, removals, outcomes = [], [], {}
     with measuring(config, model, episodes=TEST_EPISODES, seed=seed) as measure:
         tested = measure if job.seed == 0 else None
@@ -190,12 +190,12 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     return {"lds": rows, "removals": removals, "cosines": cosines, "outcomes": outcomes}
 
 
-def all_scores(policy: Any, recording: Any, optimizer: str, **asked: Any) -> dict[str, Any]:
-    """Return what `scores_of` does, and under Adam the smoothed score of more trainings."""
+def all_scores(policy: Any, recording: Any, draws: Sequence[int], **asked: Any) -> dict[str, Any]:
+    """Return what `scores_of` does, and smoothed scores of more trainings, as many each as `draws` says."""
     scores = scores_of(policy, recording, **asked)
-    if optimizer == "adam":
-        more = attribute_round(policy, recording, method="smoothed", draws=MANY, **asked)
-        scores[f"smoothed, {MANY} draws"] = more.scores.double().numpy()
+    for count in draws:
+        more = attribute_round(policy, recording, method="smoothed", draws=count, **asked)
+        scores[f"smoothed, {count} draws"] = more.scores.double().numpy()
     return scores
 
 

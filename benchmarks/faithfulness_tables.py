@@ -15,7 +15,8 @@ import polars as pl
 import typer
 from plotly.subplots import make_subplots
 
-from benchmarks.faithfulness import LEFT_OUT, MANY, OPTIMIZERS, SETUPS, SHARES, STEPS
+from benchmarks import datamodels
+from benchmarks.faithfulness import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
 from benchmarks.markdown import cell, nested, table
 from benchmarks.selection_tables import compared, gain_means, gain_sections
 from whence.guards import written_atomically
@@ -26,7 +27,7 @@ UNIT = ["env", "optimizer", "seed", "round"]
 PHASES = ("early", "middle", "late")
 SCORES = (
     *("snapshot", "snapshot with values", "crossfit", "trajectory", "optimizer", "optimizer-momentum", "unrolled"),
-    *("smoothed", f"smoothed, {MANY} draws", "advantage", "td-error", "random"),
+    *("smoothed", *(f"smoothed, {draws} draws" for draws in datamodels.DRAWS), "advantage", "td-error", "random"),
 )
 TRUTHS = {"recorded": "recorded minibatches", "reshuffled": "reshuffled, mean of the orders"}
 OUTCOMES = {

@@ -34,7 +34,7 @@ def intervals(node: object) -> Iterator[str]:
     if isinstance(node, dict):
         for own in (("mean", "low", "high"), ("null", "null_low", "null_high"), ("lds", "low", "high")):
             if all(isinstance(node.get(key), float) for key in own):
-                for form in (".1%", ".0%", ".3g", ".3f", ".1f"):
+                for form in (".1%", ".0%", ".3g", ".3f", ".1f", ".0f"):
                     mean, low, high = (f"{node[key]:{form}}".replace("-", "−") for key in own)
                     yield f"{mean} [{low}, {high}]"
     for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():

@@ -527,3 +527,21 @@ def test_a_run_with_functions_of_ones_own_can_be_started_over(tmp_path: Path) ->
         more = {"target": Target(), "objective": lambda outputs, records: outputs.log_prob}
         config = first_round(tmp_path, size=lambda: 1, more=more)
     assert "0x" not in str(config)
+
+
+@pytest.mark.parametrize("recordings", [5, "12", [0], [2.5], [None]])
+def test_rounds_to_record_are_numbers(recordings):
+    with pytest.raises(WhenceError, match=r"recordings is .*; give the rounds to record, from 1, such as \[5, 20\]"):
+        InfluenceCallback(IIF(), recordings=recordings)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_seed_that_waits_for_cuda_is_the_users_again(seeded, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(123)
+    with whence.guards.kept_generators():
+        if seeded:
+            torch.manual_seed(4)
+    assert seeds == ([123, 4, 123] if seeded else [123])
+    assert torch.initial_seed() == 123

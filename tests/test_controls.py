@@ -6,7 +6,7 @@ import pytest
 import torch
 from stable_baselines3 import PPO
 
-from whence import IIF, KeepAll
+from whence import IIF, KeepAll, WhenceError
 from whence.experiments.controls import MatchedUpdate
 from whence.sb3 import InfluenceCallback
 
@@ -112,3 +112,9 @@ def test_seconds_are_those_of_the_training_that_counts(monkeypatch):
     model.learn(64, callback=callback)
     assert clock[0] == 8  # twice 2 epochs of 2 minibatches
     assert seconds == [4]
+
+
+@pytest.mark.parametrize("asked", [{"recordings": [1]}, {"last": "drop"}, {"advantage_norm": "buffer"}])
+def test_what_two_trainings_cannot_do(asked):
+    with pytest.raises(WhenceError, match=f"MatchedUpdate takes no {next(iter(asked))}"):
+        MatchedUpdate(IIF(), **asked)

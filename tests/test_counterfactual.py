@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
-from whence import RandomDrop, Return, WhenceError, attribute_round
+from whence import IIF, RandomDrop, Return, WhenceError, attribute_round
 from whence.counterfactual import agreement, lds, predicted, reshuffled, retrain, study, subsets
 from whence.counterfactual.outcomes import outcomes_of
 from whence.counterfactual.retrain import NOBODY, batch_size_of
 from whence.engines.memory import bytes_held
+from whence.errors import NonFinite
 from whence.rounds import replay
 from whence.rounds.replay import opened
 from whence.sb3 import replay as replay_sb3
@@ -77,7 +78,7 @@ class TestRetrain:
             (torch.ones(64), r"kept has shape \(64,\)"),
             (torch.ones(2, 63), r"kept has shape \(2, 63\)"),
             (torch.ones(0, 64), r"kept has shape \(0, 64\)"),
-            (torch.cat([torch.ones(1, 64), torch.eye(64)[:1]]), "keeps 1 of 64 records, fewer than two"),
+            (torch.cat([torch.ones(1, 64), torch.eye(64)[:1]]), "keeps 1 of 64 records .*, fewer than two"),
             (-torch.ones(1, 64), "A weight is negative"),
         ],
     )
@@ -238,6 +239,15 @@ class TestAgreement:
         values = np.arange(20.0)
         assert agreement(np.stack([values, values, 2 * values])) == pytest.approx(1)
 
+    def test_what_is_no_number_has_no_rank(self):
+        values = np.arange(6.0)
+        broken = np.array([0, 1, 2, np.nan, 4, 5])
+        for wrong, name in (((broken, values), "predictions"), ((values, broken), "outcomes")):
+            with pytest.raises(WhenceError, match=f"{name} hold nan at position 3"):
+                lds(*wrong)
+        with pytest.raises(WhenceError, match=r"values hold nan at position \(1, 3\)"):
+            agreement(np.stack([values, broken]))
+
     def test_it_is_what_the_true_means_reach(self):
         # Signal and noise of one variance: two repetitions correlate by 1/2, and their mean with the signal by the
         # root of 2/3.
@@ -310,6 +320,43 @@ class TestStudy:
         assert made.scores["mine"].tolist() == list(range(64))
         with pytest.raises(WhenceError, match=r"The scores 'mine' have shape \(63,\)"):
             study(model.policy, recording, target=Return(), scores={"mine": np.arange(63)})
+
+    def test_subsets_are_of_what_the_round_trained_on(self):
+        model = model_of()
+        recording = recorded(model, IIF(drop=1.0))
+        trained = set(recording.trained.tolist())
+        assert 10 < len(trained) < 62
+        made = study(model.policy, recording, target=Return(), count=4, orders=2, scores={"mine": np.arange(64)})
+        assert made.kept.shape == (4, 64)
+        assert made.kept.sum(dim=1).tolist() == [len(trained) // 2] * 4
+        assert set(made.kept.any(dim=0).nonzero().flatten().tolist()) <= trained
+
+    @pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+    def test_an_outcome_that_is_no_number(self, case, lost):
+        model, recording = case
+        asked = {"count": 4, "orders": 2, "scores": {"mine": np.arange(64)}}
+        returns = iter([1.0, 2.0, 3.0, 4.0, 5.0, lost])
+        with pytest.raises(NonFinite, match=f"'evaluated' of training 1, repetition 1, is {lost}"):
+            study(model.policy, recording, target=Return(), **asked, evaluate=lambda p, r: next(returns, 0.0))
+
+    def test_a_training_that_diverges(self, case):
+        model, recording = case
+        faster = replace(recording.optimizer, settings={**recording.optimizer.settings, "lr": 1e38})
+        broken = replace(recording, optimizer=faster)
+        with pytest.raises(NonFinite, match="Training round 2 diverged"):
+            retrain(model.policy, broken, torch.ones(2, 64))
+
+    def test_subsets_that_are_all_the_same(self, case):
+        model, recording = case
+        with pytest.raises(WhenceError, match=r"share 1\.0; .* a share below 1"):
+            study(model.policy, recording, target=Return(), share=1.0)
+
+    def test_draws_are_those_of_smoothed(self, case, monkeypatch):
+        model, recording = case
+        asked = {"target": Return(), "count": 3, "orders": 2, "methods": ["smoothed"]}
+        found = study(model.policy, recording, **asked, draws=3, seed=5).scores["smoothed"]
+        known = attribute_round(model.policy, recording, target=Return(), method="smoothed", draws=3, seed=5)
+        assert np.array_equal(found, known.scores.double().numpy())
 
     def test_too_few(self, case):
         model, recording = case

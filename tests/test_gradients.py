@@ -89,3 +89,23 @@ def test_returns_less_values_step_by_step(case):
             returns[here] = later
     known = gradient(model, large, (returns - large.values).float())
     assert row["cosine"] == pytest.approx(cosine(gradient(model, records, records.advantages), known), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (lambda n: torch.arange(n) == 3, r"kept\['wrong'\] has shape \(128,\) and keeps 1"),
+        (lambda n: torch.ones(3, dtype=torch.bool), r"has shape \(3,\) and keeps 3; a mask of the 128 records"),
+    ],
+)
+def test_masks_that_have_no_direction(case, kept, said):
+    _, model, records, large = case
+    with pytest.raises(WhenceError, match=said):
+        gradient_cosines(model, records, large, {"wrong": kept(len(records))})
+
+
+def test_a_gradient_of_nothing(case):
+    _, model, records, large = case
+    none = records.with_advantages(torch.zeros(len(records)))
+    with pytest.raises(WhenceError, match="A gradient is 0"):
+        gradient_cosines(model, none, large, {"all": torch.ones(len(records), dtype=torch.bool)})

@@ -134,11 +134,19 @@ def test_they_train_without_scores(rule: Any) -> None:
 @pytest.mark.parametrize(
     ("rule", "changed", "message"),
     [
-        (AdvantageMismatch(), {"rewards": None}, "AdvantageMismatch needs the columns rewards, which these records"),
+        (
+            AdvantageMismatch(),
+            {"rewards": None},
+            "AdvantageMismatch cannot do without the columns rewards, which these records",
+        ),
         (AdvantageMismatch(), {"gamma": None}, "needs the discount factor: pass gamma"),
         (AdvantageMismatch(), {"actions": torch.zeros(6, 2)}, r"discrete actions.*shape \(6, 2\) and torch.float32"),
-        (TDErrorPriority(), {"gae_lambda": None}, "TDErrorPriority needs gamma and gae_lambda"),
-        (TDErrorPriority(), {"env_index": None, "episode_starts": None}, "needs the columns episode_starts, env_index"),
+        (TDErrorPriority(), {"gae_lambda": None}, "TD errors need gamma and gae_lambda"),
+        (
+            TDErrorPriority(),
+            {"env_index": None, "episode_starts": None},
+            "TD errors cannot do without the columns episode_starts, env_index",
+        ),
     ],
 )
 def test_what_is_missing_is_named(rule: Any, changed: dict[str, Any], message: str) -> None:

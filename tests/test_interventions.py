@@ -379,7 +379,7 @@ class TestCommand:
         assert content["target"].startswith("Action(")
 
     def test_skipped_rounds_are_told_of(self, run, monkeypatch):
-        def all_negative(model, recording, target, method, memory):
+        def all_negative(model, recording, target, method, draws, memory):
             return scored(recording, -np.ones(64))
 
         monkeypatch.setattr(cli.interventions, "_scores", all_negative)
@@ -433,3 +433,10 @@ class TestCommand:
         found = whence("intervene", run)
         assert "No round of" in str(found.exception)
         assert "--record-rounds 5,20" in str(found.exception)
+
+
+def test_scores_that_are_no_numbers(case):
+    model, recording, _ = case
+    broken = scored(recording, np.where(np.arange(64) == 5, np.nan, 1.0))
+    with pytest.raises(WhenceError, match="The scores 'given' hold nan for the record at position 5"):
+        intervene(model.policy, recording, broken, weight)

@@ -136,3 +136,18 @@ def test_what_has_no_ceiling(truth):
 def test_what_does_not_fit(outcomes, prior, folds):
     with pytest.raises(WhenceError, match=r"are needed"):
         datamodel(drawn(10), np.arange(outcomes, dtype=float), prior=prior and np.ones(prior), folds=folds)
+
+
+def test_records_that_no_training_kept_do_not_count(truth):
+    kept = drawn(200)
+    outcomes = kept.double().numpy() @ truth
+    wider = torch.cat([kept, torch.zeros(200, 25, dtype=torch.bool)], dim=1)
+    assert additive_ceiling(wider, outcomes) == additive_ceiling(kept, outcomes)
+
+
+def test_outcomes_that_are_no_numbers(truth):
+    kept = drawn(200)
+    outcomes = kept.double().numpy() @ truth
+    outcomes[3] = np.nan
+    with pytest.raises(WhenceError, match="Outcomes have to be finite"):
+        datamodel(kept, outcomes)

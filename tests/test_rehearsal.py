@@ -19,6 +19,7 @@ from whence import (
     attribute_round,
 )
 from whence.crossfitting import folds_of
+from whence.errors import Unsupported
 from whence.rounds import METHODS
 from whence.rounds import replay as replay_round
 from whence.sb3 import InfluenceCallback, collect, replay
@@ -45,7 +46,7 @@ class Watching(InfluenceCallback):
         self.pairs = []
 
     def _choose(self, records):
-        rehearsal = Rehearsal(self.model, self._rounds + 1, self._progress().remaining)
+        rehearsal = Rehearsal(self.model, self._rounds + 1, self._remaining())
         before = state_of(self.model)
         buffer = dict(vars(self.model.rollout_buffer))
         self.rehearsed = rehearsal.train(records, KeepAll().select(records))
@@ -454,3 +455,32 @@ def test_recording_a_guarded_round_holds_what_trained():
     recording = recorded(made, Chosen(-1), rounds=1, guard=True)
     trained = torch.cat(list(recording.steps)).unique()
     assert len(trained) == 256
+
+
+def test_the_last_rollout_goes_beyond_the_end():
+    made, watching = model_of(learning_rate=rising), Watching()
+    made.learn(100, callback=watching)
+    assert made.num_timesteps == 128
+    rehearsed, done = watching.pairs[-1]
+    assert rehearsed.optimizer.settings == done.optimizer.settings
+    assert done.optimizer.settings["lr"] < 0.01  # as SB3 has it below 0
+    assert all(torch.equal(rehearsed.end[key], done.end[key]) for key in done.end)
+
+
+def test_a_round_beyond_the_end_is_scored_as_it_is_trained():
+    made = model_of(learning_rate=rising)
+    callback = InfluenceCallback(ScoreAndKeepAll(), score="optimizer", recordings=[2])
+    made.learn(100, callback=callback)
+    known = attribute_round(made.policy, callback.recording, target=Return(), method="optimizer")
+    assert torch.equal(callback.round.influence.scores, known.scores)
+
+
+@pytest.mark.parametrize("asked", [{"guard": True}, {"score": "unrolled"}, {"recordings": [1]}])
+def test_optimisers_of_two_groups_are_refused_at_the_door(asked):
+    made = model_of()
+    group = made.policy.optimizer.param_groups[0]
+    group["params"], last = group["params"][:-1], group["params"][-1]
+    made.policy.optimizer.add_param_group({"params": [last]})
+    with pytest.raises(Unsupported, match="The optimiser has 2 groups of parameters"):
+        made.learn(64, callback=InfluenceCallback(IIF(), **asked))
+    assert made.num_timesteps == 0

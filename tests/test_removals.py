@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
-from whence import Return, WhenceError, attribute_round, cli
+from whence import IIF, Return, RoundRecording, WhenceError, attribute_round, cli
 from whence.counterfactual import leave_out, removals
 from whence.counterfactual.retrain import retrain
 from whence.rounds import METHODS, replay
@@ -215,7 +215,9 @@ def test_the_command_adds_the_curves(tmp_path: Path, episodes: int) -> None:
     content = json.loads(file.read_text())
     table = pl.DataFrame(content["removals"], schema=removals.SCHEMA)
     assert {row["score"] for row in content["rows"]} - {"random"} == set(table["score"].drop_nulls())
-    assert sorted(set(table["removed"])) == [3, 6, 16, 32]
+    trained = len(RoundRecording.load(run / "recordings" / "round_00001.safetensors").trained)
+    assert trained < 64  # the command trains by IIF
+    assert sorted(set(table["removed"])) == [int(share * trained) for share in removals.SHARES if share * trained >= 1]
     said = " ".join(shown.output.split())
     for outcome in ["target", "surrogate"] + (["evaluated"] if episodes else []):
         assert picked(table, outcome=outcome).height == 2 * 4 * (2 * (len(METHODS) + 4) + 1)
@@ -223,3 +225,21 @@ def test_the_command_adds_the_curves(tmp_path: Path, episodes: int) -> None:
             assert f"Round 1, change of the {outcome}, {truth} minibatches, by records removed" in said
     first = picked(table, truth="recorded", outcome="target", score="unrolled", side="top")
     assert f"{first['change'][0]:+.2g}" in said
+
+
+def test_what_a_rule_dropped_is_not_left_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    recording = recorded(model, IIF(drop=1.0))
+    dropped = set(range(64)) - set(recording.trained.tolist())
+    assert dropped
+    watched = Watched(monkeypatch)
+    scores = {"mine": np.array([-1.0 if position in dropped else position for position in range(64)])}
+    leave_out(model.policy, recording, scores, target=Return(), shares=(0.1,), draws=2, orders=1)
+    share = len(recording.trained) // 10
+    for kept, _ in watched.calls:
+        without = [set((~mask).nonzero().flatten().tolist()) for mask in kept]
+        assert without[0] == dropped
+        assert all(dropped < own and len(own) == len(dropped) + share for own in without[1:])
+        top, bottom = (sorted(own - dropped) for own in without[1:3])
+        assert bottom == recording.trained[:share].tolist()
+        assert top == recording.trained[-share:].tolist()

@@ -20,7 +20,8 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 import whence
 from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute_round
 from whence.engines.memory import bytes_held
-from whence.errors import RunDirectoryError, Unsupported
+from whence.errors import NonFinite, RunDirectoryError, Unsupported
+from whence.policies import as_view
 from whence.rounds import METHODS, OptimizerState, attribute_round_by, optimizers, replay, schedule
 from whence.rounds.identity import outputs_apart
 from whence.rounds.replay import clip_factor, loss, opened, points, step, values
@@ -39,6 +40,7 @@ OPTIMIZERS = {
     "SGD damped": {"momentum": 0.5, "dampening": 0.3},
     "Adam": {},
     "AdamW": {"weight_decay": 0.1},
+    "Adam decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
     "RMSprop": {},
     "RMSprop with momentum": {"momentum": 0.9},
     "RMSprop centred": {"centered": True, "momentum": 0.5, "eps": 1e-3},
@@ -120,7 +122,9 @@ def case(request):
 def state_of(model):
     tensors = {name: tensor.clone() for name, tensor in tensors_of(model.policy).items()}
     gradients = [None if p.grad is None else p.grad.clone() for p in model.policy.parameters()]
-    optimizer = str(model.policy.optimizer.state_dict())
+    held = model.policy.optimizer
+    objects = [*map(id, held.param_groups), *(id(value) for own in held.state.values() for value in own.values())]
+    optimizer = str(held.state_dict()), objects
     return tensors, gradients, optimizer, dict(vars(model)), torch.get_rng_state(), np.random.get_state()[1].tolist()
 
 
@@ -202,12 +206,14 @@ class TestReplay:
     def test_a_minibatch_without_weight_is_no_step(self):
         model = model_of("Adam")
         recording = recorded(model)
-        last = recording.minibatches[-1]
+        *_, other, last = recording.minibatches  # of one epoch
         weights = torch.ones(len(recording.records))
         weights[last] = 0
-        alone = replace(recording, minibatches=[last], epochs=[0])
-        ended = replay(model.policy, alone, weights=weights)
-        assert all(torch.equal(ended[name], recording.start[name]) for name in ended)
+        both = replace(recording, minibatches=[other, last], epochs=[0, 0])
+        ended = replay(model.policy, both, weights=weights)
+        alone = replay(model.policy, replace(recording, minibatches=[other], epochs=[0]))
+        assert all(torch.equal(ended[name], alone[name]) for name in ended)
+        assert any(not torch.equal(ended[name], recording.start[name]) for name in ended)
 
     def test_the_run_directory_holds_the_recordings_asked_for(self, tmp_path):
         model = model_of()
@@ -504,9 +510,57 @@ def test_a_policy_with_dropout_is_known_by_what_it_does_without():
     recording = recorded(model)
     model.policy.train()
     before = state_of(model)
-    opened(model.policy, recording)
+    view = as_view(model.policy)
+    start = {name: recording.start[name] for name in view.parameters()}
+    assert max(outputs_apart(view, start, recording.records).values()) < 1e-5
     assert_untouched(before, state_of(model))
     assert all(module.training for module in model.policy.modules())
+
+
+def test_a_round_that_was_trained_with_dropout_is_none_to_step_through():
+    model = model_of(policy_kwargs={"features_extractor_class": Dropping})
+    recording = recorded(model)
+    model.policy.train()
+    model.policy.mlp_extractor.eval()
+    before = state_of(model)
+    scored = lambda: attribute_round(model.policy, recording, target=Return())  # noqa: E731
+    for refused in (lambda: replay(model.policy, recording), scored):
+        with pytest.raises(Unsupported, match=r"In train mode the policy's log_prob is another .*whence\.sb3\.replay"):
+            refused()
+    assert_untouched(before, state_of(model))
+    modes = {name: module.training for name, module in model.policy.named_children()}
+    assert modes.pop("mlp_extractor") is False
+    assert all(modes.values())
+    again = replay_sb3(model, recording)
+    assert all(torch.equal(again[name], recording.end[name]) for name in again)
+
+
+def test_records_that_did_not_train_are_none_that_a_training_keeps():
+    model = model_of()
+    recording = recorded(model, IIF(drop=1.0))
+    dropped = torch.ones(64, dtype=torch.bool)
+    dropped[recording.trained] = False
+    assert recording.trained.tolist() == sorted({*torch.cat(list(recording.minibatches)).tolist()})
+    assert int(dropped.sum()) >= 2
+    with pytest.raises(WhenceError, match=f"keeps 0 of {64 - int(dropped.sum())} records that the round trained on"):
+        replay(model.policy, recording, weights=dropped.float())
+
+
+@pytest.mark.parametrize("which", ["it begins", "it ends"])
+def test_rounds_that_diverge(which):
+    model = model_of("SGD", max_grad_norm=float("inf"))
+    recording = recorded(model)
+    if which == "it begins":
+        start = {**recording.start, "action_net.bias": torch.full((2,), float("nan"))}
+        broken, said = replace(recording, start=start), r"Round 2 began with `action_net\.bias` not finite"
+    else:
+        settings = {**recording.optimizer.settings, "lr": 1e38}
+        optimizer = replace(recording.optimizer, settings=settings)
+        broken, said = replace(recording, optimizer=optimizer), "Training round 2 diverged: "
+    with pytest.raises(NonFinite, match=said):
+        replay(model.policy, broken)
+    with pytest.raises(NonFinite, match=said if which == "it begins" else "diverged"):
+        attribute_round(model.policy, broken, target=Return())
 
 
 @pytest.mark.parametrize("size", [0.1, 10.0])
@@ -681,8 +735,8 @@ class TestRefusals:
             (torch.ones(2, 64), r"weights have shape \(2, 64\).*whence\.counterfactual\.retrain"),
             (-torch.ones(64), "A weight is negative or not finite"),
             (torch.full((64,), float("nan")), "A weight is negative or not finite"),
-            (torch.zeros(64), "keeps 0 of 64 records, fewer than two"),
-            (torch.eye(64)[3], "keeps 1 of 64 records, fewer than two.*at least two records a weight above 0"),
+            (torch.zeros(64), "keeps 0 of 64 records that the round trained on, fewer than two"),
+            (torch.eye(64)[3], "keeps 1 of 64 records .*, fewer than two.*at least two of them a weight above 0"),
         ],
     )
     def test_weights_that_cannot_be(self, round, weights, said):

@@ -83,7 +83,7 @@ def test_what_is_refused_before_anything_is_scored(case: Any) -> None:
     _, model, recording, _ = case
     told: list[str] = []
     without = replace(recording, records=replace(recording.records, env_index=None))
-    with pytest.raises(WhenceError, match="TD errors need episode_starts, env_index and gamma"):
+    with pytest.raises(WhenceError, match="TD errors cannot do without the columns env_index"):
         scores_of(model.policy, without, target=Return(), told=told.append)
     with pytest.raises(WhenceError, match="memory is 1,000 bytes, but scoring round 2 by trajectory"):
         scores_of(model.policy, recording, target=Return(), methods=["trajectory"], memory=1000)

@@ -272,3 +272,18 @@ def test_a_round_on_fewer_epochs_scores_by_epoch(gentle):
     assert len(epochs) == 2
     whole = attribute_round(model.policy, short, **asked)
     assert torch.allclose(sum(one.scores for one in epochs), whole.scores, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("lost", [0, 29, 40])
+def test_a_short_last_minibatch_joins_the_one_before(gentle, lost):
+    # Of 3 positions one alone may weigh something; its raw advantage would then be what the step goes by.
+    model, recording = gentle
+    trained = 67 - 32 if lost == 29 else 64 - lost
+    minibatches = [part[part < trained] for part in recording.minibatches]
+    some = replace(recording, minibatches=minibatches)
+    draws = drawn(opened(model.policy, some), 2, 0.5, torch.Generator().manual_seed(0))
+    sizes = {0: [32, 32], 29: [35], 40: [24]}[lost]
+    assert [positions.shape[1] for positions in draws.steps] == sizes * 3
+    for row in range(2):
+        of_epoch = torch.cat([draws.steps[number][row] for number in range(len(sizes))])
+        assert sorted(of_epoch.tolist()) == list(range(trained))

@@ -13,17 +13,21 @@ from torch import nn
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Restore the global generators of Python, NumPy and torch (CPU, and CUDA where in use) on exit."""
+    """Restore the global generators of Python, NumPy and torch (CPU, and CUDA) on exit."""
     python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    seed = torch.initial_seed()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(array)  # noqa: NPY002
+        seeded = torch.initial_seed() != seed
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
+        elif seeded or torch.cuda.is_initialized():  # a seed waits for CUDA to begin, or has just begun it
+            torch.cuda.manual_seed_all(seed)
 
 
 @contextmanager
@@ -37,6 +41,18 @@ def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def train_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module in train mode as `train()` of its own does, and each of its submodules back on exit."""
+    before = {own: own.training for own in module.modules()}
+    try:
+        module.train()
+        yield
+    finally:
+        for own, training in before.items():
+            own.training = training
 
 
 @contextmanager

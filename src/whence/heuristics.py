@@ -49,7 +49,7 @@ class AdvantageMismatch:
         Raises:
             InvalidRecords: a column is missing, or actions are no single numbers.
         """
-        _check_columns(self, records, ("rewards", "values", "episode_starts", "env_index"))
+        _check_columns(type(self).__name__, records, ("rewards", "values", "episode_starts", "env_index"))
         if records.gamma is None:
             raise InvalidRecords(f"{type(self).__name__} needs the discount factor: pass gamma to RecordBatch.")
         if records.actions.reshape(len(records), -1).shape[1] != 1 or records.actions.is_floating_point():
@@ -102,25 +102,27 @@ class TDErrorPriority:
         Raises:
             InvalidRecords: a column is missing, or gamma or GAE's lambda.
         """
-        _check_columns(self, records, ("episode_starts", "env_index"))
-        if records.gamma is None or records.gae_lambda is None:
-            raise InvalidRecords(f"{type(self).__name__} needs gamma and gae_lambda: pass both to RecordBatch.")
-        starts, envs = records.episode_starts, records.env_index
-        assert starts is not None
-        assert envs is not None
-        sizes = np.abs(
-            td_errors(
-                _numbers(records, "advantages"),
-                starts.cpu().numpy(),
-                envs.cpu().numpy(),
-                records.gamma,
-                records.gae_lambda,
-            )
-        )
+        sizes = np.abs(td_errors_of(records))
         ranks = np.empty(len(sizes))
         ranks[np.lexsort((records.ids.cpu().numpy(), -sizes))] = np.arange(1, len(sizes) + 1)
         weights = torch.from_numpy(ranks**-self.exponent)
         return Selection(torch.ones(len(records), dtype=torch.bool), weights, [None] * len(records))
+
+
+def td_errors_of(records: RecordBatch) -> NDArray[np.float64]:
+    """Return records' TD errors, (n,); see `td_errors`.
+
+    Raises:
+        InvalidRecords: a column is missing, or gamma or GAE's lambda.
+    """
+    _check_columns("TD errors", records, ("episode_starts", "env_index"))
+    if records.gamma is None or records.gae_lambda is None:
+        raise InvalidRecords("TD errors need gamma and gae_lambda: pass both to RecordBatch.")
+    starts, envs = records.episode_starts, records.env_index
+    assert starts is not None
+    assert envs is not None
+    own = _numbers(records, "advantages"), starts.cpu().numpy(), envs.cpu().numpy()
+    return td_errors(*own, records.gamma, records.gae_lambda)
 
 
 def states(records: RecordBatch) -> NDArray[np.int64]:
@@ -138,6 +140,6 @@ def _numbers(records: RecordBatch, name: str) -> NDArray[np.float64]:
     return column.double().cpu().numpy()
 
 
-def _check_columns(rule: object, records: RecordBatch, names: tuple[str, ...]) -> None:
+def _check_columns(what: str, records: RecordBatch, names: tuple[str, ...]) -> None:
     if missing := [name for name in names if getattr(records, name) is None]:
-        raise InvalidRecords(f"{type(rule).__name__} needs the columns {', '.join(missing)}, which these records lack.")
+        raise InvalidRecords(f"{what} cannot do without the columns {', '.join(missing)}, which these records lack.")

@@ -120,6 +120,11 @@ class ModuleView:
         return Outputs(found) if isinstance(found, Tensor) else found
 
 
+def outputs_of(view: PolicyView, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
+    """Evaluate a view of any kind at `params`; what is costly and outside `columns` may be None."""
+    return view.only(columns, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
+
+
 def _plain_inputs(records: RecordBatch) -> Tree:
     inputs = {"observations": records.observations, "actions": records.actions}
     return inputs if records.action_masks is None else inputs | {"action_masks": records.action_masks}

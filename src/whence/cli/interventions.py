@@ -27,7 +27,7 @@ from whence.guards import written_atomically
 from whence.influence import Influence
 from whence.report.figures import interventions_box
 from whence.report.pictures import write_svg
-from whence.rounds import METHODS, RoundRecording, attribute_round
+from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 from whence.targets import Target
@@ -54,6 +54,7 @@ def intervene(
     observation: options.Observation = None,
     action: options.Action = None,
     method: Annotated[str, typer.Option(help=f"How the records are scored: {', '.join(_METHODS)}.")] = "snapshot",
+    draws: options.Draws = DRAWS,
     orders: Annotated[int, typer.Option(help="Orders in which each is trained.", min=1)] = 1,
     test_episodes: Annotated[int, typer.Option(help="Episodes to test each trained policy by.", min=2)] = 200,
     seed: Annotated[int, typer.Option(help="Of orders, random drops and tests.", min=0)] = 0,
@@ -82,7 +83,9 @@ def intervene(
         )
     if figure is not None and figure.suffix != ".svg":
         raise WhenceError(f"--figure is {figure}; its name has to end in .svg.")
-    settings = {"method": method, "orders": orders, "test_episodes": test_episodes, "seed": seed}
+    settings: dict[str, Any] = {"method": method, "orders": orders, "test_episodes": test_episodes, "seed": seed}
+    if method == "smoothed":
+        settings["draws"] = draws
 
     def asked(model: PPO, recording: RoundRecording) -> Target:
         return asked_target(target, model, recording.records, record, observation, action)
@@ -153,7 +156,7 @@ def _intervened(
     # Rounds have to differ in what chance does to them, or their mean would not be of that many.
     orders_seed, tests_seed = map(int, np.random.SeedSequence([settings["seed"], number]).generate_state(2))
     told("scoring")
-    scores = _scores(model, recording, target, settings["method"], memory)
+    scores = _scores(model, recording, target, settings["method"], settings.get("draws", DRAWS), memory)
     with measuring(run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed) as evaluate:
         made = intervene_round(
             model.policy,
@@ -179,11 +182,11 @@ def _read(file: Path) -> Mapping[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _scores(model: PPO, recording: RoundRecording, target: Target, method: str, memory: int) -> Influence:
+def _scores(model: PPO, recording: RoundRecording, target: Target, method: str, draws: int, memory: int) -> Influence:
     if method == "snapshot":
         objective = model_objective(model)
         return attribute(model.policy, recording.records, target=target, objective=objective, memory=memory)
-    found = attribute_round(model.policy, recording, target=target, method=method, memory=memory)
+    found = attribute_round(model.policy, recording, target=target, method=method, draws=draws, memory=memory)
     assert not isinstance(found, list)
     return found
 

@@ -67,6 +67,10 @@ Engine: TypeAlias = Annotated[
     str | None,
     typer.Option(help="How scores are computed; see `whence list engines`. (default: auto)", show_default=False),
 ]
+Draws: TypeAlias = Annotated[
+    int, typer.Option(help="Trainings that the score 'smoothed' averages; under Adam 64 foretell more.", min=1)
+]
+
 Memory: TypeAlias = Annotated[
     float, typer.Option(help="GiB that scoring and training may hold at a time, estimated before the start.", min=0.0)
 ]

@@ -1,6 +1,7 @@
 """`whence counterfactual`."""
 
 import json as json_module
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from whence.counterfactual import leave_out, study
 from whence.counterfactual.removals import SHARES
 from whence.experiments.replay import measuring, run_config
 from whence.guards import written_atomically
+from whence.rounds import DRAWS
 from whence.runs import RunDirectory
 
 
@@ -33,6 +35,7 @@ def counterfactual(
     subsets: Annotated[int, typer.Option(help="Subsets of the records to train on.", min=3)] = 100,
     share: Annotated[float, typer.Option(help="Share of the records in a subset.")] = 0.5,
     orders: Annotated[int, typer.Option(help="Orders in which each subset is trained anew.", min=2)] = 4,
+    draws: options.Draws = DRAWS,
     test_episodes: Annotated[
         int, typer.Option(help="Episodes to test each trained policy by; 0: test returns are not measured.")
     ] = 0,
@@ -69,11 +72,17 @@ def counterfactual(
             share=share,
             count=subsets,
             orders=orders,
+            draws=draws,
             evaluate=evaluate,
             seed=seed,
             memory=int(memory * 2**30),
             told=status.update,
         )
+        settings = {"round": round, "target": repr(asked), "share": share, "subsets": subsets, "orders": orders}
+        settings |= {"draws": draws, "test_episodes": test_episodes, "seed": seed, "stopped": recording.stopped}
+        content = settings | {"rows": made.table.to_dicts()}
+        file = directory.path / "counterfactual" / f"round_{round:05d}.json"
+        _write(file, content)
         removals = None
         if leaving_out:
             # Leaving out at random is in the curves already, and of few records a small share is none.
@@ -83,20 +92,15 @@ def counterfactual(
                 recording,
                 scores,
                 target=asked,
-                shares=[share for share in SHARES if share * len(recording.records) >= 1],
+                shares=[share for share in SHARES if share * len(recording.trained) >= 1],
                 orders=orders,
                 evaluate=evaluate,
                 seed=seed,
                 memory=int(memory * 2**30),
                 told=status.update,
             )
-    settings = {"round": round, "target": repr(asked), "share": share, "subsets": subsets, "orders": orders}
-    content = settings | {"test_episodes": test_episodes, "seed": seed, "rows": made.table.to_dicts()}
-    if removals is not None:
-        content["removals"] = removals.to_dicts()
-    file = directory.path / "counterfactual" / f"round_{round:05d}.json"
-    with written_atomically(file) as temporary:
-        temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
+            content["removals"] = removals.to_dicts()
+            _write(file, content)
     if json:
         print_json(content)
         return
@@ -107,7 +111,14 @@ def counterfactual(
         for (truth, outcome), rows in removals.group_by("truth", "outcome", maintain_order=True):
             title = f"Round {round}, change of the {outcome}, {truth} minibatches, by records removed"
             console.print(_curves(title, rows))
+    if recording.stopped:
+        line("target_kl ended the round early: recorded trainings end there too, reshuffled ones go on.")
     line(f"Numbers: {file}")
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    with written_atomically(file) as temporary:
+        temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _cells(rows: pl.DataFrame) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain
 from whence.errors import WhenceError
 from whence.guards import eval_mode, kept_generators
-from whence.policies import ModuleView, Outputs, Params, acting_parameters
+from whence.policies import Outputs, Params, acting_parameters, outputs_of
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.rounds.identity import SAME, outputs_apart
@@ -182,10 +182,7 @@ class _Judge:
 
     def _outputs(self, params: Params) -> Iterator[Outputs]:
         for inputs in self._inputs:
-            if isinstance(self._view, ModuleView):
-                yield self._view.only({"log_prob", "entropy"}, params, inputs)
-            else:
-                yield self._view(params, inputs)
+            yield outputs_of(self._view, {"log_prob", "entropy"}, params, inputs)
 
 
 def _norm(update: Params) -> float:

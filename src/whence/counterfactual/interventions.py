@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from whence.counterfactual.measures import checked_scores
 from whence.counterfactual.outcomes import Evaluate, chance_of
 from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain
 from whence.errors import WhenceError
@@ -53,12 +54,14 @@ def intervene(
 
     Raises:
         InvalidInfluence: scores of other records.
-        WhenceError: no order is asked for, or a round that was not trained on; or see `retrain`.
+        WhenceError: no order is asked for, a score that is not finite, or a round that was not trained on; or see
+            `retrain`.
     """
     if orders < 1:
         raise WhenceError(f"orders is {orders}; at least 1 is needed.")
     size = batch_size_of(recording)
     own = scores_for(recording.records, scores)
+    checked_scores(scores.provenance.engine, own.double().cpu().numpy(), len(own))
 
     generator = torch.Generator().manual_seed(seed)
     rows = []

@@ -54,7 +54,7 @@ def datamodel(kept: Tensor, outcomes: Vector, *, prior: Vector | None = None, fo
         folds: of the cross-validation that measures the fit.
 
     Raises:
-        WhenceError: shapes that do not fit, or fewer than two trainings in a fold.
+        WhenceError: shapes that do not fit, outcomes that are not finite, or fewer than two trainings in a fold.
     """
     x, y = kept.double().numpy(), np.asarray(outcomes, dtype=np.float64)
     if y.shape != (len(x),) or (prior is not None and prior.shape != x.shape[1:]):
@@ -62,6 +62,8 @@ def datamodel(kept: Tensor, outcomes: Vector, *, prior: Vector | None = None, fo
             f"kept is of {x.shape[0]} trainings and {x.shape[1]} records, outcomes have shape {y.shape} and the prior "
             f"{None if prior is None else prior.shape}; ({x.shape[0]},) and ({x.shape[1]},) are needed."
         )
+    if not np.isfinite(y).all():
+        raise WhenceError("Outcomes have to be finite: leave trainings of others out.")
     if folds < 2 or len(x) < 2 * folds:
         raise WhenceError(f"{len(x)} trainings in {folds} folds; at least 2 folds of at least 2 are needed.")
     fold = np.arange(len(x)) % folds
@@ -112,7 +114,7 @@ def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -
     fitted to as many falls short of it. Outcomes count by rank, as normal scores.
 
     Args:
-        kept: which records each training kept, as many in all.
+        kept: which records each training kept, as many in all; records that none kept do not count.
         outcomes: what it came to.
 
     Returns:
@@ -128,6 +130,7 @@ def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -
             f"kept has shape {x.shape} and outcomes {outcomes.shape}; ({m}, n) and ({m},) are needed, of at least "
             f"{2 * BLOCKS} trainings."
         )
+    x = x[:, x.any(axis=0)]
     n, share = x.shape[1], float(x[0].mean())
     if np.ptp(x.sum(axis=1)) > 0 or not 0 < share < 1:
         raise WhenceError("All subsets have to be of one size, neither none of the records nor all.")

@@ -47,12 +47,14 @@ def lds(
         "lds", and "low" and "high" of its 95% interval; all None where all predictions or all outcomes are equal.
 
     Raises:
-        WhenceError: fewer than three subsets, or as many predictions as outcomes are not there.
+        WhenceError: fewer than three subsets, as many predictions as outcomes are not there, or one is not finite.
     """
     if predictions.shape != outcomes.shape or predictions.ndim != 1 or len(outcomes) < 3:
         raise WhenceError(
             f"predictions have shape {predictions.shape} and outcomes {outcomes.shape}; both need (m,), m at least 3."
         )
+    _check_finite("predictions", predictions)
+    _check_finite("outcomes", outcomes)
     if np.ptp(predictions) == 0 or np.ptp(outcomes) == 0:
         return {"lds": None, "low": None, "high": None}
     generator = np.random.default_rng(seed)
@@ -77,16 +79,29 @@ def agreement(values: Float[NDArray[np.float64], "orders m"]) -> float | None:
 
     Returns:
         The ceiling, 0 where repetitions do not agree at all; None where a repetition has the same outcome everywhere.
+
+    Raises:
+        WhenceError: fewer than two repetitions, or a value that is not finite.
     """
     k = len(values)
     if k < 2:
         raise WhenceError(f"values holds {k} repetition; at least 2 are needed to agree.")
+    _check_finite("values", values)
     if (np.ptp(values, axis=1) == 0).any():
         return None
     ranks = stats.rankdata(values, axis=1)
     correlations = np.corrcoef(ranks)[np.triu_indices(k, 1)]
     r = max(0.0, float(correlations.mean()))
     return float(np.sqrt(k * r / (1 + (k - 1) * r)))
+
+
+def _check_finite(name: str, values: NDArray[np.float64]) -> None:
+    if not np.isfinite(values).all():
+        first = tuple(np.argwhere(~np.isfinite(values))[0].tolist())
+        raise WhenceError(
+            f"{name} hold {values[first]} at position {first[0] if len(first) == 1 else first}, which has no rank: "
+            "leave that subset out, or find where the value arises."
+        )
 
 
 def checked_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """What trainings of a round came to, by the measures that scores are held against."""
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from whence.errors import NonFinite
 from whence.guards import eval_mode, kept_generators
-from whence.policies import ModuleView, Params
+from whence.policies import Params, outputs_of
 from whence.rounds import RoundRecording
 from whence.rounds.replay import Round, opened
 from whence.targets import Target
@@ -46,6 +48,9 @@ def outcomes_of(
         target: to measure.
         evaluate: measures the parameters of one training; None: nothing is.
         repetition: by whose chance it measures all of them.
+
+    Raises:
+        NonFinite: names the outcome and the training.
     """
     round = opened(policy, recording)
     modules = list(round.view.module.modules())
@@ -60,6 +65,12 @@ def outcomes_of(
                 found["surrogate"].append(_surrogate(round, own))
             if evaluate is not None:
                 found["evaluated"].append(evaluate(own, repetition))
+    for name, values in found.items():
+        if lost := [number for number, value in enumerate(values) if not math.isfinite(value)]:
+            raise NonFinite(
+                f"The outcome {name!r} of training {lost[0]}, repetition {repetition}, is {values[lost[0]]}, which has "
+                "no rank among the others: look at what measures it, or at whether the round diverges."
+            )
     return {name: np.array(values) for name, values in found.items()}
 
 
@@ -74,8 +85,5 @@ def chance_of(repetition: int) -> Iterator[None]:
 
 
 def _surrogate(round: Round, params: Params) -> float:
-    view, records = round.view, round.records
-    outputs = (
-        view.only({"log_prob"}, params, round.inputs) if isinstance(view, ModuleView) else view(params, round.inputs)
-    )
-    return float(((outputs.log_prob - records.log_probs).exp() * records.advantages).mean())
+    log_prob = outputs_of(round.view, {"log_prob"}, params, round.inputs).log_prob
+    return float(((log_prob - round.records.log_probs).exp() * round.records.advantages).mean())

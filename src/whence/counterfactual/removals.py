@@ -65,7 +65,7 @@ def leave_out(
         recording: of the round.
         scores: (n,) by name, in the order of the records; a positive one says that its record raised the target.
         target: what is measured, beside the surrogate.
-        shares: of the records to leave out, each rounded down to whole records.
+        shares: of the records that the round trained on, to leave out; each rounded down to whole records.
         draws: random removals of each share.
         orders: in which "reshuffled" trains each removal.
         evaluate: measures trained parameters; None: nothing is. The recorded truth is its repetition 0, the orders are
@@ -82,22 +82,25 @@ def leave_out(
         where there is one).
 
     Raises:
+        NonFinite: a training diverged, or an outcome is no number.
         WhenceError: a share that leaves out no record or keeps fewer than two, scores of another shape or not finite,
             no draw or order, a round that was not trained on, or a target that reads what the recording lacks; or see
             `retrain`.
     """
-    n = len(recording.records)
+    n, trained_on = len(recording.records), recording.trained
     if draws < 1 or orders < 1:
         raise WhenceError(f"draws is {draws} and orders {orders}; at least 1 of each is needed.")
-    counts = _counts(shares, n)
     size = batch_size_of(recording)
+    counts = _counts(shares, len(trained_on))
     target = check_target(target, opened(policy, recording))
     generator = torch.Generator().manual_seed(seed)
     checked = {name: checked_scores(name, own, n) for name, own in scores.items()}
-    removals = _removals(checked, n, counts, draws, generator)
+    everything = torch.zeros(n, dtype=torch.bool)
+    everything[trained_on] = True
+    removals = _removals(checked, everything, counts, draws, generator)
     shuffles = torch.randint(2**62, (orders,), generator=generator).tolist()
 
-    kept = torch.stack([torch.ones(n, dtype=torch.bool), *(one.kept for one in removals)])
+    kept = torch.stack([everything, *(one.kept for one in removals)])
 
     def trained(minibatches: Orders | None, repetition: int) -> Outcomes:
         params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
@@ -137,27 +140,32 @@ def _counts(shares: Sequence[float], n: int) -> list[int]:
 
 
 def _removals(
-    scores: Mapping[str, NDArray[np.float64]], n: int, counts: Sequence[int], draws: int, generator: torch.Generator
+    scores: Mapping[str, NDArray[np.float64]],
+    everything: Bool[Tensor, " n"],
+    counts: Sequence[int],
+    draws: int,
+    generator: torch.Generator,
 ) -> list[_Removal]:
-    """Return every removal."""
+    """Return every removal from `everything`."""
+    positions = everything.nonzero()[:, 0]
     # Stable, so that of equal scores the record that comes first is left out first.
     ranked = {
-        (name, side): np.argsort(sign * own, kind="stable")
+        (name, side): positions[np.argsort(sign * own[positions.numpy()], kind="stable")]
         for name, own in scores.items()
         for side, sign in (("top", -1), ("bottom", 1))
     }
 
-    def without(positions: Tensor) -> Bool[Tensor, " n"]:
-        kept = torch.ones(n, dtype=torch.bool)
-        kept[positions] = False
+    def without(dropped: Tensor) -> Bool[Tensor, " n"]:
+        kept = everything.clone()
+        kept[dropped] = False
         return kept
 
     found = []
     for count in counts:
         for (name, side), order in ranked.items():
-            found.append(_Removal(name, side, count, without(torch.from_numpy(order[:count].copy()))))
+            found.append(_Removal(name, side, count, without(order[:count])))
         for _ in range(draws):
-            drawn = torch.randperm(n, generator=generator)[:count]
+            drawn = positions[torch.randperm(len(positions), generator=generator)[:count]]
             found.append(_Removal(None, "random", count, without(drawn)))
     return found
 

@@ -13,7 +13,7 @@ from whence.engines.memory import bytes_held
 from whence.errors import WhenceError
 from whence.guards import eval_mode, kept_generators
 from whence.rounds.recording import RoundRecording
-from whence.rounds.replay import MARGIN, Point, Round, check_weights, opened, step
+from whence.rounds.replay import MARGIN, Point, Round, check_finite, check_weights, opened, step, told_of_divergence
 
 Orders: TypeAlias = Sequence[Int[Tensor, "m b"]]
 """For each step, the positions of each training's minibatch; a shorter one is filled up with `NOBODY`."""
@@ -43,6 +43,16 @@ def subsets(n: int, share: float, count: int, generator: torch.Generator) -> Boo
     masks = torch.zeros(count, n, dtype=torch.bool)
     for mask in masks:
         mask[torch.randperm(n, generator=generator)[:size]] = True
+    return masks
+
+
+def subsets_of(
+    recording: RoundRecording, share: float, count: int, generator: torch.Generator
+) -> Bool[Tensor, "count n"]:
+    """Draw `subsets` of the records that a round trained on, as masks of all its records."""
+    trained = recording.trained
+    masks = torch.zeros(count, len(recording.records), dtype=torch.bool)
+    masks[:, trained] = subsets(len(trained), share, count, generator)
     return masks
 
 
@@ -103,12 +113,13 @@ def retrain(
 
     Without `orders`, every training follows the recorded minibatches and leaves the others' records out of them: what
     a record did, all else equal (a minibatch of which nothing is kept is no step). With `orders` of `reshuffled`, kept
-    records are shuffled into full minibatches anew, which is what a selection rule does.
+    records are shuffled into full minibatches anew, which is what a selection rule does. A round that `target_kl` ended
+    ends where it did without `orders`; with them, all that are given are trained.
 
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.
         recording: of the round.
-        kept: (m, n) which records each training keeps, or what each weighs.
+        kept: (m, n) which records each training keeps, or how often; see `whence.rounds.replay`.
         orders: minibatches of each training; None: the recorded ones.
         memory: bytes that training may hold at a time, beside the policy and the records; as many trainings go side by
             side as fit. What one takes is measured on a step before the start.
@@ -118,10 +129,11 @@ def retrain(
         The trained parameters by name, each (m, ...), on the policy's device.
 
     Raises:
-        WhenceError: a subset that keeps fewer than two records or is of another round, or more memory needed than
-            allowed; or see `whence.rounds.replay`.
+        NonFinite: a training diverged.
+        WhenceError: a subset that keeps fewer than two records (without `orders`, of those that the round trained on)
+            or is of another round, or more memory needed than allowed; or see `whence.rounds.replay`.
     """
-    round, weights = _weighed(policy, recording, kept, dtype)
+    round, weights = _weighed(policy, recording, kept, dtype, anew=orders is not None)
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
         return _in_parts(round, weights, orders, _at_once(round, weights, orders, memory))
 
@@ -138,7 +150,7 @@ def check_memory(policy: object, recording: RoundRecording, kept: Bool[Tensor, "
     Raises:
         WhenceError: see `retrain`.
     """
-    round, weights = _weighed(policy, recording, kept, None)
+    round, weights = _weighed(policy, recording, kept, None, anew=False)
     # One epoch of one subset has the largest minibatch of any.
     orders = reshuffled(kept[:1], batch_size_of(recording), 1, torch.Generator())
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
@@ -147,13 +159,13 @@ def check_memory(policy: object, recording: RoundRecording, kept: Bool[Tensor, "
 
 
 def _weighed(
-    policy: object, recording: RoundRecording, kept: Tensor, dtype: torch.dtype | None
+    policy: object, recording: RoundRecording, kept: Tensor, dtype: torch.dtype | None, *, anew: bool
 ) -> tuple[Round, Float[Tensor, "m n"]]:
     round = opened(policy, recording, dtype=dtype)
     n = len(round.records)
     if kept.ndim != 2 or kept.shape[1] != n or len(kept) == 0:
         raise WhenceError(f"kept has shape {tuple(kept.shape)}; (m, {n}) is needed, a row for each training.")
-    return round, check_weights(kept, round)
+    return round, check_weights(kept, round, anew=anew)
 
 
 def _in_parts(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, at_once: int) -> dict[str, Tensor]:
@@ -161,7 +173,9 @@ def _in_parts(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None
     for first in range(0, len(weights), at_once):
         chosen = slice(first, first + at_once)
         own = None if orders is None else [order[chosen] for order in orders]
-        trained[chosen] = _side_by_side(round, weights[chosen], own)
+        with told_of_divergence(round):
+            trained[chosen] = _side_by_side(round, weights[chosen], own)
+    check_finite(trained, round)
     return {name: own.contiguous() for name, own in round.named(trained).items()}
 
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.advantages import td_errors
 from whence.crossfitting import judged_by
-from whence.errors import WhenceError
+from whence.heuristics import td_errors_of
 from whence.influence import Influence
-from whence.records import RecordBatch
-from whence.rounds import METHODS, RoundRecording, attribute_round_by
+from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round_by
 from whence.rounds.replay import Round, check_target, opened
 from whence.rounds.schedule import snapshot
 from whence.targets import BatchTarget, Target
@@ -29,6 +28,7 @@ def scores_of(
     *,
     target: Target,
     methods: Sequence[str] = tuple(METHODS),
+    draws: int = DRAWS,
     seed: int = 0,
     memory: int = 2**31,
     told: Callable[[str], None] = lambda stage: None,
@@ -48,6 +48,7 @@ def scores_of(
         recording: of the round.
         target: what to raise.
         methods: see above.
+        draws: see `attribute_round`.
         seed: of the random scores, and of what `methods` draw.
         memory: bytes that `methods` may hold at a time; see `attribute_round`.
         told: hears of each stage as it begins.
@@ -56,19 +57,20 @@ def scores_of(
         (n,) of each score, in the order of the records.
 
     Raises:
-        WhenceError: records without what TD errors are made of, or a target that reads what the recording lacks; or
-            see `attribute_round`.
+        InvalidRecords: records without what TD errors are made of.
+        WhenceError: a target that reads what the recording lacks; or see `attribute_round`.
     """
     records = recording.records
     simple = {
         "advantage": records.advantages.double().cpu().numpy(),
-        "td-error": np.abs(_td_errors(records)),
+        "td-error": np.abs(td_errors_of(records)),
         "random": np.random.default_rng(seed).normal(size=len(records)),
     }
     whole: dict[str, Vector] = {}
     if methods:  # first, since they may not fit into memory
         told(f"scores: {', '.join(methods)}")
-        by_method = attribute_round_by(policy, recording, methods, target=target, seed=seed, memory=memory)
+        asked: dict[str, Any] = {"draws": draws, "seed": seed, "memory": memory}
+        by_method = attribute_round_by(policy, recording, methods, target=target, **asked)
         # One influence each, since none is asked for by epoch.
         whole = {name: own.scores.double().numpy() for name, own in by_method.items() if isinstance(own, Influence)}
     with_values = opened(policy, recording)
@@ -95,16 +97,3 @@ def _crossfit(round: Round, target: Target) -> Vector:
     scores = torch.stack([snapshot(round, judge) for judge in judges])
     own: Vector = scores.gather(0, fold[None])[0].double().cpu().numpy()
     return own
-
-
-def _td_errors(records: RecordBatch) -> Vector:
-    if records.episode_starts is None or records.env_index is None or records.gamma is None:
-        raise WhenceError("TD errors need episode_starts, env_index and gamma, which these records lack.")
-    assert records.gae_lambda is not None
-    return td_errors(
-        records.advantages.double().cpu().numpy(),
-        records.episode_starts.cpu().numpy(),
-        records.env_index.cpu().numpy(),
-        records.gamma,
-        records.gae_lambda,
-    )

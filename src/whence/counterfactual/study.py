@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from whence.counterfactual.measures import agreement, checked_scores, lds
 from whence.counterfactual.outcomes import Evaluate, outcomes_of
-from whence.counterfactual.retrain import batch_size_of, check_memory, reshuffled, retrain, subsets
+from whence.counterfactual.retrain import batch_size_of, check_memory, reshuffled, retrain, subsets_of
 from whence.counterfactual.scores import scores_of
 from whence.errors import WhenceError
-from whence.rounds import METHODS, RoundRecording
+from whence.rounds import DRAWS, METHODS, RoundRecording
 from whence.rounds.replay import check_target, opened
 from whence.targets import Target
 
@@ -57,6 +58,7 @@ def study(
     orders: int = 4,
     scores: Mapping[str, NDArray[np.floating]] | None = None,
     methods: Sequence[str] = tuple(METHODS),
+    draws: int = DRAWS,
     evaluate: Evaluate | None = None,
     seed: int = 0,
     memory: int = 2**31,
@@ -64,21 +66,24 @@ def study(
 ) -> Study:
     """Hold scores of a round against training it without records.
 
-    Two truths: "recorded" leaves records out of the recorded minibatches (all else equal, nothing random);
-    "reshuffled" shuffles what is kept into full minibatches, as selection does, in several orders. Outcomes: the target
-    and the surrogate `mean(rho A)` on the round's own records, and what `evaluate` measures. A truth's ceiling is what
-    the best predictor could reach given how well orders agree with each other: the root of the reliability of their
-    mean; 1 where nothing is random. What `evaluate` measures with chance of its own has no ceiling under "recorded".
+    Two truths: "recorded" leaves records out of the recorded minibatches (all else equal, nothing random); "reshuffled"
+    shuffles what is kept into full minibatches, as selection does, in several orders. Outcomes: the target and the
+    surrogate `mean(rho A)` on the round's own records, and what `evaluate` measures. A truth's ceiling is what the best
+    predictor could reach given how well orders agree with each other: the root of the reliability of their mean; 1
+    where nothing is random. Both are of the records that the round trained on. Where `target_kl` ended it, "recorded"
+    ends there too, and "reshuffled", of which nobody knows where it would have, trains all epochs. What `evaluate`
+    measures with chance of its own has no ceiling under "recorded".
 
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.
         recording: of the round.
         target: what the scores are of.
-        share: of the records that each training keeps.
+        share: of the records that the round trained on, below 1, that each training keeps.
         count: subsets.
         orders: of each subset under "reshuffled", at least 2.
         scores: (n,) by name, in the order of the records; None: those of `scores_of`.
         methods: of `attribute_round`, for `scores_of`.
+        draws: see `attribute_round`, for `scores_of`.
         evaluate: measures trained parameters; None: nothing is. The recorded truth is its repetition 0, the orders are
             the repetitions from 1, so that orders do not agree by the chance of a test that they share.
         seed: of subsets, orders and random scores.
@@ -87,18 +92,24 @@ def study(
         told: hears of each stage as it begins.
 
     Raises:
-        WhenceError: fewer than two orders or three subsets, scores of another shape or not finite, a round that was not
-            trained on, or a target that reads what the recording lacks; or see `retrain` and `scores_of`.
+        NonFinite: a training diverged, or an outcome is no number.
+        WhenceError: fewer than two orders or three subsets, all records to be kept, scores of another shape or not
+            finite, a round that was not trained on, or a target that reads what the recording lacks; or see `retrain`
+            and `scores_of`.
     """
-    if orders < 2 or count < 3:
-        raise WhenceError(f"orders is {orders} and count {count}; at least 2 orders and 3 subsets are needed.")
+    if orders < 2 or count < 3 or not share < 1:
+        raise WhenceError(
+            f"orders is {orders}, count {count} and share {share}; at least 2 orders and 3 subsets are needed, and a "
+            "share below 1, since subsets that are all the same are in no order."
+        )
     n, size = len(recording.records), batch_size_of(recording)
     target = check_target(target, opened(policy, recording))
     generator = torch.Generator().manual_seed(seed)
-    kept = subsets(n, share, count, generator)
+    kept = subsets_of(recording, share, count, generator)
     check_memory(policy, recording, kept, memory)
     if scores is None:
-        scores = scores_of(policy, recording, target=target, methods=methods, seed=seed, memory=memory, told=told)
+        asked: dict[str, Any] = {"methods": methods, "draws": draws, "seed": seed, "memory": memory, "told": told}
+        scores = scores_of(policy, recording, target=target, **asked)
     checked = {name: checked_scores(name, own, n) for name, own in scores.items()}
     outcomes: dict[str, dict[str, NDArray[np.float64]]] = {}
     for truth, repetitions in (("recorded", [0]), ("reshuffled", range(1, orders + 1))):

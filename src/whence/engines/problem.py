@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from whence.errors import WhenceError
 from whence.objectives import Objective
-from whence.policies import COLUMNS, ModuleView, Outputs, Params, PolicyView
+from whence.policies import COLUMNS, Outputs, Params, PolicyView, outputs_of
 from whence.records import RecordBatch, Tree, map_tree, take
 from whence.targets import BatchTarget, SummedTarget, Target, name_of
 
@@ -86,10 +86,7 @@ class Problem:
     def outputs(self, params: Params | None = None) -> Outputs:
         """Evaluate the policy on the records, at `params` where given, with a graph."""
         params = self.params if params is None else params
-        if isinstance(self.view, ModuleView):
-            outputs = self.view.only(self.columns, params, self.inputs)
-        else:
-            outputs = self.view(params, self.inputs)
+        outputs = outputs_of(self.view, self.columns, params, self.inputs)
         n = len(self.records)
         for name, column in zip(Outputs._fields, outputs, strict=True):
             if column is not None and (column.ndim == 0 or len(column) != n):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.errors import NonFinite
+from whence.errors import NonFinite, WhenceError
 from whence.guards import kept_generators
 from whence.policies import acting_parameters, as_view
 from whence.records import RecordBatch
 from whence.sb3 import InfluenceCallback
 from whence.sb3.rounds import untouched
-from whence.selection import Selection
+from whence.selection import Selection, SelectionRule
 
 
 class MatchedUpdate(InfluenceCallback):
@@ -28,7 +28,23 @@ class MatchedUpdate(InfluenceCallback):
     The logger gets the factors as `train/update_scale` and `train/update_scale_value`, and `train/approx_kl` is that
     after scaling, over the whole rollout. Seconds are those of the second training. Selections, scores and reasons are
     recorded as the rule made them, though every record trained; a round that keeps fewer than two is skipped.
+
+    Args:
+        rule: see `InfluenceCallback`.
+        asked: see there; but no `recordings`, since two trainings are no round, and what trains on all records, as
+            SB3 does, takes no `last` or `advantage_norm`.
+
+    Raises:
+        WhenceError: one of these is given; or see there.
     """
+
+    def __init__(self, rule: SelectionRule, **asked: Any) -> None:
+        if refused := asked.keys() & {"recordings", "last", "advantage_norm"}:
+            raise WhenceError(
+                f"MatchedUpdate takes no {', '.join(sorted(refused))}: a round is trained twice in it, and what counts "
+                "is SB3's own training on all records. Leave it out, or take InfluenceCallback."
+            )
+        super().__init__(rule, **asked)
 
     def _train_selected(self, own_train: Callable[[], None], selection: Selection) -> None:
         assert self.round is not None

@@ -87,7 +87,16 @@ def gradient_cosines(
         A row for each of `kept`, `advantages` (raw, centred) and `truth` (gae, monte-carlo), with `records`, `cosine`,
         and `reliability`: the cosine of the larger rollout's own estimate with the gradient that endless steps would
         give, from the agreement of its halves. No cosine can be expected above it.
+
+    Raises:
+        WhenceError: a mask of other records or of fewer than two, or a gradient that is 0, which has no direction.
     """
+    for name, mask in kept.items():
+        if mask.shape != (len(records),) or int(mask.sum()) < 2:
+            raise WhenceError(
+                f"kept[{name!r}] has shape {tuple(mask.shape)} and keeps {int(mask.sum())}; a mask of the "
+                f"{len(records)} records that keeps at least two is needed."
+            )
     halves = torch.arange(len(large)) >= len(large) // 2  # environments come one after the other
     truths: dict[str, tuple[Vector, float]] = {}
     for name, advantages in (("gae", large.advantages), ("monte-carlo", monte_carlo(large))):
@@ -150,4 +159,7 @@ def _gradient(model: PPO, records: RecordBatch, advantages: Tensor, at_once: int
 
 
 def _cosine(one: Vector, other: Vector) -> float:
-    return float(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
+    norms = np.linalg.norm(one), np.linalg.norm(other)
+    if min(norms) == 0:
+        raise WhenceError("A gradient is 0, as where all advantages are, and has no direction: take another round.")
+    return float(one @ other / (norms[0] * norms[1]))

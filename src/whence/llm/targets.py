@@ -14,7 +14,7 @@ from torch import Tensor
 from whence.errors import InvalidRecords, WhenceError
 from whence.llm.demonstrations import encoded
 from whence.llm.rows import rows_of
-from whence.policies import ModuleView, Outputs, Params, PolicyView
+from whence.policies import Outputs, Params, PolicyView, outputs_of
 from whence.records import RecordBatch
 from whence.targets import Target
 
@@ -131,8 +131,7 @@ class _Whole:
 
 
 def _log_probs(view: PolicyView, params: Params, rows: RecordBatch) -> Outputs:
-    inputs = view.prepare(rows)
-    return view.only({"log_prob"}, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
+    return outputs_of(view, {"log_prob"}, params, view.prepare(rows))
 
 
 def _of_responses(outputs: Outputs, rows: RecordBatch) -> Float[Tensor, "n R"]:

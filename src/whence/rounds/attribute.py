@@ -12,7 +12,7 @@ from whence.guards import eval_mode, kept_generators
 from whence.influence import Influence, Provenance
 from whence.rounds import schedule, smoothed
 from whence.rounds.recording import RoundRecording
-from whence.rounds.replay import Round, check_target, opened
+from whence.rounds.replay import Round, check_target, opened, told_of_divergence
 from whence.rounds.schedule import SCHEDULED
 from whence.rounds.smoothed import DRAWS, SMOOTHED
 from whence.targets import Target, name_of
@@ -120,6 +120,7 @@ def attribute_round_by(
         eval_mode(list(round.view.module.modules())),
         torch.inference_mode(False),
         torch.enable_grad(),
+        told_of_divergence(round),
     ):
         target = check_target(target, round)
         plans = schedule.planned(round, target, methods, memory)

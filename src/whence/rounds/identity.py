@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from whence.errors import WhenceError
-from whence.guards import eval_mode, kept_generators
-from whence.policies import ModuleView, Params, PolicyView
+from whence.errors import Unsupported, WhenceError
+from whence.guards import eval_mode, kept_generators, train_mode
+from whence.policies import Params, PolicyView, outputs_of
 from whence.records import RecordBatch, single
 from whence.rounds.recording import RoundRecording
 
@@ -69,6 +69,33 @@ def check_collected(view: PolicyView, params: Params, records: RecordBatch, numb
             )
 
 
+def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
+    """Refuse a policy that says something else in train mode, in which SB3 trains, than in eval mode, in which it acts.
+
+    Args:
+        view: of the policy.
+        params: of the policy.
+        records: of the round; a few are looked at.
+
+    Raises:
+        Unsupported: what it says in the two modes differs, as by dropout.
+    """
+    part = records.take(slice(0, 64))
+    inputs = view.prepare(part)
+    with kept_generators(), torch.no_grad():
+        with eval_mode(list(view.module.modules())):
+            acting = view(params, inputs)
+        with train_mode(view.module):
+            training = view(params, inputs)
+    for name, one, other in zip(acting._fields, acting, training, strict=True):
+        if one is not None and other is not None and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
+            raise Unsupported(
+                f"In train mode the policy's {name} is another than in eval mode, as with dropout: what it was trained "
+                "by was drawn anew at each step, and cannot be stepped through again. Train without dropout, or let "
+                "SB3's own train() replay the round: whence.sb3.replay."
+            )
+
+
 def outputs_apart(view: PolicyView, params: Params, records: RecordBatch, at_once: int = 2048) -> dict[str, float]:
     """Return how far what a policy says of records is from what was recorded, on average.
 
@@ -88,8 +115,7 @@ def outputs_apart(view: PolicyView, params: Params, records: RecordBatch, at_onc
     with kept_generators(), eval_mode(list(view.module.modules())), torch.no_grad():
         for first in range(0, len(records), at_once):
             part = records.take(slice(first, first + at_once))
-            inputs, asked = view.prepare(part), {"log_prob", "value"}
-            read = view.only(asked, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
+            read = outputs_of(view, {"log_prob", "value"}, params, view.prepare(part))
             pairs = {"log-probs": (single("log_prob", read.log_prob), part.log_probs)}
             if read.value is not None and part.values is not None:
                 pairs["values"] = (single("value", read.value), part.values)

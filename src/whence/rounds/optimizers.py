@@ -111,6 +111,8 @@ def _root(squares: Tensor) -> Tensor:
 
 
 def _adam(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
+    if settings.get("decoupled_weight_decay"):
+        return _adamw(settings, p, g, state)
     return _adam_step(settings, p, g + settings["weight_decay"] * p if settings["weight_decay"] else g, state)
 
 

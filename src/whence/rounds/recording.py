@@ -111,6 +111,12 @@ class RoundRecording:
         """The minibatches that were stepped on."""
         return self.minibatches[:-1] if self.stopped else self.minibatches
 
+    @property
+    def trained(self) -> Int[Tensor, " trained"]:
+        """The positions of the records that were stepped on, in order; those that a rule dropped are not among them."""
+        found: Tensor = torch.cat([*self.steps, torch.zeros(0, dtype=torch.int64)]).cpu().unique()
+        return found
+
     def save(self, path: str | Path) -> None:
         """Write the recording to one safetensors file, atomically; what is no tensor goes into its JSON header."""
         tensors = {f"records/{name}": tensor for name, tensor in leaves(self.records.columns)}

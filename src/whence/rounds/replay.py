@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -9,13 +10,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.errors import Unsupported, WhenceError
+from whence.errors import NonFinite, Unsupported, WhenceError
 from whence.guards import eval_mode, kept_generators
 from whence.objectives import Objective
-from whence.policies import ModuleView, Outputs, Params, PolicyView, as_view, check_batch_norm
+from whence.policies import COLUMNS, ModuleView, Outputs, Params, PolicyView, as_view, check_batch_norm, outputs_of
 from whence.records import RecordBatch, Tree, map_tree, take
 from whence.rounds import optimizers
-from whence.rounds.identity import check_collected, check_policy
+from whence.rounds.identity import check_collected, check_modes, check_policy
 from whence.rounds.optimizers import State
 from whence.rounds.recording import RoundRecording
 from whence.targets import Target, as_target, name_of
@@ -118,7 +119,8 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
 
     Raises:
         Unsupported: an optimiser that cannot be replayed step by step, a policy of no known kind, parameters of several
-            dtypes where none is given, or BatchNorm.
+            dtypes where none is given, BatchNorm, or dropout.
+        NonFinite: the round began with parameters that are not.
         WhenceError: the recording is of another policy: by names, shapes, or log-probs or values of its records.
     """
     optimizers.check_optimizer(recording.optimizer)
@@ -132,6 +134,12 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
         return _cast_to(dtype)(tensor.to(device))
 
     params = {name: placed(recording.start[name]) for name in own}
+    for name, own_start in params.items():
+        if not bool(torch.isfinite(own_start).all()):
+            raise NonFinite(
+                f"Round {recording.number} began with `{name}` not finite: training had diverged before it. Take an "
+                "earlier round."
+            )
     if len(dtypes := {p.dtype for p in params.values()}) > 1:
         raise Unsupported(
             f"The policy's parameters have the dtypes {', '.join(sorted(str(one)[6:] for one in dtypes))}, and a round "
@@ -140,6 +148,7 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
     columns = map_tree(placed, recording.records.columns)
     records = recording.records.with_columns(columns)
     check_collected(view, params, records, recording.number)
+    check_modes(view, params, records)
     inputs = map_tree(lambda tensor: placed(tensor.detach()), view.prepare(records))
     start = Point(torch.cat([p.flatten() for p in params.values()]), optimizers.begin(recording.optimizer, params))
     shapes = {name: p.shape for name, p in params.items()}
@@ -244,8 +253,10 @@ def replay(
 ) -> dict[str, Tensor]:
     """Return the trained parameters after a recorded round in which records weigh `weights`.
 
-    With weights of 1 these are the recorded ones up to rounding; a weight of 0 leaves the record out of every
-    minibatch of the recorded schedule. The policy and every random generator are left as they are.
+    With weights of 1 these are the recorded ones up to rounding; a weight of 0 leaves the record out of every minibatch
+    of the recorded schedule, and one of 2 is the record twice: weights are counts, not proportions, and a minibatch
+    whose records come to no more than one in all goes by raw advantages, as one of a single record does. The policy and
+    every random generator are left as they are.
 
     Args:
         policy: the policy that was trained, or one built like it.
@@ -254,7 +265,9 @@ def replay(
         dtype: to compute in; None: the recorded one.
 
     Raises:
-        WhenceError: weights of another shape, negative, or above 0 for fewer than two records; or see `opened`.
+        NonFinite: training diverged.
+        WhenceError: weights of another shape, negative, or above 0 for fewer than two records that the round trained
+            on; or see `opened`.
     """
     round = opened(policy, recording, dtype=dtype)
     if weights is not None:
@@ -265,28 +278,69 @@ def replay(
             )
         weights = check_weights(weights, round)
     modules = list(round.view.module.modules())
-    with kept_generators(), eval_mode(modules), torch.inference_mode(False):
+    with kept_generators(), eval_mode(modules), torch.inference_mode(False), told_of_divergence(round):
         for point in points(round, weights):
             last = point
+    check_finite(last.params, round)
     return round.named(last.params)
 
 
-def check_weights(weights: Float[Tensor, "*trainings n"], round: Round) -> Float[Tensor, "*trainings n"]:
+def check_weights(
+    weights: Float[Tensor, "*trainings n"], round: Round, *, anew: bool = False
+) -> Float[Tensor, "*trainings n"]:
     """Return weights of one training or of several in the round's dtype and on its device.
+
+    Args:
+        weights: of all records.
+        round: that is trained.
+        anew: whether minibatches are others than the recorded ones, so that what a rule dropped counts as well.
 
     Raises:
         WhenceError: one is negative or not finite, or a training has fewer than two above 0.
     """
     weights = weights.to(round.records.log_probs)
     if not bool((weights >= 0).all()) or not bool(torch.isfinite(weights).all()):
-        raise WhenceError("A weight is negative or not finite; weights are 0 (left out), 1 (as it was) or between.")
-    least = int((weights > 0).sum(dim=-1).min())
-    if least < 2:
         raise WhenceError(
-            f"A training keeps {least} of {weights.shape[-1]} records, fewer than two, and one has no advantage to be "
-            "normalised by another: give at least two records a weight above 0."
+            "A weight is negative or not finite; weights are counts of a record: 0 (left out), 1 (as it was), 0.5, 2."
+        )
+    counted = weights if anew else weights[..., round.recording.trained.to(weights.device)]
+    if len(round) > 0 and (least := int((counted > 0).sum(dim=-1).min())) < 2:
+        raise WhenceError(
+            f"A training keeps {least} of {counted.shape[-1]} records that the round trained on, fewer than two, and "
+            "one has no advantage to be normalised by another: give at least two of them a weight above 0."
         )
     return weights
+
+
+@contextmanager
+def told_of_divergence(round: Round) -> Iterator[None]:
+    """Raise `NonFinite` where a distribution of torch refuses what a diverged policy says."""
+    try:
+        yield
+    except ValueError as refused:
+        if isinstance(refused, WhenceError) or "to satisfy the constraint" not in str(refused):
+            raise
+        raise NonFinite(
+            f"Training round {round.recording.number} diverged: what the policy says is no distribution any more. Take "
+            "a round of a smaller learning rate, or one whose gradients are clipped."
+        ) from refused
+
+
+def check_finite(params: Float[Tensor, "*trainings p"], round: Round) -> None:
+    """Refuse parameters that training has made something else than numbers.
+
+    Raises:
+        NonFinite: names the training and the parameter.
+    """
+    lost = ~torch.isfinite(params.detach()).reshape(-1, params.shape[-1])
+    if not bool(lost.any()):
+        return
+    training = int(lost.any(dim=1).nonzero()[0])
+    name = next(name for name, own in round.named(lost).items() if bool(own[training].any()))
+    raise NonFinite(
+        f"Training round {round.recording.number} diverged: after training {training} of those asked for `{name}` is "
+        "not finite. Take a round of a smaller learning rate, or one whose gradients are clipped."
+    )
 
 
 def check_target(target: Target, round: Round) -> Target:
@@ -319,10 +373,7 @@ def check_target(target: Target, round: Round) -> Target:
 
 
 def _outputs(round: Round, params: Params, inputs: Tree) -> Outputs:
-    if isinstance(round.view, ModuleView):
-        columns = getattr(round.objective, "reads", None)
-        return round.view(params, inputs) if columns is None else round.view.only(columns, params, inputs)
-    return round.view(params, inputs)
+    return outputs_of(round.view, getattr(round.objective, "reads", COLUMNS), params, inputs)
 
 
 def _positive(total: Tensor) -> Tensor:

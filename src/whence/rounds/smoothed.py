@@ -85,13 +85,15 @@ class Draws:
 def drawn(round: Round, count: int, share: float, generator: torch.Generator) -> Draws:
     """Draw subsets, and orders in which minibatches hold as many of their records as the round's own did.
 
+    A trailing minibatch of less than a quarter of that joins its predecessor.
+
     Args:
         round: from `opened`, of at least one step.
         count: trainings.
         share: of the records that the round trained on, in each.
         generator: of subsets and orders.
     """
-    trained = _trained(round)
+    trained = round.recording.trained
     n, like, update = len(trained), round.records.log_probs, round.recording.update
     kept = min(n, max(2, int(share * n)))
     size = n if update.batch_size is None else update.batch_size * n // kept
@@ -104,16 +106,13 @@ def drawn(round: Round, count: int, share: float, generator: torch.Generator) ->
         orders = torch.empty(count, n, dtype=torch.int64)
         for row in orders:
             row[:] = trained[torch.randperm(n, generator=generator)]
-        parts = orders.to(like.device).split(size, dim=1)
+        parts = list(orders.to(like.device).split(size, dim=1))
+        # Of few positions just one may weigh something, and a step on one record goes by its raw advantage.
+        if len(parts) > 1 and 4 * parts[-1].shape[1] < size:
+            parts[-2:] = [torch.cat(parts[-2:], dim=1)]
         steps += parts
         epochs += [epoch] * len(parts)
     return Draws(weights.to(like), steps, epochs)
-
-
-def _trained(round: Round) -> Int[Tensor, " trained"]:
-    """Return the positions of the records that a round trained on; those that a rule dropped are no part of it."""
-    found: Tensor = torch.cat(list(round.recording.steps)).cpu().unique()
-    return found
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -168,7 +167,7 @@ def _averaged(round: Round, target: Target, made: Draws, every: int, at_once: in
     """Return what `derivatives` makes of all draws, `at_once` at a time, averaged by `_weighed`, on the CPU."""
     like, epochs = made.weights, made.epochs[-1] + 1
     trained = torch.zeros_like(like[0], dtype=torch.bool)
-    trained[_trained(round).to(like.device)] = True
+    trained[round.recording.trained.to(like.device)] = True
     counts, squares = like.new_zeros(2, like.shape[1]), like.new_zeros(2, like.shape[1])
     totals = like.new_zeros(2, epochs, like.shape[1])
     for first in range(0, len(like), at_once):

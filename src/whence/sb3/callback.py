@@ -1,7 +1,7 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +33,7 @@ from whence.sb3.buffer import (
 from whence.sb3.description import describe
 from whence.sb3.episodes import STATE, Ongoing
 from whence.sb3.rehearsal import Rehearsal, held_out_gain
-from whence.sb3.rounds import Recorder, tensors_of
+from whence.sb3.rounds import Recorder, check_groups, tensors_of
 from whence.sb3.scoring import Scoring
 from whence.sb3.training import around_next_train, cancel
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
@@ -134,7 +134,7 @@ class InfluenceCallback(BaseCallback):
         self.guard, self.advantage_norm = guard, advantage_norm
         self.round: Round | None = None
         self.metrics: list[dict[str, Any]] = []
-        self.recordings = recordings
+        self.recordings = _rounds_of(recordings)
         self.recording: RoundRecording | None = None
         self.skipped_rounds = 0
         self._advised: set[str] = set()
@@ -148,6 +148,8 @@ class InfluenceCallback(BaseCallback):
     def _init_callback(self) -> None:
         cancel(self.model)  # of a learn() that was broken off between a rollout and its training
         check_model(self.model)
+        if self.guard or self.recordings or self.scoring.of_round:
+            check_groups(self.model)
         if self._run is None and self._run_path is not None:
             self._run = RunDirectory.create(self._run_path, self._config(), versions=library_versions())
 
@@ -197,7 +199,7 @@ class InfluenceCallback(BaseCallback):
 
     def _choose(self, records: RecordBatch) -> tuple[Influence | None, Selection, float | None]:
         """Return scores, what is to train, and where the guard judged it, by how much it pays."""
-        rehearsal = Rehearsal(self.model, self._rounds + 1, self._progress().remaining, self.last, self.advantage_norm)
+        rehearsal = Rehearsal(self.model, self._rounds + 1, self._remaining(), self.last, self.advantage_norm)
 
         def choose(among: Tensor) -> tuple[Influence | None, Selection]:
             influence = self.scoring.influence(rehearsal, records, among) if self.rule.needs_influence else None
@@ -264,9 +266,12 @@ class InfluenceCallback(BaseCallback):
         return float(np.mean(ended)) if ended else None
 
     def _progress(self) -> Progress:
-        # The model's own figure is still that of the round before; train() will see this one.
-        remaining = 1 - self.model.num_timesteps / self.model._total_timesteps
-        return Progress(self._rounds + 1, max(0.0, remaining))
+        return Progress(self._rounds + 1, max(0.0, self._remaining()))
+
+    def _remaining(self) -> float:
+        # The model's own figure is still that of the round before; train() will see this one, below 0 in a last
+        # rollout that goes beyond the steps asked for.
+        return 1 - self.model.num_timesteps / self.model._total_timesteps
 
     def _states(self) -> list[str | None]:
         # The infos of the environments' last resets; there only where the environments are wrapped in RecordResets.
@@ -331,6 +336,17 @@ class InfluenceCallback(BaseCallback):
             "advantage_norm": self.advantage_norm,
             "last": self.last,
         }
+
+
+def _rounds_of(recordings: object) -> frozenset[int]:
+    """Return rounds to record.
+
+    Raises:
+        WhenceError: they are no collection of numbers from 1 on.
+    """
+    if not isinstance(recordings, Iterable) or not all(isinstance(n, int | np.integer) and n >= 1 for n in recordings):
+        raise WhenceError(f"recordings is {recordings!r}; give the rounds to record, from 1, such as [5, 20].")
+    return frozenset(recordings)
 
 
 def library_versions() -> dict[str, str]:

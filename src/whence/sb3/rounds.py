@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -37,11 +37,7 @@ class Recorder:
     """
 
     def __init__(self, model: Any) -> None:
-        if len(model.policy.optimizer.param_groups) != 1:
-            raise Unsupported(
-                f"The optimiser has {len(model.policy.optimizer.param_groups)} groups of parameters; rounds of one "
-                "group can be recorded."
-            )
+        check_groups(model)
         self._model = model
         self._start = _copies(tensors_of(model.policy))
         self._minibatches: list[Tensor] = []
@@ -83,6 +79,20 @@ class Recorder:
             update=self._update,
             generator=self._generator,
             versions={"whence": version("whence"), **_versions(self._model)},
+        )
+
+
+def check_groups(model: Any) -> None:
+    """Refuse a model whose optimiser has several groups of parameters.
+
+    Raises:
+        Unsupported: it has.
+    """
+    if (count := len(model.policy.optimizer.param_groups)) != 1:
+        raise Unsupported(
+            f"The optimiser has {count} groups of parameters; rounds of one group can be recorded, and recording is "
+            "what guards and scores of whole rounds go by. Leave guard and recordings out and take score='snapshot' "
+            "or 'crossfit', or train all parameters in one group."
         )
 
 
@@ -205,7 +215,7 @@ def untouched(model: Any) -> Iterator[None]:
     attributes = dict(vars(model))
     tensors, training = _copies(tensors_of(policy)), policy.training
     gradients = [parameter.grad for parameter in policy.parameters()]
-    optimizer = copy.deepcopy(policy.optimizer.state_dict())
+    give_back = _held(policy.optimizer)
     for parameter in policy.parameters():
         parameter.grad = None
     try:
@@ -214,10 +224,36 @@ def untouched(model: Any) -> Iterator[None]:
         vars(model).clear()
         vars(model).update(attributes)
         load_tensors(tensors_of(policy), tensors)
-        policy.optimizer.load_state_dict(optimizer)
+        give_back()
         policy.set_training_mode(training)
         for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
             parameter.grad = gradient
+
+
+def _held(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return what makes an optimiser as it is now again, in the same objects, which others may hold."""
+    groups = [
+        (group, {key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
+    ]
+    # What steps change in place beside a copy of it.
+    state = [
+        (p, own, {key: (value, copy.deepcopy(value)) for key, value in own.items()})
+        for p, own in optimizer.state.items()
+    ]
+
+    def give_back() -> None:
+        for group, settings in groups:
+            for key in group.keys() - settings.keys() - {"params"}:
+                del group[key]
+            group.update(settings)
+        optimizer.state.clear()
+        for parameter, own, values in state:
+            own.clear()
+            for key, (value, before) in values.items():
+                own[key] = value.copy_(before) if isinstance(value, Tensor) else before
+            optimizer.state[parameter] = own
+
+    return give_back
 
 
 def _place(model: Any, recording: RoundRecording) -> None:

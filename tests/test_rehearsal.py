@@ -112,7 +112,9 @@ def test_what_does_not_go_together_is_refused_at_the_door(wrong, said):
 
 
 def test_known_scores():
-    assert ("snapshot", "crossfit", *METHODS) == SCORES
+    assert set(SCORES) == {
+        *("snapshot", "crossfit", "trajectory", "optimizer", "optimizer-momentum", "unrolled", "smoothed"),
+    }
     assert Scoring.asked("snapshot", None, None, "auto").target == Return()
 
 

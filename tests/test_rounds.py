@@ -19,6 +19,7 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 
 import whence
 from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute_round
+from whence.counterfactual import retrain
 from whence.engines.memory import bytes_held
 from whence.errors import NonFinite, RunDirectoryError, Unsupported
 from whence.policies import as_view
@@ -261,6 +262,27 @@ class TestScores:
                 ended = replay(model.policy, recording, weights=weights, dtype=torch.float64)
                 values.append(float(target(round.view, ended, round.records).detach()))
             numeric[record] = (values[0] - values[1]) / (2 * step)
+        assert float((scores - numeric).abs().max() / numeric.abs().max()) < 1e-6
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("a2c", "values clipped", "advantages as they are", "a short last minibatch", "target_kl", "continuous"),
+            *("entropy", "dict observations", "filtered", "masked actions", "RMSprop centred", "Adam decoupled"),
+        ],
+    )
+    def test_unrolled_is_the_derivative_of_rounds_of_all_kinds(self, name):
+        model, rule = CASES[name]()
+        recording = recorded(model, rule)
+        n, step, target = len(recording.records), 1e-4, Return()
+        scores = attribute_round(model.policy, recording, target=target, method="unrolled", dtype=torch.float64).scores
+        moved = step * torch.eye(n, dtype=torch.float64)
+        ended = retrain(model.policy, recording, torch.cat([1 + moved, 1 - moved]), dtype=torch.float64)
+        round = opened(model.policy, recording, dtype=torch.float64)
+        of_one = ({name: own[row] for name, own in ended.items()} for row in range(2 * n))
+        with torch.no_grad():
+            reached = torch.stack([target(round.view, params, round.records) for params in of_one])
+        numeric = (reached[:n] - reached[n:]) / (2 * step)
         assert float((scores - numeric).abs().max() / numeric.abs().max()) < 1e-6
 
     def test_trajectory_is_the_sum_of_the_steps_products(self, small):

@@ -5,8 +5,8 @@ compared take turns, and medians of their ratios are printed with the lowest and
 LunarLander-v3 (2,048 records, MLP 64x64, 10 epochs of minibatches of 64) is recorded, under SGD as LDA has it and under
 SB3's default Adam; one SB3 `train()` of that round is what everything is measured by.
 
-- "snapshot", "crossfit": `attribute` and `attribute_crossfit` of its records, at the policy as the round left it, which costs
-  the same.
+- "snapshot", "crossfit": `attribute` and `attribute_crossfit` of its records, at the policy as the round left it, which
+  costs the same.
 - the other scores: `attribute_round`.
 - "100 trainings": `retrain` on 100 random halves along the recorded minibatches, over 100 calls of `train()`.
 """

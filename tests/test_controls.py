@@ -6,7 +6,8 @@ import pytest
 import torch
 from stable_baselines3 import PPO
 
-from whence import IIF, KeepAll, WhenceError
+from whence import IIF, KeepAll, RunDirectory, WhenceError
+from whence.experiments import configure, run
 from whence.experiments.controls import MatchedUpdate
 from whence.sb3 import InfluenceCallback
 
@@ -118,3 +119,10 @@ def test_seconds_are_those_of_the_training_that_counts(monkeypatch):
 def test_what_two_trainings_cannot_do(asked):
     with pytest.raises(WhenceError, match=f"MatchedUpdate takes no {next(iter(asked))}"):
         MatchedUpdate(IIF(), **asked)
+
+
+def test_it_takes_what_a_run_asks_of_every_callback(tmp_path):
+    hyperparameters = {"n_steps": 32, "batch_size": 16, "n_epochs": 1}
+    config = configure(env="CartPole-v1", arm="ppo-matched", rounds=1, eval_episodes=0, hyperparameters=hyperparameters)
+    run(config, tmp_path / "run")
+    assert RunDirectory.open(tmp_path / "run").table("metrics").height == 1

@@ -39,7 +39,8 @@ class MatchedUpdate(InfluenceCallback):
     """
 
     def __init__(self, rule: SelectionRule, **asked: Any) -> None:
-        if refused := asked.keys() & {"recordings", "last", "advantage_norm"}:
+        usual = {"recordings": (), "last": "keep", "advantage_norm": "minibatch"}
+        if refused := [name for name, value in usual.items() if asked.get(name, value) != value]:
             raise WhenceError(
                 f"MatchedUpdate takes no {', '.join(sorted(refused))}: a round is trained twice in it, and what counts "
                 "is SB3's own training on all records. Leave it out, or take InfluenceCallback."

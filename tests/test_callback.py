@@ -529,6 +529,10 @@ def test_a_run_with_functions_of_ones_own_can_be_started_over(tmp_path: Path) ->
     assert "0x" not in str(config)
 
 
+def test_rounds_to_record_may_come_one_by_one():
+    assert InfluenceCallback(IIF(), recordings=(number for number in (2, 3))).recordings == {2, 3}
+
+
 @pytest.mark.parametrize("recordings", [5, "12", [0], [2.5], [None]])
 def test_rounds_to_record_are_numbers(recordings):
     with pytest.raises(WhenceError, match=r"recordings is .*; give the rounds to record, from 1, such as \[5, 20\]"):

@@ -344,9 +344,10 @@ def _rounds_of(recordings: object) -> frozenset[int]:
     Raises:
         WhenceError: they are no collection of numbers from 1 on.
     """
-    if not isinstance(recordings, Iterable) or not all(isinstance(n, int | np.integer) and n >= 1 for n in recordings):
+    found = list(recordings) if isinstance(recordings, Iterable) else [None]
+    if not all(isinstance(number, int | np.integer) and number >= 1 for number in found):
         raise WhenceError(f"recordings is {recordings!r}; give the rounds to record, from 1, such as [5, 20].")
-    return frozenset(recordings)
+    return frozenset(int(number) for number in found if number is not None)
 
 
 def library_versions() -> dict[str, str]:

@@ -117,7 +117,7 @@ def test_seconds_are_those_of_the_training_that_counts(monkeypatch):
 
 @pytest.mark.parametrize("asked", [{"recordings": [1]}, {"last": "drop"}, {"advantage_norm": "buffer"}])
 def test_what_two_trainings_cannot_do(asked):
-    with pytest.raises(WhenceError, match=f"MatchedUpdate takes no {next(iter(asked))}"):
+    with pytest.raises(WhenceError, match="MatchedUpdate takes no recordings, last or advantage_norm"):
         MatchedUpdate(IIF(), **asked)
 
 

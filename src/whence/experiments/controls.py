@@ -39,13 +39,12 @@ class MatchedUpdate(InfluenceCallback):
     """
 
     def __init__(self, rule: SelectionRule, **asked: Any) -> None:
-        usual = {"recordings": (), "last": "keep", "advantage_norm": "minibatch"}
-        if refused := [name for name, value in usual.items() if asked.get(name, value) != value]:
-            raise WhenceError(
-                f"MatchedUpdate takes no {', '.join(sorted(refused))}: a round is trained twice in it, and what counts "
-                "is SB3's own training on all records. Leave it out, or take InfluenceCallback."
-            )
         super().__init__(rule, **asked)
+        if self.recordings or self.last != "keep" or self.advantage_norm != "minibatch":
+            raise WhenceError(
+                "MatchedUpdate takes no recordings, last or advantage_norm: a round is trained twice in it, and what "
+                "counts is SB3's own training on all records. Leave them out, or take InfluenceCallback."
+            )
 
     def _train_selected(self, own_train: Callable[[], None], selection: Selection) -> None:
         assert self.round is not None

@@ -243,3 +243,24 @@ def test_what_a_rule_dropped_is_not_left_out_again(monkeypatch: pytest.MonkeyPat
         top, bottom = (sorted(own - dropped) for own in without[1:3])
         assert bottom == recording.trained[:share].tolist()
         assert top == recording.trained[-share:].tolist()
+
+
+def test_the_command_keeps_the_study_where_the_curves_are_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def whence(*arguments: object) -> Any:
+        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+    def broken_off(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.rounds, "leave_out", broken_off)
+    run = tmp_path / "run"
+    lake = ["FrozenLake-v1", "--n-steps", 32, "--batch-size", 16, "--n-epochs", 1, "--selection", "ppo"]
+    assert whence("train", *lake, "--rounds", 1, "--run", run, "--record-rounds", 1).exit_code == 0
+    asked = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2, "--draws", 3, "--leave-out"]
+    assert whence(*asked).exit_code != 0
+    content = json.loads((run / "counterfactual" / "round_00001.json").read_text())
+    assert content["draws"] == 3
+    assert content["rows"]
+    assert "removals" not in content

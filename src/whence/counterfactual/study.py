@@ -70,9 +70,10 @@ def study(
     shuffles what is kept into full minibatches, as selection does, in several orders. Outcomes: the target and the
     surrogate `mean(rho A)` on the round's own records, and what `evaluate` measures. A truth's ceiling is what the best
     predictor could reach given how well orders agree with each other: the root of the reliability of their mean; 1
-    where nothing is random. Both are of the records that the round trained on. Where `target_kl` ended it, "recorded"
-    ends there too, and "reshuffled", of which nobody knows where it would have, trains all epochs. What `evaluate`
-    measures with chance of its own has no ceiling under "recorded".
+    where nothing is random. What `evaluate` measures with chance of its own has no ceiling under "recorded".
+
+    Both truths are of the records that the round trained on. Where `target_kl` ended it, "recorded" ends there too, and
+    "reshuffled", of which nobody knows where it would have, trains all epochs.
 
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.

@@ -306,8 +306,9 @@ def check_weights(
     counted = weights if anew else weights[..., round.recording.trained.to(weights.device)]
     if len(round) > 0 and (least := int((counted > 0).sum(dim=-1).min())) < 2:
         raise WhenceError(
-            f"A training keeps {least} of {counted.shape[-1]} records that the round trained on, fewer than two, and "
-            "one has no advantage to be normalised by another: give at least two of them a weight above 0."
+            f"A training keeps {least} of {counted.shape[-1]} records{'' if anew else ' that the round trained on'}, "
+            "fewer than two, and one has no advantage to be normalised by another: give at least two of them a weight "
+            "above 0."
         )
     return weights
 

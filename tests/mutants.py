@@ -1495,6 +1495,27 @@ MUTANTS = (
         "test_callback.py::test_a_seed_that_waits_for_cuda_is_the_users_again",
     ),
     Mutant(
+        "rounds to record lost with their iterator",
+        "sb3/callback.py",
+        "found = list(recordings) if",
+        "found = recordings if",
+        "test_callback.py::test_rounds_to_record_may_come_one_by_one",
+    ),
+    Mutant(
+        "a study written only when its curves are drawn",
+        "cli/rounds.py",
+        "        _write(file, content)\n        removals = None\n",
+        "        removals = None\n",
+        "test_removals.py::test_the_command_keeps_the_study_where_the_curves_are_broken_off",
+    ),
+    Mutant(
+        "recordings of a round that is trained twice",
+        "experiments/controls.py",
+        'if self.recordings or self.last != "keep"',
+        'if self.last != "keep"',
+        "test_controls.py::test_what_two_trainings_cannot_do",
+    ),
+    Mutant(
         "a rehearsal whose schedules end at 0",
         "sb3/callback.py",
         "self._rounds + 1, self._remaining(), self.last",

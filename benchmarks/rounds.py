@@ -1,13 +1,14 @@
 """What scores of a whole round cost, and what training it again without records does, in trainings by SB3.
 
-Run: `python -m benchmarks.rounds [--repeats 5]`. One process, one torch thread, CPU seconds of the process; the things
-compared take turns, and medians of their ratios are printed with the lowest and the highest. The third round of PPO on
-LunarLander-v3 (2,048 records, MLP 64x64, 10 epochs of minibatches of 64) is recorded, under SGD as LDA has it and under
-SB3's default Adam; one SB3 `train()` of that round is what everything is measured by.
+Run: `python -m benchmarks.rounds [OUT] [--repeats 5]`. One process, one torch thread, CPU seconds of the process; the
+things compared take turns, and medians of their ratios are printed with the lowest and the highest, and written to
+OUT/costs.json where a directory is given. The third round of PPO on LunarLander-v3 (2,048 records, MLP 64x64, 10 epochs
+of minibatches of 64) is recorded, under SGD as LDA has it and under SB3's default Adam; one SB3 `train()` of that round
+is what everything is measured by.
 
 - "snapshot", "crossfit": `attribute` and `attribute_crossfit` of its records, at the policy as the round left it, which
   costs the same.
-- the other scores: `attribute_round`.
+- the other scores: `attribute_round`; "three in one walk": trajectory, optimizer and optimizer-momentum together.
 - "100 trainings": `retrain` on 100 random halves along the recorded minibatches, over 100 calls of `train()`.
 """
 
@@ -15,6 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -23,11 +25,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.faithfulness import write
 from whence import KeepAll, Return, attribute, attribute_crossfit, attribute_round, experiments
 from whence.counterfactual import retrain, subsets
 from whence.experiments.environments import training_env
 from whence.experiments.training import make_model
-from whence.rounds import METHODS, RoundRecording
+from whence.rounds import METHODS, RoundRecording, attribute_round_by
 from whence.sb3 import InfluenceCallback, model_objective, replay
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -35,20 +38,33 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"optimizer": "Adam", "hyperparameters": {"learning_rate": 3e-4, "max_grad_norm": 0.5}},
 }
 
+WALKED = ("trajectory", "optimizer", "optimizer-momentum")
+"""Scores that share the target's gradient at every step."""
 
-def main(repeats: Annotated[int, typer.Option(help="How often each is measured.", min=1)] = 5) -> None:
-    """Measure and print."""
+
+def main(
+    out: Annotated[
+        Path | None, typer.Argument(help="The directory of the results; none: they are printed only.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="How often each is measured.", min=1)] = 5,
+) -> None:
+    """Measure, print and keep."""
     torch.set_num_threads(1)
     table = Table(title=f"CPU time, in trainings of the round ({platform.machine()}, {repeats} repeats)")
     table.add_column("what")
-    columns = []
+    found = {}
     for name, settings in OPTIMIZERS.items():
         table.add_column(f"{name}: median [lowest, highest]")
-        columns.append(_ratios(*_recorded(settings), repeats, name))
-    for what in columns[0]:
-        cells = [sorted(column[what]) for column in columns]
-        table.add_row(what, *(f"{statistics.median(c):.3g} [{c[0]:.3g}, {c[-1]:.3g}]" for c in cells))
+        ratios = _ratios(*_recorded(settings), repeats, name)
+        found[name] = {
+            what: {"median": statistics.median(r), "low": min(r), "high": max(r)} for what, r in ratios.items()
+        }
+    for what in found["SGD"]:
+        cells = (column[what] for column in found.values())
+        table.add_row(what, *(f"{c['median']:.3g} [{c['low']:.3g}, {c['high']:.3g}]" for c in cells))
     Console(width=100).print(table)
+    if out is not None:
+        write(out / "costs.json", {"machine": platform.platform(), "repeats": repeats, "costs": found})
 
 
 def _recorded(settings: dict[str, Any]) -> tuple[Any, RoundRecording]:
@@ -72,6 +88,7 @@ def _ratios(model: Any, recording: RoundRecording, repeats: int, name: str) -> d
             method: lambda method=method: attribute_round(policy, recording, target=target, method=method)
             for method in METHODS
         },
+        "three in one walk": lambda: attribute_round_by(policy, recording, WALKED, target=target),
         "100 trainings": lambda: retrain(policy, recording, kept),
     }
     found: dict[str, list[float]] = {what: [] for what in measured}

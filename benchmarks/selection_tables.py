@@ -1,7 +1,7 @@
 """Tabulate what `benchmarks.selections` has found: for `benchmarks.faithfulness_tables`.
 
 Means are over rounds and seeds, with 95% percentile bootstrap intervals; a round of a seed is one unit, which makes
-them somewhat narrow, since rounds of a seed are not quite independent.
+them too narrow as far as rounds of a seed are alike. So beside the main figures stands what each seed came to.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,8 +61,17 @@ def gain_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
         row = dict(zip(by, key, strict=True))
         row |= {name: mean_over(own[name].to_list()) for name in ("gain", "kl", "entropy", "kept")}
         row |= {name: ratio_over(own[name].to_list(), own["gain_all"].to_list()) for name in SHARES_OF_ALL}
+        for name in SHARES_OF_ALL:
+            row[name]["seeds"] = shares_of_seeds(own, name) if row[name]["mean"] is not None else []
         found.append(row)
     return found
+
+
+def shares_of_seeds(own: pl.DataFrame, name: str) -> list[float]:
+    """Return each seed's mean over what all gained in the mean over all seeds, whose mean is that of all rounds."""
+    known = own.drop_nulls(name)
+    whole = known["gain_all"].mean()
+    return [float(seed[name].mean() / whole) for _, seed in known.group_by("seed", maintain_order=True)]
 
 
 def mean_over(values: Sequence[float | None]) -> dict[str, Any]:
@@ -110,12 +119,18 @@ def gain_sections(rows: pl.DataFrame, groups: Sequence[str]) -> Iterable[str]:
     for group in groups:
         own = {key[2]: row for key, row in means.items() if key[:2] == ("monte-carlo", group)}
         by_gae = {key[2]: row["less as far"] for key, row in means.items() if key[:2] == ("gae", group)}
-        lines = [["records kept", "share", "gain", *GAINS.values(), "less all's, as far, Â by GAE"]]
+        told = [*GAINS.values(), "less all's, as far, Â by GAE", "less all's, of each seed", "as far, of each seed"]
+        lines = [["records kept", "share", "gain", *told]]
         for selection, row in own.items():
             less = [cell(row[name], percent=True) for name in SHARES_OF_ALL]
             others = [*less, cell(row["kl"], digits=2), cell(row["entropy"]), cell(by_gae[selection], percent=True)]
+            others += [_shares(row[name]["seeds"]) for name in ("less", "less as far")]
             shown = others if selection != ALL else [""] * len(others)
             share = f"{row['kept']['mean'] / own[ALL]['kept']['mean']:.0%}"
             lines.append([selection, share, cell(row["gain"], interval=selection == ALL, digits=4), *shown])
         rounds = own[ALL]["gain"]["rounds"]
         yield f"### {group}, {rounds} rounds\n\n{table(lines)}"
+
+
+def _shares(shares: Iterable[float]) -> str:
+    return ", ".join(f"{share:.0%}" for share in shares).replace("-", "−")

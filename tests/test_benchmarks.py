@@ -220,6 +220,20 @@ def test_selections_are_held_against_all(study):
     assert [found["iif, normalised once"][kind] for kind in kinds] == [3.0, 1.0, 2.0, 1.5, 0.0]
 
 
+def test_seeds_are_told_apart_by_one_measure(study):
+    tables, _ = study
+    gains = {0: (1.0, 2.0), 1: (3.0, 3.0)}  # of all, and of the selection
+    rows = [
+        row(selection, gain, 0.5, 1.0) | {"seed": seed}
+        for seed, of in gains.items()
+        for selection, gain in zip(("all", "iif"), of, strict=True)
+    ]
+    found = next(one for one in tables.gain_means(tables.compared(pl.DataFrame(rows))) if one["selection"] == "iif")
+    assert found["less"]["seeds"] == [0.5, 0.0]  # each seed's by the two that all gain in the mean
+    assert found["less"]["mean"] == 0.25
+    assert found["less as far"]["seeds"] == [0.5, 1.0]
+
+
 def test_shares_of_next_to_nothing_are_not_told(study):
     tables, _ = study
     found = tables.ratio_over([1.0, None, 3.0], [1.0, 5.0, 3.0])

@@ -15,7 +15,7 @@ is what everything is measured by.
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,18 +25,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.faithfulness import write
+from benchmarks.faithfulness import OPTIMIZERS, write
 from whence import KeepAll, Return, attribute, attribute_crossfit, attribute_round, experiments
 from whence.counterfactual import retrain, subsets
 from whence.experiments.environments import training_env
 from whence.experiments.training import make_model
 from whence.rounds import METHODS, RoundRecording, attribute_round_by
 from whence.sb3 import InfluenceCallback, model_objective, replay
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": {},
-    "Adam": {"optimizer": "Adam", "hyperparameters": {"learning_rate": 3e-4, "max_grad_norm": 0.5}},
-}
 
 WALKED = ("trajectory", "optimizer", "optimizer-momentum")
 """Scores that share the target's gradient at every step."""
@@ -59,7 +54,7 @@ def main(
         found[name] = {
             what: {"median": statistics.median(r), "low": min(r), "high": max(r)} for what, r in ratios.items()
         }
-    for what in found["SGD"]:
+    for what in found["sgd"]:
         cells = (column[what] for column in found.values())
         table.add_row(what, *(f"{c['median']:.3g} [{c['low']:.3g}, {c['high']:.3g}]" for c in cells))
     Console(width=100).print(table)
@@ -67,7 +62,7 @@ def main(
         write(out / "costs.json", {"machine": platform.platform(), "repeats": repeats, "costs": found})
 
 
-def _recorded(settings: dict[str, Any]) -> tuple[Any, RoundRecording]:
+def _recorded(settings: Mapping[str, Any]) -> tuple[Any, RoundRecording]:
     config = experiments.configure(preset="lda-code/lunarlander", eval_episodes=0, **settings)
     torch.manual_seed(config.seed)
     model = make_model(config, training_env(config))

@@ -60,15 +60,15 @@ def gain_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
     for key, own in rows.group_by(by, maintain_order=True):
         row = dict(zip(by, key, strict=True))
         row |= {name: mean_over(own[name].to_list()) for name in ("gain", "kl", "entropy", "kept")}
-        row |= {name: ratio_over(own[name].to_list(), own["gain_all"].to_list()) for name in SHARES_OF_ALL}
         for name in SHARES_OF_ALL:
-            row[name]["seeds"] = shares_of_seeds(own, name) if row[name]["mean"] is not None else []
+            share = ratio_over(own[name].to_list(), own["gain_all"].to_list())
+            row[name] = share | {"seeds": [] if share["mean"] is None else shares_of_seeds(own, name)}
         found.append(row)
     return found
 
 
 def shares_of_seeds(own: pl.DataFrame, name: str) -> list[float]:
-    """Return each seed's mean over what all gained in the mean over all seeds, whose mean is that of all rounds."""
+    """Return what each seed gains, in what all gains in the mean over all seeds: in its own it would be wild."""
     known = own.drop_nulls(name)
     whole = known["gain_all"].mean()
     return [float(seed[name].mean() / whole) for _, seed in known.group_by("seed", maintain_order=True)]

@@ -16,6 +16,12 @@ from whence.runs import RunDirectory
 RESULTS = Path(__file__).parent.parent / "results"
 PAPER = RESULTS / "paper"
 FAITHFULNESS = RESULTS / "faithfulness"
+INTERVAL_KEYS = [
+    ("mean", "low", "high"),
+    ("null", "null_low", "null_high"),
+    ("lds", "low", "high"),
+    ("median", "low", "high"),
+]
 INTERVAL = re.compile(r"(−?[\d.,]+%?) \[(−?[\d.,]+%?), (−?[\d.,]+%?)\]")
 
 
@@ -32,7 +38,7 @@ def summary(results):
 def intervals(node: object) -> Iterator[str]:
     """Every figure with an interval as text, as a share, as a return and as a correlation."""
     if isinstance(node, dict):
-        for own in (("mean", "low", "high"), ("null", "null_low", "null_high"), ("lds", "low", "high")):
+        for own in INTERVAL_KEYS:
             if all(isinstance(node.get(key), float) for key in own):
                 for form in (".1%", ".0%", ".3g", ".3f", ".1f", ".0f"):
                     mean, low, high = (f"{node[key]:{form}}".replace("-", "−") for key in own)
@@ -85,9 +91,9 @@ def test_the_summary_of_whether_truth_pays_is_that_of_the_runs():
 
 def test_every_interval_of_what_scores_are_worth_is_one_of_the_studies():
     text = (FAITHFULNESS / "README.md").read_text(encoding="utf-8")
-    # LDS stand in the text without the zero, and what things cost is printed, not kept.
-    said = {re.sub(r"(?<![\d.])\.", "0.", one) for one in said_in(text.split("## What it costs")[0])}
-    files = [FAITHFULNESS / "summary.json", FAITHFULNESS / "pays" / "summary.json"]
+    # LDS stand in the text without the zero.
+    said = {re.sub(r"(?<![\d.])\.", "0.", one) for one in said_in(text)}
+    files = [FAITHFULNESS / "summary.json", FAITHFULNESS / "pays" / "summary.json", FAITHFULNESS / "costs.json"]
     files += FAITHFULNESS.glob("datamodels/*.json")
     known = {one for file in files for one in intervals(json.loads(file.read_text(encoding="utf-8")))}
     assert len(said) > 50

@@ -102,6 +102,10 @@ def needed(model, recording, kept, orders):
     return [int(number.replace(",", "")) for number in numbers]
 
 
+def nbytes(orders):
+    return sum(own.nbytes for own in orders or [])
+
+
 class TestMemory:
     @pytest.mark.parametrize("truth", ["recorded", "reshuffled"])
     @pytest.mark.parametrize("side_by_side", [1, 2, 3])
@@ -137,13 +141,25 @@ class TestMemory:
         kept = subsets(128, 0.5, 20, drawn())
         orders = None if truth == "recorded" else reshuffled(kept, 64, 3, drawn(1))
         _, one, results = needed(model, recording, kept, orders)
-        memory = results + 8 * one
+        memory = results + 8 * one - nbytes(orders)  # which are there already
         round = opened(model.policy, recording)
         with torch.no_grad():
-            at_once = retrain_module._at_once(round, kept.float(), orders, memory)
+            at_once = retrain_module._at_once(round, kept.float(), orders, memory, 0)
             held = max(bytes_held(lambda: retrain_module._in_parts(round, kept.float(), orders, at_once)))
         assert 8 <= at_once < 20
         assert 0.75 * memory < held < 1.01 * memory
+
+    def test_orders_are_counted(self, wide):
+        model, recording = wide
+        kept = subsets(128, 0.5, 20, drawn())
+        orders = reshuffled(kept, 64, 3, drawn(1))
+        # Positions of 8 bytes: half of 128 records, in three epochs of twenty trainings.
+        assert nbytes(orders) == 8 * 64 * 3 * 20
+        of_all = needed(model, recording, kept, orders)[2]
+        least, _, results = needed(model, recording, kept, None)
+        assert of_all == results + nbytes(orders)
+        with pytest.raises(WhenceError, match=f" and {of_all:,} for the weights, orders"):
+            retrain_module.check_memory(model.policy, recording, kept, least)
 
     def test_one_training_is_measured_alone(self, wide, monkeypatch):
         model, recording = wide

@@ -94,14 +94,27 @@ def test_returns_less_values_step_by_step(case):
 @pytest.mark.parametrize(
     ("kept", "said"),
     [
-        (lambda n: torch.arange(n) == 3, r"kept\['wrong'\] has shape \(128,\) and keeps 1"),
-        (lambda n: torch.ones(3, dtype=torch.bool), r"has shape \(3,\) and keeps 3; a mask of the 128 records"),
+        (lambda n: torch.arange(n) == 3, r"kept\['wrong'\] has shape \(128,\) of torch.bool and keeps 1"),
+        (lambda n: torch.arange(n) % 2, r"has shape \(128,\) of torch.int64 and keeps 64; .* of torch.bool"),
+        (
+            lambda n: torch.ones(3, dtype=torch.bool),
+            r"has shape \(3,\) of torch.bool and keeps 3; a mask of the 128 records",
+        ),
     ],
 )
 def test_masks_that_have_no_direction(case, kept, said):
     _, model, records, large = case
     with pytest.raises(WhenceError, match=said):
         gradient_cosines(model, records, large, {"wrong": kept(len(records))})
+
+
+@pytest.mark.parametrize("other", ["records", "large"])
+def test_records_of_another_policy(case, other):
+    _, model, records, large = case
+    given = {"records": records, "large": large}
+    given[other] = given[other].with_columns({"log_probs": given[other].log_probs + 0.1})
+    with pytest.raises(WhenceError, match=rf"{other} was not collected by this policy: log-probs are 0\.1 apart"):
+        gradient_cosines(model, **given, kept={"all": torch.ones(len(records), dtype=torch.bool)})
 
 
 def test_a_gradient_of_nothing(case):

@@ -379,7 +379,7 @@ class TestCommand:
         assert content["target"].startswith("Action(")
 
     def test_skipped_rounds_are_told_of(self, run, monkeypatch):
-        def all_negative(model, recording, target, method, draws, memory):
+        def all_negative(model, recording, target, method, limits):
             return scored(recording, -np.ones(64))
 
         monkeypatch.setattr(cli.interventions, "_scores", all_negative)
@@ -389,6 +389,27 @@ class TestCommand:
         assert "Skipped, since fewer than two records would be left: round 1, 3" in found.output
         assert "Mean change" not in found.output
         assert "In brackets" not in found.output
+
+    def test_rounds_differ_in_what_scores_draw(self, run, monkeypatch):
+        own, seeds = cli.interventions._scores, []
+
+        def seen(model, recording, target, method, limits):
+            seeds.append((recording.number, limits["seed"]))
+            return own(model, recording, target, method, limits)
+
+        monkeypatch.setattr(cli.interventions, "_scores", seen)
+        for seed in (0, 0, 1):
+            shutil.rmtree(run / "interventions", ignore_errors=True)
+            found = whence("intervene", run, "--test-episodes", 2, "--method", "smoothed", "--draws", 2, "--seed", seed)
+            assert found.exit_code == 0, found.output
+        assert [number for number, _ in seeds] == [1, 3] * 3
+        assert seeds[:2] == seeds[2:4]
+        assert len({seed for _, seed in seeds}) == 4
+
+    def test_memory_is_looked_at_before_anything_is_scored(self, run, monkeypatch):
+        monkeypatch.setattr(cli.interventions, "_scores", lambda *_: pytest.fail("scored"))
+        found = whence("intervene", run, "--memory", 1e-6)
+        assert "but training round 1 3 times takes about" in str(found.exception)
 
     def test_the_figure(self, run, monkeypatch):
         drawn = []

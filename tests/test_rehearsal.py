@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from sb3_contrib import MaskablePPO
 
-from test_rounds import assert_untouched, model_of, recorded, rising, state_of
+import toys
+from test_rounds import Dicts, assert_untouched, model_of, recorded, rising, state_of
 from whence import (
     A2C,
     IIF,
@@ -13,6 +15,7 @@ from whence import (
     PPOClip,
     Return,
     Selection,
+    TDErrorPriority,
     WhenceError,
     attribute,
     attribute_crossfit,
@@ -35,6 +38,8 @@ CASES = {
     "schedules": lambda: model_of(learning_rate=rising, clip_range=lambda left: 0.1 * (1 + left), n_envs=3),
     "target_kl": lambda: model_of(target_kl=1e-4, learning_rate=0.1),
     "momentum": lambda: model_of("SGD with momentum"),
+    "dict observations": lambda: model_of(env=Dicts, policy="MultiInputPolicy"),
+    "dict observations, masked actions": lambda: toys.model(MaskablePPO, observation="dict", n_envs=2),
 }
 
 
@@ -49,9 +54,12 @@ class Watching(InfluenceCallback):
         rehearsal = Rehearsal(self.model, self._rounds + 1, self._remaining())
         before = state_of(self.model)
         buffer = dict(vars(self.model.rollout_buffer))
+        seen = buffer["observations"]
+        parts = dict(seen) if isinstance(seen, dict) else {}
         self.rehearsed = rehearsal.train(records, KeepAll().select(records))
         assert_untouched(before, state_of(self.model))
         assert all(value is buffer[name] for name, value in vars(self.model.rollout_buffer).items())
+        assert all(seen[name] is part for name, part in parts.items())
         return super()._choose(records)
 
     def _train_selected(self, own_train, selection):
@@ -75,6 +83,12 @@ def test_a_rehearsal_is_the_round_to_come_and_leaves_no_trace(name):
     plain.learn(steps)
     for key, tensor in tensors_of(plain.policy).items():
         assert torch.equal(tensor, tensors_of(made.policy)[key])
+
+
+def test_rehearsals_are_silent(capsys):
+    made = model_of(target_kl=1e-4, learning_rate=0.1, verbose=1)
+    made.learn(3 * 64, callback=Watching())
+    assert capsys.readouterr().out.count("Early stopping") == 3  # of the rounds themselves
 
 
 class ScoreAndKeepAll(KeepAll):
@@ -102,6 +116,8 @@ def test_a_round_is_scored_as_it_is_trained(score):
         ({"score": "unrolled", "objective": PPOClip()}, "no effect"),
         ({"score": "crossfit", "target": Action([0.0, 0.0, 0.0, 0.0], 1)}, "Take Return"),
         ({"score": "crossfit", "target": lambda view, params, records: None}, "Take Return"),
+        ({"score": "unrolled", "draws": 64}, "'smoothed' alone draws any"),
+        ({"score": "smoothed", "draws": 0}, "at least 1 is needed"),
         ({"advantage_norm": "bufer"}, "buffer"),
         ({"advantage_norm": "buffer", "recordings": [1]}, "recordings"),
     ],
@@ -109,6 +125,35 @@ def test_a_round_is_scored_as_it_is_trained(score):
 def test_what_does_not_go_together_is_refused_at_the_door(wrong, said):
     with pytest.raises(WhenceError, match=said):
         InfluenceCallback(IIF(), **wrong)
+
+
+def test_draws_and_memory_are_those_asked_for():
+    made = model_of()
+    callback = InfluenceCallback(ScoreAndKeepAll(), score="smoothed", draws=3, recordings=[1])
+    made.learn(64, callback=callback)
+    known = attribute_round(made.policy, callback.recording, target=Return(), method="smoothed", draws=3)
+    assert torch.equal(callback.round.influence.scores, known.scores)
+    for score in SCORES:
+        made = model_of()
+        with pytest.raises(WhenceError, match="memory is 1,000 bytes"):
+            made.learn(64, callback=InfluenceCallback(ScoreAndKeepAll(), score=score, memory=1000))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "said"),
+    [("NAdam", {}, "The optimiser NAdam cannot"), ("Adam", {"amsgrad": True}, "Adam with amsgrad=True cannot")],
+)
+def test_steps_that_cannot_be_gone_through_are_refused_at_the_door(optimizer, settings, said, tmp_path):
+    def made():
+        chosen = {"optimizer_class": getattr(torch.optim, optimizer), "optimizer_kwargs": settings}
+        return model_of(policy_kwargs=chosen)
+
+    refused = made()
+    with pytest.raises(Unsupported, match=f"{said}.*take score='snapshot' or 'crossfit'"):
+        refused.learn(64, callback=InfluenceCallback(IIF(), score="unrolled", run=tmp_path / "run"))
+    assert refused.num_timesteps == 0
+    assert not (tmp_path / "run").exists()
+    made().learn(64, callback=InfluenceCallback(IIF(), guard=True))  # which lets SB3 step
 
 
 def test_known_scores():
@@ -217,6 +262,14 @@ def test_normalised_over_the_buffer_by_hand():
         assert np.allclose(buffer.advantages, (raw - 31.5) / np.sqrt((64**2 - 1) / 12 * 64 / 63), atol=1e-6)
     assert buffer.advantages is raw
     assert made.normalize_advantage
+    among = torch.arange(64) < 16  # steps 0 to 15 of the first environment, whose advantages are even
+    for flat in (False, True):
+        buffer.generator_ready = flat
+        buffer.advantages = buffer.swap_and_flatten(raw) if flat else raw
+        with normalised_over_buffer(made, among):
+            found = buffer.advantages if flat else buffer.swap_and_flatten(buffer.advantages)
+            assert np.allclose(found[:16, 0], (np.arange(0, 32, 2) - 15) / np.sqrt((16**2 - 1) / 12 * 4 * 16 / 15))
+            assert np.allclose(found[32, 0], (1 - 15) / np.sqrt((16**2 - 1) / 12 * 4 * 16 / 15))
 
 
 @pytest.mark.parametrize("score", METHODS)
@@ -397,14 +450,16 @@ def test_a_round_of_some_records_knows_no_others():
         assert torch.allclose(tensor, whole.end[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", ["minibatch", "buffer"])
 @pytest.mark.parametrize("score", SCORES)
-def test_a_half_is_scored_by_what_it_says_itself(score):
+def test_a_half_is_scored_by_what_it_says_itself(score, norm):
     made, found = model_of(n_steps=128), []
 
     class Asking(InfluenceCallback):
         def _choose(self, records):
             among = folds_of(records, 2) == 0
-            rehearsal, scoring = Rehearsal(self.model, 1, 1.0), Scoring.asked(score, None, None, "auto")
+            rehearsal = Rehearsal(self.model, 1, 1.0, advantage_norm=norm)
+            scoring = Scoring.asked(score)
             advantages = self.model.rollout_buffer.advantages
             flat = _flat(advantages)
             for factor in (1.0, -3.0):  # of what the other half says
@@ -420,13 +475,36 @@ def test_a_half_is_scored_by_what_it_says_itself(score):
     made.learn(256, callback=asking)
     assert torch.equal(found[0].scores, found[1].scores)
     assert torch.equal(found[0].record_ids, asking.recording.records.ids)
-    if score in METHODS:
+    if score in METHODS and norm == "minibatch":
         known = attribute_round(made.policy, asking.recording, target=Return(), method=score)
         assert torch.equal(found[0].scores, known.scores)
 
 
 def _flat(array):
     return array.T.flatten()
+
+
+def test_by_weights_a_half_draws_as_many_as_it_has():
+    drawn = []
+
+    class Counting(Rehearsal):
+        def train(self, records, selection, among=None):
+            found = super().train(records, selection, among)
+            each = torch.tensor([len(minibatch) for minibatch in found.minibatches])
+            drawn.append([int(each[torch.tensor(found.epochs) == epoch].sum()) for epoch in range(3)])
+            return found
+
+    class Asking(InfluenceCallback):
+        def _choose(self, records):
+            select = lambda among: TDErrorPriority().select(records.take(among), None)  # noqa: E731
+            held_out_gain(Counting(self.model, 1, 1.0), records, select)
+            self.halves = folds_of(records, 2).bincount().tolist()
+            return super()._choose(records)
+
+    asking = Asking(KeepAll())
+    model_of().learn(64, callback=asking)
+    first, second = asking.halves
+    assert drawn == [[first] * 3] * 2 + [[second] * 3] * 2
 
 
 def test_the_guard_falls_back_where_a_half_is_left_with_nothing():

@@ -29,7 +29,7 @@ from whence.rounds.replay import clip_factor, loss, opened, points, step, values
 from whence.rounds.schedule import SCHEDULED, target_gradient
 from whence.sb3 import InfluenceCallback
 from whence.sb3 import replay as replay_sb3
-from whence.sb3.rounds import tensors_of
+from whence.sb3.rounds import load_tensors, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -39,6 +39,7 @@ OPTIMIZERS = {
     "SGD unclipped": {},
     "SGD with momentum": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "SGD damped": {"momentum": 0.5, "dampening": 0.3},
+    "SGD of no momentum": {"dampening": 0.3},  # which torch does not look at then
     "Adam": {},
     "AdamW": {"weight_decay": 0.1},
     "Adam decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
@@ -125,7 +126,7 @@ def state_of(model):
     gradients = [None if p.grad is None else p.grad.clone() for p in model.policy.parameters()]
     held = model.policy.optimizer
     objects = [*map(id, held.param_groups), *(id(value) for own in held.state.values() for value in own.values())]
-    optimizer = str(held.state_dict()), objects
+    optimizer = str(held.state_dict()), objects, [module.training for module in model.policy.modules()]
     return tensors, gradients, optimizer, dict(vars(model)), torch.get_rng_state(), np.random.get_state()[1].tolist()
 
 
@@ -309,16 +310,21 @@ class TestScores:
         assert torch.allclose(found.scores, by_loop, rtol=0, atol=1e-9 * float(by_loop.abs().max()))
 
     @pytest.mark.parametrize(
-        "name", ["SGD", "SGD with momentum", "SGD damped", "RMSprop", "RMSprop with momentum", "RMSprop centred"]
+        ("name", "rounds"),
+        [
+            *((name, 2) for name in ("SGD", "SGD with momentum", "SGD damped", "SGD of no momentum")),
+            *((name, 2) for name in ("RMSprop", "RMSprop with momentum", "RMSprop centred")),
+            *((name, 1) for name in ("SGD with momentum", "SGD damped")),  # before the first there is no momentum
+        ],
     )
-    def test_for_small_steps_momentum_gives_the_derivative_less_its_mean(self, name, monkeypatch):
+    def test_for_small_steps_momentum_gives_the_derivative_less_its_mean(self, name, rounds, monkeypatch):
         # A weight also makes the minibatch larger, which takes its mean from every record's share. And it changes
         # RMSprop's scale, which the scores take as it stood.
         root = optimizers._root
         monkeypatch.setattr(optimizers, "_root", lambda squares: root(squares).detach())
         settings = {"n_envs": 1, "batch_size": 32, "normalize_advantage": False, "max_grad_norm": 1e9}
         model = model_of(name, learning_rate=1e-6, **settings)
-        recording = recorded(model, rounds=2)
+        recording = recorded(model, rounds=rounds)
         arguments = {"target": Return(), "dtype": torch.float64, "per_epoch": True}
         exact = attribute_round(model.policy, recording, method="unrolled", **arguments)
         carried = attribute_round(model.policy, recording, method="optimizer-momentum", **arguments)
@@ -555,6 +561,56 @@ def test_a_round_that_was_trained_with_dropout_is_none_to_step_through():
     assert all(modes.values())
     again = replay_sb3(model, recording)
     assert all(torch.equal(again[name], recording.end[name]) for name in again)
+    assert_untouched(before, state_of(model))
+
+
+class Counting(FlattenExtractor):
+    """Observations, and in train mode a count of how often they were read."""
+
+    def __init__(self, observation_space):
+        super().__init__(observation_space)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, observations):
+        if self.training:
+            self.count += 1
+        return super().forward(observations)
+
+
+def test_what_layers_keep_of_train_mode_is_as_before():
+    model = model_of(policy_kwargs={"features_extractor_class": Counting})
+    recording = recorded(model)
+    assert model.policy.features_extractor.count > recording.start["features_extractor.count"] > 0
+    load_tensors(tensors_of(model.policy), recording.start)
+    before = state_of(model)
+    attribute_round(model.policy, recording, target=Return())
+    assert_untouched(before, state_of(model))
+
+
+class Elsewhere(FlattenExtractor):
+    """Observations, in train mode another where the cart is on the right."""
+
+    def forward(self, observations):
+        moved = (observations[:, :1] > 0) * observations if self.training else 0.0
+        return super().forward(observations) + moved
+
+
+def test_records_of_all_environments_are_looked_at_in_both_modes():
+    model = model_of(policy_kwargs={"features_extractor_class": Elsewhere}, n_steps=64)
+    recording = recorded(model, rounds=1)
+    load_tensors(tensors_of(model.policy), recording.start)
+    model.policy.eval()
+    where = recording.records.observations.clone()
+    where[:64, 0], where[64:, 0] = -1.0, 1.0
+    for first in (0, 64):
+        with torch.no_grad():
+            part = slice(first, first + 64)
+            outputs = model.policy.evaluate_actions(where[part], recording.records.actions[part])
+        recording.records.values[part] = outputs[0].flatten()
+        recording.records.log_probs[part] = outputs[1]
+    moved = replace(recording, records=recording.records.with_columns({"observations": where}))
+    with pytest.raises(Unsupported, match="In train mode"):
+        attribute_round(model.policy, moved, target=Return())
 
 
 def test_records_that_did_not_train_are_none_that_a_training_keeps():
@@ -805,5 +861,16 @@ class TestRefusals:
         recording.save(tmp_path / "one.safetensors")
         tensors = load_file(tmp_path / "one.safetensors")
         save_file(tensors, tmp_path / "two.safetensors", {"format": "whence-round", "version": "1", "about": "{}"})
-        with pytest.raises(RunDirectoryError, match=r"is marked 'whence-round', version '1'; .*version 2\) is needed"):
+        with pytest.raises(RunDirectoryError, match=r"is marked 'whence-round', version '1'; .*version 3\) is needed"):
             RoundRecording.load(tmp_path / "two.safetensors")
+
+    def test_observations_may_have_any_name(self, round, tmp_path):
+        _, recording = round
+        seen = recording.records.observations
+        named = {"robot.pos": seen, "robot": {"a/b": 3 * seen}, "": 4 * seen}
+        asked = replace(recording, records=recording.records.with_columns({"observations": named}))
+        asked.save(tmp_path / "one.safetensors")
+        loaded = RoundRecording.load(tmp_path / "one.safetensors").records
+        assert loaded.observations.keys() == named.keys()
+        assert torch.equal(loaded.observations["robot"]["a/b"], 3 * seen)
+        assert loaded.fingerprint == asked.records.fingerprint

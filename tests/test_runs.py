@@ -131,7 +131,17 @@ class TestRoundTrips:
             run.write_round("records", number, records())
         run.write_round("episodes", 1, records())
         run.write_policy(2, {"w": torch.ones(1)})
+        for stray in ("round_old.parquet", "round_3.bak.parquet", "ground_3.parquet"):
+            (run.path / "records" / stray).touch()
         assert run.rounds() == [9, 10, 100_000]
+
+    def test_recorded_rounds_are_those_with_a_recording(self, run):
+        assert run.recorded_rounds() == []
+        for stem in ("round_00012", "round_00003", "round_old"):
+            file = run.recording_path(0).with_stem(stem)
+            file.parent.mkdir(exist_ok=True)
+            file.touch()
+        assert run.recorded_rounds() == [3, 12]
 
     def test_policies_come_back_bit_for_bit(self, run):
         weight = torch.randn(3, 4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Context managers that keep what is there: generators, module modes, files; also when something raises."""
+"""Context managers that keep what is there: generators, module modes and buffers, files; also when something raises."""
 
 import os
 import random
@@ -53,6 +53,18 @@ def train_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for own, training in before.items():
             own.training = training
+
+
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore a module's buffers, such as the running statistics that some layers take in train mode, on exit."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, own in before:
+                buffer.copy_(own)
 
 
 @contextmanager

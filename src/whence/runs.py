@@ -18,6 +18,8 @@ from whence.guards import written_atomically
 
 FORMAT, VERSION = "whence-run", 1
 
+_ROUND = re.compile(r"round_(\d+)")
+
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
 """Tables of one row a round. Timings live apart: results are reproducible, timings are not."""
 
@@ -209,7 +211,15 @@ class RunDirectory:
 
     def rounds(self) -> list[int]:
         """List the rounds whose records are there."""
-        return sorted(int(file.stem.removeprefix("round_")) for file in (self.path / "records").glob("round_*.parquet"))
+        return self._numbers("records", "parquet")
+
+    def recorded_rounds(self) -> list[int]:
+        """List the rounds whose optimisation was recorded."""
+        return self._numbers("recordings", "safetensors")
+
+    def _numbers(self, folder: str, suffix: str) -> list[int]:
+        named = (_ROUND.fullmatch(file.stem) for file in (self.path / folder).glob(f"*.{suffix}"))
+        return sorted(int(found[1]) for found in named if found)
 
     def _of_round(self, folder: str, number: int, suffix: str) -> Path:
         return self.path / folder / f"round_{number:05d}.{suffix}"

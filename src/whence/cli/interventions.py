@@ -21,6 +21,7 @@ from whence.cli.reading import asked_target
 from whence.cli.training import round_numbers
 from whence.counterfactual import intervene as intervene_round
 from whence.counterfactual.interventions import VARIANTS, mean_change
+from whence.counterfactual.retrain import check_memory
 from whence.errors import RunDirectoryError, WhenceError, nearest
 from whence.experiments.replay import measuring, run_config
 from whence.guards import written_atomically
@@ -57,7 +58,7 @@ def intervene(
     draws: options.Draws = DRAWS,
     orders: Annotated[int, typer.Option(help="Orders in which each is trained.", min=1)] = 1,
     test_episodes: Annotated[int, typer.Option(help="Episodes to test each trained policy by.", min=2)] = 200,
-    seed: Annotated[int, typer.Option(help="Of orders, random drops and tests.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of draws, orders, random drops and tests.", min=0)] = 0,
     figure: Annotated[
         Path | None, typer.Option(help="Draw the changes to this file (.svg).", show_default=False)
     ] = None,
@@ -122,9 +123,7 @@ def _asked_rounds(directory: RunDirectory, asked: str | None) -> list[int]:
     Raises:
         RunDirectoryError: no round was recorded, or not one that is asked for.
     """
-    files = directory.recording_path(0).parent.glob("round_*.safetensors")
-    there = sorted(int(file.stem.removeprefix("round_")) for file in files)
-    if not there:
+    if not (there := directory.recorded_rounds()):
         raise RunDirectoryError(
             f"No round of {directory.path} was recorded. Train into another directory with --record-rounds 5,20 or "
             "--record-rounds 10-150:10."
@@ -154,9 +153,12 @@ def _intervened(
     if (before := _read(file)) is not None and content.items() <= before.items():
         return before
     # Rounds have to differ in what chance does to them, or their mean would not be of that many.
-    orders_seed, tests_seed = map(int, np.random.SeedSequence([settings["seed"], number]).generate_state(2))
+    seeds = np.random.SeedSequence([settings["seed"], number]).generate_state(3)
+    orders_seed, tests_seed, draws_seed = map(int, seeds)
+    check_memory(model.policy, recording, torch.ones(len(VARIANTS), len(recording.records), dtype=torch.bool), memory)
     told("scoring")
-    scores = _scores(model, recording, target, settings["method"], settings.get("draws", DRAWS), memory)
+    limits: dict[str, Any] = {"draws": settings.get("draws", DRAWS), "seed": draws_seed, "memory": memory}
+    scores = _scores(model, recording, target, settings["method"], limits)
     with measuring(run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed) as evaluate:
         made = intervene_round(
             model.policy,
@@ -182,11 +184,11 @@ def _read(file: Path) -> Mapping[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _scores(model: PPO, recording: RoundRecording, target: Target, method: str, draws: int, memory: int) -> Influence:
+def _scores(model: PPO, recording: RoundRecording, target: Target, method: str, limits: Mapping[str, Any]) -> Influence:
     if method == "snapshot":
-        objective = model_objective(model)
-        return attribute(model.policy, recording.records, target=target, objective=objective, memory=memory)
-    found = attribute_round(model.policy, recording, target=target, method=method, draws=draws, memory=memory)
+        asked: dict[str, Any] = {"objective": model_objective(model), "memory": limits["memory"]}
+        return attribute(model.policy, recording.records, target=target, **asked)
+    found = attribute_round(model.policy, recording, target=target, method=method, **limits)
     assert not isinstance(found, list)
     return found
 

@@ -18,6 +18,7 @@ from whence.cli.output import console, errors, line, print_json, table
 from whence.cli.reading import asked_target
 from whence.counterfactual import leave_out, study
 from whence.counterfactual.removals import SHARES
+from whence.errors import WhenceError
 from whence.experiments.replay import measuring, run_config
 from whence.guards import written_atomically
 from whence.rounds import DRAWS
@@ -37,7 +38,7 @@ def counterfactual(
     orders: Annotated[int, typer.Option(help="Orders in which each subset is trained anew.", min=2)] = 4,
     draws: options.Draws = DRAWS,
     test_episodes: Annotated[
-        int, typer.Option(help="Episodes to test each trained policy by; 0: test returns are not measured.")
+        int, typer.Option(help="Episodes to test each trained policy by; 0: test returns are not measured.", min=0)
     ] = 0,
     leaving_out: Annotated[
         bool,
@@ -57,6 +58,8 @@ def counterfactual(
     """
     directory = RunDirectory.open(run)
     config = run_config(directory)
+    if test_episodes == 1:
+        raise WhenceError("--test-episodes is 1; at least 2 are needed, or 0 to measure no test returns.")
     model, recording = experiments.load_recording(directory, round)
     asked = asked_target(target, model, recording.records, record, observation, action)
     torch.set_num_threads(1)

@@ -121,8 +121,8 @@ def retrain(
         recording: of the round.
         kept: (m, n) which records each training keeps, or how often; see `whence.rounds.replay`.
         orders: minibatches of each training; None: the recorded ones.
-        memory: bytes that training may hold at a time, beside the policy and the records; as many trainings go side by
-            side as fit. What one takes is measured on a step before the start.
+        memory: bytes that training and the orders may hold at a time, beside the policy and the records; as many
+            trainings go side by side as fit. What one takes is measured on a step before the start.
         dtype: to compute in; None: the recorded one.
 
     Returns:
@@ -135,7 +135,8 @@ def retrain(
     """
     round, weights = _weighed(policy, recording, kept, dtype, anew=orders is not None)
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        return _in_parts(round, weights, orders, _at_once(round, weights, orders, memory))
+        drawn = 0 if orders is None else sum(own.nbytes for own in orders)
+        return _in_parts(round, weights, orders, _at_once(round, weights, orders, memory, drawn))
 
 
 def check_memory(policy: object, recording: RoundRecording, kept: Bool[Tensor, "m n"], memory: int) -> None:
@@ -153,9 +154,10 @@ def check_memory(policy: object, recording: RoundRecording, kept: Bool[Tensor, "
     round, weights = _weighed(policy, recording, kept, None, anew=False)
     # One epoch of one subset has the largest minibatch of any.
     orders = reshuffled(kept[:1], batch_size_of(recording), 1, torch.Generator())
+    drawn = sum(own.nbytes for own in orders) * recording.update.n_epochs * len(kept)
     with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        for along in (None, orders):
-            _at_once(round, weights, along, memory)
+        for along, held in ((None, 0), (orders, drawn)):
+            _at_once(round, weights, along, memory, held)
 
 
 def _weighed(
@@ -179,8 +181,8 @@ def _in_parts(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None
     return {name: own.contiguous() for name, own in round.named(trained).items()}
 
 
-def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, memory: int) -> int:
-    """Return how many trainings fit into `memory` bytes side by side.
+def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, memory: int, drawn: int) -> int:
+    """Return how many trainings fit into `memory` bytes side by side, beside orders of `drawn` bytes.
 
     Raises:
         WhenceError: not even one does.
@@ -196,13 +198,13 @@ def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None,
         held = bytes_held(lambda: _side_by_side(alone, weights[:1].expand(side_by_side, -1), own))
         return MARGIN * (max(held) + side_by_side * round.start.nbytes)  # where the step begins is there as well
 
-    results = weights.nbytes + 2 * round.start.params.nbytes * count
+    results = drawn + weights.nbytes + 2 * round.start.params.nbytes * count
     one = cost(1)
     if results + one > memory:
         raise WhenceError(
             f"memory is {memory:,} bytes, but training round {round.recording.number} {count} times takes about "
             f"{results + one:,} bytes even one by one: {one:,} for a step of one training, and {results:,} for the "
-            "weights and the final parameters of all. Allow more, or ask for fewer trainings at a time."
+            "weights, orders and final parameters of all. Allow more, or ask for fewer trainings at a time."
         )
     if count == 1:
         return 1

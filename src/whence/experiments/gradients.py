@@ -18,9 +18,10 @@ from whence.errors import WhenceError
 from whence.experiments.config import RunConfig
 from whence.experiments.environments import training_env
 from whence.experiments.training import make_model
-from whence.guards import kept_generators
+from whence.guards import eval_mode, kept_generators
 from whence.policies import as_view
 from whence.records import RecordBatch
+from whence.rounds.identity import SAME, outputs_apart
 from whence.sb3 import collect
 from whence.sb3.rounds import load_tensors, tensors_of
 
@@ -89,13 +90,21 @@ def gradient_cosines(
         give, from the agreement of its halves. No cosine can be expected above it.
 
     Raises:
-        WhenceError: a mask of other records or of fewer than two, or a gradient that is 0, which has no direction.
+        WhenceError: a mask of other records or of fewer than two, records or a rollout of another policy, or a gradient
+            that is 0, which has no direction.
     """
     for name, mask in kept.items():
-        if mask.shape != (len(records),) or int(mask.sum()) < 2:
+        if mask.shape != (len(records),) or mask.dtype != torch.bool or int(mask.sum()) < 2:
             raise WhenceError(
-                f"kept[{name!r}] has shape {tuple(mask.shape)} and keeps {int(mask.sum())}; a mask of the "
-                f"{len(records)} records that keeps at least two is needed."
+                f"kept[{name!r}] has shape {tuple(mask.shape)} of {mask.dtype} and keeps {int(mask.sum())}; a mask of "
+                f"the {len(records)} records, of torch.bool, that keeps at least two is needed."
+            )
+    view = as_view(model.policy)
+    for name, collected in (("records", records), ("large", large)):
+        if not (apart := outputs_apart(view, view.parameters(), collected)["log-probs"]) <= SAME:
+            raise WhenceError(
+                f"{name} was not collected by this policy: log-probs are {apart:.2g} apart on average. Load the "
+                "round's policy (experiments.load_round), and collect the larger rollout with it (large_rollout)."
             )
     halves = torch.arange(len(large)) >= len(large) // 2  # environments come one after the other
     truths: dict[str, tuple[Vector, float]] = {}
@@ -148,12 +157,13 @@ def _gradient(model: PPO, records: RecordBatch, advantages: Tensor, at_once: int
     view = as_view(model.policy)
     free = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
     total: list[Tensor] | None = None
-    for first in range(0, len(records), at_once):
-        part = slice(first, first + at_once)
-        log_probs = view(free, view.prepare(records.take(part))).log_prob
-        value = (log_probs * advantages[part].to(log_probs)).sum() / len(records)
-        found = torch.autograd.grad(value, list(free.values()), allow_unused=True, materialize_grads=True)
-        total = list(found) if total is None else [one + other for one, other in zip(total, found, strict=True)]
+    with kept_generators(), eval_mode(list(view.module.modules())):
+        for first in range(0, len(records), at_once):
+            part = slice(first, first + at_once)
+            log_probs = view(free, view.prepare(records.take(part))).log_prob
+            value = (log_probs * advantages[part].to(log_probs)).sum() / len(records)
+            found = torch.autograd.grad(value, list(free.values()), allow_unused=True, materialize_grads=True)
+            total = list(found) if total is None else [one + other for one, other in zip(total, found, strict=True)]
     assert total is not None
     return torch.cat([one.flatten() for one in total]).double().cpu().numpy()
 

@@ -49,7 +49,7 @@ def load_recording(run: RunDirectory, number: int) -> tuple[PPO, RoundRecording]
     """
     path = run.recording_path(number)
     if not path.exists():
-        there = sorted(int(file.stem.removeprefix("round_")) for file in path.parent.glob("round_*.safetensors"))
+        there = run.recorded_rounds()
         recorded = f"rounds {', '.join(map(str, there))}" if there else "no round"
         raise RunDirectoryError(
             f"Round {number} of {run.path} was not recorded; {recorded} of it was. Train with --record-rounds {number}."

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import Unsupported, WhenceError
-from whence.guards import eval_mode, kept_generators, train_mode
+from whence.guards import eval_mode, kept_buffers, kept_generators, train_mode
 from whence.policies import Params, PolicyView, outputs_of
 from whence.records import RecordBatch, single
 from whence.rounds.recording import RoundRecording
@@ -78,11 +78,11 @@ def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
         records: of the round; a few are looked at.
 
     Raises:
-        Unsupported: what it says in the two modes differs, as by dropout.
+        Unsupported: what it says in the two modes differs, as by dropout or running statistics.
     """
-    part = records.take(slice(0, 64))
-    inputs = view.prepare(part)
-    with kept_generators(), torch.no_grad():
+    spread = torch.linspace(0, len(records) - 1, min(64, len(records))).long()  # over all environments
+    inputs = view.prepare(records.take(spread))
+    with kept_generators(), kept_buffers(view.module), torch.no_grad():
         with eval_mode(list(view.module.modules())):
             acting = view(params, inputs)
         with train_mode(view.module):
@@ -90,9 +90,10 @@ def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
     for name, one, other in zip(acting._fields, acting, training, strict=True):
         if one is not None and other is not None and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
             raise Unsupported(
-                f"In train mode the policy's {name} is another than in eval mode, as with dropout: what it was trained "
-                "by was drawn anew at each step, and cannot be stepped through again. Train without dropout, or let "
-                "SB3's own train() replay the round: whence.sb3.replay."
+                f"In train mode the policy's {name} is another than in eval mode, as with dropout or with a layer that "
+                "keeps running statistics: what it was trained by was another thing at each step, and cannot be "
+                "stepped through again. Train without such layers or score by the snapshot, whence.attribute; a "
+                "recorded round SB3's own train() replays: whence.sb3.replay."
             )
 
 

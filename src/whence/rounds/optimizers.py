@@ -77,16 +77,25 @@ def preconditioner(optimizer: OptimizerState, state: State) -> Tensor:
     return (root + eps).reciprocal()
 
 
-def momentum(optimizer: OptimizerState) -> tuple[float, float, float]:
+def momentum(optimizer: OptimizerState, state: State) -> tuple[float, float | Tensor, float]:
     """Return (now, a, b): a gradient enters the m-th update after its own with `a b^m`, and its own with `now` more.
 
     Adam's are before the correction of its bias; see `correction`.
+
+    Args:
+        optimizer: the recorded one.
+        state: before the gradient's own step.
     """
     settings = optimizer.settings
     if optimizer.name in ("Adam", "AdamW"):
         return 0.0, 1 - settings["betas"][0], settings["betas"][0]
-    decay, first = settings.get("momentum", 0.0), 1 - settings.get("dampening", 0.0)
-    return (1.0, decay * first, decay) if settings.get("nesterov") else (0.0, first, decay)
+    decay = settings.get("momentum", 0.0)
+    if settings.get("nesterov"):  # which has no dampening
+        return 1.0, decay, decay
+    if not decay or not settings.get("dampening"):
+        return 0.0, 1.0, decay
+    # Momentum begins with its first gradient as it is.
+    return 0.0, torch.where(state["step"] > 0, 1 - settings["dampening"], 1.0), decay
 
 
 def gathers_scaled(optimizer: OptimizerState) -> bool:

@@ -1,8 +1,8 @@
 """One round's optimisation as it was: where it began, what it trained on, in which order, and where it ended."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from whence.errors import RunDirectoryError
 from whence.guards import written_atomically
 from whence.objectives import A2C, Objective, PPOClip
-from whence.records import RecordBatch, Tree, leaves
+from whence.records import RecordBatch, Tree
 
-FORMAT, VERSION = "whence-round", "2"
+FORMAT, VERSION = "whence-round", "3"
 
 Algorithm: TypeAlias = Literal["ppo", "a2c"]
 
@@ -119,7 +119,10 @@ class RoundRecording:
 
     def save(self, path: str | Path) -> None:
         """Write the recording to one safetensors file, atomically; what is no tensor goes into its JSON header."""
-        tensors = {f"records/{name}": tensor for name, tensor in leaves(self.records.columns)}
+        columns = dict(self.records.columns)
+        observations = list(_branches(columns.pop("observations")))
+        tensors = {f"records/{name}": tensor for name, tensor in columns.items()}
+        tensors |= {f"observations/{number}": tensor for number, (_, tensor) in enumerate(observations)}
         tensors |= {f"start/{name}": tensor for name, tensor in self.start.items()}
         tensors |= {f"end/{name}": tensor for name, tensor in self.end.items()}
         tensors |= {
@@ -133,6 +136,7 @@ class RoundRecording:
             "number": self.number,
             "gamma": self.records.gamma,
             "gae_lambda": self.records.gae_lambda,
+            "observations": [path for path, _ in observations],
             "optimizer": {"name": self.optimizer.name, "settings": dict(self.optimizer.settings)},
             "sizes": [len(minibatch) for minibatch in self.minibatches],
             "epochs": list(self.epochs),
@@ -178,7 +182,12 @@ class RoundRecording:
             state.setdefault(parameter, {})[key] = tensor
         return cls(
             number=about["number"],
-            records=_records(_below("records/", tensors), about),
+            records=RecordBatch(
+                observations=_tree(about["observations"], _below("observations/", tensors)),
+                **_below("records/", tensors),
+                gamma=about["gamma"],
+                gae_lambda=about["gae_lambda"],
+            ),
             start=_below("start/", tensors),
             end=_below("end/", tensors),
             optimizer=OptimizerState(about["optimizer"]["name"], about["optimizer"]["settings"], state),
@@ -201,20 +210,21 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _records(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> RecordBatch:
-    plain = {field.name for field in fields(RecordBatch)}
-    columns: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in plain}
-    if "observations" not in columns:
-        columns["observations"] = _nested(_below("observations.", tensors))
-    return RecordBatch(**columns, gamma=about["gamma"], gae_lambda=about["gae_lambda"])
+def _branches(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield a tree's tensors with the keys that lead to them, which may hold any character."""
+    if isinstance(tree, Mapping):
+        for key, branch in tree.items():
+            yield from _branches(branch, (*path, key))
+    else:
+        yield path, tree
 
 
-def _nested(parts: Mapping[str, Tensor]) -> Tree:
+def _tree(paths: Sequence[Sequence[str]], tensors: Mapping[str, Tensor]) -> Tree:
     tree: dict[str, Any] = {}
-    for name, tensor in parts.items():
-        *path, last = name.split(".")
+    for number, path in enumerate(paths):
         branch = tree
-        for key in path:
+        *keys, last = "", *path
+        for key in keys:
             branch = branch.setdefault(key, {})
-        branch[last] = tensor
-    return tree
+        branch[last] = tensors[str(number)]
+    return tree[""]

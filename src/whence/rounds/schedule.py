@@ -126,7 +126,6 @@ def _kept_every(round: Round, target: Target, one: Pass, memory: int) -> int:
 def _walked(methods: Collection[str], round: Round, target: Target, every: int) -> Mapping[str, Scores]:
     """Return the scores of methods that ask for the target's gradient at every step, which is most of their cost."""
     optimizer = round.recording.optimizer
-    now, first, decay = optimizers.momentum(optimizer)
     carried = torch.zeros_like(round.start.params)
     found: Mapping[str, Scores] = {method: [torch.empty(0)] * len(round) for method in methods}
     for number, before, after in _backwards(round, every) if MOMENTUM in methods else _forwards(round):
@@ -140,10 +139,11 @@ def _walked(methods: Collection[str], round: Round, target: Target, every: int) 
         if OPTIMIZER in methods:
             found[OPTIMIZER][number] = factor * _along(round, before, minibatch, scale * raised)
         if MOMENTUM in methods:
+            now, first, decay = optimizers.momentum(optimizer, before.state)
             own, later = (scale, 1.0) if optimizers.gathers_scaled(optimizer) else (1.0, scale)
             raised = later * raised
-            carried = first * raised / optimizers.correction(optimizer, after.state) + decay * carried
-            found[MOMENTUM][number] = factor * _along(round, before, minibatch, own * (carried + now * raised))
+            carried = raised / optimizers.correction(optimizer, after.state) + decay * carried
+            found[MOMENTUM][number] = factor * _along(round, before, minibatch, own * (first * carried + now * raised))
     return found
 
 

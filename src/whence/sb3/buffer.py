@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 from gymnasium import spaces
+from jaxtyping import Bool
 from numpy.typing import NDArray
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
@@ -167,7 +168,12 @@ def _flat(array: NDArray[Any]) -> Tensor:
 
 @contextmanager
 def selected(
-    buffer: RolloutBuffer, selection: Selection, *, last: Last = "keep", recorder: Recorder | None = None
+    buffer: RolloutBuffer,
+    selection: Selection,
+    *,
+    among: Bool[Tensor, " n"] | None = None,
+    last: Last = "keep",
+    recorder: Recorder | None = None,
 ) -> Iterator[None]:
     """Let `buffer.get` yield the selected records only; the buffer's own `get` is back on exit.
 
@@ -177,12 +183,14 @@ def selected(
     Args:
         buffer: the rollout buffer.
         selection: in the order of the flattened buffer.
+        among: the records that the selection was made from, as many of which are drawn by weights; None: all.
         last: whether a minibatch shorter than the others trains; see `minibatches`.
         recorder: told of every epoch and minibatch.
     """
     own_get = buffer.get
     keep = selection.keep.numpy()
     whole = bool(keep.all()) and selection.uniform
+    draws = len(keep) if among is None else int(among.sum())
 
     def get(batch_size: int | None = None) -> Iterator[Any]:
         if recorder is not None:
@@ -192,7 +200,7 @@ def selected(
             order = order[keep[order]]
         else:
             weights = selection.weights.double().numpy()
-            order = np.random.choice(len(keep), size=len(keep), p=weights / weights.sum())  # noqa: NPY002
+            order = np.random.choice(len(keep), size=draws, p=weights / weights.sum())  # noqa: NPY002
         for indices in minibatches(order, batch_size or len(keep), last=last, join=not whole):
             if recorder is not None:
                 recorder.minibatch(indices)
@@ -212,26 +220,33 @@ def training_on(
     model: Any,
     selection: Selection,
     *,
+    among: Bool[Tensor, " n"] | None = None,
     last: Last = "keep",
     advantage_norm: Normalised = "minibatch",
     recorder: Recorder | None = None,
 ) -> Iterator[None]:
     """Let `model.train()` see the selected records; see `selected` and, for "buffer", `normalised_over_buffer`."""
-    once = normalised_over_buffer(model) if advantage_norm == "buffer" else nullcontext()
-    with once, selected(model.rollout_buffer, selection, last=last, recorder=recorder):
+    once = normalised_over_buffer(model, among) if advantage_norm == "buffer" else nullcontext()
+    with once, selected(model.rollout_buffer, selection, among=among, last=last, recorder=recorder):
         yield
 
 
 @contextmanager
-def normalised_over_buffer(model: Any) -> Iterator[None]:
+def normalised_over_buffer(model: Any, among: Bool[Tensor, " n"] | None = None) -> Iterator[None]:
     """Let `train()` read advantages normalised once over the whole rollout, and not again in each minibatch.
 
     Where records are dropped, a minibatch has another mean advantage than the rollout, and normalising by it turns the
     sign of small advantages. Buffer and model have their own advantages and settings back on exit.
+
+    Args:
+        model: about to be trained.
+        among: the records by whose mean and standard deviation all are normalised, in the order of the flattened
+            buffer; None: all.
     """
     buffer, raw = model.rollout_buffer, model.rollout_buffer.advantages
     flat, own = buffer.generator_ready, model.normalize_advantage
-    buffer.advantages = (raw - raw.mean()) / (raw.std(ddof=1) + 1e-8)
+    read = raw if among is None else (raw if flat else buffer.swap_and_flatten(raw))[among.numpy()]
+    buffer.advantages = (raw - read.mean()) / (read.std(ddof=1) + 1e-8)
     model.normalize_advantage = False
     try:
         yield

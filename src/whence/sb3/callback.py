@@ -19,7 +19,8 @@ from whence.errors import WhenceError
 from whence.influence import Influence
 from whence.objectives import Objective
 from whence.records import RecordBatch
-from whence.rounds import RoundRecording
+from whence.rounds import DRAWS, RoundRecording
+from whence.rounds.smoothed import SMOOTHED
 from whence.runs import RunDirectory, without_addresses
 from whence.sb3.buffer import (
     Last,
@@ -33,7 +34,7 @@ from whence.sb3.buffer import (
 from whence.sb3.description import describe
 from whence.sb3.episodes import STATE, Ongoing
 from whence.sb3.rehearsal import Rehearsal, held_out_gain
-from whence.sb3.rounds import Recorder, check_groups, tensors_of
+from whence.sb3.rounds import Recorder, check_groups, check_steps, tensors_of
 from whence.sb3.scoring import Scoring
 from whence.sb3.training import around_next_train, cancel
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
@@ -82,6 +83,8 @@ class InfluenceCallback(BaseCallback):
         engine: see `attribute`.
         score: "snapshot"; or "crossfit", where no record has a voice in the target it is scored by; or a method of
             `attribute_round`, for which the round is rehearsed: trained on in full, scored as a whole, and undone.
+        draws: trainings that the score "smoothed" averages; under Adam 64 foretell more, at four times the cost.
+        memory: bytes that scoring may hold at a time; see `attribute` and `attribute_round`.
         guard: train on everything in rounds in which selecting does not pay, judged by held-out episodes of the same
             rollout (see `held_out_gain`). It costs two trainings of each round more, with a score of whole rounds the
             scoring of one more round, and no environment step.
@@ -107,6 +110,8 @@ class InfluenceCallback(BaseCallback):
         objective: Objective | None = None,
         engine: str = "auto",
         score: str = "snapshot",
+        draws: int = DRAWS,
+        memory: int = 2**31,
         guard: bool = False,
         advantage_norm: Normalised = "minibatch",
         run: str | Path | RunDirectory | None = None,
@@ -124,7 +129,7 @@ class InfluenceCallback(BaseCallback):
         check_normalised(advantage_norm)
         if not isinstance(run, str | Path | RunDirectory | None):
             raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
-        self.scoring = Scoring.asked(score, target, objective, engine)
+        self.scoring = Scoring.asked(score, target, objective, engine, draws, memory)
         if advantage_norm == "buffer" and recordings:
             raise WhenceError(
                 "advantage_norm='buffer' trains on normalised advantages, which recordings would hold in the place of "
@@ -150,6 +155,8 @@ class InfluenceCallback(BaseCallback):
         check_model(self.model)
         if self.guard or self.recordings or self.scoring.of_round:
             check_groups(self.model)
+        if self.scoring.of_round:
+            check_steps(self.model)
         if self._run is None and self._run_path is not None:
             self._run = RunDirectory.create(self._run_path, self._config(), versions=library_versions())
 
@@ -329,6 +336,7 @@ class InfluenceCallback(BaseCallback):
         return describe(self.model) | {
             "rule": without_addresses(repr(self.rule)),
             "score": scoring.score,
+            **({"draws": scoring.draws} if scoring.score == SMOOTHED else {}),
             "target": without_addresses(name_of(scoring.target)),
             "objective": "the model's" if scoring.objective is None else without_addresses(repr(scoring.objective)),
             "engine": scoring.engine,

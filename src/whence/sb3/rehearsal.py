@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.logger import Logger
 from torch import Tensor
 
@@ -38,7 +39,9 @@ class Rehearsal:
     last: Last = "keep"
     advantage_norm: Normalised = "minibatch"
 
-    def train(self, records: RecordBatch, selection: Selection) -> RoundRecording:
+    def train(
+        self, records: RecordBatch, selection: Selection, among: Bool[Tensor, " n"] | None = None
+    ) -> RoundRecording:
         """Let SB3's own `train()` train on a selection, and return what it did.
 
         Model, buffer and every random generator are as before afterwards, so that the round itself goes through the
@@ -47,6 +50,8 @@ class Rehearsal:
         Args:
             records: the rollout.
             selection: of at least two records.
+            among: the records that the round is of, all that are selected among them; the others have no say in it.
+                None: all.
 
         Returns:
             The recording; its records have the advantages that `train()` read, which `advantage_norm="buffer"` had
@@ -56,11 +61,20 @@ class Rehearsal:
         with untouched(model), kept_generators():
             model._current_progress_remaining = self.remaining
             model._logger = Logger(None, [])
-            model.rollout_buffer = copy.copy(model.rollout_buffer)  # train() replaces its arrays by flattened ones
+            model.rollout_buffer = _twin(model.rollout_buffer)
             recorder = Recorder(model)
-            with training_on(model, selection, last=self.last, advantage_norm=self.advantage_norm, recorder=recorder):
+            asked: dict[str, Any] = {"last": self.last, "advantage_norm": self.advantage_norm, "recorder": recorder}
+            with training_on(model, selection, among=among, **asked):
                 model.train()
             return recorder.recording(self.number, records)
+
+
+def _twin(buffer: RolloutBuffer) -> RolloutBuffer:
+    """Return a buffer of the same arrays, which `train()` replaces by flattened ones."""
+    twin = copy.copy(buffer)
+    if isinstance(twin.observations, dict):
+        twin.observations = dict(twin.observations)  # type: ignore[assignment]
+    return twin
 
 
 def of_some(recording: RoundRecording, among: Bool[Tensor, " n"]) -> RoundRecording:
@@ -105,7 +119,7 @@ def held_out_gain(
         if int(chosen.keep.sum()) < 2:
             return float("nan")
         full, filtered = (
-            _surrogate(rehearsal.model, others, rehearsal.train(records, one).end)
+            _surrogate(rehearsal.model, others, rehearsal.train(records, one, mine).end)
             for one in (Selection.dropping(mine, "in the other half"), chosen)
         )
         gain += (filtered - full) * len(others) / len(records)

@@ -21,6 +21,7 @@ from whence.policies import as_view
 from whence.records import RecordBatch, Tree
 from whence.rounds import OptimizerState, RoundRecording, Update
 from whence.rounds.identity import check_collected
+from whence.rounds.optimizers import check_optimizer
 from whence.sb3.contrib import MaskablePPO
 
 log = logging.getLogger("whence")
@@ -94,6 +95,18 @@ def check_groups(model: Any) -> None:
             "what guards and scores of whole rounds go by. Leave guard and recordings out and take score='snapshot' "
             "or 'crossfit', or train all parameters in one group."
         )
+
+
+def check_steps(model: Any) -> None:
+    """Refuse a model whose optimiser's steps cannot be gone through by a score of whole rounds.
+
+    Raises:
+        Unsupported: it is not known, or has a setting that is not; the message says which.
+    """
+    try:
+        check_optimizer(_optimizer_state(model.policy))
+    except Unsupported as refused:
+        raise Unsupported(f"{refused} To train with this optimiser, take score='snapshot' or 'crossfit'.") from None
 
 
 def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
@@ -210,14 +223,15 @@ def _check_same(model: Any, recording: RoundRecording) -> None:
 
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
-    """Leave a model as it is, whatever is trained meanwhile: policy, optimiser, gradients, attributes."""
+    """Leave a model as it is, whatever is trained meanwhile, in silence: policy, optimiser, gradients, attributes."""
     policy = model.policy
     attributes = dict(vars(model))
-    tensors, training = _copies(tensors_of(policy)), policy.training
+    tensors, training = _copies(tensors_of(policy)), {module: module.training for module in policy.modules()}
     gradients = [parameter.grad for parameter in policy.parameters()]
     give_back = _held(policy.optimizer)
     for parameter in policy.parameters():
         parameter.grad = None
+    model.verbose = 0  # train() would say that it stopped early
     try:
         yield
     finally:
@@ -225,7 +239,8 @@ def untouched(model: Any) -> Iterator[None]:
         vars(model).update(attributes)
         load_tensors(tensors_of(policy), tensors)
         give_back()
-        policy.set_training_mode(training)
+        for module, own in training.items():
+            module.training = own
         for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
             parameter.grad = gradient
 
@@ -266,7 +281,9 @@ def _place(model: Any, recording: RoundRecording) -> None:
     optimizer.state.clear()
     for name, parameter in model.policy.named_parameters():
         if name in recording.optimizer.state:
-            optimizer.state[parameter] = {k: t.clone() for k, t in recording.optimizer.state[name].items()}
+            own = recording.optimizer.state[name].items()
+            # Counts of steps stay where the optimiser has them; loaded from a file all tensors are on the CPU.
+            optimizer.state[parameter] = {k: t.to(t if k == "step" else parameter, copy=True) for k, t in own}
     model.lr_schedule = FloatSchedule(recording.optimizer.settings["lr"])
     if update.algorithm == "ppo":
         model.clip_range = FloatSchedule(update.clip_range)

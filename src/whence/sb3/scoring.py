@@ -16,7 +16,8 @@ from whence.influence import Influence
 from whence.objectives import Objective, as_objective
 from whence.policies import Params, PolicyView
 from whence.records import RecordBatch
-from whence.rounds import METHODS, attribute_round
+from whence.rounds import DRAWS, METHODS, attribute_round
+from whence.rounds.smoothed import SMOOTHED
 from whence.sb3.contrib import MaskablePPO
 from whence.sb3.rehearsal import Rehearsal, of_some
 from whence.selection import Selection
@@ -36,6 +37,8 @@ class Scoring:
         target: what to raise; None: `Return()`.
         objective: of the first two; None: the model's own, without its value term.
         engine: of the first two; see `attribute`.
+        draws: of "smoothed"; see `attribute_round`. They are the same in every round.
+        memory: bytes that scoring may hold at a time.
 
     Raises:
         WhenceError: an argument is not what it should be, or has no effect.
@@ -45,9 +48,19 @@ class Scoring:
     target: Target
     objective: Objective | None
     engine: str
+    draws: int
+    memory: int
 
     @classmethod
-    def asked(cls, score: str, target: Target | None, objective: Objective | None, engine: str) -> "Scoring":
+    def asked(
+        cls,
+        score: str,
+        target: Target | None = None,
+        objective: Objective | None = None,
+        engine: str = "auto",
+        draws: int = DRAWS,
+        memory: int = 2**31,
+    ) -> "Scoring":
         """Return what was asked for, checked."""
         if score not in SCORES:
             raise WhenceError(f"score is {score!r}.{nearest(str(score), SCORES)}")
@@ -58,13 +71,17 @@ class Scoring:
                 f"score={score!r} differentiates the round as the model trains it, so objective and engine have no "
                 "effect. Leave them out, or take score='snapshot'."
             )
+        if draws < 1 or (draws != DRAWS and score != SMOOTHED):
+            raise WhenceError(
+                f"draws is {draws} and score {score!r}; at least 1 is needed, and {SMOOTHED!r} alone draws any."
+            )
         target = as_target(Return() if target is None else target)
         if score == "crossfit" and not isinstance(target, BatchTarget):
             raise WhenceError(
                 f"score='crossfit' leaves records out of the target, and {name_of(target)} does not say that it is "
                 "made of them. Take Return(), or score='snapshot'."
             )
-        return cls(score, target, None if objective is None else as_objective(objective), engine)
+        return cls(score, target, None if objective is None else as_objective(objective), engine, draws, memory)
 
     @property
     def of_round(self) -> bool:
@@ -80,17 +97,22 @@ class Scoring:
             among: True for the records that are scored.
         """
         policy = rehearsal.model.policy
-        some = records if bool(among.all()) else records.take(among)
+        whole = bool(among.all())
+        some = records if whole else records.take(among)
         if self.of_round:
-            recording = of_some(rehearsal.train(records, Selection.dropping(among, "left out")), among)
+            # Of a whole round to the last bit, though sums in another order would do.
+            own = None if whole else among
+            recording = of_some(rehearsal.train(records, Selection.dropping(among, "left out"), own), among)
             target = _of_raw(self.target, some.advantages)
-            found = attribute_round(policy, recording, target=target, method=self.score)
+            limits: dict[str, Any] = {"draws": self.draws, "memory": self.memory}
+            found = attribute_round(policy, recording, target=target, method=self.score, **limits)
             assert isinstance(found, Influence)
             # Of the records as they were collected, though the round may have normalised their advantages.
             return replace(found, provenance=replace(found.provenance, records=some.fingerprint))
         objective = self.objective or model_objective(rehearsal.model)
-        asked: dict[str, Any] = {"target": self.target, "objective": objective, "engine": self.engine}
-        return (attribute if self.score == "snapshot" else attribute_crossfit)(policy, some, **asked)
+        asked: dict[str, Any] = {"objective": objective, "engine": self.engine, "memory": self.memory}
+        scored_by = attribute if self.score == "snapshot" else attribute_crossfit
+        return scored_by(policy, some, target=self.target, **asked)
 
 
 def _of_raw(target: Target, advantages: Float[Tensor, " n"]) -> Target:

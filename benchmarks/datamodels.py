@@ -37,9 +37,11 @@ def main(
     out: Out,
     runs: Runs = RUNS,
     only: Annotated[str, typer.Option(help="Environment and optimiser: lunarlander-adam, ...")] = "",
-    trainings: Annotated[int, typer.Option(help="How many, in hundreds.")] = 4000,
+    trainings: Annotated[int, typer.Option(help="How many, in hundreds.", min=SIZES[0])] = 4000,
 ) -> None:
     """Train, fit and write a file for each environment and optimiser."""
+    if trainings % AT_ONCE:
+        raise typer.BadParameter(f"--trainings is {trainings}; it has to be a multiple of {AT_ONCE}.")
     torch.set_num_threads(1)
     jobs = [Job(env, optimizer, 0) for env, optimizer in SETUPS if env in ENVIRONMENTS]
     for job in jobs:
@@ -59,7 +61,8 @@ def trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[t
     """Return the subsets and what training on each came to; what is in the folder is not trained again."""
     parts = []
     for number in track(range(trainings // AT_ONCE), str(folder.parent)):
-        file = folder / f"round_{recording.number:05d}_{number:03d}.safetensors"
+        # By what was collected: a run that was started over is another.
+        file = folder / f"{recording.records.fingerprint[:12]}_{number:03d}.safetensors"
         if not file.exists():
             kept = subsets(len(recording.records), 0.5, AT_ONCE, torch.Generator().manual_seed(number))
             params = retrain(model.policy, recording, kept)

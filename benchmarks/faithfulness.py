@@ -133,12 +133,16 @@ def at_once(study: Callable[[Job, Path, Path], float], out: Path, runs: Path, on
     names = [Job(env, optimizer, seed) for seed in SEEDS for env, optimizer in SETUPS]
     jobs = [job for job in names if job.name.startswith(only)]
     context = multiprocessing.get_context("spawn")
+    failed = False
     with ProcessPoolExecutor(workers, context) as pool:
         begun = {pool.submit(study, job, out, runs): job for job in jobs}
         for done in as_completed(begun):
             failure = done.exception()
             said = f"{done.result():.0f} s" if failure is None else f"[red]{type(failure).__name__}: {failure}[/red]"
             console.print(f"{begun[done].name}: {said}")
+            failed |= failure is not None
+    if failed:
+        raise typer.Exit(1)
 
 
 def trained(job: Job, runs: Path) -> RunDirectory:

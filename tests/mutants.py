@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "untrained policy counts as a round",
         "experiments/metrics.py",
-        "curve.returns[1:] >= level",
-        "curve.returns >= level",
+        "np.flatnonzero(self.evaluated[1:]) + 1",
+        "np.flatnonzero(self.evaluated)",
         "test_metrics.py",
     ),
     Mutant(
@@ -256,9 +256,37 @@ MUTANTS = (
     Mutant(
         "a null that does not know which seed is left out",
         "experiments/metrics.py",
-        "of_arm(methods, standards), of_null(standards)",
-        "of_arm(methods, standards), of_null(standards | True)",
-        "test_metrics.py::TestSummarise::test_over_the_null_a_standard_seed_counts_in_both",
+        "        beside = of_null(standards)\n",
+        "        beside = of_null(standards | True)\n",
+        "test_metrics.py::TestSummarise::test_against_the_null_no_seed_meets_itself",
+    ),
+    Mutant(
+        "a share saved less the null's",
+        "experiments/metrics.py",
+        "else 1 - (1 - arm) / (1 - beside)",
+        "else arm - beside",
+        "test_metrics.py::TestSummarise::test_an_arm_of_half_the_rounds_saves_a_half_against_the_null",
+    ),
+    Mutant(
+        "a seed held against itself",
+        "experiments/metrics.py",
+        "np.where(apart, values, np.nan)",
+        "values",
+        "test_metrics.py::TestSummarise::test_an_arm_of_half_the_rounds_saves_a_half_against_the_null",
+    ),
+    Mutant(
+        "levels apart by one's error",
+        "experiments/metrics.py",
+        "2 * max(errors[k], errors[taken[-1]])",
+        "2 * errors[k]",
+        "test_metrics.py::TestLevels::test_the_errors_of_both_evaluations_count",
+    ),
+    Mutant(
+        "rounds between evaluations that reach something",
+        "experiments/curves.py",
+        '        evaluated=np.isin(np.arange(config.rounds + 1), evaluations["round"].to_numpy()),\n',
+        "",
+        "test_sweep.py::test_rounds_between_evaluations_reach_nothing",
     ),
     Mutant(
         "the paper's time to a peak of ours",

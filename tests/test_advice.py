@@ -11,6 +11,7 @@ from stable_baselines3.common.monitor import Monitor
 import whence
 from toys import Toy, model
 from whence.advice import advice
+from whence.rounds import METHODS
 from whence.sb3 import InfluenceCallback
 
 SGD = {"optimizer": "SGD"}
@@ -28,6 +29,9 @@ def test_scores_under_an_adaptive_optimiser(optimizer: str) -> None:
     assert kinds(config, mean=[None, 0.1, 0.2]) == {"adaptive optimiser": 2}
     assert kinds(config, mean=[None, None]) == {}  # nothing was scored
     assert kinds(SGD, mean=[0.1, 0.2]) == {}
+    assert kinds(config | {"score": "crossfit"}, mean=[0.1]) == {"adaptive optimiser": 1}
+    for score in METHODS:  # which go through the optimiser's own steps
+        assert kinds(config | {"score": score}, mean=[0.1, 0.2]) == {}
 
 
 def test_nearly_all_dropped() -> None:

@@ -33,9 +33,9 @@ def curve(returns, errors=0.0, seconds=1.0):
     )
 
 
-# R = 5 rounds. SE = median(1, 1, 1, 1, 1, 9) = 1, so 2 SE = 2; 5% of (20 - 0) = 1; floor 0 + 2.
+# R = 5 rounds. SE = 1 wherever a maximum is, so 2 SE = 2; 5% of (20 - 0) = 1; floor 0 + 2.
 # Maxima over k >= 1: 1, 6, 7, 20. 1 is not above 2; 6 is a level; 7 < 6 + 2 is none; 20 is one.
-STANDARD = curve([0, 1, 6, 7, 5, 20], errors=[1, 1, 1, 1, 1, 9], seconds=[1, 2, 3, 4, 10])
+STANDARD = curve([0, 1, 6, 7, 5, 20], errors=[1, 1, 1, 1, 9, 1], seconds=[1, 2, 3, 4, 10])
 # Reaches 6 in round 1 and 20 in round 3.
 METHOD = curve([0, 8, 3, 21, 2, 2], errors=1.0, seconds=[2, 2, 2, 2, 2])
 
@@ -70,6 +70,21 @@ class TestCurve:
         with pytest.raises(WhenceError, match=message):
             Curve(returns=returns, standard_errors=errors, seconds=seconds)
 
+    @pytest.mark.parametrize("evaluated", [[1, 1], [0, 1, 1], [1, 0, 0]])
+    def test_what_has_to_be_evaluated(self, evaluated):
+        with pytest.raises(WhenceError, match=r"`evaluated` is \[.*\]; R\+1 = 3 of true or false"):
+            Curve(returns=[0, 1, 2], standard_errors=[0, 0, 0], seconds=[1, 1], evaluated=evaluated)
+
+    def test_what_was_not_evaluated_is_no_level_and_reaches_none(self):
+        # Round 1 has the untrained policy's return, round 3 that of round 2.
+        seen = Curve([5, 5, 2, 2, 7], np.zeros(5), np.ones(4), evaluated=[1, 0, 1, 0, 1])
+        assert literal_levels(seen).tolist() == [2.0, 7.0]
+        assert levels(seen).tolist() == [7.0]
+        assert [rounds_to(seen, level) for level in (1.0, 3.0)] == [2, 4]
+        # The other's level 3 was there untrained, and after its rounds never.
+        never = Curve([9, 9, 1, 1, 1], np.zeros(5), np.ones(4), evaluated=[1, 0, 1, 0, 1])
+        assert pair_metrics(never, curve([0, 0, 0, 3, 3]))["unreached"] == 1.0
+
     def test_returns_may_be_negative(self):
         assert curve([-5, -3]).returns.tolist() == [-5.0, -3.0]
 
@@ -78,13 +93,20 @@ class TestLevels:
     def test_noise_sets_the_floor_and_the_gap(self):
         assert levels(STANDARD).tolist() == [6.0, 20.0]
 
-    def test_the_median_ignores_one_noisy_round(self):
-        # Median 1. By the mean, 30 / 6 = 5, or by the largest, the floor would be 10 or 50: [20] or none.
-        assert levels(curve([0, 1, 6, 7, 5, 20], errors=[1, 1, 1, 1, 1, 25])).tolist() == [6.0, 20.0]
+    def test_the_errors_of_both_evaluations_count(self):
+        # Of the last: 12 < 6 + 8. Of the first: 6 is not above 8, and 12 >= 7 + 2. Of the level: 12 < 9 + 8.
+        assert levels(curve([0, 6, 7, 12], errors=[1, 1, 1, 4])).tolist() == [6.0]
+        assert levels(curve([0, 6, 7, 12], errors=[1, 4, 1, 1])).tolist() == [7.0, 12.0]
+        assert levels(curve([0, 9, 10, 12], errors=[1, 4, 1, 1])).tolist() == [9.0]
 
-    def test_the_untrained_evaluation_counts_in_the_median(self):
-        # Median of 4, 1, 3 is 3: floor 6, so 7 is a level and 6 is not. Without index 0: median 2, floor 4.
-        assert levels(curve([0, 6, 7], errors=[4, 1, 3])).tolist() == [7.0]
+    def test_no_other_evaluations_error_counts(self):
+        # Where every episode ends alike an error is 0, which says nothing of the others.
+        shares = curve([0, 0.5, 0.9, 0.95, 1, 1, 1, 1], errors=[0, 0.05, 0.03, 0.02, 0, 0, 0, 0])
+        assert levels(shares).tolist() == [0.5, 0.9, 1.0]
+
+    def test_the_untrained_evaluations_error_counts(self):
+        # 2 SE = 8 above 0: 8 is not above the floor, 9 is.
+        assert levels(curve([0, 8, 9], errors=[4, 1, 1])).tolist() == [9.0]
 
     def test_five_percent_of_the_rise_sets_the_floor_where_there_is_no_noise(self):
         # v_0 = -100, peak 100: floor -100 + 0.05 * 200 = -90, itself no level.
@@ -263,9 +285,9 @@ class TestSummarise:
         for arm in summary.values():
             assert set(arm) == {*PAIR_METRICS, *CURVE_METRICS}
             for name in PAIR_METRICS:
-                null = {"null", "null_low", "null_high", "over_null"}
+                null = {"null", "null_low", "null_high", "against_null"}
                 assert set(arm[name]) == {"mean", "low", "high", "per_seed", *null}
-                assert set(arm[name]["over_null"]) == {"mean", "low", "high"}
+                assert set(arm[name]["against_null"]) == {"mean", "low", "high"}
         for arm, other in (("ppo", "iif"), ("iif", "ppo")):
             for name in CURVE_METRICS:
                 entry = summary[arm][name]
@@ -324,22 +346,36 @@ class TestSummarise:
         assert entry["null_low"] == pytest.approx(-13 / 24 - 4.302653 * 7 / 12)
         assert entry["null_high"] == pytest.approx(-13 / 24 + 4.302653 * 7 / 12)
 
-    def test_over_the_null_a_standard_seed_counts_in_both(self):
-        # Standards in rounds 1, 2, 4 and methods in 1, 2, 1. By method: (0 + 1/2 + 3/4) / 3, (-1 + 0 + 1/2) / 3, as the
-        # first. The null is -13/24, so the mean over it is 2/9 + 13/24.
+    def test_against_the_null_no_seed_meets_itself(self):
+        # Standards in rounds 1, 2, 4, methods in 1, 2, 1: over those of other standard seeds 1/2, 1/4; 2, 1/2; 1, 1/2.
+        # Of standards themselves 37/24.
         standards, methods = {0: FIRST, 1: SECOND, 2: FOURTH}, {0: FIRST, 1: SECOND, 2: FIRST}
-        entry = summarise({"ppo": standards, "iif": methods})["iif"]["se_ave"]
-        assert entry["over_null"]["mean"] == pytest.approx((5 / 12 - 1 / 6 + 5 / 12) / 3 + 13 / 24)
-        # Without each method, -1/6 + 5/12 over 2 twice and 5/12; without each standard, of the columns -1/3, 1/3, 2/3
-        # two are left, less the nulls -1/4, -9/8, -1/4.
-        of_methods = 2 / 3 * sum((x - 2 / 9) ** 2 for x in (1 / 8, 5 / 12, 1 / 8))
-        left = [1 / 2 + 1 / 4, 1 / 6 + 9 / 8, 0 + 1 / 4]
+        entry = summarise({"ppo": standards, "iif": methods})["iif"]["se_ave"]["against_null"]
+        assert entry["mean"] == pytest.approx(1 - (19 / 4 / 6) / (37 / 24))
+        # Without each method 1, 9/16, 13/16 are left, over 37/24. Without each standard 7/16, 15/16, 1, over those of
+        # the two standards that are left: 5/4, 17/8, 5/4.
+        left = [1 - x * 24 / 37 for x in (1, 9 / 16, 13 / 16)]
+        of_methods = 2 / 3 * sum((x - sum(left) / 3) ** 2 for x in left)
+        left = [1 - 7 / 16 / (5 / 4), 1 - 15 / 16 / (17 / 8), 1 - 1 / (5 / 4)]
         of_standards = 2 / 3 * sum((x - sum(left) / 3) ** 2 for x in left)
         variance = of_methods + of_standards
         freedom = variance**2 / (of_methods**2 / 2 + of_standards**2 / 2)
         half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
-        assert entry["over_null"]["high"] - entry["over_null"]["mean"] == pytest.approx(half)
-        assert summarise({"ppo": standards})["ppo"]["se_ave"]["over_null"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+        assert entry["high"] - entry["mean"] == pytest.approx(half)
+
+    def test_an_arm_of_half_the_rounds_saves_a_half_against_the_null(self):
+        def first_at(k):
+            return curve([0] * k + [10] * (9 - k), seconds=2.0)
+
+        standards = {seed: first_at(k) for seed, k in enumerate((2, 4, 8))}
+        halved = {seed: first_at(k) for seed, k in enumerate((1, 2, 4))}
+        summary = summarise({"ppo": standards, "halved": halved, "same": standards})
+        for name in ("se_ave", "se_peak", "rt_peak"):
+            assert summary["halved"][name]["against_null"]["mean"] == pytest.approx(1 / 2)
+            for arm in ("ppo", "same"):
+                assert summary[arm][name]["against_null"]["mean"] == pytest.approx(0.0, abs=1e-12)
+        assert summary["halved"]["se_ave"]["mean"] - summary["halved"]["se_ave"]["null"] > 0.6
+        assert summarise({"ppo": {0: FIRST}, "iif": {0: FIRST}})["iif"]["se_ave"]["against_null"]["mean"] is None
 
     def test_the_standard_arm_is_its_own_null(self):
         summary = summarise({"ppo": {0: FIRST, 1: SECOND, 2: FOURTH}})
@@ -417,7 +453,7 @@ class TestSummarise:
             "null": None,
             "null_low": None,
             "null_high": None,
-            "over_null": {"mean": None, "low": None, "high": None},
+            "against_null": {"mean": None, "low": None, "high": None},
         }
         assert summary["iif"]["se_ave_literal"]["mean"] is not None
 
@@ -461,7 +497,7 @@ class TestSummarise:
             assert entry["low"] < entry["mean"] < entry["high"]
         null = summary["iif"]["se_ave"]
         assert null["null_low"] < null["null"] < null["null_high"]
-        assert null["over_null"]["low"] < null["over_null"]["mean"] < null["over_null"]["high"]
+        assert null["against_null"]["low"] < null["against_null"]["mean"] < null["against_null"]["high"]
         difference = summary["iif"]["auc"]["differences"]["ppo"]
         assert difference["low"] < difference["mean"] < difference["high"]
 
@@ -547,10 +583,13 @@ class TestProperties:
     def test_levels_are_literal_levels_apart_from_noise(self, runs):
         run = runs[0]
         found, literal = levels(run).tolist(), literal_levels(run).tolist()
-        gap = 2 * float(np.median(run.standard_errors))
+        at = [run.returns[1:].tolist().index(level) + 1 for level in found]
+        gaps = [2 * max(run.standard_errors[[k, before]]) for before, k in itertools.pairwise([0, *at])]
         assert set(found) <= set(literal)
-        assert all(later - earlier >= gap for earlier, later in itertools.pairwise(found))
-        assert all(level > run.returns[0] + gap for level in found)
+        assert all(b - a >= gap for (a, b), gap in zip(itertools.pairwise(found), gaps[1:], strict=True))
+        assert all(
+            level > run.returns[0] + 2 * run.standard_errors[[0, k]].max() for k, level in zip(at, found, strict=True)
+        )
         assert literal[0] == run.returns[1]
         assert literal[-1] == run.returns[1:].max()
         assert literal == sorted(set(literal))

@@ -23,7 +23,9 @@ from typer.testing import CliRunner
 from whence.cli import app
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import configure, is_finished, load_sweep, presets, read_sweep, run, sweep
+from whence.experiments.curves import curve_of
 from whence.experiments.environments import training_env
+from whence.experiments.metrics import rounds_to
 from whence.experiments.training import make_model
 from whence.experiments.workers import _death, run_all
 from whence.guards import kept_generators
@@ -463,6 +465,24 @@ class TestRunning:
         assert [file for file in (copied / "runs").rglob("*") if not file.is_dir()] == []
         assert not path.exists()
 
+    def test_a_kill_while_another_run_is_discarded_stands_in_no_way(self, in_process, tmp_path, monkeypatch):
+        runs = read_sweep(written(tmp_path, LAKE))
+        path = runs[0].run_path(tmp_path / "out")
+        RunDirectory.create(path, replace(runs[0].config, rounds=7).to_json())
+        own = shutil.rmtree
+
+        def killed(folder, **asked):
+            if Path(folder).exists():
+                (Path(folder) / "config.json").unlink()
+                raise KeyboardInterrupt
+            own(folder, **asked)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", killed)
+            with pytest.raises(KeyboardInterrupt):
+                sweep(runs, tmp_path / "out", Quiet())
+        assert sweep(runs, tmp_path / "out", Quiet()) == {}
+
     @pytest.mark.parametrize(
         "change",
         [
@@ -614,6 +634,16 @@ class TestWorkers:
         starting.start()
         assert [*run_all([job], 1, interrupt)] == [(0, None)]
         starting.join()
+
+
+def test_rounds_between_evaluations_reach_nothing():
+    config = configure(env="CartPole-v1", rounds=3, eval_episodes=2, eval_every=2)
+    evaluations = pl.DataFrame({"round": [0, 2, 3], "test_return": [9.0, 5.0, 7.0], "standard_error": [1.0, 2.0, 3.0]})
+    timings = pl.DataFrame({f"{stage}_cpu": [1.0] * 3 for stage in ("collection", "scoring", "optimisation")})
+    found = curve_of(config, evaluations, timings)
+    assert found.returns.tolist() == [9.0, 9.0, 5.0, 7.0]
+    assert found.evaluations.tolist() == [2, 3]
+    assert rounds_to(found, 6.0) == 3
 
 
 def test_versions_of_environments_are_recorded_where_they_are_installed(monkeypatch):

@@ -91,7 +91,7 @@ class TestTables:
             "levels never reached": "unreached",
         }
         saved, returns, _ = tables(text)
-        over = {"SE_ave, less the null": "se_ave", "SE_ave, every maximum, less the null": "se_ave_literal"}
+        over = {"SE_ave, against the null": "se_ave", "SE_ave, every maximum, against the null": "se_ave_literal"}
         assert list(saved[0]) == ["arm", "seeds", *names, *over]
         assert [row["arm"] for row in saved] == ["ppo (null)", "iif"]
         for row, arm in zip(saved, ("ppo", "iif"), strict=True):
@@ -100,7 +100,7 @@ class TestTables:
                 shown = " ".join(f"{entry[end]:.1%}" for end in ("mean", "low", "high"))
                 assert re.sub(r"[\[\],]", "", row[heading]) == shown
         for heading, metric in over.items():
-            entry = summary["iif"][metric]["over_null"]
+            entry = summary["iif"][metric]["against_null"]
             shown = " ".join(f"{entry[end]:.1%}" for end in ("mean", "low", "high"))
             assert re.sub(r"[\[\],]", "", saved[1][heading]) == shown
             assert saved[0][heading] == ""
@@ -142,6 +142,14 @@ class TestTables:
             {"arm": "ppo", "rounds in which the guard fell back": "", "divergence (KL)": ""},
             {"arm": "iif", "rounds in which the guard fell back": "25.0%", "divergence (KL)": "0.5"},
         ]
+
+    def test_ratios_of_a_round_that_was_scaled_are_not_told(self, tmp_path):
+        clipped = {"train/clip_fraction": [0.25] * 4}
+        arms = {"ppo": clipped, "ppo-matched": clipped | {"train/update_scale": [2.0] * 4}}
+        found = {"lake": {arm: {0: finished(replace(LAKE, arm=arm), **kept)} for arm, kept in arms.items()}}
+        _, _, of_rounds, _ = tables(written(found, tmp_path))
+        assert [row["ratios clipped"] for row in of_rounds] == ["25.0%", ""]
+        assert of_rounds[1]["update scaled by"] == "2"
 
     def test_one_round_that_took_long_does_not_count(self, tmp_path):
         found = results(ppo=[0], iif=[0])

@@ -30,7 +30,7 @@ def advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice]:
 
     Args:
         metrics: a run directory's table of that name, one row a round; columns that are missing are passed over.
-        config: of the run; `optimizer` is read.
+        config: of the run; `optimizer` and `score` are read, which is taken for "snapshot" where it is not there.
     """
     if metrics.is_empty():
         return []
@@ -46,13 +46,14 @@ def _column(metrics: pl.DataFrame, name: str) -> list[float | None]:
 def _adaptive_optimizer(metrics: pl.DataFrame, config: Mapping[str, Any]) -> Iterator[Advice]:
     optimizer = str(config.get("optimizer", ""))
     scored = [row for row in zip(metrics["round"], _column(metrics, "mean"), strict=True) if row[1] is not None]
-    if scored and optimizer in ("Adam", "AdamW", "RMSprop"):
+    one_step = config.get("score", "snapshot") in ("snapshot", "crossfit")
+    if scored and one_step and optimizer in ("Adam", "AdamW", "RMSprop"):
         yield Advice(
             "adaptive optimiser",
             int(scored[0][0]),
             f"Scores describe one plain gradient step, but {optimizer} rescales every parameter by what it has seen "
-            "before, so they say less of what training on a record does. Compare with a run without selection, or try "
-            "SGD.",
+            "before, so they say less of what training on a record does. Compare with a run without selection, "
+            "and with one of a higher learning rate.",
         )
 
 

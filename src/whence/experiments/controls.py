@@ -26,8 +26,9 @@ class MatchedUpdate(InfluenceCallback):
     statistics stay as the second training left them; a `target_kl` stops each training by itself.
 
     The logger gets the factors as `train/update_scale` and `train/update_scale_value`, and `train/approx_kl` is that
-    after scaling, over the whole rollout. Seconds are those of the second training. Selections, scores and reasons are
-    recorded as the rule made them, though every record trained; a round that keeps fewer than two is skipped.
+    after scaling, over the whole rollout; `train/clip_fraction` is still the second training's. Seconds are those of
+    the second training. Selections, scores and reasons are recorded as the rule made them, though every record
+    trained; a round that keeps fewer than two is skipped.
 
     Args:
         rule: see `InfluenceCallback`.

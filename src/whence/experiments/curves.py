@@ -36,7 +36,7 @@ MORE = (
 def curve_of(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> Curve:
     """Return a run's learning curve and its seconds (process CPU) a round.
 
-    Between evaluations the curve stays at the last one.
+    Between evaluations the curve stays at the last one, and reaches nothing.
     """
     seconds = timings["collection_cpu"] + timings["optimisation_cpu"]
     if ARMS[config.arm].counts_scoring:
@@ -46,6 +46,7 @@ def curve_of(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame
         returns=evaluations["test_return"].to_numpy()[last],
         standard_errors=evaluations["standard_error"].to_numpy()[last],
         seconds=seconds.to_numpy(),
+        evaluated=np.isin(np.arange(config.rounds + 1), evaluations["round"].to_numpy()),
     )
 
 

@@ -373,4 +373,5 @@ def curve(config: LanguageConfig, path: Path) -> Curve:
         returns=evaluations["test_return"].to_numpy()[last],
         standard_errors=evaluations["standard_error"].to_numpy()[last],
         seconds=timings.select(f"{stage}_{clock}" for stage in stages).fill_null(0.0).sum_horizontal().to_numpy(),
+        evaluated=np.isin(np.arange(config.rounds + 1), evaluations["round"].to_numpy()),
     )

@@ -5,11 +5,11 @@ rounds, or seconds, that another arm does without to reach the same level (LDA �
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int
 from scipy import stats
 
 from whence.errors import WhenceError
@@ -37,19 +37,23 @@ class Curve:
     returns: (R+1,) mean test return after round k = 0..R; index 0 is the untrained policy.
     standard_errors: (R+1,) standard error of each of these evaluations, in units of return, at least 0.
     seconds: (R,) process CPU seconds of each round's collection, scoring and optimisation, no evaluation.
+    evaluated: (R+1,) whether the policy was evaluated then; where it was not, its return is that of the evaluation
+        before, and nothing is reached. None: it always was.
 
-    Raises WhenceError where lengths disagree, R < 1, a value is not finite or an error or a time is negative.
+    Raises WhenceError where lengths disagree, R < 1, a value is not finite, an error or a time is negative, or the
+    untrained policy or every trained one was not evaluated.
     Source: LDA §5.2.
     """
 
     returns: Float64[np.ndarray, " rounds+1"]
     standard_errors: Float64[np.ndarray, " rounds+1"]
     seconds: Float64[np.ndarray, " rounds"]
+    evaluated: Bool[np.ndarray, " rounds+1"] | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            column = _finite_column(field.name, getattr(self, field.name), signed=field.name == "returns")
-            object.__setattr__(self, field.name, column)
+        for name in ("returns", "standard_errors", "seconds"):
+            column = _finite_column(name, getattr(self, name), signed=name == "returns")
+            object.__setattr__(self, name, column)
         if self.rounds < 1:
             raise WhenceError(
                 "`seconds` is empty, but a curve needs at least one round of training; "
@@ -61,11 +65,25 @@ class Curve:
                     f"`{name}` has length {length}, but the R = {self.rounds} rounds of `seconds` need "
                     f"R+1 = {self.rounds + 1}; evaluate the untrained policy and then after every round."
                 )
+        there = np.ones(self.rounds + 1, bool) if self.evaluated is None else np.array(self.evaluated, dtype=bool)
+        if there.shape != (self.rounds + 1,) or not (there[0] and there[1:].any()):
+            raise WhenceError(
+                f"`evaluated` is {there.astype(int).tolist()}; R+1 = {self.rounds + 1} of true or false are needed, "
+                "true for the untrained policy and for at least one that is trained."
+            )
+        there.flags.writeable = False
+        object.__setattr__(self, "evaluated", there)
 
     @property
     def rounds(self) -> int:
         """R, the number of rounds of training."""
         return len(self.seconds)
+
+    @property
+    def evaluations(self) -> Int[np.ndarray, " evaluations"]:
+        """The rounds from 1 on after which the policy was evaluated."""
+        assert self.evaluated is not None  # __post_init__ sets it
+        return np.flatnonzero(self.evaluated[1:]) + 1
 
 
 def _finite_column(name: str, given: object, *, signed: bool) -> Float64[np.ndarray, " n"]:
@@ -90,18 +108,19 @@ def levels(standard: Curve) -> Float64[np.ndarray, " levels"]:
     """Return the levels of a standard run that the noise of its evaluations lets one tell apart.
 
     Running maxima strictly above v_0 + max(2 SE, 5% of (peak - v_0)), each at least 2 SE above the last one
-    taken; SE is the median of the R+1 standard errors. Increasing, in units of return; shape (levels,), which
-    may be (0,). Source: LDA §5.2, without the levels that are noise.
+    taken; SE is the larger of the standard errors of the two evaluations that are told apart, since no one figure is
+    that of all: it may be 0 where every episode ends alike. Increasing, in units of return; shape (levels,), which may
+    be (0,). Source: LDA §5.2, without the levels that are noise.
     """
-    start = float(standard.returns[0])
-    gap = 2 * float(np.median(standard.standard_errors))
-    floor = start + max(gap, 0.05 * (float(standard.returns.max()) - start))
-    taken: list[float] = []
+    returns, errors = standard.returns, standard.standard_errors
+    rise = 0.05 * float(returns.max() - returns[0])
+    taken: list[int] = []
     # A maximum over k >= 1 that exceeds the floor exceeds v_0 too, so that it is one over k >= 0.
-    for level in literal_levels(standard).tolist():
-        if level > floor and (not taken or level >= taken[-1] + gap):
-            taken.append(level)
-    return np.array(taken, dtype=np.float64)
+    for k in _highs(standard):
+        above = returns[k] > returns[0] + max(2 * max(errors[k], errors[0]), rise)
+        if above and (not taken or returns[k] >= returns[taken[-1]] + 2 * max(errors[k], errors[taken[-1]])):
+            taken.append(k)
+    return np.asarray(returns[taken])
 
 
 def literal_levels(standard: Curve) -> Float64[np.ndarray, " levels"]:
@@ -110,9 +129,15 @@ def literal_levels(standard: Curve) -> Float64[np.ndarray, " levels"]:
     The first is v_1, even where v_1 is no better than the untrained policy, so there is always one.
     Increasing, in units of return; shape (levels,). Source: LDA §5.2.
     """
-    trained = standard.returns[1:]
+    return np.asarray(standard.returns[_highs(standard)])
+
+
+def _highs(curve: Curve) -> list[int]:
+    """Return the rounds, from 1 on, whose evaluation is above every one before it but that of the untrained policy."""
+    trained = curve.returns[curve.evaluations]
     best_before = np.concatenate(([-np.inf], np.maximum.accumulate(trained)[:-1]))
-    return np.asarray(trained[trained > best_before])
+    found: list[int] = curve.evaluations[trained > best_before].tolist()
+    return found
 
 
 def rounds_to(curve: Curve, level: float) -> int:
@@ -122,8 +147,8 @@ def rounds_to(curve: Curve, level: float) -> int:
     """
     if not np.isfinite(level):
         raise WhenceError(f"The level is {level}, but must be finite; take it from `levels` of a standard run.")
-    reached = np.flatnonzero(curve.returns[1:] >= level)
-    return int(reached[0]) + 1 if len(reached) else curve.rounds + 1
+    reached = curve.evaluations[curve.returns[curve.evaluations] >= level]
+    return int(reached[0]) if len(reached) else curve.rounds + 1
 
 
 def seconds_to(curve: Curve, level: float) -> float:
@@ -165,7 +190,7 @@ def pair_metrics(method: Curve, standard: Curve) -> dict[str, float | None]:
         reductions = _round_reductions(method, standard, robust)
         values["se_ave"], values["se_peak"] = float(reductions.mean()), float(reductions[-1])
         values["rt_peak"] = _time_reduction(seconds_to(method, peak), seconds_to(standard, peak))
-        values["unreached"] = float(np.mean(robust > method.returns[1:].max()))
+        values["unreached"] = float(np.mean(robust > method.returns[method.evaluations].max()))
     return values
 
 
@@ -215,7 +240,9 @@ def summarise(
     per_seed: the mean over standard seeds, for each method seed in sorted order.
     null, null_low, null_high: the same of standard seeds against other standard seeds, which an arm that does
         nothing would show and which need not be zero. A seed never meets itself, so ends take three seeds.
-    over_null: mean, low, high of the arm's mean less the null's.
+    against_null: mean, low, high of the share of rounds, or seconds, that the arm does without of those that other
+        standard seeds take to the same levels: 1 - (1 - mean) / (1 - null), pairs of one seed left out of both. An arm
+        that takes half of the rounds has a half here, and one that does nothing has 0.
     The standard arm's own figures are that null: a seed against itself would be zero and say nothing.
 
     An entry of `CURVE_METRICS` holds, in units of return:
@@ -238,7 +265,8 @@ def summarise(
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for arm, own in runs.items():
         pairs = null if arm == standard else _pair_tables(own, runs[standard])
-        summary[arm] = {name: _pair_entry(pairs[name], null[name], pairs is null) for name in PAIR_METRICS}
+        apart = np.array([[seed != other for other in runs[standard]] for seed in own])
+        summary[arm] = {name: _pair_entry(pairs[name], null[name], apart, pairs is null) for name in PAIR_METRICS}
         summary[arm] |= {name: _curve_entry(name, arm, alone) for name in CURVE_METRICS}
     return summary
 
@@ -271,9 +299,20 @@ def _pair_tables(
 
 
 def _pair_entry(
-    values: Float64[np.ndarray, "methods standards"], null: Float64[np.ndarray, "standards standards"], own: bool
+    values: Float64[np.ndarray, "methods standards"],
+    null: Float64[np.ndarray, "standards standards"],
+    apart: Bool[np.ndarray, "methods standards"],
+    own: bool,
 ) -> dict[str, Any]:
-    """Return the entry of one of `PAIR_METRICS`; `own`: these are the standard arm's, whose methods are standards."""
+    """Return the entry of one of `PAIR_METRICS`.
+
+    Args:
+        values: of every pair of a method's seed and a standard seed.
+        null: of every pair of standard seeds; NaN for a seed with itself.
+        apart: which of the pairs are of two seeds.
+        own: whether these are the standard arm's, whose methods are standards.
+    """
+    other_seeds = np.where(apart, values, np.nan)
     methods, standards = (np.ones(count, dtype=bool) for count in values.shape)
 
     def of_null(standards: Bool[np.ndarray, " standards"]) -> float | None:
@@ -282,9 +321,10 @@ def _pair_entry(
     def of_arm(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
         return of_null(standards) if own else _mean(values[np.ix_(methods, standards)])
 
-    def over(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
-        arm, beside = of_arm(methods, standards), of_null(standards)
-        return None if arm is None or beside is None else arm - beside
+    def against(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
+        beside = of_null(standards)
+        arm = beside if own else _mean(other_seeds[np.ix_(methods, standards)])
+        return None if arm is None or beside is None or beside == 1 else 1 - (1 - arm) / (1 - beside)
 
     beside = _jackknife(of_null, [standards])
     # Standard seeds against one another are one group of seeds, not two.
@@ -295,7 +335,7 @@ def _pair_entry(
         "null": beside["mean"],
         "null_low": beside["low"],
         "null_high": beside["high"],
-        "over_null": _jackknife(over, [methods, standards]),
+        "against_null": _jackknife(against, [methods, standards]),
     }
 
 

@@ -112,7 +112,8 @@ def _start_over(planned: Planned, out: Path) -> None:
     except RunDirectoryError:
         return
     if "arm" in found and found != planned.config.to_json():
-        shutil.rmtree(planned.run_path(out), ignore_errors=True)
+        with suppress(OSError):
+            _removed(planned.run_path(out))
 
 
 def _keep(planned: Planned, out: Path, *, keep_runs: bool) -> None:
@@ -133,9 +134,17 @@ def _mark(path: Path) -> Path:
 
 
 def _discard(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
+    _removed(path)
     _mark(path).unlink()
+
+
+def _removed(path: Path) -> None:
+    """Remove a run's directory; killed half-way, it leaves nothing under that name."""
+    aside = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)  # of a sweep that was killed here
+    if path.exists():
+        path.rename(aside)
+        shutil.rmtree(aside)
 
 
 def _is_kept(planned: Planned, out: Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from whence.experiments import STANDARD, Results, RunConfig
 from whence.experiments.metrics import CURVE_METRICS
@@ -21,7 +22,7 @@ from whence.report.pictures import Labels, draw
 SAVED = tuple(metric for metric in HEADINGS if metric not in CURVE_METRICS)
 """The metrics of pairs of runs, in the table's order."""
 
-_OVER_NULL = ("se_ave", "se_ave_literal")
+_AGAINST_NULL = ("se_ave", "se_ave_literal")
 
 _REFERENCES = (STANDARD, "random", "iif")
 """The arms that others' mean returns are held against."""
@@ -41,8 +42,11 @@ KEY: Mapping[str, str] = {
     **DEFINITIONS,
     "Every maximum": "over the levels of LDA's paper: every strictly larger maximum, however little larger.",
     HEADINGS["unreached"].capitalize(): "their share; such a level counts as one round more than there are.",
+    "Against the null": "the share saved of the rounds that other standard seeds take; pairs of one seed are left out.",
     "Returns": "means over an arm's seeds; the IQM leaves out a quarter of the seeds at either end.",
     "Less another arm's": "the mean difference over the seeds that both have, with a 95% t interval; its null is 0.",
+    "Divergence": "as SB3 logs it, of the last epoch; under ppo-matched of the whole rollout, after scaling.",
+    "Ratios clipped": "over all epochs; none of ppo-matched, whose ratios are those of the training before scaling.",
     "Records dropped": "in a mean round; under ppo-matched, which drops none, those whose step it takes the length of.",
     "One seed": f"no interval; nor is there one of rounds and time saved where {STANDARD} has one seed.",
 }
@@ -149,14 +153,16 @@ def _saved(labels: Labels, summary: Mapping[str, Any]) -> str:
     rows = []
     for label, metrics in summary.items():
         cells = [_cell(metric, metrics[metric]) for metric in SAVED]
-        over = [_cell(metric, metrics[metric]["over_null"]) if label != STANDARD else "" for metric in _OVER_NULL]
-        rows.append([column_heading(label), str(len(labels[label])), *cells, *over])
+        against = [
+            _cell(metric, metrics[metric]["against_null"]) if label != STANDARD else "" for metric in _AGAINST_NULL
+        ]
+        rows.append([column_heading(label), str(len(labels[label])), *cells, *against])
         if theirs := lda.row_of(next(iter(labels[label].values())).config):
             name, shares = theirs
             told = [_theirs(shares.get(metric)) for metric in SAVED]
-            rows.append([f"*{name}*", "3", *told, *("" for _ in _OVER_NULL)])
-    over = [f"{HEADINGS[metric]}, less the null" for metric in _OVER_NULL]
-    return _table(["arm", "seeds", *(HEADINGS[metric] for metric in SAVED), *over], rows)
+            rows.append([f"*{name}*", "3", *told, *("" for _ in _AGAINST_NULL)])
+    against = [f"{HEADINGS[metric]}, against the null" for metric in _AGAINST_NULL]
+    return _table(["arm", "seeds", *(HEADINGS[metric] for metric in SAVED), *against], rows)
 
 
 def _theirs(figure: Sequence[float] | None) -> str:
@@ -194,8 +200,15 @@ def _of_rounds(labels: Labels) -> str | None:
 
 
 def _mean_of(table: pl.DataFrame, name: str) -> str:
-    known = table[name].drop_nulls().cast(pl.Float64).to_numpy() if name in table.columns else np.empty(0)
+    if name == "train/clip_fraction" and _known(table, "train/update_scale").size:
+        return ""
+    known = _known(table, name)
     return f"{known.mean():{_OF_ROUNDS[name][1]}}" if len(known) else ""
+
+
+def _known(table: pl.DataFrame, name: str) -> NDArray[np.float64]:
+    known = table[name].drop_nulls() if name in table.columns else pl.Series([])
+    return known.cast(pl.Float64).to_numpy()
 
 
 def _seconds(labels: Labels) -> str:

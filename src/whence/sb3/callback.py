@@ -326,7 +326,8 @@ class InfluenceCallback(BaseCallback):
 
     def _advise(self) -> None:
         table = pl.DataFrame(self.metrics, infer_schema_length=None)
-        for one in advice(table, {"optimizer": type(self.model.policy.optimizer).__name__}):
+        config = {"optimizer": type(self.model.policy.optimizer).__name__, "score": self.scoring.score}
+        for one in advice(table, config):
             if one.kind not in self._advised:
                 self._advised.add(one.kind)
                 log.warning("round %d: %s", one.round, one.text)

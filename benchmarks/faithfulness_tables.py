@@ -15,7 +15,7 @@ import polars as pl
 import typer
 from plotly.subplots import make_subplots
 
-from benchmarks import datamodels
+from benchmarks import datamodels, tested
 from benchmarks.faithfulness import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
 from benchmarks.markdown import cell, nested, table
 from benchmarks.selection_tables import compared, gain_means, gain_sections
@@ -54,9 +54,11 @@ def main(
     judged = _rows(out, "selection", "selections")
     gains = None if judged.is_empty() else compared(judged)
     additive = additive_ceilings(out)
+    orders = tested.by_order(out)
     summary = {
         "lds": nested(_lds_means(lds, _WHOLE), _WHOLE),
         "phases": nested(_lds_means(lds.filter(outcome="target", share=SHARES[0]), _BY_PHASE), _BY_PHASE),
+        "tested": nested(orders, ["group", "seed", "round"]),
         "additive": additive,
         "removals": nested(_removal_means(removals), ["outcome", "truth", "group", "side", "score", "removed"]),
         "cosines": nested(_cosine_means(cosines), ["truth", "advantages", "group", "kept"]),
@@ -67,6 +69,7 @@ def main(
         "# Tables\n\nBy `python -m benchmarks.faithfulness_tables`; [README.md](README.md) says what they hold.",
         *_lds_sections(lds),
         *_phase_sections(lds.filter(outcome="target", share=SHARES[0])),
+        *tested.sections(orders),
         *_additive_sections(additive),
         _cosine_section(cosines),
         *([] if gains is None else gain_sections(gains, _groups(gains))),

@@ -113,12 +113,25 @@ def test_what_is_stored_is_enough_to_hold_another_score_against(results, rounds)
         assert lds(kept @ score, stored)["lds"] == pytest.approx(found, abs=1e-5)
 
 
+def test_the_target_is_held_against_the_tests_of_each_order(results):
+    out, _ = results
+    content = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
+    outcomes = content["outcomes"]["0.5"]["reshuffled"]
+    known = []
+    for tested in outcomes["evaluated"]:  # of three subsets each
+        one, other = (stats.rankdata(values) for values in (np.mean(outcomes["target"], axis=0), tested))
+        known.append(None if np.ptp(other) == 0 else pytest.approx(np.corrcoef(one, other)[0, 1]))
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["tested"]["frozenlake-sgd"]["0"]["2"]["orders"] == known
+    assert len(known) == 2
+
+
 def test_what_is_studied_is_tabulated(results):
     out, _ = results
     text = (out / "tables.md").read_text()
     summary = json.loads((out / "summary.json").read_text())
     sections = [line for line in text.splitlines() if line.startswith("## ")]
-    assert len(sections) == 10 + 1 + 2 + 1 + 1 + 1
+    assert len(sections) == 10 + 1 + 1 + 2 + 1 + 1 + 1
     whole = summary["lds"]["0.5"]["target"]["reshuffled"]["frozenlake-sgd"]["snapshot"]
     content = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
     row = next(row for row in content["lds"] if (row["score"], row["truth"]) == ("snapshot", "reshuffled"))

@@ -47,8 +47,8 @@ def sections(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
             "## The target and the measured test return, by order\n\nSpearman's correlation over subsets of 50%, "
             "reshuffled, of the target (mean of the orders) with the test returns of each order. All subsets of an "
             "order are tested on the same seed, so intervals of LDS of the test return, which are over subsets, do not "
-            "hold what that seed does, and neither do tables of recorded minibatches, which have one. A round tells as much "
-            f"as its orders agree.\n\n{table([['', 'seed', 'round', 'orders'], *cells])}"
+            "hold what that seed does, and neither do tables of recorded minibatches, which have one. A round tells as "
+            f"much as its orders agree.\n\n{table([['', 'seed', 'round', 'orders'], *cells])}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Controls: an update of another's norm."""
+"""Controls: an update of another's norm, or of another's divergence."""
 
 import gymnasium as gym
 import numpy as np
@@ -58,10 +58,40 @@ def test_it_goes_where_ppo_goes_as_far_as_the_selection_would(vf_coef):
     assert model._n_updates == 2
 
 
+def test_it_goes_on_until_the_policy_diverges_as_far():
+    _, plain = trained(None)
+    filtering = InfluenceCallback(IIF(drop=1.0))
+    selected, filtered = trained(filtering)
+    callback = MatchedUpdate(IIF(drop=1.0), by="divergence")
+    model, matched = trained(callback)
+    records = callback.round.records
+    assert divergence(model, records) == pytest.approx(divergence(selected, records), rel=0.01)
+    assert divergence(trained(MatchedUpdate(IIF(drop=1.0)))[0], records) != pytest.approx(
+        divergence(selected, records), rel=0.05
+    )
+    assert float(torch.cosine_similarity(matched["policy"], plain["policy"], dim=0)) == pytest.approx(1, abs=1e-5)
+    factor = float(matched["policy"].norm() / plain["policy"].norm())
+    assert callback.metrics[0]["train/update_scale"] == pytest.approx(factor, rel=1e-4)
+    assert float(matched["values"].norm()) == pytest.approx(float(filtered["values"].norm()), rel=1e-4)
+
+
+def divergence(model, records):
+    with torch.no_grad():
+        _, log_probs, _ = model.policy.evaluate_actions(records.observations, records.actions)
+    ratio = log_probs - records.log_probs
+    return float((ratio.exp() - 1 - ratio).mean())
+
+
+def test_what_is_matched_has_two_names():
+    with pytest.raises(WhenceError, match="by is 'length'"):
+        MatchedUpdate(IIF(), by="length")
+
+
+@pytest.mark.parametrize("by", ["norm", "divergence"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_where_all_is_kept_it_is_ppo(optimizer):
+def test_where_all_is_kept_it_is_ppo(optimizer, by):
     _, plain = trained(None, rounds=3, optimizer=optimizer)
-    _, matched = trained(MatchedUpdate(KeepAll()), rounds=3, optimizer=optimizer)
+    _, matched = trained(MatchedUpdate(KeepAll(), by=by), rounds=3, optimizer=optimizer)
     for part in plain:
         assert torch.allclose(matched[part], plain[part], rtol=1e-4, atol=1e-6)
 
@@ -70,10 +100,7 @@ def test_the_divergence_is_that_of_the_update_made():
     callback = MatchedUpdate(IIF(drop=1.0))
     model, _ = trained(callback)
     records = callback.round.records
-    with torch.no_grad():
-        _, log_probs, _ = model.policy.evaluate_actions(records.observations, records.actions)
-    ratio = log_probs - records.log_probs
-    assert callback.metrics[0]["train/approx_kl"] == pytest.approx(float((ratio.exp() - 1 - ratio).mean()), rel=1e-4)
+    assert callback.metrics[0]["train/approx_kl"] == pytest.approx(divergence(model, records), rel=1e-4)
 
 
 def test_a_trial_that_fails_leaves_the_model_as_it_was():

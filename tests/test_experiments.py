@@ -862,6 +862,7 @@ class TestRefusals:
             "ppo-frozen": ("KeepAll()", False),
             "td-error": ("TDErrorPriority(exponent=0.6)", True),
             "ppo-matched": ("IIF(drop=0.3, warmup=2)", False),
+            "ppo-as-far": ("IIF(drop=0.3, warmup=2)", False),
             "ppo-lr-0.5": ("KeepAll()", False),
             "ppo-lr-2": ("KeepAll()", False),
             "ppo-lr-4": ("KeepAll()", False),

@@ -153,7 +153,7 @@ class TestReading:
             pytest.importorskip(module)
         runs = read_sweep(Path(__file__).parent.parent / "results/faithfulness/pays.toml")
         assert {run.metrics for run in runs} == {("train/entropy_loss", "train/clip_fraction")}
-        assert len({run.name for run in runs}) == len(runs) == 25 * 3 + 5 * 12 * 3 + 8 * 10 + 2 * 10
+        assert len({run.name for run in runs}) == len(runs) == 25 * 3 + 5 * 12 * 3 + 9 * 10 + 2 * 10
 
     def test_shares_that_differ_have_labels_that_do(self, tmp_path):
         runs = read_sweep(written(tmp_path, LAKE.replace("[0.5, 1.0]", "[0.5, 1, 0.1234567, 0.1234568]")))

@@ -116,6 +116,13 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             "every record trains; each round's update gets the norm that iif's would have",
             callback=MatchedUpdate,
         ),
+        "ppo-as-far": Arm(
+            lambda run: IIF(run.drop, run.warmup),
+            False,
+            "every record trains; each round's update takes the policy as far as iif's would have",
+            callback=MatchedUpdate,
+            settings={"by": "divergence"},
+        ),
         **{
             f"ppo-lr-{scale:g}": Arm(
                 lambda run: KeepAll(), False, f"PPO at {scale:g} times the learning rate", learning_rate_scale=scale

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from whence.errors import NonFinite, WhenceError
+from whence.errors import NonFinite, WhenceError, nearest
 from whence.guards import kept_generators
 from whence.policies import acting_parameters, as_view
 from whence.records import RecordBatch
@@ -15,14 +15,17 @@ from whence.sb3 import InfluenceCallback
 from whence.sb3.rounds import untouched
 from whence.selection import Selection, SelectionRule
 
+By: TypeAlias = Literal["norm", "divergence"]
+
 
 class MatchedUpdate(InfluenceCallback):
-    """Train on all records, and give the round's update the norms that training on the rule's selection would have had.
+    """Train on all records, and make the round's update as long as training on the rule's selection made it, or as far.
 
     The round is trained twice from the same parameters, optimiser state and generators: on the selection, which is
-    undone but for its norms, and on all records. Then the parameters are moved along the second update to those norms:
-    those that the policy's log-probs depend on to theirs, the others (of the values) to theirs. So gradients of the
-    values, which may be much larger, do not hide how far the policy goes. The optimiser's state and BatchNorm's
+    undone but for its norms and divergence, and on all records. Then the parameters are moved along the second update:
+    those that the policy's log-probs depend on to the norm of theirs, or until the policy has diverged as far over the
+    rollout, within a hundredth; the others (of the values) to the norm of theirs. So gradients of the values, which may
+    be much larger, do not hide how far the policy goes. The optimiser's state and BatchNorm's
     statistics stay as the second training left them; a `target_kl` stops each training by itself.
 
     The logger gets the factors as `train/update_scale` and `train/update_scale_value`, and `train/approx_kl` is that
@@ -32,15 +35,19 @@ class MatchedUpdate(InfluenceCallback):
 
     Args:
         rule: see `InfluenceCallback`.
+        by: what of the policy's update is matched, "norm" or "divergence".
         asked: see there; but no `recordings`, since two trainings are no round, and what trains on all records, as
             SB3 does, takes no `last` or `advantage_norm`.
 
     Raises:
-        WhenceError: one of these is given; or see there.
+        WhenceError: one of these is given, `by` is another; or see there.
     """
 
-    def __init__(self, rule: SelectionRule, **asked: Any) -> None:
+    def __init__(self, rule: SelectionRule, *, by: By = "norm", **asked: Any) -> None:
         super().__init__(rule, **asked)
+        if by not in get_args(By):
+            raise WhenceError(f"by is {by!r}.{nearest(str(by), get_args(By))}")
+        self.by = by
         if self.recordings or self.last != "keep" or self.advantage_norm != "minibatch":
             raise WhenceError(
                 "MatchedUpdate takes no recordings, last or advantage_norm: a round is trained twice in it, and what "
@@ -57,11 +64,15 @@ class MatchedUpdate(InfluenceCallback):
         others = frozenset(start.keys() - steering)
         with self._optimisation.paused(), kept_generators(), untouched(self.model):
             super()._train_selected(own_train, selection)
-            wanted = {names: _distance(policy, start, names) for names in (steering, others)}
+            lengths = {names: _distance(policy, start, names) for names in (steering, others)}
+            far = _divergence(policy, records)
         own_train()
-        scales = {names: _scaled(policy, start, names, norm) for names, norm in wanted.items()}
-        self.logger.record("train/update_scale", scales[steering])
-        self.logger.record("train/update_scale_value", scales[others])
+        if self.by == "norm":
+            scale = _scaled(policy, start, steering, lengths[steering])
+        else:
+            scale = _as_far(policy, start, steering, records, far)
+        self.logger.record("train/update_scale", scale)
+        self.logger.record("train/update_scale_value", _scaled(policy, start, others, lengths[others]))
         self.logger.record("train/approx_kl", _divergence(policy, records))
 
 
@@ -76,11 +87,33 @@ def _scaled(policy: Any, start: dict[str, Tensor], names: Collection[str], wante
     scale = wanted / made if made > 0 else 1.0
     if not math.isfinite(scale):
         raise NonFinite(f"An update has the norm {made}, and was to have {wanted}: training has diverged.")
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if name in names:
-                parameter.copy_(start[name] + scale * (parameter - start[name]))
+    _move(policy, start, {name: p - start[name] for name, p in policy.named_parameters() if name in names}, scale)
     return scale
+
+
+def _as_far(
+    policy: Any, start: dict[str, Tensor], names: Collection[str], records: RecordBatch, wanted: float
+) -> float:
+    """Move parameters along their update until the policy diverges as wanted; return the factor."""
+    update = {name: p.detach() - start[name] for name, p in policy.named_parameters() if name in names}
+    scale = 1.0
+    for _ in range(20):
+        _move(policy, start, update, scale)
+        found = _divergence(policy, records)
+        if math.isnan(found) or math.isnan(wanted):
+            raise NonFinite(f"An update diverges by {found}, and was to diverge by {wanted}: training has diverged.")
+        if min(found, wanted) <= 0 or abs(found / wanted - 1) < 0.01:
+            break
+        # To lowest order, divergence grows with the square.
+        scale *= min(4.0, max(0.25, math.sqrt(wanted / found)))
+    return scale
+
+
+def _move(policy: Any, start: dict[str, Tensor], update: dict[str, Tensor], scale: float) -> None:
+    with torch.no_grad():
+        own = dict(policy.named_parameters())
+        for name, moved in update.items():
+            own[name].copy_(start[name] + scale * moved)
 
 
 def _divergence(policy: Any, records: RecordBatch) -> float:

@@ -45,9 +45,9 @@ KEY: Mapping[str, str] = {
     "Against the null": "the share saved of the rounds that other standard seeds take; pairs of one seed are left out.",
     "Returns": "means over an arm's seeds; the IQM leaves out a quarter of the seeds at either end.",
     "Less another arm's": "the mean difference over the seeds that both have, with a 95% t interval; its null is 0.",
-    "Divergence": "as SB3 logs it, of the last epoch; under ppo-matched of the whole rollout, after scaling.",
-    "Ratios clipped": "over all epochs; none of ppo-matched, whose ratios are those of the training before scaling.",
-    "Records dropped": "in a mean round; under ppo-matched, which drops none, those whose step it takes the length of.",
+    "Divergence": "as SB3 logs it, of the last epoch; of arms that scale it over the whole rollout, after scaling.",
+    "Ratios clipped": "over all epochs; none of arms that scale the update, for which SB3 tells them of before.",
+    "Records dropped": "in a mean round; of arms that scale the update, which drop none, those whose step they match.",
     "One seed": f"no interval; nor is there one of rounds and time saved where {STANDARD} has one seed.",
 }
 """How the tables are meant."""

@@ -468,7 +468,8 @@ class TestRunning:
     def test_a_kill_while_another_run_is_discarded_stands_in_no_way(self, in_process, tmp_path, monkeypatch):
         runs = read_sweep(written(tmp_path, LAKE))
         path = runs[0].run_path(tmp_path / "out")
-        RunDirectory.create(path, replace(runs[0].config, rounds=7).to_json())
+        run = RunDirectory.create(path, replace(runs[0].config, rounds=7).to_json())
+        run.append("metrics", {"round": 1})
         own = shutil.rmtree
 
         def killed(folder, **asked):

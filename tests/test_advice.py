@@ -1,6 +1,7 @@
 """What a run's metrics give reason to say, and that it is said once."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -11,6 +12,7 @@ from stable_baselines3.common.monitor import Monitor
 import whence
 from toys import Toy, model
 from whence.advice import advice
+from whence.report.sections import advised
 from whence.rounds import METHODS
 from whence.sb3 import InfluenceCallback
 
@@ -32,6 +34,16 @@ def test_scores_under_an_adaptive_optimiser(optimizer: str) -> None:
     assert kinds(config | {"score": "crossfit"}, mean=[0.1]) == {"adaptive optimiser": 1}
     for score in METHODS:  # which go through the optimiser's own steps
         assert kinds(config | {"score": score}, mean=[0.1, 0.2]) == {}
+
+
+def test_a_page_knows_what_an_arm_scores_by() -> None:
+    def said(config: dict[str, Any]) -> list[str]:
+        table = pl.DataFrame({"round": [1], "mean": [0.1]})
+        return list(advised({("arm", 0): SimpleNamespace(config=config, table=lambda name: table)}))  # type: ignore[dict-item]
+
+    assert said({"arm": "iif", "optimizer": "Adam"}) == ["adaptive optimiser"]
+    assert said({"arm": "iif-smoothed", "optimizer": "Adam"}) == []
+    assert said({"score": "unrolled", "optimizer": "Adam"}) == []
 
 
 def test_nearly_all_dropped() -> None:

@@ -38,6 +38,11 @@ class Arm:
     callback: type[InfluenceCallback] = InfluenceCallback
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def score(self) -> str:
+        """What records are scored by; see `InfluenceCallback`."""
+        return str(self.settings.get("score", "snapshot"))
+
 
 STANDARD = "ppo"
 """The arm that the others are measured against."""

@@ -131,7 +131,7 @@ class RunConfig:
         if self.eval_episodes == 1:
             raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
         self.rule()
-        Scoring.asked(ARMS[self.arm].settings.get("score", "snapshot"), self.make_target(), None, self.engine)
+        Scoring.asked(ARMS[self.arm].score, self.make_target(), None, self.engine)
 
     def rule(self) -> SelectionRule:
         """Return the arm's selection rule.

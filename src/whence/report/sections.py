@@ -86,9 +86,9 @@ def advised(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
     """Return what is to be said of the runs, by its kind: each text once, with where it showed."""
     said: dict[str, dict[str, dict[tuple[str, int], list[str]]]] = {}
     for (arm, seed), run in runs.items():
-        trained = ARMS.get(str(run.config.get("arm")))
-        score = {} if trained is None else {"score": trained.settings.get("score", "snapshot")}
-        for one in advice(run.table("metrics"), {**run.config, **score}):
+        trained = ARMS.get(str(run.config.get("arm")))  # none of a script's
+        config = run.config if trained is None else {**run.config, "score": trained.score}
+        for one in advice(run.table("metrics"), config):
             places = said.setdefault(one.kind, {}).setdefault(one.text, {})
             places.setdefault((arm, one.round), []).extend([] if seed is None else [str(seed)])
     return {

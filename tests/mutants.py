@@ -1467,6 +1467,13 @@ MUTANTS = (
         "test_rehearsal.py::test_steps_that_cannot_be_gone_through_are_refused_at_the_door",
     ),
     Mutant(
+        "dropout looked for after the first rollout",
+        "sb3/rounds.py",
+        "    check_modes(view, view.parameters(), _standing(model))\n",
+        "",
+        "test_rehearsal.py::test_a_policy_of_two_minds_is_refused_at_the_door",
+    ),
+    Mutant(
         "gradients of another policy's records",
         "experiments/gradients.py",
         '(("records", records), ("large", large))',

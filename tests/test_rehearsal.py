@@ -6,7 +6,7 @@ import torch
 from sb3_contrib import MaskablePPO
 
 import toys
-from test_rounds import Dicts, assert_untouched, model_of, recorded, rising, state_of
+from test_rounds import Dicts, Dropping, assert_untouched, model_of, recorded, rising, state_of
 from whence import (
     A2C,
     IIF,
@@ -154,6 +154,29 @@ def test_steps_that_cannot_be_gone_through_are_refused_at_the_door(optimizer, se
     assert refused.num_timesteps == 0
     assert not (tmp_path / "run").exists()
     made().learn(64, callback=InfluenceCallback(IIF(), guard=True))  # which lets SB3 step
+
+
+def test_a_policy_of_two_minds_is_refused_at_the_door(tmp_path):
+    refused = model_of(policy_kwargs={"features_extractor_class": Dropping})
+    generator, modes = torch.get_rng_state(), [module.training for module in refused.policy.modules()]
+    with pytest.raises(Unsupported, match=r"In train mode the policy's log_prob is another .* whence\.attribute"):
+        refused.learn(64, callback=InfluenceCallback(IIF(), score="unrolled", run=tmp_path / "run"))
+    assert refused.num_timesteps == 0
+    assert not (tmp_path / "run").exists()
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [module.training for module in refused.policy.modules()] == modes
+    refused.learn(64, callback=InfluenceCallback(IIF(), score="crossfit", guard=True))
+
+
+@pytest.mark.parametrize(
+    ("observation", "action"),
+    [("vector", "squashed"), ("discrete", "multidiscrete"), ("multidiscrete", "multibinary"), ("image", "gsde")],
+)
+def test_a_policy_of_one_mind_passes_the_door_whatever_its_spaces(observation, action):
+    made = toys.model(observation=observation, action=action, n_envs=2, normalised=observation == "vector")
+    callback = InfluenceCallback(ScoreAndKeepAll(), score="unrolled")
+    made.learn(64, callback=callback)
+    assert bool(callback.round.influence.scores.any())
 
 
 def test_known_scores():

@@ -20,7 +20,7 @@ from whence.guards import kept_generators
 from whence.policies import as_view
 from whence.records import RecordBatch, Tree
 from whence.rounds import OptimizerState, RoundRecording, Update
-from whence.rounds.identity import check_collected
+from whence.rounds.identity import check_collected, check_modes
 from whence.rounds.optimizers import check_optimizer
 from whence.sb3.contrib import MaskablePPO
 
@@ -98,15 +98,29 @@ def check_groups(model: Any) -> None:
 
 
 def check_steps(model: Any) -> None:
-    """Refuse a model whose optimiser's steps cannot be gone through by a score of whole rounds.
+    """Refuse a model whose steps cannot be gone through by a score of whole rounds.
+
+    Args:
+        model: whose environments have been reset.
 
     Raises:
-        Unsupported: it is not known, or has a setting that is not; the message says which.
+        Unsupported: its optimiser is not known or has a setting that is not, or its policy says something else in train
+            mode than in eval mode; the message says which.
     """
     try:
         check_optimizer(_optimizer_state(model.policy))
     except Unsupported as refused:
         raise Unsupported(f"{refused} To train with this optimiser, take score='snapshot' or 'crossfit'.") from None
+    view = as_view(model.policy)
+    check_modes(view, view.parameters(), _standing(model))
+
+
+def _standing(model: Any) -> RecordBatch:
+    """Return a record, of some action, for every observation at which the environments stand."""
+    nothing = torch.zeros(model.n_envs)
+    actions = torch.zeros(model.n_envs, *model.action_space.shape)
+    records = RecordBatch(observations=model._last_obs, actions=actions, log_probs=nothing, advantages=nothing)
+    return records.to(model.policy.device)
 
 
 def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:

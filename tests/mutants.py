@@ -1611,7 +1611,7 @@ MUTANTS = (
         "rounds/smoothed.py",
         "min(begin + every, len(draws.steps)) - 1",
         "min(begin + every, len(draws.steps)) - 2",
-        "test_smoothed.py::test_the_derivative_of_each_training",
+        "test_smoothed.py::test_the_derivative_of_each_training_with_a_sharp_edge",
     ),
     Mutant(
         "one order for all trainings",

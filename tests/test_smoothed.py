@@ -61,6 +61,7 @@ def test_only_the_edge_is_softened():
     assert vars(soft) == vars(sharp) | {"width": smoothed.WIDTH * 0.1}
     a2c = A2C()
     assert softened(a2c) is a2c
+    assert softened(sharp, 0.0) is sharp
 
 
 def test_what_is_drawn(gentle):
@@ -112,8 +113,7 @@ def test_the_halves_are_not_those_that_test_them(gentle, monkeypatch):
         assert not halves & {tuple(row) for row in tested.tolist()}
 
 
-def test_the_derivative_of_each_training(gentle, monkeypatch):
-    monkeypatch.setattr(smoothed, "softened", lambda objective: objective)  # nothing is near the edge
+def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
     model, recording = gentle
     round = opened(model.policy, recording, dtype=torch.float64)
     draws = drawn(round, 3, 0.5, torch.Generator().manual_seed(1))
@@ -133,7 +133,7 @@ def test_the_derivative_of_each_training(gentle, monkeypatch):
         known.append(torch.autograd.grad(end(weights, row), weights)[0])
     known = torch.stack(known)
     for every in (1, 2, 4, 6):
-        found = derivatives(round, draws, Return(), every)
+        found = derivatives(round, draws, Return(), every, 0.0)
         assert found.shape == (3, 3, 64)  # epochs, trainings, records
         assert torch.allclose(found.sum(dim=0), known, rtol=0, atol=1e-9 * float(known.abs().max()))
     assert float(known.abs().max()) > 0
@@ -149,7 +149,7 @@ def test_each_side_counts_by_its_standard_error(gentle, monkeypatch, count, nois
     values = rng.normal(size=(3, count, 64)) * np.where(inside, 1.0, noise)
     taken = iter(np.split(values, [2, 4, 6], axis=1))
     monkeypatch.setattr(smoothed, "derivatives", lambda *args: torch.from_numpy(next(taken)))
-    found = smoothed._averaged(round, Return(), draws, 1, 2).numpy()
+    found = smoothed.averaged(round, Return(), draws, 1, 2).numpy()
 
     def error(those):
         errors = []
@@ -188,9 +188,9 @@ def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
     model, recording = gentle
     sizes = []
 
-    def counting(round, draws, target, every):
+    def counting(round, draws, target, every, width=smoothed.WIDTH):
         sizes.append(len(draws.weights))
-        return derivatives(round, draws, target, every)
+        return derivatives(round, draws, target, every, width)
 
     monkeypatch.setattr(smoothed, "derivatives", counting)
     with pytest.raises(WhenceError, match="smoothed takes about") as refused:

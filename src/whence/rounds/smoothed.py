@@ -67,8 +67,8 @@ class SoftClip(PPOClip):
 
 
 def softened(objective: Objective, width: float = WIDTH) -> Objective:
-    """Return PPO's objective with an edge of `width` times the clip range; another objective as it is."""
-    if type(objective) is not PPOClip:
+    """Return PPO's objective with an edge of `width` times the clip range; of width 0, or another one, as it is."""
+    if type(objective) is not PPOClip or width == 0:
         return objective
     return SoftClip(**vars(objective), width=width * objective.clip_range)
 
@@ -160,11 +160,13 @@ def planned(
             "draws, or use method='optimizer', which keeps no points."
         )
     at_once = (memory - everything) // alone
-    return lambda: {SMOOTHED: _averaged(round, target, drawn(round, draws, share, _seeded(seed)), every, at_once)}
+    return lambda: {SMOOTHED: averaged(round, target, drawn(round, draws, share, _seeded(seed)), every, at_once)}
 
 
-def _averaged(round: Round, target: Target, made: Draws, every: int, at_once: int) -> Float[Tensor, "epochs n"]:
-    """Return what `derivatives` makes of all draws, `at_once` at a time, averaged by `_weighed`, on the CPU."""
+def averaged(
+    round: Round, target: Target, made: Draws, every: int, at_once: int, width: float = WIDTH
+) -> Float[Tensor, "epochs n"]:
+    """Return the mean of what `derivatives` makes of the draws, `at_once` at a time, on the CPU; see `planned`."""
     like, epochs = made.weights, made.epochs[-1] + 1
     trained = torch.zeros_like(like[0], dtype=torch.bool)
     trained[round.recording.trained.to(like.device)] = True
@@ -173,7 +175,7 @@ def _averaged(round: Round, target: Target, made: Draws, every: int, at_once: in
     for first in range(0, len(like), at_once):
         own = slice(first, first + at_once)
         part = Draws(like[own], [positions[own] for positions in made.steps], made.epochs)
-        found, inside = derivatives(round, part, target, every), part.weights > 0
+        found, inside = derivatives(round, part, target, every, width), part.weights > 0
         for side, those in enumerate((inside, trained & ~inside)):
             counts[side] += those.sum(dim=0)
             totals[side] += torch.einsum("emn,mn->en", found, those.to(found))
@@ -201,7 +203,9 @@ def _weighed(
     return (share[:, None] * means).sum(dim=0)
 
 
-def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float[Tensor, "epochs m n"]:
+def derivatives(
+    round: Round, draws: Draws, target: Target, every: int, width: float = WIDTH
+) -> Float[Tensor, "epochs m n"]:
     """Return the derivative of the target at the end by each record's weight, by epoch and draw.
 
     Args:
@@ -209,8 +213,9 @@ def derivatives(round: Round, draws: Draws, target: Target, every: int) -> Float
         draws: from `drawn`.
         target: what is raised.
         every: points are kept at each such step, and made again between.
+        width: of the edge, as a share of the clip range.
     """
-    soft = replace(round, objective=softened(round.objective))
+    soft = replace(round, objective=softened(round.objective, width))
     count = len(draws.weights)
 
     def one(through: Round, point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " b"]) -> Point:

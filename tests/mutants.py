@@ -1271,6 +1271,20 @@ MUTANTS = (
         "test_counterfactual.py::TestStudy::test_it_is_refused_at_the_door",
     ),
     Mutant(
+        "removals that are trained before it is known that all fit",
+        "counterfactual/removals.py",
+        "    check_removals(policy, recording, len(checked), shares=shares, draws=draws, memory=memory)\n",
+        "",
+        "test_removals.py::test_memory_is_seen_to_before_anything_is_trained",
+    ),
+    Mutant(
+        "curves whose memory is asked for after the study",
+        "cli/rounds.py",
+        "        if leaving_out:  # seen to here",
+        "        if False:  # seen to here",
+        "test_removals.py::test_the_command_sees_to_the_memory_of_the_curves_before_the_study",
+    ),
+    Mutant(
         "scores that were handed in made all the same",
         "counterfactual/study.py",
         "if scores is None:",

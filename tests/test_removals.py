@@ -15,6 +15,7 @@ from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
 from whence import IIF, Return, RoundRecording, WhenceError, attribute_round, cli
 from whence.counterfactual import leave_out, removals
 from whence.counterfactual.retrain import retrain
+from whence.counterfactual.scores import MOST
 from whence.rounds import METHODS, replay
 from whence.rounds.replay import opened
 from whence.sb3.buffer import minibatches
@@ -187,6 +188,51 @@ def test_what_is_refused_by_name(case: Any, changed: dict[str, Any], said: str) 
     asked = {"scores": {"zero": np.zeros(64)}, "target": Return(), "shares": (0.1,)} | changed
     with pytest.raises(WhenceError, match=said):
         leave_out(model.policy, recording, asked.pop("scores"), **asked)
+
+
+def test_memory_is_seen_to_before_anything_is_trained(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recording = case
+    watched = Watched(monkeypatch)
+    asked: dict[str, Any] = {"target": Return(), "shares": (0.1, 0.2), "draws": 3, "orders": 1}
+    scores = {"zero": np.zeros(64)}
+    leave_out(model.policy, recording, scores, **asked)
+    kept, orders = watched.calls[1]
+    assert len(kept) == 1 + 2 * (2 + 3)
+
+    def least(trainings: Any, along: Any) -> int:
+        with pytest.raises(WhenceError, match="takes about") as refused:
+            retrain(model.policy, recording, trainings, orders=along, memory=1000)
+        return int(str(refused.value).split("takes about ")[1].split()[0].replace(",", ""))
+
+    # The orders of the second truth are more than the first needs: it is not to be trained in vain.
+    enough = least(kept, None)
+    assert least(kept, orders) > enough
+    watched.calls.clear()
+    with pytest.raises(WhenceError, match=f"training round 2 {len(kept)} times takes about"):
+        leave_out(model.policy, recording, scores, **asked, memory=enough)
+    assert watched.calls == []
+
+
+def test_the_command_sees_to_the_memory_of_the_curves_before_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def whence(*arguments: object) -> Any:
+        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+    made: list[Any] = []
+    own = cli.rounds.study
+    monkeypatch.setattr(cli.rounds, "study", lambda *a, **k: made.append(own(*a, **k)) or made[-1])
+    run = tmp_path / "run"
+    lake = ["FrozenLake-v1", "--n-steps", 32, "--batch-size", 16, "--n-epochs", 1, "--selection", "ppo"]
+    assert whence("train", *lake, "--rounds", 1, "--run", run, "--record-rounds", 1).exit_code == 0
+    asked = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2]
+    assert whence(*asked).exit_code == 0
+    assert len(made[0].scores) <= MOST
+    refused = whence(*asked, "--leave-out", "--memory", 1000 / 2**30).exception
+    assert isinstance(refused, WhenceError)
+    trainings = 1 + 4 * (2 * (MOST - 1) + 8)  # of a hundredth of 32 records there is none
+    assert f"memory is 1,000 bytes, but training round 1 {trainings} times" in str(refused)
+    assert len(made) == 1
 
 
 def test_a_round_that_was_not_trained_on(case: Any) -> None:

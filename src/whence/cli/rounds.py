@@ -17,7 +17,8 @@ from whence.cli.app import app
 from whence.cli.output import console, errors, line, print_json, table
 from whence.cli.reading import asked_target
 from whence.counterfactual import leave_out, study
-from whence.counterfactual.removals import SHARES
+from whence.counterfactual.removals import SHARES, check_removals
+from whence.counterfactual.scores import MOST
 from whence.errors import WhenceError
 from whence.experiments.replay import measuring, run_config
 from whence.guards import written_atomically
@@ -63,8 +64,13 @@ def counterfactual(
     model, recording = experiments.load_recording(directory, round)
     asked = asked_target(target, model, recording.records, record, observation, action)
     torch.set_num_threads(1)
+    limit = int(memory * 2**30)
+    # Of few records a small share is none.
+    shares = [share for share in SHARES if share * len(recording.trained) >= 1]
     with ExitStack() as stack:
         status = stack.enter_context(errors.status("reading"))
+        if leaving_out:  # seen to here, since the study before it takes its time
+            check_removals(model.policy, recording, MOST - 1, shares=shares, memory=limit)
         evaluate = None
         if test_episodes:
             evaluate = stack.enter_context(measuring(config, model, episodes=test_episodes, seed=seed))
@@ -78,7 +84,7 @@ def counterfactual(
             draws=draws,
             evaluate=evaluate,
             seed=seed,
-            memory=int(memory * 2**30),
+            memory=limit,
             told=status.update,
         )
         settings = {"round": round, "target": repr(asked), "share": share, "subsets": subsets, "orders": orders}
@@ -88,18 +94,18 @@ def counterfactual(
         _write(file, content)
         removals = None
         if leaving_out:
-            # Leaving out at random is in the curves already, and of few records a small share is none.
+            # Leaving out at random is in the curves already.
             scores = {name: own for name, own in made.scores.items() if name != "random"}
             removals = leave_out(
                 model.policy,
                 recording,
                 scores,
                 target=asked,
-                shares=[share for share in SHARES if share * len(recording.trained) >= 1],
+                shares=shares,
                 orders=orders,
                 evaluate=evaluate,
                 seed=seed,
-                memory=int(memory * 2**30),
+                memory=limit,
                 told=status.update,
             )
             content["removals"] = removals.to_dicts()

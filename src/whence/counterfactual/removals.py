@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whence.counterfactual.measures import checked_scores
 from whence.counterfactual.outcomes import Evaluate, Outcomes, outcomes_of
-from whence.counterfactual.retrain import Orders, batch_size_of, reshuffled, retrain
+from whence.counterfactual.retrain import Orders, batch_size_of, check_memory, reshuffled, retrain
 from whence.errors import WhenceError
 from whence.rounds import RoundRecording
 from whence.rounds.replay import check_target, opened
@@ -20,6 +20,9 @@ from whence.targets import Target
 
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
 """Of the records that are left out, where nothing else is asked for."""
+
+DRAWS = 8
+"""Random removals of each share."""
 
 SCHEMA = {
     "score": pl.String,
@@ -48,7 +51,7 @@ def leave_out(
     *,
     target: Target,
     shares: Sequence[float] = SHARES,
-    draws: int = 8,
+    draws: int = DRAWS,
     orders: int = 4,
     evaluate: Evaluate | None = None,
     seed: int = 0,
@@ -71,7 +74,7 @@ def leave_out(
         evaluate: measures trained parameters; None: nothing is. The recorded truth is its repetition 0, the orders are
             the repetitions from 1.
         seed: of random removals and orders.
-        memory: bytes that training may hold at a time; see `retrain`.
+        memory: bytes that training may hold at a time; see `retrain`. That it fits is known before anything is trained.
         told: hears of each stage as it begins.
 
     Returns:
@@ -95,8 +98,8 @@ def leave_out(
     target = check_target(target, opened(policy, recording))
     generator = torch.Generator().manual_seed(seed)
     checked = {name: checked_scores(name, own, n) for name, own in scores.items()}
-    everything = torch.zeros(n, dtype=torch.bool)
-    everything[trained_on] = True
+    check_removals(policy, recording, len(checked), shares=shares, draws=draws, memory=memory)
+    everything = _everything(recording)
     removals = _removals(checked, everything, counts, draws, generator)
     shuffles = torch.randint(2**62, (orders,), generator=generator).tolist()
 
@@ -124,6 +127,30 @@ def leave_out(
         for row in _curves(removals, values)
     ]
     return pl.DataFrame(rows, schema=SCHEMA)
+
+
+def check_removals(
+    policy: object,
+    recording: RoundRecording,
+    scores: int,
+    *,
+    shares: Sequence[float] = SHARES,
+    draws: int = DRAWS,
+    memory: int = 2**31,
+) -> None:
+    """Refuse what `leave_out` of so many scores will not have the memory for; nothing is trained.
+
+    Raises:
+        WhenceError: see `retrain`.
+    """
+    trainings = 1 + len(shares) * (2 * scores + draws)
+    check_memory(policy, recording, _everything(recording).expand(trainings, -1), memory)
+
+
+def _everything(recording: RoundRecording) -> Bool[Tensor, " n"]:
+    kept = torch.zeros(len(recording.records), dtype=torch.bool)
+    kept[recording.trained] = True
+    return kept
 
 
 def _counts(shares: Sequence[float], n: int) -> list[int]:

@@ -21,6 +21,9 @@ Vector = NDArray[np.float64]
 FOLDS = 2
 """Into which "crossfit" deals episodes."""
 
+MOST = len(METHODS) + 6
+"""Scores that `scores_of` makes of a round, where all that it knows can be made."""
+
 
 def scores_of(
     policy: object,

@@ -1194,6 +1194,13 @@ MUTANTS = (
         "test_counterfactual.py::test_minibatches_hold_what_was_asked_for_also_where_a_rule_kept_less",
     ),
     Mutant(
+        "a trajectory's products taken after the step",
+        "rounds/schedule.py",
+        "_along(round, before, minibatch, raised)",
+        "_along(round, after, minibatch, raised)",
+        "test_rounds.py::TestScores::test_trajectory_is_the_sum_of_what_the_loop_gives_each_step",
+    ),
+    Mutant(
         "a segment of points one step too far",
         "rounds/schedule.py",
         "begin = (len(kept) - 1) * every",

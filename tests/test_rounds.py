@@ -18,7 +18,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
 import whence
-from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute_round
+from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute, attribute_round
 from whence.counterfactual import retrain
 from whence.engines.memory import bytes_held
 from whence.errors import NonFinite, RunDirectoryError, Unsupported
@@ -286,26 +286,22 @@ class TestScores:
         numeric = (reached[:n] - reached[n:]) / (2 * step)
         assert float((scores - numeric).abs().max() / numeric.abs().max()) < 1e-6
 
-    def test_trajectory_is_the_sum_of_the_steps_products(self, small):
+    def test_trajectory_is_the_sum_of_what_the_loop_gives_each_step(self, small):
         _, model, recording = small
         by_loop = torch.zeros(len(recording.records), dtype=torch.float64)
         round = opened(model.policy, recording, dtype=torch.float64)
-        path = list(points(round))
-        for number, index in enumerate(recording.steps):
-            params = round.named(path[number].params)
-            free = {name: p.detach().requires_grad_() for name, p in params.items()}
-            value = Return()(round.view, free, round.records)
-            raised = torch.autograd.grad(value, list(free.values()), allow_unused=True)
-            batch = round.minibatch(number)
-            advantages = batch.records.advantages
-            batch_normalised = batch.records.with_advantages(
-                (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-            )
-            objective = recording.update.objective()(round.view(free, batch.inputs), batch_normalised)
-            for place, record in enumerate(index.tolist()):
-                own = torch.autograd.grad(objective[place], list(free.values()), retain_graph=True, allow_unused=True)
-                products = [(a * b).sum() for a, b in zip(raised, own, strict=True) if a is not None and b is not None]
-                by_loop[record] += torch.stack(products).sum()
+        policy = model_of(n_envs=1).policy.double()
+
+        def raised(view, params, records):  # by the whole rollout, whichever records are scored
+            return Return()(view, params, round.records)
+
+        for number, point in zip(range(len(round)), points(round), strict=False):
+            policy.load_state_dict(round.named(point.params), strict=False)
+            records = round.minibatch(number).records
+            advantages = (records.advantages - records.advantages.mean()) / (records.advantages.std() + 1e-8)
+            asked = {"target": raised, "objective": recording.update.objective(), "engine": "loop"}
+            found = attribute(policy, records.with_advantages(advantages), **asked)
+            by_loop[recording.steps[number]] += found.scores
         found = attribute_round(model.policy, recording, target=Return(), method="trajectory", dtype=torch.float64)
         assert torch.allclose(found.scores, by_loop, rtol=0, atol=1e-9 * float(by_loop.abs().max()))
 

@@ -236,10 +236,10 @@ def _check_known(rows: list[dict[str, Any]], known: list[dict[str, Any]]) -> Non
     places = {(row["share"], row["truth"], row["score"]): row["lds"] for row in known if row["outcome"] == "target"}
     for row in rows:
         if row["score"] in ("snapshot", "unrolled"):
-            before = places[row["share"], row["truth"], row["score"]]
-            if abs(row["lds"] - before) > 5e-3:
+            now, before = row["lds"], places[row["share"], row["truth"], row["score"]]
+            if now != before and (now is None or before is None or abs(now - before) > 5e-3):
                 raise RuntimeError(
-                    f"LDS of {row['score']} is {row['lds']:.4f} and was {before:.4f}: this is another training run "
+                    f"LDS of {row['score']} is {now} and was {before}: this is another training run "
                     "than the one that was studied, as with other versions of what it was trained by."
                 )
 

@@ -2,7 +2,7 @@
 
 Run: `python -m benchmarks.faithfulness_tables results/faithfulness [--no-pictures]`. Rounds are chosen and seeds are
 drawn: figures are means over the rounds of a seed first, with a 95% t interval over seeds, of which one has none. What
-`benchmarks.selections` and `benchmarks.datamodels` have found stands there as well.
+`benchmarks.ablations`, `benchmarks.datamodels` and `benchmarks.selections` have found stands there as well.
 """
 
 import json
@@ -15,12 +15,12 @@ import polars as pl
 import typer
 from plotly.subplots import make_subplots
 
-from benchmarks import datamodels, tested
+from benchmarks import ablation_tables, datamodels, tested
 from benchmarks.faithfulness import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
 from benchmarks.markdown import cell, nested, table
+from benchmarks.means import means_of, over_seeds
 from benchmarks.selection_tables import compared, gain_means, gain_sections
 from whence.guards import written_atomically
-from whence.intervals import t_interval
 from whence.report.figures import COLOURS, interventions_box
 
 UNIT = ["env", "optimizer", "seed", "round"]
@@ -54,12 +54,19 @@ def main(
     judged = _rows(out, "selection", "selections")
     gains = None if judged.is_empty() else compared(judged)
     additive = additive_ceilings(out)
+    ablations, clipping = (_rows(out, "ablation", key) for key in ("ablations", "clipping"))
+    taken_apart = ablation_tables.ablation_means(ablations)
+    unclipped = ablation_tables.clipping_means(
+        clipping if clipping.is_empty() else clipping.with_columns(phase=_phase())
+    )
     orders = tested.by_order(out)
     summary = {
         "lds": nested(_lds_means(lds, _WHOLE), _WHOLE),
         "phases": nested(_lds_means(lds.filter(outcome="target", share=SHARES[0]), _BY_PHASE), _BY_PHASE),
         "tested": nested(orders, ["group", "seed", "round"]),
         "additive": additive,
+        "ablations": nested(taken_apart, ["group", "share", "truth", "score"]),
+        "clipping": nested(unclipped, ["group", "phase", "clipped"]),
         "removals": nested(_removal_means(removals), ["outcome", "truth", "group", "side", "score", "removed"]),
         "cosines": nested(_cosine_means(cosines), ["truth", "advantages", "group", "kept"]),
         "interventions": nested(_intervention_means(interventions), ["group", "variant"]),
@@ -71,6 +78,7 @@ def main(
         *_phase_sections(lds.filter(outcome="target", share=SHARES[0])),
         *tested.sections(orders),
         *_additive_sections(additive),
+        *ablation_tables.sections(taken_apart, unclipped),
         _cosine_section(cosines),
         *([] if gains is None else gain_sections(gains, _groups(gains))),
         *_tested_removals(removals),
@@ -79,9 +87,9 @@ def main(
     if not no_pictures:
         _draw(out / "figures" / "interventions.svg", intervention_boxes(interventions))
         parts.append("![Change of the test return, by round](figures/interventions.svg)")
-        curves = removals.filter(outcome="surrogate", truth="reshuffled")
+        curves = removals.filter(truth="reshuffled")
         for group in _groups(curves):
-            _draw(out / "figures" / f"removals-{group}.svg", _removal_curves(curves.filter(group=group)))
+            _draw(out / "figures" / f"removals-{group}.svg", removal_curves(curves.filter(group=group)))
             parts.append(f"## Leaving out the best, the worst, or others: {group}\n\n![](figures/removals-{group}.svg)")
     _write(out / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
     _write(out / "tables.md", "\n\n".join(parts) + "\n")
@@ -92,7 +100,7 @@ def _rows(out: Path, kind: str, key: str) -> pl.DataFrame:
     for file in sorted((out / "rounds").glob(f"*/*/{kind}_*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
         setup = SETUPS[content["env"], content["optimizer"]]
-        if content["round"] not in (setup.studied if kind == "round" else setup.recorded):
+        if content["round"] not in (setup.studied if kind in ("round", "ablation") else setup.recorded):
             raise typer.BadParameter(f"{file} is of a round that is not studied. Remove it, or add it to SETUPS.")
         found += [{**{name: content[name] for name in UNIT}, **row} for row in content[key]]
     rows = pl.DataFrame(found, infer_schema_length=None)
@@ -113,34 +121,12 @@ def _groups(rows: pl.DataFrame) -> list[str]:
     return [group for group in GROUPS if group in set(rows["group"])]
 
 
-def over_seeds(rows: pl.DataFrame, column: str, whole: str | None = None) -> dict[str, Any]:
-    """Return the mean over seeds of a column's mean over the rounds of a seed, and its 95% t interval.
-
-    Args:
-        rows: one for each seed and round; those without the figure are passed over.
-        column: to take the mean of.
-        whole: column whose mean over the same rounds that of a seed is divided by; None: by nothing.
-    """
-    known = rows.drop_nulls([column] if whole is None else [column, whole])
-    own = pl.col(column).mean()
-    means = known.group_by("seed", maintain_order=True).agg(mean=own if whole is None else own / pl.col(whole).mean())
-    values = [value for value in means["mean"].to_list() if value is not None and abs(value) < float("inf")]
-    return {**t_interval(values), "seeds": len(values), "rounds": len(known)}
-
-
-def _means(rows: pl.DataFrame, by: Sequence[str], columns: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        dict(zip(by, key, strict=True)) | {name: over_seeds(own, name) for name in columns}
-        for key, own in rows.group_by(by, maintain_order=True)
-    ]
-
-
 _WHOLE = ["share", "outcome", "truth", "group", "score"]
 _BY_PHASE = ["truth", "group", "phase", "score"]
 
 
 def _lds_means(rows: pl.DataFrame, by: Sequence[str]) -> list[dict[str, Any]]:
-    means = _means(rows, by, ["lds", "ceiling"])
+    means = means_of(rows, by, ["lds", "ceiling"])
     for row, (_, own) in zip(means, rows.group_by(by, maintain_order=True), strict=True):
         row["of ceiling"] = over_seeds(own, "lds", "ceiling")
     return means
@@ -148,11 +134,11 @@ def _lds_means(rows: pl.DataFrame, by: Sequence[str]) -> list[dict[str, Any]]:
 
 def _removal_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
     by = ["outcome", "truth", "group", "side", "score", "removed"]
-    return _means(rows.with_columns(pl.col("score").fill_null("any")), by, ["change"])
+    return means_of(rows.with_columns(pl.col("score").fill_null("any")), by, ["change"])
 
 
 def _cosine_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
-    return _means(rows, ["truth", "advantages", "group", "kept"], ["cosine", "reliability"])
+    return means_of(rows, ["truth", "advantages", "group", "kept"], ["cosine", "reliability"])
 
 
 def _intervention_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
@@ -337,20 +323,40 @@ def intervention_boxes(rows: pl.DataFrame) -> go.Figure:
     return figure.update_layout(boxmode="group", template="plotly_white", width=1000, height=60 + 300 * len(envs))
 
 
-def _removal_curves(table: pl.DataFrame) -> go.Figure:
-    figure = go.Figure()
-    figure.update_layout(width=760, height=380, font_family="sans-serif", template="plotly_white")
-    figure.update_xaxes(title="records left out").update_yaxes(title="change of mean(ρÂ)", zeroline=True)
-    scores = [score for score in (*SCORES, None) if table.filter(pl.col("score").eq_missing(score)).height]
-    for score, colour in zip(scores, COLOURS, strict=False):
-        for side, dash in (("top", "solid"), ("bottom", "dash"), ("random", "dot")):
-            own = table.filter(pl.col("score").eq_missing(score), side=side)
-            if own.height:
-                curve = own.group_by("removed").agg(pl.col("change").mean()).sort("removed")
-                name = "random" if score is None else f"{score}, {side}"
-                line = {"color": colour, "dash": dash}
-                figure.add_scatter(x=curve["removed"].to_list(), y=curve["change"].to_list(), name=name, line=line)
-    return figure
+def removal_curves(rows: pl.DataFrame) -> go.Figure:
+    """Draw what leaving out more and more records does, of one group: a row for each outcome, a column for each side.
+
+    Means over the rounds of a seed first, with 95% t intervals over seeds; leaving out at random is in both columns.
+    """
+    outcomes = {"target": "target", "surrogate": "mean(ρÂ)"}
+    sides = {"top": "the highest left out", "bottom": "the lowest left out"}
+    figure = make_subplots(len(outcomes), len(sides), column_titles=list(sides.values()), vertical_spacing=0.08)
+    means = _removal_means(rows)
+    scores = [score for score in SCORES if score in {row["score"] for row in means}]
+    for line, (outcome, what) in enumerate(outcomes.items(), start=1):
+        figure.update_yaxes(title=f"change of the {what}", col=1, row=line)
+        for column, side in enumerate(sides, start=1):
+            for score, colour in zip(["any", *scores], (COLOURS[-1], *COLOURS), strict=False):
+                own = [
+                    row
+                    for row in means
+                    if (row["outcome"], row["score"]) == (outcome, score) and row["side"] in (side, "random")
+                ]
+                own.sort(key=lambda row: row["removed"])
+                change = [row["change"] for row in own]
+                figure.add_scatter(
+                    x=[row["removed"] for row in own],
+                    y=[one["mean"] for one in change],
+                    error_y={"array": [one["high"] - one["mean"] for one in change], "thickness": 1, "width": 2},
+                    line={"color": colour, "dash": "dot" if score == "any" else "solid"},
+                    name="at random" if score == "any" else score,
+                    showlegend=(line, column) == (1, 1),
+                    row=line,
+                    col=column,
+                )
+    figure.update_xaxes(type="log").update_xaxes(title="records left out", row=len(outcomes))
+    figure.update_yaxes(zeroline=True, zerolinecolor="#b0b6be")  # of no score
+    return figure.update_layout(template="plotly_white", width=1000, height=640, margin={"t": 40, "b": 60})
 
 
 def _draw(file: Path, figure: go.Figure) -> None:

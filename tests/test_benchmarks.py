@@ -10,11 +10,14 @@ import torch
 import typer
 from scipy import stats
 
-from test_rounds import model_of
+from test_rounds import model_of, recorded
 from whence import Return, attribute, attribute_round
 from whence.counterfactual import lds, scores_of, subsets
 from whence.experiments import load_recording
+from whence.policies import as_view
 from whence.rounds import METHODS
+from whence.rounds.replay import opened
+from whence.rounds.schedule import snapshot
 from whence.runs import RunDirectory
 from whence.sb3 import collect
 
@@ -39,13 +42,22 @@ def rounds(monkeypatch):
     return faithfulness, faithfulness_tables, datamodels
 
 
+@pytest.fixture
+def ablations(monkeypatch):
+    """The module that takes scores apart."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import ablations
+
+    return ablations
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """A round of a tiny FrozenLake, studied and tabulated: the results, the runs, and the module of the tables."""
     out, runs = (tmp_path_factory.mktemp(name) for name in ("results", "runs"))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
-        from benchmarks import datamodels, faithfulness, faithfulness_tables
+        from benchmarks import ablations, datamodels, faithfulness, faithfulness_tables
 
         tiny = {"hyperparameters": {"n_steps": 64, "batch_size": 32, "n_epochs": 2}}
         patch.setitem(faithfulness.OPTIMIZERS, "sgd", tiny)
@@ -63,6 +75,9 @@ def results(tmp_path_factory):
             patch.setattr(datamodels, name, value)
         for _ in range(2):
             datamodels.main(out, runs, "frozenlake-sgd", 40)
+        for name, value in {"ENVIRONMENTS": ("frozenlake",), "SUBSETS": 3}.items():
+            patch.setattr(ablations, name, value)
+        ablations.study_run(job, out, runs)
         faithfulness_tables.main(out, no_pictures=True)
         yield out, runs / job.name
 
@@ -85,6 +100,77 @@ def test_a_round_is_studied_from_end_to_end(results):
     assert {"snapshot", "trajectory", "smoothed"} < set(removals["score"].drop_nulls())
     changes = json.loads((folder / "intervention_00002.json").read_text())["interventions"]
     assert [row["variant"] for row in changes] == ["full", "filtered", "random"]
+
+
+def test_a_round_is_taken_apart_on_the_trainings_that_are_known(results):
+    out, _ = results
+    folder = out / "rounds" / "frozenlake-sgd" / "seed_0"
+    known = json.loads((folder / "round_00002.json").read_text())
+    found = json.loads((folder / "ablation_00002.json").read_text())
+    places = {(row["share"], row["truth"], row["score"]): row["lds"] for row in found["ablations"]}
+    for row in known["lds"]:
+        if row["outcome"] == "target" and row["score"] in ("snapshot", "unrolled"):
+            assert places[row["share"], row["truth"], row["score"]] == pytest.approx(row["lds"])
+    assert [row["clipped"] for row in found["clipping"]] == [True, False]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["ablations"]["frozenlake-sgd"]["0.5"]["recorded"]["second order"]["lds"]["seeds"] == 1
+    assert summary["clipping"]["frozenlake-sgd"]["all"]["not clipped"]["lds"]["rounds"] == 1
+    said = (out / "tables.md").read_text()
+    assert "What the smoothed score is made of" in said
+    assert "| frozenlake-sgd, not clipped | all |" in said
+
+
+def test_another_run_than_the_one_that_was_studied_is_refused(results, ablations, monkeypatch):
+    out, run = results
+    known = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
+    for row in known["lds"]:
+        row["lds"] = 0.5 if row["lds"] is None else row["lds"] - 0.1
+    model, recording = load_recording(RunDirectory.open(run), 2)
+    monkeypatch.setattr(ablations, "SUBSETS", 3)
+    with pytest.raises(RuntimeError, match="this is another training run"):
+        ablations.ablations(model.policy, recording, known, 0)
+
+
+def test_what_a_record_says_of_itself(ablations):
+    model = model_of("Adam", vf_coef=0.0)
+    recording = recorded(model)
+    round = opened(model.policy, recording)
+    own = ablations.own_terms(round)
+    for record in (0, 5, 63):
+
+        def others(view, params, records, record=record):
+            said = view(params, view.prepare(records)).log_prob * records.advantages
+            return (said.sum() - said[record]) / len(records)
+
+        known = snapshot(round, Return())[record] - snapshot(round, others)[record]
+        assert float(own[record]) == pytest.approx(float(known), rel=1e-3)
+
+
+def test_the_expansion_of_a_short_round_is_nearly_the_round_itself(ablations):
+    model = model_of("SGD", n_epochs=1, clip_range=10.0)
+    recording = recorded(model)
+    kept = torch.ones(4, 64, dtype=torch.bool)
+    for row, count in enumerate((0, 1, 2, 4)):
+        kept[row, : 5 * count] = False
+    known = ablations.outcomes_of_target(model.policy, recording, kept.double(), torch.float64)
+    change = known - known[0]
+    expanded = ablations.second_order(model.policy, recording, kept)
+    assert expanded[0] == 0
+    assert np.abs(expanded - change).max() < 0.1 * np.abs(change).max()
+
+
+def test_ratios_outside_of_the_clip_range(ablations):
+    model = model_of(clip_range=0.1)
+    recording = recorded(model)
+    view = as_view(model.policy)
+    torch.manual_seed(0)
+    trained_to = {name: own[None] + 0.5 * torch.randn(1, *own.shape) for name, own in recording.end.items()}
+    with torch.no_grad():
+        own = {name: tensor[0] for name, tensor in trained_to.items()}
+        apart = (view(own, view.prepare(recording.records)).log_prob - recording.records.log_probs).exp() - 1
+    known = float((apart.abs() > 0.1).double().mean())
+    assert ablations.outside(model.policy, recording, trained_to) == pytest.approx(known)
+    assert 0 < known < 1
 
 
 def test_other_scores_are_of_more_trainings(results, rounds):
@@ -131,7 +217,7 @@ def test_what_is_studied_is_tabulated(results):
     text = (out / "tables.md").read_text()
     summary = json.loads((out / "summary.json").read_text())
     sections = [line for line in text.splitlines() if line.startswith("## ")]
-    assert len(sections) == 10 + 1 + 1 + 2 + 1 + 1 + 1
+    assert len(sections) == 10 + 1 + 1 + 2 + 2 + 1 + 1 + 1
     whole = summary["lds"]["0.5"]["target"]["reshuffled"]["frozenlake-sgd"]["snapshot"]
     content = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
     row = next(row for row in content["lds"] if (row["score"], row["truth"]) == ("snapshot", "reshuffled"))

@@ -1278,6 +1278,20 @@ MUTANTS = (
         "test_counterfactual.py::TestStudy::test_it_is_refused_at_the_door",
     ),
     Mutant(
+        "smoothed over halves whatever the share",
+        "rounds/attribute.py",
+        "draws=draws, share=share, seed=seed))",
+        "draws=draws, seed=seed))",
+        "test_smoothed.py::test_the_subsets_are_of_the_share_asked_for",
+    ),
+    Mutant(
+        "a study of nine tenths by scores of halves",
+        "counterfactual/scores.py",
+        '"draws": draws, "share": share, "seed": seed,',
+        '"draws": draws, "seed": seed,',
+        "test_counterfactual.py::TestStudy::test_draws_and_share_are_those_of_smoothed",
+    ),
+    Mutant(
         "removals that are trained before it is known that all fit",
         "counterfactual/removals.py",
         "    check_removals(policy, recording, len(checked), shares=shares, draws=draws, memory=memory)\n",

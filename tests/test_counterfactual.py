@@ -367,11 +367,13 @@ class TestStudy:
         with pytest.raises(WhenceError, match=r"share 1\.0; .* a share below 1"):
             study(model.policy, recording, target=Return(), share=1.0)
 
-    def test_draws_are_those_of_smoothed(self, case, monkeypatch):
+    @pytest.mark.parametrize("share", [0.5, 0.9])
+    def test_draws_and_share_are_those_of_smoothed(self, case, share):
         model, recording = case
         asked = {"target": Return(), "count": 3, "orders": 2, "methods": ["smoothed"]}
-        found = study(model.policy, recording, **asked, draws=3, seed=5).scores["smoothed"]
-        known = attribute_round(model.policy, recording, target=Return(), method="smoothed", draws=3, seed=5)
+        drawn_by = {"draws": 3, "share": share, "seed": 5}
+        found = study(model.policy, recording, **asked, **drawn_by).scores["smoothed"]
+        known = attribute_round(model.policy, recording, target=Return(), method="smoothed", **drawn_by)
         assert np.array_equal(found, known.scores.double().numpy())
 
     def test_too_few(self, case):

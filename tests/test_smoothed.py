@@ -178,10 +178,30 @@ def test_seed_and_draws(gentle):
     assert torch.equal(plain, scores(draws=4))
     assert not torch.allclose(plain, scores(draws=4, seed=1))
     assert not torch.allclose(plain, scores(draws=5))
-    with pytest.raises(WhenceError, match="draws is 0 and seed 0; at least 1 training"):
+    with pytest.raises(WhenceError, match=r"draws is 0, share 0.5 and seed 0; at least 1 training"):
         scores(draws=0)
-    with pytest.raises(WhenceError, match=r"draws is 2 and seed -1; .* a seed from 0 on"):
+    with pytest.raises(WhenceError, match=r"draws is 2, share 0.5 and seed -1; .* a seed from 0 on"):
         scores(draws=2, seed=-1)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.9, 1.0])
+def test_the_subsets_are_of_the_share_asked_for(gentle, monkeypatch, share):
+    model, recording = gentle
+    seen = []
+    monkeypatch.setattr(smoothed, "derivatives", lambda *args: seen.append(args[1]) or derivatives(*args))
+    asked = {"target": Return(), "method": "smoothed", "draws": 3, "share": share}
+    found = attribute_round(model.policy, recording, **asked)
+    assert seen[-1].weights.sum(dim=1).tolist() == [int(64 * share)] * 3
+    known = smoothed.averaged(opened(model.policy, recording), Return(), seen[-1], 1, 3).sum(dim=0)
+    assert torch.allclose(found.scores, known, rtol=1e-4, atol=1e-6 * float(known.abs().max()))
+    assert bool(found.scores.all())
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
+def test_shares_of_nothing(gentle, share):
+    model, recording = gentle
+    with pytest.raises(WhenceError, match=f"share {share} and seed 0; .* a share above 0 and at most 1"):
+        attribute_round(model.policy, recording, target=Return(), method="smoothed", share=share)
 
 
 def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
@@ -210,11 +230,11 @@ def test_what_is_held_is_what_was_estimated(gentle, at_once, monkeypatch):
     model, recording = gentle
     asked = {"target": Return(), "draws": 200}
     round = opened(model.policy, recording)
-    with pytest.raises(WhenceError, match=r"for halves and orders of 200 .* take fewer draws") as refused:
+    with pytest.raises(WhenceError, match=r"for subsets and orders of 200 .* take fewer draws") as refused:
         planned(round, Return(), 1000, draws=200)
     needed, everything = (
         int(re.search(said, str(refused.value))[1].replace(",", ""))
-        for said in (r"takes about ([\d,]+) bytes", r"([\d,]+) for halves")
+        for said in (r"takes about ([\d,]+) bytes", r"([\d,]+) for subsets")
     )
     assert everything > 200 * 64 * (4 + 3 * 8)
     memory = needed + (at_once - 1) * (needed - everything)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from whence.crossfitting import judged_by
 from whence.heuristics import td_errors_of
 from whence.influence import Influence
-from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round_by
+from whence.rounds import DRAWS, METHODS, SHARE, RoundRecording, attribute_round_by
 from whence.rounds.replay import Round, check_target, opened
 from whence.rounds.schedule import snapshot
 from whence.targets import BatchTarget, Target
@@ -32,6 +32,7 @@ def scores_of(
     target: Target,
     methods: Sequence[str] = tuple(METHODS),
     draws: int = DRAWS,
+    share: float = SHARE,
     seed: int = 0,
     memory: int = 2**31,
     told: Callable[[str], None] = lambda stage: None,
@@ -52,6 +53,7 @@ def scores_of(
         target: what to raise.
         methods: see above.
         draws: see `attribute_round`.
+        share: see there.
         seed: of the random scores, and of what `methods` draw.
         memory: bytes that `methods` may hold at a time; see `attribute_round`.
         told: hears of each stage as it begins.
@@ -72,7 +74,7 @@ def scores_of(
     whole: dict[str, Vector] = {}
     if methods:  # first, since they may not fit into memory
         told(f"scores: {', '.join(methods)}")
-        asked: dict[str, Any] = {"draws": draws, "seed": seed, "memory": memory}
+        asked: dict[str, Any] = {"draws": draws, "share": share, "seed": seed, "memory": memory}
         by_method = attribute_round_by(policy, recording, methods, target=target, **asked)
         # One influence each, since none is asked for by epoch.
         whole = {name: own.scores.double().numpy() for name, own in by_method.items() if isinstance(own, Influence)}

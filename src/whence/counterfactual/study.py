@@ -79,7 +79,8 @@ def study(
         policy: the policy that was trained, or one built like it; it is left as it is.
         recording: of the round.
         target: what the scores are of.
-        share: of the records that the round trained on, below 1, that each training keeps.
+        share: of the records that the round trained on, below 1, that each training keeps, and those that "smoothed"
+            averages.
         count: subsets.
         orders: of each subset under "reshuffled", at least 2.
         scores: (n,) by name, in the order of the records; None: those of `scores_of`.
@@ -109,8 +110,8 @@ def study(
     kept = subsets_of(recording, share, count, generator)
     check_memory(policy, recording, kept, memory)
     if scores is None:
-        asked: dict[str, Any] = {"methods": methods, "draws": draws, "seed": seed, "memory": memory, "told": told}
-        scores = scores_of(policy, recording, target=target, **asked)
+        asked: dict[str, Any] = {"methods": methods, "draws": draws, "share": share, "seed": seed}
+        scores = scores_of(policy, recording, target=target, **asked, memory=memory, told=told)
     checked = {name: checked_scores(name, own, n) for name, own in scores.items()}
     outcomes: dict[str, dict[str, NDArray[np.float64]]] = {}
     for truth, repetitions in (("recorded", [0]), ("reshuffled", range(1, orders + 1))):

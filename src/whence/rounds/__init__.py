@@ -8,3 +8,4 @@ from whence.rounds.recording import RoundRecording as RoundRecording
 from whence.rounds.recording import Update as Update
 from whence.rounds.replay import replay as replay
 from whence.rounds.smoothed import DRAWS as DRAWS
+from whence.rounds.smoothed import SHARE as SHARE

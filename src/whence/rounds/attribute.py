@@ -14,7 +14,7 @@ from whence.rounds import schedule, smoothed
 from whence.rounds.recording import RoundRecording
 from whence.rounds.replay import Round, check_target, opened, told_of_divergence
 from whence.rounds.schedule import SCHEDULED
-from whence.rounds.smoothed import DRAWS, SMOOTHED
+from whence.rounds.smoothed import DRAWS, SHARE, SMOOTHED
 from whence.targets import Target, name_of
 
 METHODS = (*SCHEDULED, SMOOTHED)
@@ -29,6 +29,7 @@ def attribute_round(
     method: str = "optimizer",
     per_epoch: bool = False,
     draws: int = DRAWS,
+    share: float = SHARE,
     seed: int = 0,
     memory: int = 2**31,
     dtype: torch.dtype | None = None,
@@ -44,7 +45,7 @@ def attribute_round(
     - "unrolled": the exact derivative of the target at the round's end by the record's weight, through every step,
       normalisation and clipping; see `whence.rounds.replay` for what a weight is. It does not see that a record may
       move others over the edge at which their ratios are clipped.
-    - "smoothed": that derivative across an edge of some width, averaged over trainings on random halves of the records
+    - "smoothed": that derivative across an edge of some width, averaged over trainings on random subsets of the records
       in random orders, for rounds in which many ratios are clipped. All epochs that were asked for are trained, also
       where `target_kl` ended the round before.
 
@@ -57,6 +58,8 @@ def attribute_round(
         method: see above.
         per_epoch: return one influence for each epoch; they add up to the whole.
         draws: trainings that "smoothed" averages; the others draw nothing.
+        share: of the records that the round trained on, above 0 and at most 1, in each of these; it foretells best what
+            comes of keeping about so many.
         seed: of these, at least 0.
         memory: bytes that scoring may hold at a time, beside the policy and the records. One step is measured before
             the start. Methods that go back through the steps keep the points of as many as fit, and make the
@@ -69,10 +72,12 @@ def attribute_round(
     Raises:
         Unsupported: see `whence.rounds.replay`.
         NonFinite: a score is not finite.
-        WhenceError: a method that is not known, no draw, a negative seed, a target that depends on no parameter or
-            reads what the recording lacks, a recording of another policy, or more memory needed than allowed.
+        WhenceError: a method that is not known, no draw, a share of nothing, a negative seed, a target that depends on
+            no parameter or reads what the recording lacks, a recording of another policy, or more memory needed than
+            allowed.
     """
-    options: dict[str, Any] = {"per_epoch": per_epoch, "draws": draws, "seed": seed, "memory": memory, "dtype": dtype}
+    options: dict[str, Any] = {"per_epoch": per_epoch, "draws": draws, "share": share, "seed": seed}
+    options |= {"memory": memory, "dtype": dtype}
     return attribute_round_by(policy, recording, [method], target=target, **options)[method]
 
 
@@ -84,6 +89,7 @@ def attribute_round_by(
     target: Target,
     per_epoch: bool = False,
     draws: int = DRAWS,
+    share: float = SHARE,
     seed: int = 0,
     memory: int = 2**31,
     dtype: torch.dtype | None = None,
@@ -100,6 +106,7 @@ def attribute_round_by(
         target: see `attribute_round`.
         per_epoch: see there.
         draws: see there.
+        share: see there.
         seed: see there.
         memory: see there; methods that go along the steps together hold somewhat more.
         dtype: see there.
@@ -125,7 +132,7 @@ def attribute_round_by(
         target = check_target(target, round)
         plans = schedule.planned(round, target, methods, memory)
         if SMOOTHED in methods:
-            plans.append(smoothed.planned(round, target, memory, draws=draws, seed=seed))
+            plans.append(smoothed.planned(round, target, memory, draws=draws, share=share, seed=seed))
         for plan in plans:
             totals |= plan()
     found = {method: _influences(totals[method], round, target, method, per_epoch=per_epoch) for method in methods}

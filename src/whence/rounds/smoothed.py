@@ -2,9 +2,9 @@
 
 The derivative of one training takes it as given which ratios are clipped at which step. But a record left out moves
 others over the edge, where their gradients end; what that does, no derivative of a sharp edge says. Here the derivative
-is taken as if the edge had a width, and averaged over trainings on random halves in random orders: what a sum of scores
-can say of a subset drawn at random. The halves are of the records that the round trained on, each once an epoch; all
-epochs that were asked for are trained, also where `target_kl` ended the round before.
+is taken as if the edge had a width, and averaged over trainings on random subsets in random orders: what a sum of
+scores can say of a subset of that share. The subsets are of the records that the round trained on, each once an epoch;
+all epochs that were asked for are trained, also where `target_kl` ended the round before.
 
 Of a training that a record is in, the derivative says what leaving it out begins to do; of one that it is not in, what
 putting it in begins to do. What a record does lies between the two, so both count. But the second may be wild:
@@ -38,7 +38,7 @@ DRAWS = 16
 """Trainings that are averaged."""
 
 SHARE = 0.5
-"""Of the records, in each of them."""
+"""Of the records, in each of them, where no other is asked for."""
 
 WIDTH = 0.25
 """Of the edge, as a share of the clip range."""
@@ -138,10 +138,13 @@ def planned(
         seed: of subsets and orders, at least 0.
 
     Raises:
-        WhenceError: no draw, a negative seed, or one training alone does not fit into `memory`.
+        WhenceError: no draw, a share of nothing, a negative seed, or one training alone does not fit into `memory`.
     """
-    if draws < 1 or seed < 0:
-        raise WhenceError(f"draws is {draws} and seed {seed}; at least 1 training and a seed from 0 on are needed.")
+    if draws < 1 or seed < 0 or not 0 < share <= 1:
+        raise WhenceError(
+            f"draws is {draws}, share {share} and seed {seed}; at least 1 training, a share above 0 and at most 1, and "
+            "a seed from 0 on are needed."
+        )
     if len(round) == 0:  # a round that was not trained on
         return lambda: {SMOOTHED: torch.zeros(1, len(round.records), dtype=round.records.log_probs.dtype)}
     single = drawn(round, 1, share, _seeded(seed))  # what all are like, before any more is made
@@ -155,7 +158,7 @@ def planned(
     if (needed := everything + alone) > memory:
         raise WhenceError(
             f"memory is {memory:,} bytes, but scoring round {round.recording.number} by smoothed takes about "
-            f"{needed:,} bytes: {step:,} for a step of one training, {everything:,} for halves and orders of {draws} "
+            f"{needed:,} bytes: {step:,} for a step of one training, {everything:,} for subsets and orders of {draws} "
             f"and for the scores, the rest for {held} points of parameters and optimiser state. Allow more, take fewer "
             "draws, or use method='optimizer', which keeps no points."
         )

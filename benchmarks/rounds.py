@@ -9,7 +9,7 @@ is what everything is measured by.
 - "snapshot", "crossfit": `attribute` and `attribute_crossfit` of its records, at the policy as the round left it, which
   costs the same.
 - the other scores: `attribute_round`; "three in one walk": trajectory, optimizer and optimizer-momentum together.
-- "100 trainings": `retrain` on 100 random halves along the recorded minibatches, over 100 calls of `train()`.
+- "100 trainings": `retrain` on 100 random halves along the recorded minibatches, over 100 times one call of `train()`.
 """
 
 import platform

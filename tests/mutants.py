@@ -1714,8 +1714,8 @@ MUTANTS = (
     Mutant(
         "what a rule dropped left out again",
         "counterfactual/removals.py",
-        "    everything[trained_on] = True\n",
-        "    everything[:] = True\n",
+        "    kept[recording.trained] = True\n",
+        "    kept[:] = True\n",
         "test_removals.py::test_what_a_rule_dropped_is_not_left_out_again",
     ),
     Mutant(

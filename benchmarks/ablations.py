@@ -27,19 +27,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.faithfulness import (
-    RUNS,
-    SHARES,
-    SUBSETS,
-    Job,
-    Only,
-    Out,
-    Runs,
-    Workers,
-    at_once,
-    trained,
-    write,
-)
+from benchmarks.faithfulness import RUNS, SHARES, SUBSETS, Job, Only, Out, Runs, Workers, at_once, trained, write
 from whence import Return, attribute_round, experiments
 from whence.counterfactual import lds, retrain
 from whence.counterfactual.outcomes import outcomes_of
@@ -239,8 +227,8 @@ def _check_known(rows: list[dict[str, Any]], known: list[dict[str, Any]]) -> Non
             now, before = row["lds"], places[row["share"], row["truth"], row["score"]]
             if now != before and (now is None or before is None or abs(now - before) > 5e-3):
                 raise RuntimeError(
-                    f"LDS of {row['score']} is {now} and was {before}: this is another training run "
-                    "than the one that was studied, as with other versions of what it was trained by."
+                    f"LDS of {row['score']} is {now} and was {before}: this is not the training run that was studied. "
+                    "Other versions of what trained it make another one."
                 )
 
 

@@ -127,7 +127,7 @@ def test_another_run_than_the_one_that_was_studied_is_refused(results, ablations
         row["lds"] = 0.5 if row["lds"] is None else row["lds"] - 0.1
     model, recording = load_recording(RunDirectory.open(run), 2)
     monkeypatch.setattr(ablations, "SUBSETS", 3)
-    with pytest.raises(RuntimeError, match="this is another training run"):
+    with pytest.raises(RuntimeError, match="this is not the training run that was studied"):
         ablations.ablations(model.policy, recording, known, 0)
 
 

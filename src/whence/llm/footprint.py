@@ -19,6 +19,9 @@ from whence.errors import Unsupported
 from whence.llm.model import takes
 from whence.llm.view import unscored_view
 
+_Run = Callable[[dict[str, Tensor]], None]
+"""What is done with a batch's columns."""
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -74,12 +77,16 @@ def training_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -
 def reading_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -> Pass:
     """Return what log-probs and values take without gradients; arguments as of `training_pass`."""
 
+    return _measured(model, rows, _reading(model, autocast))
+
+
+def _reading(model: Any, autocast: torch.dtype | None) -> _Run:
     def run(inputs: dict[str, Tensor]) -> None:
         view = unscored_view(model)
         with torch.no_grad(), _autocast(autocast):
             view.only({"log_prob", "value"}, view.parameters(), inputs)
 
-    return _measured(model, rows, run)
+    return run
 
 
 def generating_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -> Pass:
@@ -96,24 +103,37 @@ def generating_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None)
                 model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=True, **last)
             )
 
-    held, _ = _held(model, Rows(rows.rows, rows.prompt, 0), run)
+    held = _held(model, Rows(rows.rows, rows.prompt, 0), run)
     # What is left of the pass is its logits, and keys and values, which grow with every token.
     grown = (held[-1] - found[0].logits.nbytes) * rows.response / rows.prompt
     # The tokens that are drawn and the logits that are read are those of reading the whole.
-    return Pass(max(held) + round(grown), reading_pass(model, rows, autocast).flops)
+    return Pass(max(held) + round(grown), _flops(model, rows, _reading(model, autocast)))
 
 
 def _autocast(dtype: torch.dtype | None) -> Any:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
-def _measured(model: Any, rows: Rows, run: Callable[[dict[str, Tensor]], None]) -> Pass:
-    held, flops = _held(model, rows, run)
-    return Pass(max(held, default=0), flops)
+def _measured(model: Any, rows: Rows, run: _Run) -> Pass:
+    return Pass(max(_held(model, rows, run), default=0), _flops(model, rows, run))
 
 
-def _held(model: Any, rows: Rows, run: Callable[[dict[str, Tensor]], None]) -> tuple[list[int], float]:
-    """Run something on rows without numbers: bytes held after each allocation and release, and operations.
+def _held(model: Any, rows: Rows, run: _Run) -> list[int]:
+    """Run something on rows without numbers; return the bytes held after each allocation and release."""
+    with _inputs(model, rows) as inputs:
+        return bytes_held(lambda: run(inputs))
+
+
+def _flops(model: Any, rows: Rows, run: _Run) -> float:
+    """Run something on rows without numbers; return the operations, of a run apart: their counter keeps tensors."""
+    with _inputs(model, rows) as inputs, FlopCounterMode(display=False) as counter:
+        run(inputs)
+    return float(counter.get_total_flops())
+
+
+@contextmanager
+def _inputs(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
+    """Make rows without numbers for a model that has none while they are there.
 
     Raises:
         Unsupported: a model that looks at numbers.
@@ -128,14 +148,11 @@ def _held(model: Any, rows: Rows, run: Callable[[dict[str, Tensor]], None]) -> t
             "response_mask": torch.ones(rows.rows, rows.response, dtype=torch.bool),
         }
         try:
-            held = bytes_held(lambda: run(inputs))
-            with FlopCounterMode(display=False) as counter:  # apart, since it holds tensors for longer
-                run(inputs)
+            yield inputs
         except RuntimeError as wrong:
             raise Unsupported(
                 f"What {type(model).__name__} takes cannot be told without its weights: {str(wrong).splitlines()[0]}"
             ) from wrong
-    return held, float(counter.get_total_flops())
 
 
 @contextmanager

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.progress import track
@@ -2215,7 +2217,8 @@ def run(sources: Path, test: str) -> subprocess.CompletedProcess[str]:
     """Run a test on the sources in a directory."""
     path, *rest = test.split(" ", 1)
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/{path}"]
-    environment = {**os.environ, "PYTHONPATH": str(sources / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    once = {"PYTHONPATH": str(sources / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **once}
     found = rest[0].split() if rest else []
     return subprocess.run([*command, *found], cwd=sources, env=environment, capture_output=True, text=True, check=False)
 
@@ -2249,17 +2252,21 @@ def verdict(mutant: Mutant) -> str | None:
 def main(chosen: Sequence[str]) -> int:
     """Try the mutants whose name holds one of the words; return the number that were not caught."""
     mutants = [m for m in MUTANTS if not chosen or any(word in m.name for word in chosen)]
-    with tempfile.TemporaryDirectory() as temporary:
-        sources = copied(Path(temporary))
-        for test in track(sorted({m.test for m in mutants}), "tests without a fault"):
-            if (outcome := run(sources, test)).returncode:
-                print(f"{test} fails without a fault:\n{outcome.stdout[-2000:]}{outcome.stderr[-1000:]}")
-                return 1
-    survivors = 0
-    for mutant in track(mutants, "mutants"):
-        if problem := verdict(mutant):
-            survivors += 1
-            print(f"SURVIVED {mutant.name}: {problem}")
+    tests = sorted({m.test for m in mutants})
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with tempfile.TemporaryDirectory() as temporary:
+            outcomes = pool.map(partial(run, copied(Path(temporary))), tests)
+            for test, outcome in track(zip(tests, outcomes, strict=True), "tests without a fault", total=len(tests)):
+                if outcome.returncode:
+                    pool.shutdown(cancel_futures=True)
+                    print(f"{test} fails without a fault:\n{outcome.stdout[-2000:]}{outcome.stderr[-1000:]}")
+                    return 1
+        survivors = 0
+        verdicts = zip(mutants, pool.map(verdict, mutants), strict=True)
+        for mutant, problem in track(verdicts, "mutants", total=len(mutants)):
+            if problem:
+                survivors += 1
+                print(f"SURVIVED {mutant.name}: {problem}")
     print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught")
     return survivors
 

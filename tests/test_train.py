@@ -403,8 +403,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
+@pytest.mark.parametrize(
+    ("stage", "number", "code"), [*((stage, 2, 130) for stage in STAGES), ("optimisation", 15, 143)]
+)
 def test_a_run_that_is_stopped_at_any_stage_can_be_read(stage: str, number: int, code: int, tmp_path: Path) -> None:
     settings = ["train", *LAKE, "--rounds", "5", "--eval-episodes", "4", "--run", str(tmp_path / "run")]
     where = [str(part) for part in STAGES[stage]]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -2249,26 +2249,32 @@ def verdict(mutant: Mutant) -> str | None:
     return None
 
 
-def main(chosen: Sequence[str]) -> int:
-    """Try the mutants whose name holds one of the words; return the number that were not caught."""
-    mutants = [m for m in MUTANTS if not chosen or any(word in m.name for word in chosen)]
+def survivors(mutants: Sequence[Mutant], sources: Path, pool: Executor) -> int:
+    """Return how many of the mutants are not caught; an error where a test fails in the copy, which has no fault."""
     tests = sorted({m.test for m in mutants})
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        with tempfile.TemporaryDirectory() as temporary:
-            outcomes = pool.map(partial(run, copied(Path(temporary))), tests)
-            for test, outcome in track(zip(tests, outcomes, strict=True), "tests without a fault", total=len(tests)):
-                if outcome.returncode:
-                    pool.shutdown(cancel_futures=True)
-                    print(f"{test} fails without a fault:\n{outcome.stdout[-2000:]}{outcome.stderr[-1000:]}")
-                    return 1
-        survivors = 0
-        verdicts = zip(mutants, pool.map(verdict, mutants), strict=True)
-        for mutant, problem in track(verdicts, "mutants", total=len(mutants)):
-            if problem:
-                survivors += 1
-                print(f"SURVIVED {mutant.name}: {problem}")
-    print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught")
-    return survivors
+    outcomes = zip(tests, pool.map(partial(run, sources), tests), strict=True)
+    for test, outcome in track(outcomes, "tests without a fault", total=len(tests)):
+        if outcome.returncode:
+            sys.exit(f"{test} fails without a fault:\n{outcome.stdout[-2000:]}{outcome.stderr[-1000:]}")
+    survived = 0
+    verdicts = zip(mutants, pool.map(verdict, mutants), strict=True)
+    for mutant, problem in track(verdicts, "mutants", total=len(mutants)):
+        if problem:
+            survived += 1
+            print(f"SURVIVED {mutant.name}: {problem}")
+    return survived
+
+
+def main(chosen: Sequence[str]) -> int:
+    """Try the mutants whose name holds one of the words, one for each core; return the number that were not caught."""
+    mutants = [m for m in MUTANTS if not chosen or any(word in m.name for word in chosen)]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            survived = survivors(mutants, copied(Path(temporary)), pool)
+        finally:
+            pool.shutdown(cancel_futures=True)  # else all that are left are tried after Ctrl-C
+    print(f"{len(mutants) - survived} of {len(mutants)} mutants caught")
+    return survived
 
 
 if __name__ == "__main__":

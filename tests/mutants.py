@@ -2217,10 +2217,11 @@ def run(sources: Path, test: str) -> subprocess.CompletedProcess[str]:
     """Run a test on the sources in a directory."""
     path, *rest = test.split(" ", 1)
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/{path}"]
-    once = {"PYTHONPATH": str(sources / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **once}
+    changed = {"PYTHONPATH": str(sources / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     found = rest[0].split() if rest else []
-    return subprocess.run([*command, *found], cwd=sources, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*command, *found], cwd=sources, env=os.environ | changed, capture_output=True, text=True, check=False
+    )
 
 
 def copied(directory: Path) -> Path:

@@ -403,6 +403,7 @@ main()
 """
 
 
+# SIGTERM unwinds as Ctrl-C does, from wherever it comes: one stage is enough.
 @pytest.mark.parametrize(
     ("stage", "number", "code"), [*((stage, 2, 130) for stage in STAGES), ("optimisation", 15, 143)]
 )

@@ -76,7 +76,6 @@ def training_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -
 
 def reading_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -> Pass:
     """Return what log-probs and values take without gradients; arguments as of `training_pass`."""
-
     return _measured(model, rows, _reading(model, autocast))
 
 

@@ -33,9 +33,9 @@ check: .venv/dev.stamp
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-## Put a dozen faults into a copy of the sources; a named test must catch each.
+## Put every fault of tests/mutants/ into a copy of the sources; a named test must catch each.
 mutants: .venv/dev.stamp
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python tests/try_mutants.py
 
 # As everywhere, but for the two libraries and what follows from their versions.
 .venv-oldest/stamp: pyproject.toml constraints.txt

@@ -35,8 +35,8 @@ from rich.console import Console
 from whence import IIF, Return, attribute, attribute_round, experiments
 from whence.counterfactual import intervene, leave_out, scores_of, study
 from whence.experiments import RunConfig
-from whence.experiments.gradients import gradient_cosines, large_rollout
-from whence.experiments.replay import measuring, run_config
+from whence.experiments.rl.gradients import gradient_cosines, large_rollout
+from whence.experiments.rl.stored import measuring, run_config
 from whence.guards import written_atomically
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective

@@ -16,11 +16,12 @@ import typer
 from scipy import stats
 
 from whence import experiments
-from whence.experiments import STANDARD, Curve, LanguageConfig, summarise
-from whence.experiments.language import curve
+from whence.experiments import STANDARD, LanguageConfig
+from whence.experiments.llm.outputs import read_curve
 from whence.guards import written_atomically
 from whence.llm.lab import check
 from whence.llm.lab.phrases import is_rude
+from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory
 
 FINAL = {
@@ -51,11 +52,11 @@ def main(
 
 def keep(out: Path, results: Path) -> None:
     """Write a small file of each finished run of a comparison, and one of its seconds."""
-    comparison = experiments.load(out)
+    comparison = experiments.load_comparison(out)
     for config in comparison.configs:
         assert isinstance(config, LanguageConfig)
         run = comparison.run(config)
-        found = curve(config, run.path)
+        found = read_curve(config, run.path)
         kept = {
             "config": config.to_json(),
             "evaluations": run.table("evaluations").to_dict(as_series=False),

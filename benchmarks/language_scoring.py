@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from whence import NonPositive
-from whence.experiments.language import LanguageConfig, make_trainer
-from whence.experiments.tasks import task_of
+from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.tasks import task_of
+from whence.experiments.llm.training import make_trainer
 from whence.runs import RunDirectory
 
 

@@ -17,7 +17,7 @@ def main(
     picture: Annotated[Path, typer.Argument(help="The file to write: .svg, .png or .pdf.")],
 ) -> None:
     """Write the learning curves."""
-    figure = learning_curves(experiments.load(comparison).table("evaluations"))
+    figure = learning_curves(experiments.load_comparison(comparison).table("evaluations"))
     figure.update_layout(width=760, height=320, font_family="sans-serif")
     figure.write_image(picture)
 

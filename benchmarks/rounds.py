@@ -28,8 +28,8 @@ from rich.table import Table
 from benchmarks.faithfulness import OPTIMIZERS, write
 from whence import KeepAll, Return, attribute, attribute_crossfit, attribute_round, experiments
 from whence.counterfactual import retrain, subsets
-from whence.experiments.environments import training_env
-from whence.experiments.training import make_model
+from whence.experiments.rl.environments import training_env
+from whence.experiments.rl.training import make_model
 from whence.rounds import METHODS, RoundRecording, attribute_round_by
 from whence.sb3 import InfluenceCallback, model_objective, replay
 

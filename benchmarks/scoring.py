@@ -33,7 +33,7 @@ from torch import nn
 
 import whence
 from whence.engines.memory import bytes_held
-from whence.experiments.networks import MiniGridCNN
+from whence.experiments.rl.networks import MiniGridCNN
 from whence.sb3 import collect
 
 CHUNK = 256

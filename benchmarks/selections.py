@@ -36,8 +36,8 @@ from benchmarks.faithfulness import RUNS, Job, Only, Out, Runs, Workers, at_once
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
 from whence.counterfactual import gains
 from whence.experiments import load_recording, load_round
-from whence.experiments.gradients import large_rollout, monte_carlo
-from whence.experiments.replay import run_config
+from whence.experiments.rl.gradients import large_rollout, monte_carlo
+from whence.experiments.rl.stored import run_config
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.rounds.optimizers import preconditioner

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from whence import NonPositive
-from whence.llm.groups import InfluenceGRPOTrainer
+from whence.llm.trl import InfluenceGRPOTrainer
 from whence.llm.lab import arithmetic, evaluate
 
 

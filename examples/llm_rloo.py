@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import RLOOConfig
 
 from whence import NonPositive
-from whence.llm.groups import InfluenceRLOOTrainer
+from whence.llm.trl import InfluenceRLOOTrainer
 from whence.llm.lab import arithmetic, evaluate
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from test_report import by_hand, records_of, run_of
 from whence.experiments import PLAIN
-from whence.experiments.compare import run_path
+from whence.experiments.comparison import run_path
 from whence.report import write_report, write_run_report
 from whence.runs import RunDirectory
 

@@ -260,9 +260,9 @@ def test_two_selections_from_one_rollout_are_refused() -> None:
 class Halving(InfluenceCallback):
     """Train on the first half of what is selected."""
 
-    def _train_selected(self, own_train: Any, selection: Selection) -> None:
+    def train_selected(self, train: Any, selection: Selection) -> None:
         half = Selection.dropping(torch.arange(len(selection.keep)) < int(selection.keep.sum()) // 2, "half")
-        super()._train_selected(own_train, half)
+        super().train_selected(train, half)
 
 
 def test_how_the_selected_train_can_be_overridden() -> None:

@@ -14,8 +14,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from whence import cli
-from whence.cli import output
-from whence.experiments import RunConfig, known_arms, load, presets
+from whence.cli import progress
+from whence.experiments import RunConfig, load_comparison, presets
+from whence.experiments.rl.arms import describe_arms
 from whence.report.page import METRICS, READING, cell
 from whence.runs import RunDirectory
 
@@ -80,7 +81,7 @@ class TestHelp:
         found = CliRunner().invoke(cli.app, ["compare", "--help"])
         assert found.exit_code == 0
         text = words(found.output)
-        assert f"{known_arms()}; whence list arms tells what they do." in text
+        assert f"{describe_arms()}; whence list arms tells what they do." in text
         for name in presets():
             assert name in text
         for option in ("seeds", "rounds", "drop", "eval-episodes", "n-envs", "pool-kwargs", "workers", "out", "set"):
@@ -261,7 +262,7 @@ class TestCompare:
         assert "<h1><bdi>FrozenLake-v1: ppo, iif</bdi></h1>" in page
 
     def test_it_runs_what_it_was_told_to(self, out, finished):
-        comparison = load(out)
+        comparison = load_comparison(out)
         assert comparison.configs == [
             RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=2, eval_episodes=4) for arm in ("ppo", "iif")
         ]
@@ -310,7 +311,7 @@ def test_on_a_terminal_bars_count_all_rounds(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(output, "errors", Console(file=terminal, force_terminal=True, width=100))
     configs = [RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=3) for arm in ("ppo", "iif")]
-    with output.ComparisonBars(configs) as bars:
+    with progress.ComparisonBars(configs) as bars:
         for config, rounds in ((0, 3), (1, 0), (1, 1), (1, 2)):
             bars.update(configs[config], rounds)
         bars._progress.refresh()

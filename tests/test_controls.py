@@ -8,7 +8,7 @@ from stable_baselines3 import PPO
 
 from whence import IIF, KeepAll, RunDirectory, WhenceError
 from whence.experiments import configure, run
-from whence.experiments.controls import MatchedUpdate
+from whence.experiments.rl.matched import MatchedUpdate
 from whence.sb3 import InfluenceCallback
 
 

@@ -19,11 +19,22 @@ from stable_baselines3 import PPO
 
 from whence import IIF, Action, BelowMean
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments import ARMS, PLAIN, Comparison, RunConfig, compare, configure, load, plan, presets
-from whence.experiments.compare import run_path
-from whence.experiments.environments import check_environment, default_policy, evaluate, evaluation_env, model_env
-from whence.experiments.plan import check_action, check_read, reads
-from whence.experiments.training import curve, is_finished, run
+from whence.experiments import (
+    ARMS,
+    PLAIN,
+    Comparison,
+    RunConfig,
+    compare,
+    configure,
+    load_comparison,
+    plan_comparison,
+    presets,
+)
+from whence.experiments.comparison import run_path
+from whence.experiments.rl.environments import check_environment, default_policy, evaluate, evaluation_env, model_env
+from whence.experiments.rl.plan import check_action, check_read, reads
+from whence.experiments.rl.research_callback import ResearchCallback
+from whence.experiments.rl.training import is_finished, read_curve, run
 from whence.guards import kept_generators
 from whence.rounds import METHODS
 from whence.runs import RunDirectory
@@ -39,7 +50,7 @@ TIMED = {"rt_peak", "rt_peak_paper"}
 
 def planned(**changed):
     values = {"env": "FrozenLake-v1", "env_kwargs": LAKE, "hyperparameters": PPO_SMALL, "arms": ARM_NAMES, "seeds": 2}
-    return plan(**values | {"rounds": ROUNDS, "eval_episodes": 20} | changed)
+    return plan_comparison(**values | {"rounds": ROUNDS, "eval_episodes": 20} | changed)
 
 
 def one(arm="ppo", **changed):
@@ -114,7 +125,7 @@ def registered():
 def two_libraries(monkeypatch):
     """Stand in for EnvPool: FrozenLake's spaces, unless a test changes them."""
     pool = SimpleNamespace(observation_space=spaces.Discrete(16), action_space=spaces.Discrete(4), close=lambda: None)
-    monkeypatch.setattr("whence.experiments.environments.make_pool", lambda *made: pool)
+    monkeypatch.setattr("whence.experiments.rl.environments.make_pool", lambda *made: pool)
     return pool
 
 
@@ -129,7 +140,7 @@ class Still(gym.Env):
 
 class TestPlan:
     def test_a_preset_is_what_the_published_code_runs(self):
-        (config,) = plan(preset="lda-code/frozenlake", arms=["iif"], seeds=1)
+        (config,) = plan_comparison(preset="lda-code/frozenlake", arms=["iif"], seeds=1)
         assert config.to_json() == {
             "env": "FrozenLake-v1",
             "env_kwargs": {"map_name": "4x4", "is_slippery": False},
@@ -186,7 +197,7 @@ class TestPlan:
 
     def test_what_is_done_to_a_configuration_does_not_reach_its_preset(self):
         def first():
-            return plan(preset="lda-code/frozenlake", arms=["ppo"], seeds=1)[0]
+            return plan_comparison(preset="lda-code/frozenlake", arms=["ppo"], seeds=1)[0]
 
         found, expected = first(), first().to_json()
         found.hyperparameters["n_steps"] = 1
@@ -200,7 +211,7 @@ class TestPlan:
         assert config.env_kwargs == {"desc": LAKE["desc"]}
 
     def test_overrides_replace_what_the_preset_says_and_none_does_not(self):
-        (config,) = plan(
+        (config,) = plan_comparison(
             preset="lda-code/frozenlake", arms=["iif"], seeds=1, rounds=3, drop=0.25, eval_episodes=None, n_envs=None
         )
         assert (config.rounds, config.drop, config.eval_episodes, config.n_envs) == (3, 0.25, 1000, 1)
@@ -208,7 +219,7 @@ class TestPlan:
 
     def test_settings_are_merged_with_the_presets_one_by_one(self):
         given = {"env_kwargs": {"is_slippery": True}, "policy_kwargs": {"net_arch": [8]}}
-        (config,) = plan(preset="lda-code/frozenlake", arms=["iif"], seeds=1, **given)
+        (config,) = plan_comparison(preset="lda-code/frozenlake", arms=["iif"], seeds=1, **given)
         assert config.env_kwargs == {"map_name": "4x4", "is_slippery": True}
         assert config.policy_kwargs == {"net_arch": [8]}
         pytest.importorskip("minigrid")
@@ -216,7 +227,7 @@ class TestPlan:
         assert config.policy_kwargs == {"features_extractor_class": "MiniGridCNN", "net_arch": [8]}
 
     def test_an_environment_is_trained_with_sb3s_defaults(self):
-        (config,) = plan(env="CartPole-v1", arms=["ppo"], seeds=1)
+        (config,) = plan_comparison(env="CartPole-v1", arms=["ppo"], seeds=1)
         assert config == RunConfig(env="CartPole-v1", arm="ppo", seed=0)
         assert (config.optimizer, dict(config.hyperparameters)) == ("Adam", {})
         assert (config.rounds, config.eval_episodes, config.drop, config.n_envs) == (50, 100, 0.5, 1)
@@ -239,12 +250,14 @@ class TestPlan:
     def test_the_policy_follows_from_what_is_observed(self, registered, space, policy):
         env = registered("WhenceStill-v0", Still)
         assert default_policy(space) == policy
-        assert {c.policy for c in plan(env=env, env_kwargs={"space": space}, arms=["ppo", "iif"], seeds=1)} == {policy}
+        assert {
+            c.policy for c in plan_comparison(env=env, env_kwargs={"space": space}, arms=["ppo", "iif"], seeds=1)
+        } == {policy}
 
     def test_a_policy_that_is_named_stays(self, registered):
         env = registered("WhenceStill-v0", Still)
         space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
-        (config,) = plan(env=env, env_kwargs={"space": space}, policy="MlpPolicy", arms=["ppo"], seeds=1)
+        (config,) = plan_comparison(env=env, env_kwargs={"space": space}, policy="MlpPolicy", arms=["ppo"], seeds=1)
         assert config.policy == "MlpPolicy"
 
     @pytest.mark.parametrize(
@@ -284,7 +297,7 @@ class TestPlan:
     )
     def test_what_cannot_be_is_refused(self, given, message):
         with pytest.raises(WhenceError, match=message):
-            plan(**{"arms": ["ppo"], "seeds": 1} | given)
+            plan_comparison(**{"arms": ["ppo"], "seeds": 1} | given)
 
     @pytest.mark.parametrize("edge", [{"rounds": 1}, {"eval_episodes": 2}, {"drop": 1.0}, {"drop": 1e-9}])
     def test_what_is_just_in_range_is_taken(self, edge):
@@ -298,7 +311,7 @@ class TestPlan:
     def test_an_environment_that_cannot_be_made_says_why(self, registered):
         env = registered("WhenceStill-v0", Still)
         with pytest.raises(WhenceError, match=r"'WhenceStill-v0' cannot be made with .*: the pump is dry") as caught:
-            plan(env=env, env_kwargs={"space": None, "fault": "the pump is dry"}, arms=["ppo"], seeds=1)
+            plan_comparison(env=env, env_kwargs={"space": None, "fault": "the pump is dry"}, arms=["ppo"], seeds=1)
         assert isinstance(caught.value.__cause__, OSError)
 
     def test_a_run_that_is_in_both_libraries_is_told_both_their_settings(self, two_libraries):
@@ -631,7 +644,7 @@ class TestComparison:
             expected = timings["collection_cpu"] + timings["optimisation_cpu"]
             if config.arm == "iif":
                 expected = expected + timings["scoring_cpu"]
-            found = curve(config, run_path(one_worker.path, config))
+            found = read_curve(config, run_path(one_worker.path, config))
             assert found.seconds.tolist() == expected.to_list()
             assert found.returns.shape == found.standard_errors.shape == (3,)
 
@@ -680,7 +693,7 @@ class TestComparison:
         assert again.summary == one_worker.summary
 
     def test_it_is_read_again_as_it_was(self, one_worker):
-        found = load(one_worker.path)
+        found = load_comparison(one_worker.path)
         assert found.path == one_worker.path
         assert found.configs == one_worker.configs
         assert found.summary == one_worker.summary
@@ -690,7 +703,7 @@ class TestComparison:
     def test_a_smaller_comparison_of_the_same_runs_is_read_as_it_was_made(self, one_worker, tmp_path, which):
         shutil.copytree(one_worker.path, tmp_path / "again")
         made = compare(planned(**which), tmp_path / "again")  # nothing is left to run, so that no process starts
-        found = load(tmp_path / "again")
+        found = load_comparison(tmp_path / "again")
         assert found.configs == made.configs == planned(**which)
         assert found.summary == made.summary
         assert_frame_equal(found.table("evaluations"), made.table("evaluations"), check_exact=True)
@@ -700,7 +713,7 @@ class TestComparison:
         shutil.copytree(one_worker.path, tmp_path / "again")
         (tmp_path / "again" / missing).unlink()
         with pytest.raises(WhenceError, match=rf"{missing} is not there: .*again holds no finished comparison\."):
-            load(tmp_path / "again")
+            load_comparison(tmp_path / "again")
 
     @pytest.mark.parametrize(
         ("name", "text", "message"),
@@ -724,7 +737,7 @@ class TestComparison:
             shutil.copy(one_worker.path / file, tmp_path / file)
         (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(WhenceError, match=rf"{name} {message}.*give the same whence compare again"):
-            load(tmp_path)
+            load_comparison(tmp_path)
 
     def test_figures_of_another_comparison_are_refused(self, one_worker, tmp_path):
         listed = [config.to_json() for config in one_worker.configs]
@@ -736,7 +749,7 @@ class TestComparison:
         ):
             (tmp_path / "comparison.json").write_text(json.dumps(others))
             with pytest.raises(WhenceError, match="does not hold the figures of the runs in comparison"):
-                load(tmp_path)
+                load_comparison(tmp_path)
 
 
 class TestRun:
@@ -783,7 +796,7 @@ class TestRun:
         (path / "records" / "round_00009.parquet").write_bytes(b"of another time")
         assert not is_finished(config, path)
         with pytest.raises(RunDirectoryError, match="holds an unfinished run; run it again to finish it"):
-            curve(config, path)
+            read_curve(config, path)
         with kept_generators():
             run(config, path, lambda number, metrics: told.append(number))
         assert told == [2, 0, 1, 2]
@@ -1027,27 +1040,24 @@ class TestArmsOfOtherScores:
         ("arm", "expected"),
         [
             ("iif", {"score": "snapshot", "guard": False, "advantage_norm": "minibatch"}),
-            ("iif-crossfit", {"score": "crossfit"}),
-            ("iif-smoothed", {"score": "smoothed"}),
+            ("iif-crossfit", {"method": "crossfit"}),
+            ("iif-smoothed", {"method": "smoothed"}),
             ("iif-guarded", {"guard": True}),
             ("iif-frozen", {"advantage_norm": "buffer"}),
             ("ppo-frozen", {"advantage_norm": "buffer"}),
-            ("mean-trajectory", {"score": "trajectory", "guard": False, "advantage_norm": "minibatch"}),
-            ("mean-optimizer-frozen-guarded", {"score": "optimizer", "guard": True, "advantage_norm": "buffer"}),
+            ("mean-trajectory", {"method": "trajectory", "guard": False, "advantage_norm": "minibatch"}),
+            ("mean-optimizer-frozen-guarded", {"method": "optimizer", "guard": True, "advantage_norm": "buffer"}),
         ],
     )
     def test_they_reach_the_callback(self, arm, expected, tmp_path, monkeypatch):
         made = {}
 
-        class Noting(InfluenceCallback):
+        class Noting(ResearchCallback):
             def __init__(self, *args, **kwargs):
                 super().__init__(*args, **kwargs)
-                made.update(self._config_of_scoring())
+                made.update(self.settings())
 
-            def _config_of_scoring(self):
-                return {"score": self.scoring.score, "guard": self.guard, "advantage_norm": self.advantage_norm}
-
-        monkeypatch.setattr("whence.experiments.training.ARMS", {arm: replace(ARMS[arm], callback=Noting)})
+        monkeypatch.setattr("whence.experiments.rl.training.ResearchCallback", Noting)
         config = configure(env="CartPole-v1", arm=arm, rounds=1, eval_episodes=0, hyperparameters={"n_steps": 64})
         run(config, tmp_path / arm)
         assert {name: made[name] for name in expected} == expected

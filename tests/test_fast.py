@@ -18,10 +18,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 import whence
 from whence import IIF, RunDirectory, WhenceError
 from whence.experiments import RunConfig, configure, load_round, presets, run
-from whence.experiments.environments import evaluate, evaluation_env, training_env
-from whence.experiments.training import curve, make_model
-from whence.sb3 import InfluenceCallback, fast
-from whence.sb3.fast import EnvPoolVecEnv, evaluate_pool
+from whence.experiments.rl.environments import evaluate, evaluation_env, training_env
+from whence.experiments.rl.training import make_model, read_curve
+from whence.sb3 import InfluenceCallback, envpool
+from whence.sb3.envpool import EnvPoolVecEnv, evaluate_pool
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 pytest.importorskip("envpool")
@@ -233,7 +233,7 @@ def test_a_curve_stays_at_the_last_evaluation(tmp_path: Any) -> None:
     table = RunDirectory.open(tmp_path).table("evaluations")
     assert table["round"].to_list() == [0, 2, 4, 5]
     means = table["test_return"].to_list()
-    assert curve(config, tmp_path).returns.tolist() == [means[0], means[0], means[1], means[1], means[2], means[3]]
+    assert read_curve(config, tmp_path).returns.tolist() == [means[0], means[0], means[1], means[1], means[2], means[3]]
 
 
 def test_gymnasium_and_pool_have_one_face() -> None:
@@ -399,6 +399,6 @@ def test_the_standard_error_is_that_of_independent_episodes() -> None:
 def test_the_policy_has_its_own_noise_back_when_an_evaluation_raises() -> None:
     model = explored(-1)
     own = model.policy.action_dist
-    with pytest.raises(KeyError), fast.fresh_noise(model, 2):
+    with pytest.raises(KeyError), envpool.fresh_noise(model, 2):
         raise KeyError
     assert model.policy.action_dist is own

@@ -12,7 +12,7 @@ from whence.counterfactual import gains
 from whence.counterfactual.gains import _as_far
 from whence.counterfactual.retrain import reshuffled, retrain
 from whence.sb3 import collect
-from whence.sb3.rounds import load_tensors, tensors_of
+from whence.sb3.state import load_tensors, named_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch 
 def case(request):
     model = model_of(request.param, ent_coef=0.01, learning_rate={"SGD": 1.0, "Adam": 0.01}[request.param])
     recording = recorded(model)
-    load_tensors(tensors_of(model.policy), recording.start)
+    load_tensors(named_tensors(model.policy), recording.start)
     return model, recording, collect(model)
 
 
@@ -31,11 +31,11 @@ def halves():
 
 def of_parameters(model, params, records):
     """Return log-probs and entropy by SB3, at these parameters."""
-    before = {name: tensor.clone() for name, tensor in tensors_of(model.policy).items()}
-    load_tensors({name: tensors_of(model.policy)[name] for name in params}, params)
+    before = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
+    load_tensors({name: named_tensors(model.policy)[name] for name in params}, params)
     with torch.no_grad():
         _, log_probs, entropy = model.policy.evaluate_actions(records.observations, records.actions)
-    load_tensors(tensors_of(model.policy), before)
+    load_tensors(named_tensors(model.policy), before)
     return log_probs.double(), float(entropy.double().mean())
 
 

@@ -7,9 +7,9 @@ import torch
 from test_rounds import assert_untouched, state_of
 from whence import WhenceError
 from whence.experiments import configure
-from whence.experiments.environments import model_env
-from whence.experiments.gradients import gradient_cosines, large_rollout
-from whence.experiments.training import make_model
+from whence.experiments.rl.environments import model_env
+from whence.experiments.rl.gradients import gradient_cosines, large_rollout
+from whence.experiments.rl.training import make_model
 from whence.sb3 import collect
 
 KEPT = {"all": lambda records: torch.ones(len(records), dtype=torch.bool), "some": lambda records: records.values > 0}

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, Influence, Return, RoundRecording, RunDirectory, WhenceError, attribute, attribute_round, cli
-from whence.cli.training import round_numbers
+from whence.cli.options import parse_rounds
 from whence.counterfactual import intervene, interventions
 from whence.counterfactual.interventions import VARIANTS, mean_change
 from whence.counterfactual.retrain import NOBODY
 from whence.errors import InvalidInfluence
 from whence.experiments import load_round
-from whence.experiments.replay import measuring, run_config
+from whence.experiments.rl.stored import measuring, run_config
 from whence.influence import Provenance
 from whence.report.figures import interventions_box
 from whence.sb3 import model_objective
@@ -232,19 +232,19 @@ class TestRounds:
         ],
     )
     def test_numbers_and_ranges(self, text, rounds):
-        assert round_numbers("--rounds", text) == rounds
+        assert parse_rounds("--rounds", text) == rounds
 
     @pytest.mark.parametrize(
         "text", ["", "5,", "1,b", "-5", "5-", "1-5:", "1:5", "1.5", "1-2-3", "1 2", "²", "1-9999999"]
     )
     def test_what_is_none(self, text):
         with pytest.raises(WhenceError, match=r"--rounds is .*; whole numbers or ranges .* such as 5,20 or 10-50 or"):
-            round_numbers("--rounds", text)
+            parse_rounds("--rounds", text)
 
     @pytest.mark.parametrize("text", ["50-10", "10-50:0"])
     def test_ranges_of_nothing(self, text):
         with pytest.raises(WhenceError, match=f"--record-rounds has the range {text}; it goes from a round to a later"):
-            round_numbers("--record-rounds", f"3,{text}")
+            parse_rounds("--record-rounds", f"3,{text}")
 
 
 class TestBox:

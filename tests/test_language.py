@@ -17,9 +17,9 @@ from test_llm_trainer import model_of, tokenizer_of
 from whence import cli, experiments
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import LanguageConfig
-from whence.experiments.language import curve, is_finished, run
-from whence.experiments.language_arms import split_arm
-from whence.experiments.loading import function_of
+from whence.experiments.llm.arms import split_arm
+from whence.experiments.llm.loading import function_of
+from whence.experiments.llm.training import is_finished, read_curve, run
 from whence.llm.lab import check
 from whence.report import write_run_report
 from whence.runs import RunDirectory
@@ -163,7 +163,7 @@ class TestRun:
         run(config, tmp_path / "run", lambda number, row: told.append(number))
         assert told == [0, 1, 2]
         assert is_finished(config, tmp_path / "run")
-        found = curve(config, tmp_path / "run")
+        found = read_curve(config, tmp_path / "run")
         assert len(found.returns) == 3
         assert (found.seconds > 0).all()
         directory = RunDirectory.open(tmp_path / "run")
@@ -181,7 +181,7 @@ class TestRun:
         run(tiny("ppo"), tmp_path)
         (tmp_path / "model").rename(tmp_path / "elsewhere")
         with pytest.raises(RunDirectoryError, match="unfinished run"):
-            curve(tiny("ppo"), tmp_path)
+            read_curve(tiny("ppo"), tmp_path)
 
     def test_a_control_is_not_charged_for_scoring(self, tmp_path):
         for arm in ("random", "iif"):
@@ -190,7 +190,7 @@ class TestRun:
         for arm, left_out in (("random", ["scoring_cpu"]), ("iif", [])):
             stages = [name for name in timings[arm].columns if name.endswith("_cpu") and name not in left_out]
             whole = timings[arm].select(stages).sum_horizontal().to_list()
-            assert curve(tiny(arm), tmp_path / arm).seconds.tolist() == pytest.approx(whole)
+            assert read_curve(tiny(arm), tmp_path / arm).seconds.tolist() == pytest.approx(whole)
 
     def test_a_broken_off_run_goes_on_from_its_checkpoint(self, tmp_path):
         class Killed(Exception):
@@ -226,7 +226,7 @@ class TestRun:
         run(config, tmp_path, lambda number, row: told.append(number))
         assert told == [0, 1, 2]
         assert is_finished(config, tmp_path)
-        found = curve(config, tmp_path)
+        found = read_curve(config, tmp_path)
         assert len(found.returns) == 3
         assert (found.seconds > 0).all()
         directory = RunDirectory.open(tmp_path)
@@ -444,7 +444,7 @@ class TestCommand:
         assert list(summary["arithmetic"]) == ["ppo", "iif-sequence"]
         page = (tmp_path / "report.html").read_text()
         assert "1 seed, 2 rounds, up to 512 prompts of the test." in page
-        loaded = experiments.load(tmp_path)
+        loaded = experiments.load_comparison(tmp_path)
         assert [config.arm for config in loaded.configs] == ["ppo", "iif-sequence"]
 
     @pytest.mark.parametrize(

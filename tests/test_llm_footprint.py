@@ -9,7 +9,7 @@ from test_llm_trainer import model_of, trainer_of, vowels
 from whence.engines.memory import bytes_held
 from whence.errors import Unsupported
 from whence.experiments import LanguageConfig
-from whence.experiments.estimate import estimate
+from whence.experiments.llm.estimate import estimate
 from whence.llm import SequenceReturn, ValidationLoss
 from whence.llm.footprint import (
     Rows,

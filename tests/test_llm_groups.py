@@ -13,7 +13,8 @@ from test_llm_trainer import PROMPTS, Keep, ScoreAndKeepAll, model_of, tokenizer
 from whence import IPPO, KeepAll, NonPositive, RandomDrop, Unsupported, WhenceError, attribute
 from whence.influence import Influence, Provenance
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, rows_of
-from whence.llm.groups import InfluenceGRPOTrainer, InfluenceRLOOTrainer, check_selectable, has_router_loss
+from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.llm.trl_settings import check_selectable, has_router_loss
 from whence.selection import Progress
 
 GROUPS = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from whence.errors import WhenceError
-from whence.experiments.metrics import (
+from whence.metrics import (
     CURVE_METRICS,
     PAIR_METRICS,
     Curve,

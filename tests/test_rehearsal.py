@@ -23,13 +23,13 @@ from whence import (
 )
 from whence.crossfitting import folds_of
 from whence.errors import Unsupported
+from whence.experiments.rl.research_callback import ResearchCallback
+from whence.experiments.rl.scoring import SCORES, Scoring
+from whence.experiments.rl.trial import Trial, held_out_gain, normalise_advantages, of_some
 from whence.rounds import METHODS
 from whence.rounds import replay as replay_round
 from whence.sb3 import InfluenceCallback, collect, replay
-from whence.sb3.buffer import normalised_over_buffer
-from whence.sb3.rehearsal import Rehearsal, held_out_gain, of_some
-from whence.sb3.rounds import tensors_of
-from whence.sb3.scoring import SCORES, Scoring
+from whence.sb3.state import named_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -50,8 +50,8 @@ class Watching(InfluenceCallback):
         super().__init__(KeepAll(), recordings=range(1, 9))
         self.pairs = []
 
-    def _choose(self, records):
-        rehearsal = Rehearsal(self.model, self._rounds + 1, self._remaining())
+    def choose(self, records):
+        rehearsal = Trial(self.model, self.next_round, self.progress_remaining)
         before = state_of(self.model)
         buffer = dict(vars(self.model.rollout_buffer))
         seen = buffer["observations"]
@@ -60,10 +60,10 @@ class Watching(InfluenceCallback):
         assert_untouched(before, state_of(self.model))
         assert all(value is buffer[name] for name, value in vars(self.model.rollout_buffer).items())
         assert all(seen[name] is part for name, part in parts.items())
-        return super()._choose(records)
+        return super().choose(records)
 
-    def _train_selected(self, own_train, selection):
-        super()._train_selected(own_train, selection)
+    def train_selected(self, train, selection):
+        super().train_selected(train, selection)
         self.pairs.append((self.rehearsed, self.recording))
 
 
@@ -81,8 +81,8 @@ def test_a_rehearsal_is_the_round_to_come_and_leaves_no_trace(name):
         assert rehearsed.stopped == done.stopped
     plain = CASES[name]()
     plain.learn(steps)
-    for key, tensor in tensors_of(plain.policy).items():
-        assert torch.equal(tensor, tensors_of(made.policy)[key])
+    for key, tensor in named_tensors(plain.policy).items():
+        assert torch.equal(tensor, named_tensors(made.policy)[key])
 
 
 def test_rehearsals_are_silent(capsys):
@@ -98,14 +98,14 @@ class ScoreAndKeepAll(KeepAll):
 @pytest.mark.parametrize("score", METHODS)
 def test_a_round_is_scored_as_it_is_trained(score):
     made = model_of()
-    callback = InfluenceCallback(ScoreAndKeepAll(), score=score, recordings=[2])
+    callback = ResearchCallback(ScoreAndKeepAll(), method=score, recordings=[2])
     made.learn(2 * 64, callback=callback)
     known = attribute_round(made.policy, callback.recording, target=Return(), method=score)
     assert torch.equal(callback.round.influence.scores, known.scores)
     assert callback.round.influence.engine == score
     plain = model_of()
     plain.learn(2 * 64)
-    assert all(torch.equal(t, tensors_of(made.policy)[k]) for k, t in tensors_of(plain.policy).items())
+    assert all(torch.equal(t, named_tensors(made.policy)[k]) for k, t in named_tensors(plain.policy).items())
 
 
 @pytest.mark.parametrize(
@@ -124,19 +124,19 @@ def test_a_round_is_scored_as_it_is_trained(score):
 )
 def test_what_does_not_go_together_is_refused_at_the_door(wrong, said):
     with pytest.raises(WhenceError, match=said):
-        InfluenceCallback(IIF(), **wrong)
+        ResearchCallback(IIF(), **wrong)
 
 
 def test_draws_and_memory_are_those_asked_for():
     made = model_of()
-    callback = InfluenceCallback(ScoreAndKeepAll(), score="smoothed", draws=3, recordings=[1])
+    callback = ResearchCallback(ScoreAndKeepAll(), method="smoothed", draws=3, recordings=[1])
     made.learn(64, callback=callback)
     known = attribute_round(made.policy, callback.recording, target=Return(), method="smoothed", draws=3)
     assert torch.equal(callback.round.influence.scores, known.scores)
     for score in SCORES:
         made = model_of()
         with pytest.raises(WhenceError, match="memory is 1,000 bytes"):
-            made.learn(64, callback=InfluenceCallback(ScoreAndKeepAll(), score=score, memory=1000))
+            made.learn(64, callback=ResearchCallback(ScoreAndKeepAll(), method=score, memory=1000))
 
 
 @pytest.mark.parametrize(
@@ -149,23 +149,23 @@ def test_steps_that_cannot_be_gone_through_are_refused_at_the_door(optimizer, se
         return model_of(policy_kwargs=chosen)
 
     refused = made()
-    with pytest.raises(Unsupported, match=f"{said}.*take score='snapshot' or 'crossfit'"):
-        refused.learn(64, callback=InfluenceCallback(IIF(), score="unrolled", run=tmp_path / "run"))
+    with pytest.raises(Unsupported, match=f"{said}.*take method='snapshot' or 'crossfit'"):
+        refused.learn(64, callback=ResearchCallback(IIF(), method="unrolled", run=tmp_path / "run"))
     assert refused.num_timesteps == 0
     assert not (tmp_path / "run").exists()
-    made().learn(64, callback=InfluenceCallback(IIF(), guard=True))  # which lets SB3 step
+    made().learn(64, callback=ResearchCallback(IIF(), guard=True))  # which lets SB3 step
 
 
 def test_a_policy_of_two_minds_is_refused_at_the_door(tmp_path):
     refused = model_of(policy_kwargs={"features_extractor_class": Dropping})
     generator, modes = torch.get_rng_state(), [module.training for module in refused.policy.modules()]
     with pytest.raises(Unsupported, match=r"In train mode the policy's log_prob is another .* whence\.attribute"):
-        refused.learn(64, callback=InfluenceCallback(IIF(), score="unrolled", run=tmp_path / "run"))
+        refused.learn(64, callback=ResearchCallback(IIF(), method="unrolled", run=tmp_path / "run"))
     assert refused.num_timesteps == 0
     assert not (tmp_path / "run").exists()
     assert torch.equal(torch.get_rng_state(), generator)
     assert [module.training for module in refused.policy.modules()] == modes
-    refused.learn(64, callback=InfluenceCallback(IIF(), score="crossfit", guard=True))
+    refused.learn(64, callback=ResearchCallback(IIF(), method="crossfit", guard=True))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_policy_of_two_minds_is_refused_at_the_door(tmp_path):
 )
 def test_a_policy_of_one_mind_passes_the_door_whatever_its_spaces(observation, action):
     made = toys.model(observation=observation, action=action, n_envs=2, normalised=observation == "vector")
-    callback = InfluenceCallback(ScoreAndKeepAll(), score="unrolled")
+    callback = ResearchCallback(ScoreAndKeepAll(), method="unrolled")
     made.learn(64, callback=callback)
     assert bool(callback.round.influence.scores.any())
 
@@ -251,7 +251,7 @@ def test_advantages_are_normalised_once_over_the_rollout():
     made, seen = model_of(), []
 
     class Seeing(InfluenceCallback):
-        def _train_selected(self, own_train, selection):
+        def train_selected(self, train, selection):
             buffer = self.model.rollout_buffer
             raw = buffer.advantages.copy()
 
@@ -260,7 +260,7 @@ def test_advantages_are_normalised_once_over_the_rollout():
                 seen.extend(part.advantages for part in buffer.get(16))
                 own_train()
 
-            super()._train_selected(train, selection)
+            super().train_selected(train, selection)
             assert self.model.normalize_advantage
             assert np.array_equal(buffer.advantages, buffer.swap_and_flatten(raw))
 
@@ -280,7 +280,7 @@ def test_normalised_over_the_buffer_by_hand():
     buffer.generator_ready = False
     raw = np.arange(64, dtype=np.float32).reshape(32, 2)
     buffer.advantages = raw
-    with normalised_over_buffer(made):
+    with normalise_advantages(made):
         assert not made.normalize_advantage
         assert np.allclose(buffer.advantages, (raw - 31.5) / np.sqrt((64**2 - 1) / 12 * 64 / 63), atol=1e-6)
     assert buffer.advantages is raw
@@ -289,7 +289,7 @@ def test_normalised_over_the_buffer_by_hand():
     for flat in (False, True):
         buffer.generator_ready = flat
         buffer.advantages = buffer.swap_and_flatten(raw) if flat else raw
-        with normalised_over_buffer(made, among):
+        with normalise_advantages(made, among):
             found = buffer.advantages if flat else buffer.swap_and_flatten(buffer.advantages)
             assert np.allclose(found[:16, 0], (np.arange(0, 32, 2) - 15) / np.sqrt((16**2 - 1) / 12 * 4 * 16 / 15))
             assert np.allclose(found[32, 0], (1 - 15) / np.sqrt((16**2 - 1) / 12 * 4 * 16 / 15))
@@ -300,16 +300,16 @@ def test_a_round_on_advantages_normalised_once_is_scored_as_it_is_trained(score)
     made, seen = model_of(), {}
 
     class Asking(InfluenceCallback):
-        def _choose(self, records):
+        def choose(self, records):
             remaining = self._progress().remaining
-            rehearsal = Rehearsal(self.model, self._rounds + 1, remaining, advantage_norm="buffer")
+            rehearsal = Trial(self.model, self.next_round, remaining, advantage_norm="buffer")
             seen["recording"] = rehearsal.train(records, KeepAll().select(records))
-            return super()._choose(records)
+            return super().choose(records)
 
-    callback = Asking(ScoreAndKeepAll(), score=score, advantage_norm="buffer")
+    callback = Asking(ScoreAndKeepAll(), method=score, advantage_norm="buffer")
     made.learn(2 * 64, callback=callback)
     recording, raw = seen["recording"], callback.round.records.advantages
-    for name, tensor in tensors_of(made.policy).items():
+    for name, tensor in named_tensors(made.policy).items():
         assert torch.equal(tensor, recording.end[name])
         assert torch.equal(tensor, replay(made, recording)[name])
     assert torch.allclose(recording.records.advantages, (raw - raw.mean()) / raw.std(), atol=1e-5)
@@ -331,8 +331,8 @@ def test_with_everything_kept_in_one_minibatch_both_norms_are_one():
     trained = []
     for norm in ("minibatch", "buffer"):
         made = model_of(batch_size=64, n_epochs=2)
-        made.learn(128, callback=InfluenceCallback(KeepAll(), advantage_norm=norm))
-        trained.append(tensors_of(made.policy))
+        made.learn(128, callback=ResearchCallback(KeepAll(), advantage_norm=norm))
+        trained.append(named_tensors(made.policy))
     for key, tensor in trained[0].items():
         assert torch.allclose(tensor, trained[1][key], rtol=0, atol=1e-5), key
 
@@ -360,9 +360,9 @@ def test_the_gain_by_hand():
     recording = None
 
     class Asking(InfluenceCallback):
-        def _choose(self, records):
+        def choose(self, records):
             nonlocal recording
-            rehearsal = Rehearsal(self.model, 1, 1.0)
+            rehearsal = Trial(self.model, 1, 1.0)
             fold = folds_of(records, 2)
 
             def select(among):
@@ -381,7 +381,7 @@ def test_the_gain_by_hand():
                     values.append(surrogate_of(self.model, end, records.take(~mine)))
                 known += float((~mine).float().mean()) * (values[1] - values[0])
             self.known = known
-            return super()._choose(records)
+            return super().choose(records)
 
     asking = Asking(KeepAll())
     made.learn(64, callback=asking)
@@ -403,8 +403,8 @@ def test_an_advantage_that_all_records_share_has_no_say():
     gains, raw = {}, {}
 
     class Asking(InfluenceCallback):
-        def _choose(self, records):
-            rehearsal, fold = Rehearsal(self.model, 1, 1.0), folds_of(records, 2)
+        def choose(self, records):
+            rehearsal, fold = Trial(self.model, 1, 1.0), folds_of(records, 2)
             keep = torch.arange(len(records)) % 3 > 0
             ratios = []
             for half in range(2):
@@ -417,7 +417,7 @@ def test_an_advantage_that_all_records_share_has_no_say():
                 shifted = records.with_advantages(records.advantages + shift)
                 gains[shift] = held_out_gain(rehearsal, shifted, lambda among: Selection.dropping(keep[among], ""))
                 raw[shift] = gains[0.0] + shift * drift
-            return super()._choose(records)
+            return super().choose(records)
 
     made.learn(64, callback=Asking(KeepAll()))
     assert raw[1e4] * raw[-1e4] < 0  # raw advantages would turn the verdict with the shift
@@ -440,7 +440,7 @@ def test_the_guard_falls_back_where_selecting_does_harm(score):
     fell_back = {}
     for sign in (1, -1):
         made = model_of("SGD", **settings)
-        callback = InfluenceCallback(Chosen(sign), guard=True, score=score)
+        callback = ResearchCallback(Chosen(sign), guard=True, method=score)
         made.learn(3 * 1024, callback=callback)
         fell_back[sign] = [row["fell_back"] for row in callback.metrics]
         for row in callback.metrics:
@@ -449,18 +449,18 @@ def test_the_guard_falls_back_where_selecting_does_harm(score):
     assert fell_back == {1: [False] * 3, -1: [True] * 3}
     plain = model_of("SGD", **settings)
     plain.learn(3 * 1024)  # every round fell back
-    assert all(torch.equal(t, tensors_of(made.policy)[k]) for k, t in tensors_of(plain.policy).items())
+    assert all(torch.equal(t, named_tensors(made.policy)[k]) for k, t in named_tensors(plain.policy).items())
 
 
 def test_a_round_of_some_records_knows_no_others():
     made = model_of(n_steps=128, target_kl=0.05)
 
     class Asking(InfluenceCallback):
-        def _choose(self, records):
+        def choose(self, records):
             self.among = folds_of(records, 2) == 0
-            rehearsal = Rehearsal(self.model, 1, 1.0)
+            rehearsal = Trial(self.model, 1, 1.0)
             self.whole = rehearsal.train(records, Selection.dropping(self.among, ""))
-            return super()._choose(records)
+            return super().choose(records)
 
     asking = Asking(KeepAll())
     made.learn(256, callback=asking)
@@ -479,9 +479,9 @@ def test_a_half_is_scored_by_what_it_says_itself(score, norm):
     made, found = model_of(n_steps=128), []
 
     class Asking(InfluenceCallback):
-        def _choose(self, records):
+        def choose(self, records):
             among = folds_of(records, 2) == 0
-            rehearsal = Rehearsal(self.model, 1, 1.0, advantage_norm=norm)
+            rehearsal = Trial(self.model, 1, 1.0, advantage_norm=norm)
             scoring = Scoring.asked(score)
             advantages = self.model.rollout_buffer.advantages
             flat = _flat(advantages)
@@ -492,7 +492,7 @@ def test_a_half_is_scored_by_what_it_says_itself(score, norm):
                 found.append(scoring.influence(rehearsal, other, among))
             self.model.rollout_buffer.advantages = advantages
             self.recording = of_some(rehearsal.train(records, Selection.dropping(among, "")), among)
-            return super()._choose(records)
+            return super().choose(records)
 
     asking = Asking(KeepAll())
     made.learn(256, callback=asking)
@@ -510,7 +510,7 @@ def _flat(array):
 def test_by_weights_a_half_draws_as_many_as_it_has():
     drawn = []
 
-    class Counting(Rehearsal):
+    class Counting(Trial):
         def train(self, records, selection, among=None):
             found = super().train(records, selection, among)
             each = torch.tensor([len(minibatch) for minibatch in found.minibatches])
@@ -518,11 +518,11 @@ def test_by_weights_a_half_draws_as_many_as_it_has():
             return found
 
     class Asking(InfluenceCallback):
-        def _choose(self, records):
+        def choose(self, records):
             select = lambda among: TDErrorPriority().select(records.take(among), None)  # noqa: E731
             held_out_gain(Counting(self.model, 1, 1.0), records, select)
             self.halves = folds_of(records, 2).bincount().tolist()
-            return super()._choose(records)
+            return super().choose(records)
 
     asking = Asking(KeepAll())
     model_of().learn(64, callback=asking)
@@ -538,7 +538,7 @@ def test_the_guard_falls_back_where_a_half_is_left_with_nothing():
             return Selection.dropping(keep, "for the test")
 
     made = model_of()
-    callback = InfluenceCallback(Few(1), guard=True)
+    callback = ResearchCallback(Few(1), guard=True)
     made.learn(64, callback=callback)
     assert np.isnan(callback.metrics[0]["held_out_gain"])
     assert callback.metrics[0]["fell_back"]
@@ -547,7 +547,7 @@ def test_the_guard_falls_back_where_a_half_is_left_with_nothing():
 
 def test_nothing_dropped_is_nothing_to_judge():
     made = model_of()
-    callback = InfluenceCallback(ScoreAndKeepAll(), guard=True)
+    callback = ResearchCallback(ScoreAndKeepAll(), guard=True)
     made.learn(64, callback=callback)
     assert callback.metrics[0]["held_out_gain"] is None
     assert not callback.metrics[0]["fell_back"]
@@ -572,7 +572,7 @@ def test_the_last_rollout_goes_beyond_the_end():
 
 def test_a_round_beyond_the_end_is_scored_as_it_is_trained():
     made = model_of(learning_rate=rising)
-    callback = InfluenceCallback(ScoreAndKeepAll(), score="optimizer", recordings=[2])
+    callback = ResearchCallback(ScoreAndKeepAll(), method="optimizer", recordings=[2])
     made.learn(100, callback=callback)
     known = attribute_round(made.policy, callback.recording, target=Return(), method="optimizer")
     assert torch.equal(callback.round.influence.scores, known.scores)
@@ -585,5 +585,5 @@ def test_optimisers_of_two_groups_are_refused_at_the_door(asked):
     group["params"], last = group["params"][:-1], group["params"][-1]
     made.policy.optimizer.add_param_group({"params": [last]})
     with pytest.raises(Unsupported, match="The optimiser has 2 groups of parameters"):
-        made.learn(64, callback=InfluenceCallback(IIF(), **asked))
+        made.learn(64, callback=ResearchCallback(IIF(), **asked))
     assert made.num_timesteps == 0

@@ -7,10 +7,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.experiments import Arm, Comparison, Curve, RunConfig, compare, plan, summarise
-from whence.experiments.compare import run_path
-from whence.experiments.training import run
+from whence.experiments import Arm, Comparison, RunConfig, compare, plan_comparison
+from whence.experiments.comparison import run_path
+from whence.experiments.rl.training import run
 from whence.guards import kept_generators
+from whence.metrics import Curve, summarise
 from whence.report import write_report, write_run_report
 from whence.report.figures import (
     COLOURS,
@@ -83,7 +84,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Comparison:
     path = tmp_path_factory.mktemp("tiny")
-    configs = plan(
+    configs = plan_comparison(
         env="FrozenLake-v1",
         env_kwargs={"desc": ["SFF", "FFF", "FHG"], "is_slippery": True},
         hyperparameters={"n_steps": 64, "batch_size": 32, "n_epochs": 1},
@@ -311,7 +312,7 @@ class TestPage:
 
     def test_hostile_names_of_arms_stay_text_in_table_and_figures(self, tmp_path, monkeypatch):
         arm = Arm(lambda *_: KeepAll(), True, "")
-        monkeypatch.setattr("whence.experiments.config.ARMS", {"ppo": arm, "</script><b>": arm})
+        monkeypatch.setattr("whence.experiments.rl.config.ARMS", {"ppo": arm, "</script><b>": arm})
         comparison = by_hand(tmp_path, arms=("ppo", "</script><b>"), scored=("</script><b>",))
         write_report(comparison, tmp_path / "report.html")
         page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from whence.rounds.replay import clip_factor, loss, opened, points, step, values
 from whence.rounds.schedule import SCHEDULED, target_gradient
 from whence.sb3 import InfluenceCallback
 from whence.sb3 import replay as replay_sb3
-from whence.sb3.rounds import load_tensors, tensors_of
+from whence.sb3.state import load_tensors, named_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -122,7 +122,7 @@ def case(request):
 
 
 def state_of(model):
-    tensors = {name: tensor.clone() for name, tensor in tensors_of(model.policy).items()}
+    tensors = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
     gradients = [None if p.grad is None else p.grad.clone() for p in model.policy.parameters()]
     held = model.policy.optimizer
     objects = [*map(id, held.param_groups), *(id(value) for own in held.state.values() for value in own.values())]
@@ -577,7 +577,7 @@ def test_what_layers_keep_of_train_mode_is_as_before():
     model = model_of(policy_kwargs={"features_extractor_class": Counting})
     recording = recorded(model)
     assert model.policy.features_extractor.count > recording.start["features_extractor.count"] > 0
-    load_tensors(tensors_of(model.policy), recording.start)
+    load_tensors(named_tensors(model.policy), recording.start)
     before = state_of(model)
     attribute_round(model.policy, recording, target=Return())
     assert_untouched(before, state_of(model))
@@ -594,7 +594,7 @@ class Elsewhere(FlattenExtractor):
 def test_records_of_all_environments_are_looked_at_in_both_modes():
     model = model_of(policy_kwargs={"features_extractor_class": Elsewhere}, n_steps=64)
     recording = recorded(model, rounds=1)
-    load_tensors(tensors_of(model.policy), recording.start)
+    load_tensors(named_tensors(model.policy), recording.start)
     model.policy.eval()
     where = recording.records.observations.clone()
     where[:64, 0], where[64:, 0] = -1.0, 1.0

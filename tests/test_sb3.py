@@ -25,7 +25,7 @@ from whence import InvalidRecords, Return, Selection, Unsupported, WhenceError, 
 from whence.policies import as_view
 from whence.records import leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
-from whence.sb3.buffer import minibatches, selected
+from whence.sb3.buffer import minibatches, select_from
 from whence.sb3.description import HYPERPARAMETERS
 from whence.sb3.episodes import STATE, Ongoing, number_episodes
 
@@ -383,7 +383,7 @@ def test_get_yields_the_kept_records_in_sb3s_order() -> None:
     order = np.random.permutation(64)
     after_permutation = np.random.get_state()[1].tobytes()
     expected = [row for row in order if row in rows]
-    with selected(buffer, keeping(rows, 64)):
+    with select_from(buffer, keeping(rows, 64)):
         np.random.seed(5)
         batches = list(buffer.get(3))
         assert np.random.get_state()[1].tobytes() == after_permutation
@@ -398,7 +398,7 @@ def test_weights_that_differ_become_sampling_probabilities() -> None:
     weights = torch.zeros(32)
     weights[4], weights[9] = 1, 3
     selection = Selection(weights > 0, weights, [None if w else "no" for w in weights])
-    with selected(buffer, selection):
+    with select_from(buffer, selection):
         np.random.seed(0)
         draws = torch.cat([b.advantages for _ in range(50) for b in buffer.get(8)])
     assert len(draws) == 50 * 32
@@ -409,7 +409,7 @@ def test_weights_that_differ_become_sampling_probabilities() -> None:
 
 def test_the_buffers_own_get_is_back_after_an_exception() -> None:
     buffer = filled().rollout_buffer
-    with pytest.raises(KeyError), selected(buffer, keeping([1, 2], 32)):
+    with pytest.raises(KeyError), select_from(buffer, keeping([1, 2], 32)):
         raise KeyError
     assert "get" not in vars(buffer)
     assert len(next(buffer.get(32)).advantages) == 32

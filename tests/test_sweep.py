@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 from whence.cli import app
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import configure, is_finished, load_sweep, presets, read_sweep, run, sweep
-from whence.experiments.curves import curve_of
-from whence.experiments.environments import training_env
-from whence.experiments.metrics import rounds_to
-from whence.experiments.training import make_model
+from whence.experiments.rl.curves import curve_of
+from whence.experiments.rl.environments import training_env
+from whence.experiments.rl.training import make_model
 from whence.experiments.workers import _death, run_all
 from whence.guards import kept_generators
+from whence.metrics import rounds_to
 from whence.runs import RunDirectory
 from whence.sb3.callback import library_versions
 

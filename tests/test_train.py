@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
-from whence.cli.settings import overrides
+from whence.cli.settings import collect_overrides
 from whence.experiments import ARMS, TARGETS, configure, load_round, presets
-from whence.experiments.replay import measuring, run_config
+from whence.experiments.rl.stored import measuring, run_config
 from whence.sb3 import model_objective
 
 LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", "2", "--optimizer", "SGD"]
@@ -232,7 +232,9 @@ def test_an_environment_in_a_module_of_its_own_is_named_with_it(env: str, module
 def test_settings_are_toml_merged_at_every_depth() -> None:
     texts = ["policy_kwargs.net_arch.pi=[8]", "env_kwargs.'a.b' = 5e-3", "env_kwargs.c=2000-01-01", "observe=''"]
     texts += ["drop=0.25", "env_kwargs.deep.er=two words", "engine=loop", "env_kwargs.pair={x = 1, y = true}"]
-    found = overrides(texts, "lda-code/minigrid", {"rounds": 3, "warmup": None, "env_kwargs": {"deep": {"own": 1}}})
+    found = collect_overrides(
+        texts, "lda-code/minigrid", {"rounds": 3, "warmup": None, "env_kwargs": {"deep": {"own": 1}}}
+    )
     assert found == {
         "policy_kwargs": {"net_arch": {"pi": [8], "vf": [64, 64]}},
         "env_kwargs": {
@@ -377,10 +379,10 @@ def test_configure_takes_what_the_environment_needs() -> None:
 # Each sends a signal to its own process at one stage of the second round.
 STAGES = {
     "collection": ("stable_baselines3.common.buffers", "RolloutBuffer", "compute_returns_and_advantage"),
-    "scoring": ("whence.sb3.scoring", None, "attribute"),
+    "scoring": ("whence.experiments.rl.scoring", None, "attribute"),
     "writing": ("whence.runs", "RunDirectory", "write_policy"),
     "optimisation": ("torch.nn.utils", None, "clip_grad_norm_"),
-    "evaluation": ("whence.experiments.training", None, "measured_return"),
+    "evaluation": ("whence.experiments.rl.training", None, "measured_return"),
 }
 DRIVER = """
 import importlib, os, signal, sys

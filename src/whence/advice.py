@@ -30,7 +30,7 @@ def advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice]:
 
     Args:
         metrics: a run directory's table of that name, one row a round; columns that are missing are passed over.
-        config: of the run; `optimizer` and `score` are read, which is taken for "snapshot" where it is not there.
+        config: of the run; `optimizer` and `method` are read, which is taken for "snapshot" where it is not there.
     """
     if metrics.is_empty():
         return []
@@ -46,7 +46,7 @@ def _column(metrics: pl.DataFrame, name: str) -> list[float | None]:
 def _adaptive_optimizer(metrics: pl.DataFrame, config: Mapping[str, Any]) -> Iterator[Advice]:
     optimizer = str(config.get("optimizer", ""))
     scored = [row for row in zip(metrics["round"], _column(metrics, "mean"), strict=True) if row[1] is not None]
-    one_step = config.get("score", "snapshot") in ("snapshot", "crossfit")
+    one_step = config.get("method", "snapshot") in ("snapshot", "crossfit")
     if scored and one_step and optimizer in ("Adam", "AdamW", "RMSprop"):
         yield Advice(
             "adaptive optimiser",

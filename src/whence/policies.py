@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, is_dataclass
+from importlib.metadata import entry_points
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -198,8 +199,22 @@ _VIEWS: dict[str, Callable[[Any], PolicyView]] = {}
 
 
 def register_view(package: str, make: Callable[[Any], PolicyView]) -> None:
-    """Let `as_view` turn policies whose class, or a base of it, comes from the top-level `package` into views."""
+    """Let `as_view` turn policies whose class, or a base of it, comes from the top-level `package` into views.
+
+    An installed package registers its own by an entry point of the group "whence.views", named after `package`.
+    """
     _VIEWS[package] = make
+
+
+def _find_view(package: str) -> Callable[[Any], PolicyView] | None:
+    """Return what makes views of a package's policies; an entry point is loaded once one of its policies arrives."""
+    if package not in _VIEWS and (points := entry_points(group="whence.views", name=package)):
+        _VIEWS[package] = next(iter(points)).load()
+    return _VIEWS.get(package)
+
+
+def _viewable_packages() -> list[str]:
+    return sorted({*_VIEWS, *entry_points(group="whence.views").names})
 
 
 def as_view(policy: object) -> PolicyView:
@@ -211,11 +226,11 @@ def as_view(policy: object) -> PolicyView:
     if not isinstance(policy, nn.Module) and isinstance(policy, PolicyView):
         return policy
     for base in type(policy).__mro__:
-        if make := _VIEWS.get(base.__module__.partition(".")[0]):
+        if make := _find_view(base.__module__.partition(".")[0]):
             return make(policy)
     raise Unsupported(
         f"whence cannot read log-probabilities from a {type(policy).__module__}.{type(policy).__qualname__}. "
-        f"Pass a policy of {', '.join(sorted(_VIEWS)) or 'a registered library'}, or wrap your own: "
+        f"Pass a policy of {', '.join(_viewable_packages()) or 'a registered library'}, or wrap your own: "
         "whence.ModuleView(module, lambda module, inputs: log_probs)."
     )
 

@@ -9,9 +9,8 @@ import typer
 from torch import Tensor, nn
 
 from whence.checks import check_engines
-from whence.cli.app import app
+from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.options import AsJson
-from whence.cli.output import console, line, print_json, table
 from whence.guards import kept_generators
 from whence.objectives import PPOClip
 from whence.policies import ModuleView, Outputs
@@ -31,7 +30,6 @@ _EXTRAS = {
 _TOLERANCE = 1e-5
 
 
-@app.command()
 def doctor(json: AsJson = False) -> None:
     """Check this installation: versions, extras, and every engine against the plain loop on small networks.
 
@@ -52,17 +50,19 @@ def doctor(json: AsJson = False) -> None:
     if json:
         print_json({"machine": machine, "versions": versions, "extras": extras, "engines": engines, "sound": sound})
     else:
-        console.print(table("Machine", ("what", "found"), machine.items()))
-        console.print(table("Versions", ("package", "version"), versions.items()))
+        console.print(make_table("Machine", ("what", "found"), machine.items()))
+        console.print(make_table("Versions", ("package", "version"), versions.items()))
         rows = [(extra, _listed(found), _advised(extra, found)) for extra, found in extras.items()]
-        console.print(table("Extras", ("extra", "found", "to install"), rows))
+        console.print(make_table("Extras", ("extra", "found", "to install"), rows))
         headings = ("network", "device", "engine", "largest difference", "sound")
         cells = [
             (row["network"], row["device"], row["engine"], _number(row["difference"]), "yes" if row["sound"] else "NO")
             for row in engines
         ]
-        console.print(table("Engines against the loop", headings, cells))
-        line("All engines agree with the loop." if sound else "An engine is WRONG on this machine: use engine='loop'.")
+        console.print(make_table("Engines against the loop", headings, cells))
+        print_line(
+            "All engines agree with the loop." if sound else "An engine is WRONG on this machine: use engine='loop'."
+        )
     if not sound:
         raise typer.Exit(1)
 

@@ -1,11 +1,14 @@
 """Options that several commands have."""
 
+import re
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from whence import experiments
-from whence.cli.output import json_object, parsed_json
+from whence.cli.console import parse_json, parse_json_object
+from whence.errors import WhenceError
+from whence.experiments.rl import arms
+from whence.experiments.rl.presets import presets
 
 Env: TypeAlias = Annotated[
     str | None,
@@ -13,9 +16,7 @@ Env: TypeAlias = Annotated[
 ]
 Preset: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        help=f"A built-in set-up instead of ENV. Known: {', '.join(experiments.presets())}.", show_default=False
-    ),
+    typer.Option(help=f"A built-in set-up instead of ENV. Known: {', '.join(presets())}.", show_default=False),
 ]
 EnvKwargs: TypeAlias = Annotated[
     str | None,
@@ -77,24 +78,24 @@ Memory: TypeAlias = Annotated[
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
-def arms() -> str:
+def describe_arms() -> str:
     """Return what the help says of arms."""
-    return f"{experiments.known_arms()}; `whence list arms` tells what they do."
+    return f"{arms.describe_arms()}; `whence list arms` tells what they do."
 
 
-def env_settings(env_kwargs: str | None, pool_kwargs: str | None) -> dict[str, Any]:
+def parse_env_settings(env_kwargs: str | None, pool_kwargs: str | None) -> dict[str, Any]:
     """Return the fields of a run that `EnvKwargs` and `PoolKwargs` give.
 
     Raises:
         WhenceError: one is no JSON object.
     """
     return {
-        "env_kwargs": json_object("--env-kwargs", env_kwargs, """'{"map_name": "8x8"}'"""),
-        "pool_kwargs": json_object("--pool-kwargs", pool_kwargs, """'{"vehicles_count": 10}'"""),
+        "env_kwargs": parse_json_object("--env-kwargs", env_kwargs, """'{"map_name": "8x8"}'"""),
+        "pool_kwargs": parse_json_object("--pool-kwargs", pool_kwargs, """'{"vehicles_count": 10}'"""),
     }
 
 
-def action_asked(observation: str | None, action: str | None) -> dict[str, Any]:
+def parse_action(observation: str | None, action: str | None) -> dict[str, Any]:
     """Return the arguments of the target action that `Observation` and `Action` give; those that are given.
 
     Raises:
@@ -104,6 +105,32 @@ def action_asked(observation: str | None, action: str | None) -> dict[str, Any]:
         "observation": (observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
         "action": (action, "2 or '[0.5, -0.5]'"),
     }
-    return {
-        name: parsed_json(f"--{name}", text, example) for name, (text, example) in given.items() if text is not None
-    }
+    return {name: parse_json(f"--{name}", text, example) for name, (text, example) in given.items() if text is not None}
+
+
+_ROUNDS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6})(?::([0-9]{1,6}))?)?")
+
+
+def parse_rounds(option: str, text: str | None) -> list[int]:
+    """Return the rounds that an option names, each once and in their order: 5,20 or 10-50 or 10-150:10.
+
+    Raises:
+        WhenceError: it names none, or says something else.
+    """
+    if text is None:
+        return []
+    found: set[int] = set()
+    for part in text.split(","):
+        if (match := _ROUNDS.fullmatch(part.strip())) is None:
+            raise WhenceError(
+                f"{option} is {text!r}; whole numbers or ranges of up to six digits, separated by commas, are needed, "
+                "such as 5,20 or 10-50 or, for every tenth, 10-150:10."
+            )
+        first, last, every = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if last < first or every < 1:
+            raise WhenceError(
+                f"{option} has the range {part.strip()}; it goes from a round to a later one, in steps of at least 1: "
+                "10-50 or 10-150:10."
+            )
+        found.update(range(first, last + 1, every))
+    return sorted(found)

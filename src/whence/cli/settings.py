@@ -11,8 +11,8 @@ import typer
 
 from whence.errors import WhenceError, nearest
 from whence.experiments import HYPERPARAMETERS, RunConfig, presets
-from whence.experiments.arms import STANDARD
-from whence.experiments.config import check_types
+from whence.experiments.rl.config import check_types
+from whence.experiments.shared import STANDARD
 
 Settings: TypeAlias = Annotated[
     list[str] | None,
@@ -29,7 +29,7 @@ _ELSEWHERE = {"env": "ENV or --preset", "arm": "--selection or --arms", "seed": 
 _FIELDS = tuple(field.name for field in fields(RunConfig) if field.name not in _ELSEWHERE)
 
 
-def overrides(settings: Sequence[str] | None, preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def collect_overrides(settings: Sequence[str] | None, preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a run that a command was given, for `configure`.
 
     Tables are merged at every depth: with those of the other options, and with the preset's.

@@ -7,15 +7,13 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.cli.app import app
+from whence.cli.console import errors, print_json, print_line, resumable
 from whence.cli.options import AsJson
-from whence.cli.output import SweepTable, console, errors, line, print_json, resumable
+from whence.cli.sweep_table import SweepTable
 from whence.errors import WhenceError, nearest
 from whence.experiments import Planned
-from whence.report import write_tables
 
 
-@app.command()
 def sweep(
     file: Annotated[Path, typer.Argument(help="A TOML file of [[experiment]] tables; docs/command.md shows one.")],
     out: Annotated[
@@ -48,11 +46,11 @@ def sweep(
         runs = _chosen(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
     with resumable(), SweepTable(runs, workers) as live:
-        failures = experiments.sweep(runs, path, live, workers=workers, keep_runs=keep_runs)
+        failures = experiments.run_sweep(runs, path, live, workers=workers, keep_runs=keep_runs)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
     else:
-        line(f"{len(runs) - len(failures)} of {len(runs)} runs are in {path}: whence table {path}")
+        print_line(f"{len(runs) - len(failures)} of {len(runs)} runs are in {path}: whence table {path}")
     for name, failure in failures.items():
         errors.print(f"{name} failed: {failure}", markup=False, highlight=False, soft_wrap=True)
     if failures:
@@ -66,26 +64,3 @@ def _chosen(runs: Sequence[Planned], names: Sequence[str], file: Path) -> list[P
         if name not in known:
             raise WhenceError(f"{file} has no experiment, arm or run {name!r}.{nearest(name, known)}")
     return [run for run in runs if any(f"{run.name}/".startswith(f"{name}/") for name in names)]
-
-
-@app.command("table")
-def tables(
-    out: Annotated[Path, typer.Argument(help="The directory of a sweep.")],
-    no_pictures: Annotated[
-        bool, typer.Option("--no-pictures", help="Draw no curves: these need Kaleido and a Chrome or Chromium.")
-    ] = False,
-    json: AsJson = False,
-) -> None:
-    """Tabulate what a sweep has finished, beside LDA's figures: tables.md, summary.json and curves as SVG.
-
-    Example: whence table results/paper
-    """
-    results = experiments.load_sweep(out)
-    summary = experiments.summarise_sweep(results)
-    text = write_tables(results, summary, out, pictures=not no_pictures)
-    if json:
-        print_json(summary)
-        return
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    for name, what in (("Text", "tables.md"), ("Numbers", "summary.json")):
-        line(f"{name}: {out / what}")

@@ -1,20 +1,37 @@
-"""Which module runs which kind of configuration: reinforcement learning's, or a language model's."""
+"""The two kinds of runs, reinforcement learning's and language models', behind one protocol."""
 
-from typing import Any, TypeAlias
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast
 
-from whence.experiments import language, training
-from whence.experiments.config import RunConfig
-from whence.experiments.language import LanguageConfig
+from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.rl.config import RunConfig
+from whence.experiments.shared import OnRound
+from whence.metrics import Curve
 
 AnyConfig: TypeAlias = RunConfig | LanguageConfig
 """One run of either kind."""
 
 
-def kind_of(config: AnyConfig) -> Any:
-    """Return the module with `run`, `is_finished` and `curve` for such a configuration."""
-    return language if isinstance(config, LanguageConfig) else training
+class Runner(Protocol):
+    """What a module offers that runs one kind of configuration."""
+
+    def run(self, config: Any, path: Path, on_round: OnRound) -> None:
+        """Train and evaluate as `config` says; a finished run is left as it is."""
+
+    def is_finished(self, config: Any, path: Path) -> bool:
+        """Return whether a directory holds this run, finished."""
+
+    def read_curve(self, config: Any, path: Path) -> Curve:
+        """Return a finished run's learning curve."""
+
+
+def runner_of(config: AnyConfig) -> Runner:
+    """Return the module that runs such a configuration; what it trains with is imported here."""
+    kind = "llm" if isinstance(config, LanguageConfig) else "rl"
+    return cast(Runner, import_module(f"whence.experiments.{kind}.training"))
 
 
 def config_of(values: Any) -> AnyConfig:
-    """Return the configuration that its `to_json` gave."""
+    """Return the configuration that its `to_json` returned."""
     return RunConfig.from_json(values) if "env" in values else LanguageConfig.from_json(values)

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 import polars as pl
 
 from whence.errors import RunDirectoryError
-from whence.experiments.arms import ARMS, STANDARD
-from whence.experiments.config import RunConfig
-from whence.experiments.curves import read_curve, write_curve
-from whence.experiments.metrics import Curve, summarise
+from whence.experiments.rl.arms import ARMS
+from whence.experiments.rl.config import RunConfig
+from whence.experiments.rl.curves import read_curve, write_curve
+from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import Planned, differing, label_of
 from whence.experiments.workers import check_workers, reason, run_all
+from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory
 
 
@@ -33,7 +34,7 @@ class Watch(Protocol):
         """Hear that a run has ended, and why it failed."""
 
 
-def sweep(
+def run_sweep(
     runs: Sequence[Planned], out: Path, watch: Watch, *, workers: int | None = None, keep_runs: bool = False
 ) -> dict[str, str]:
     """Run what is not there yet, and keep of each run its curve and its timings.
@@ -167,7 +168,7 @@ def _is_kept(planned: Planned, out: Path) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptRun:
     """A run of a sweep, as its files hold it: configuration, tables `evaluations`, `rounds`, `seconds`, and curve."""
 
     config: RunConfig
@@ -175,7 +176,7 @@ class Kept:
     curve: Curve
 
 
-Results = Mapping[str, Mapping[str, Mapping[int, Kept]]]
+Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
 """Finished runs by group, label and seed."""
 
 
@@ -186,7 +187,7 @@ def load_sweep(out: Path) -> Results:
         RunDirectoryError: there is none, a file cannot be read or is not where its run belongs, or runs of one name
             differ in more than arm, share to drop and seed.
     """
-    found: dict[str, dict[str, dict[int, Kept]]] = {}
+    found: dict[str, dict[str, dict[int, KeptRun]]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for results in sorted((out / "curves").glob("*/*/seed_*.json")):
         group, label = results.parts[-3:-1]
@@ -197,7 +198,7 @@ def load_sweep(out: Path) -> Results:
                 f"{results} differs from other runs of {group!r} in {', '.join(others)}, and cannot be compared with "
                 "them. Move the one or the others to another directory."
             )
-        found.setdefault(group, {}).setdefault(label, {})[config.seed] = Kept(config, tables, curve)
+        found.setdefault(group, {}).setdefault(label, {})[config.seed] = KeptRun(config, tables, curve)
     if not found:
         raise RunDirectoryError(f"{out} holds no finished run of a sweep. Run whence sweep FILE --out {out}.")
     order = {arm: place for place, arm in enumerate(ARMS)}
@@ -216,7 +217,7 @@ def _check_place(results: Path, label: str, config: RunConfig) -> None:
         )
 
 
-def _place(runs: Mapping[int, Kept], order: Mapping[str, int]) -> tuple[int, float]:
+def _place(runs: Mapping[int, KeptRun], order: Mapping[str, int]) -> tuple[int, float]:
     config = next(iter(runs.values())).config
     return order[config.arm], config.drop
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from whence.errors import WhenceError, nearest
-from whence.experiments.arms import ARMS, STANDARD, known_arms, unknown_arm
-from whence.experiments.config import RunConfig
-from whence.experiments.curves import MORE
-from whence.experiments.plan import check_read, configure_arms, reads
+from whence.experiments.rl.arms import ARMS, describe_arms, unknown_arm
+from whence.experiments.rl.config import RunConfig
+from whence.experiments.rl.curves import MORE
+from whence.experiments.rl.plan import check_read, configure_arms, reads
+from whence.experiments.shared import STANDARD
 
 OVERRIDES = tuple(field.name for field in fields(RunConfig) if field.name not in ("env", "arm", "seed", "drop"))
 """Fields of a run that a sweep may set for all of an experiment's runs."""
@@ -220,7 +221,9 @@ def _planned(entry: Mapping[str, Any]) -> tuple[RunConfig, list[Planned]]:
     arms = entry.get("arms")
     is_list = isinstance(arms, list) and all(isinstance(arm, str) for arm in arms)
     if not is_list or not arms or len(set(arms)) < len(arms):
-        raise _Located(f"arms is {arms!r}; a list that names each arm once is needed. Known: {known_arms()}.", "arms")
+        raise _Located(
+            f"arms is {arms!r}; a list that names each arm once is needed. Known: {describe_arms()}.", "arms"
+        )
     for place, arm in enumerate(arms):
         if arm not in ARMS:
             raise _Located(str(unknown_arm(arm)), "arms", place)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from whence.errors import WhenceError
-from whence.experiments.kinds import AnyConfig, kind_of
+from whence.experiments.kinds import AnyConfig, runner_of
 from whence.guards import written_atomically
 
 Job = tuple[AnyConfig, Path]
@@ -119,7 +119,7 @@ def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     told = path.with_name(f"{path.name}.error.txt")
     try:
-        kind_of(config).run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
+        runner_of(config).run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
     except Exception as failure:
         with written_atomically(told) as temporary:
             temporary.write_text(traceback.format_exc(), encoding="utf-8")

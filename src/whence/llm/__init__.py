@@ -2,6 +2,8 @@
 
 from importlib.util import find_spec
 
+import lazy_loader
+
 from whence.errors import Unsupported
 
 if missing := [name for name in ("transformers", "accelerate") if find_spec(name) is None]:
@@ -10,14 +12,4 @@ if missing := [name for name in ("transformers", "accelerate") if find_spec(name
         "'.[llm]'."
     )
 
-from whence.llm.config import PPOConfig as PPOConfig
-from whence.llm.model import WithValueHead as WithValueHead
-from whence.llm.objectives import TokenPPO as TokenPPO
-from whence.llm.rewards import classifier as classifier
-from whence.llm.rows import rows_of as rows_of
-from whence.llm.rules import register_rmsnorm as register_rmsnorm
-from whence.llm.targets import SequenceReturn as SequenceReturn
-from whence.llm.targets import TokenReturn as TokenReturn
-from whence.llm.targets import ValidationLoss as ValidationLoss
-from whence.llm.trainer import PPOTrainer as PPOTrainer
-from whence.llm.view import language_view as language_view
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

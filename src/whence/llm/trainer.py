@@ -28,8 +28,8 @@ from whence.llm.rewards import Reward, weighed
 from whence.llm.rollout import Rollout, rolled_out
 from whence.llm.scoring import check_held_out, held_out_target, score
 from whence.llm.steps import optimise
+from whence.llm.tables import row_of, table_of
 from whence.llm.targets import SequenceReturn
-from whence.llm.told import row_of, table_of
 from whence.objectives import Objective, as_objective
 from whence.runs import RunDirectory, without_addresses
 from whence.selection import KeepAll, Progress, Selection, SelectionRule

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whence.errors import Unsupported, WhenceError
+from whence.llm.layer_rules import register_rules
 from whence.llm.model import takes
-from whence.llm.rules import register_rules
 from whence.policies import LazyOutputs, ModuleView
 from whence.records import RecordBatch
 

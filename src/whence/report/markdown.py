@@ -11,9 +11,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.experiments import STANDARD, Results, RunConfig
-from whence.experiments.metrics import CURVE_METRICS
-from whence.experiments.plan import reads
+from whence.experiments.rl.plan import reads
 from whence.guards import written_atomically
+from whence.metrics import CURVE_METRICS
 from whence.report import lda
 from whence.report.figures import stages_of
 from whence.report.page import DEFINITIONS, HEADINGS, cell, column_heading

@@ -12,8 +12,8 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from whence.experiments import STANDARD, AnyConfig, Comparison, LanguageConfig
-from whence.experiments.metrics import PAIR_METRICS
 from whence.guards import written_atomically
+from whence.metrics import PAIR_METRICS
 from whence.report.figures import arm_colours
 from whence.report.records import Column, browsed, columns_of
 from whence.report.sections import Drawn, Runs, advised, drawn, facts, latest, tables

@@ -7,11 +7,11 @@ import plotly.graph_objects as go
 import polars as pl
 
 from whence.errors import Unsupported
-from whence.experiments import ARMS, STANDARD, Kept
+from whence.experiments import ARMS, STANDARD, KeptRun
 from whence.guards import written_atomically
 from whence.report.figures import arm_colours, learning_curves
 
-Labels = Mapping[str, Mapping[int, Kept]]
+Labels = Mapping[str, Mapping[int, KeptRun]]
 """An experiment's finished runs, by label and seed."""
 
 
@@ -53,7 +53,7 @@ def pictures_of(labels: Labels) -> dict[str, list[str]]:
 
 def _is_control(arm: str) -> bool:
     standard = ARMS[STANDARD]
-    return (ARMS[arm].learning_rate_scale, ARMS[arm].callback) != (standard.learning_rate_scale, standard.callback)
+    return (ARMS[arm].learning_rate_scale, ARMS[arm].trains) != (standard.learning_rate_scale, standard.trains)
 
 
 def _curves(labels: Labels, chosen: Sequence[str]) -> go.Figure:

@@ -13,5 +13,5 @@ from whence.sb3.buffer import collect as collect
 from whence.sb3.buffer import snapshot as snapshot
 from whence.sb3.callback import InfluenceCallback as InfluenceCallback
 from whence.sb3.episodes import RecordResets as RecordResets
-from whence.sb3.rounds import replay as replay
-from whence.sb3.scoring import model_objective as model_objective
+from whence.sb3.objective import model_objective as model_objective
+from whence.sb3.replay import replay as replay

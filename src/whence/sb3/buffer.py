@@ -2,13 +2,12 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from jaxtyping import Bool
 from numpy.typing import NDArray
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
@@ -26,13 +25,11 @@ from whence.sb3.contrib import (
 )
 from whence.sb3.episodes import Ongoing, number_episodes
 from whence.sb3.policy import check_policy
-from whence.sb3.rounds import Recorder
-from whence.sb3.training import own_class
+from whence.sb3.recorder import Recorder
+from whence.sb3.train_hook import own_class
 from whence.selection import Selection
 
 Last: TypeAlias = Literal["keep", "drop"]
-
-Normalised: TypeAlias = Literal["minibatch", "buffer"]
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO)
 _BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
@@ -167,11 +164,11 @@ def _flat(array: NDArray[Any]) -> Tensor:
 
 
 @contextmanager
-def selected(
+def select_from(
     buffer: RolloutBuffer,
     selection: Selection,
     *,
-    among: Bool[Tensor, " n"] | None = None,
+    draws: int | None = None,
     last: Last = "keep",
     recorder: Recorder | None = None,
 ) -> Iterator[None]:
@@ -183,19 +180,19 @@ def selected(
     Args:
         buffer: the rollout buffer.
         selection: in the order of the flattened buffer.
-        among: the records that the selection was made from, as many of which are drawn by weights; None: all.
+        draws: records drawn an epoch where weights differ; None: as many as the buffer holds.
         last: whether a minibatch shorter than the others trains; see `minibatches`.
         recorder: told of every epoch and minibatch.
     """
     own_get = buffer.get
     keep = selection.keep.numpy()
     whole = bool(keep.all()) and selection.uniform
-    draws = len(keep) if among is None else int(among.sum())
+    draws = len(keep) if draws is None else draws
 
     def get(batch_size: int | None = None) -> Iterator[Any]:
         if recorder is not None:
             recorder.epoch()
-        order = _own_order(buffer, own_get)
+        order = _draw_order(buffer, own_get)
         if selection.uniform:
             order = order[keep[order]]
         else:
@@ -215,47 +212,7 @@ def selected(
         del buffer.get  # the instance's; the class's own shows again
 
 
-@contextmanager
-def training_on(
-    model: Any,
-    selection: Selection,
-    *,
-    among: Bool[Tensor, " n"] | None = None,
-    last: Last = "keep",
-    advantage_norm: Normalised = "minibatch",
-    recorder: Recorder | None = None,
-) -> Iterator[None]:
-    """Let `model.train()` see the selected records; see `selected` and, for "buffer", `normalised_over_buffer`."""
-    once = normalised_over_buffer(model, among) if advantage_norm == "buffer" else nullcontext()
-    with once, selected(model.rollout_buffer, selection, among=among, last=last, recorder=recorder):
-        yield
-
-
-@contextmanager
-def normalised_over_buffer(model: Any, among: Bool[Tensor, " n"] | None = None) -> Iterator[None]:
-    """Let `train()` read advantages normalised once over the whole rollout, and not again in each minibatch.
-
-    Where records are dropped, a minibatch has another mean advantage than the rollout, and normalising by it turns the
-    sign of small advantages. Buffer and model have their own advantages and settings back on exit.
-
-    Args:
-        model: about to be trained.
-        among: the records by whose mean and standard deviation all are normalised, in the order of the flattened
-            buffer; None: all.
-    """
-    buffer, raw = model.rollout_buffer, model.rollout_buffer.advantages
-    flat, own = buffer.generator_ready, model.normalize_advantage
-    read = raw if among is None else (raw if flat else buffer.swap_and_flatten(raw))[among.numpy()]
-    buffer.advantages = (raw - read.mean()) / (read.std(ddof=1) + 1e-8)
-    model.normalize_advantage = False
-    try:
-        yield
-    finally:
-        model.normalize_advantage = own
-        buffer.advantages = raw if buffer.generator_ready == flat else buffer.swap_and_flatten(raw)
-
-
-def _own_order(buffer: RolloutBuffer, own_get: Any) -> NDArray[np.int64]:
+def _draw_order(buffer: RolloutBuffer, own_get: Any) -> NDArray[np.int64]:
     """Draw the permutation that the buffer's own `get` draws, flattening the arrays as it does."""
     buffer._get_samples = lambda indices, env=None: indices  # type: ignore[method-assign,assignment,return-value]
     try:
@@ -289,9 +246,3 @@ def check_last(last: str) -> None:
     """Refuse an unknown value of `last`."""
     if last not in get_args(Last):
         raise WhenceError(f"last is {last!r}.{nearest(str(last), get_args(Last))}")
-
-
-def check_normalised(advantage_norm: str) -> None:
-    """Refuse an unknown value of `advantage_norm`."""
-    if advantage_norm not in get_args(Normalised):
-        raise WhenceError(f"advantage_norm is {advantage_norm!r}.{nearest(str(advantage_norm), get_args(Normalised))}")

@@ -3,50 +3,41 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
 from stable_baselines3.common.callbacks import BaseCallback
-from torch import Tensor
 
 from whence.advice import advice
-from whence.errors import WhenceError
+from whence.attribution import attribute
+from whence.engines import ENGINES
+from whence.errors import WhenceError, nearest
 from whence.influence import Influence
-from whence.objectives import Objective
+from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
-from whence.rounds import DRAWS, RoundRecording
-from whence.rounds.smoothed import SMOOTHED
+from whence.rounds import RoundRecording
 from whence.runs import RunDirectory, without_addresses
-from whence.sb3.buffer import (
-    Last,
-    Normalised,
-    check_last,
-    check_model,
-    check_normalised,
-    read,
-    training_on,
-)
+from whence.sb3.buffer import Last, check_last, check_model, read, select_from
 from whence.sb3.description import describe
 from whence.sb3.episodes import STATE, Ongoing
-from whence.sb3.rehearsal import Rehearsal, held_out_gain
-from whence.sb3.rounds import Recorder, check_groups, check_steps, tensors_of
-from whence.sb3.scoring import Scoring
-from whence.sb3.training import around_next_train, cancel
-from whence.selection import KeepAll, Progress, Selection, SelectionRule
+from whence.sb3.objective import model_objective
+from whence.sb3.recorder import Recorder, check_groups
+from whence.sb3.state import named_tensors
+from whence.sb3.train_hook import around_next_train, cancel
+from whence.selection import Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.tables import summary, with_selection
-from whence.targets import Target, name_of
+from whence.targets import Return, Target, as_target, name_of
 
 log = logging.getLogger("whence")
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundResult:
     """What happened in one round, as `InfluenceCallback.round` gives it.
 
     Attributes:
@@ -62,18 +53,34 @@ class Round:
     selection: Selection
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What `InfluenceCallback.choose` returns.
+
+    Attributes:
+        influence: scores of the rollout; None: nothing was scored.
+        selection: the records to train on.
+        metrics: further columns of the round's metrics; numbers also go to the model's logger, as `influence/NAME`.
+    """
+
+    influence: Influence | None
+    selection: Selection
+    metrics: Mapping[str, float | bool | None] = field(default_factory=dict)
+
+
 class InfluenceCallback(BaseCallback):
     """Score each rollout and let SB3's `train()` see the records that a rule selects (LDA Alg. 1).
 
     Scoring happens after advantages are computed and before optimisation; it changes nothing of the model, its
     optimiser, buffer or generators. `train()` is SB3's own, on a buffer whose `get` yields the selected records, and
-    the buffer is as before when `train()` ends, also when it raises. A round that keeps fewer than two records is not
+    the buffer is as before when `train()` ends, even if it raises. A round that keeps fewer than two records is not
     trained on; it is logged and counted.
 
-    The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores),
-    `influence/seconds` and, with a guard, `influence/held_out_gain` and `influence/fell_back`, so TensorBoard, CSV and
-    W&B show them. What a practitioner should know goes once each to the logger "whence" of Python's logging. `round` is
-    the last round, `metrics` has a row for each.
+    The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores) and
+    `influence/seconds`, so TensorBoard, CSV and W&B show them. Advice goes once each to the logger "whence" of Python's
+    logging. `round` is the last round's result, `metrics` has a row for each.
+
+    To score or select in a way of your own, override `choose`; to train in a way of your own, `train_selected`.
 
     Args:
         rule: which records train: `IIF(drop=0.5)`, another rule of `whence`, or a `SelectionRule` of your own.
@@ -81,20 +88,13 @@ class InfluenceCallback(BaseCallback):
         objective: None: the model's own, without its value term (clip range, entropy coefficient, and whether it
             normalises advantages are read from the model).
         engine: see `attribute`.
-        score: "snapshot"; or "crossfit", where no record has a voice in the target it is scored by; or a method of
-            `attribute_round`, for which the round is rehearsed: trained on in full, scored as a whole, and undone.
-        draws: trainings that the score "smoothed" averages; under Adam 64 foretell more, at four times the cost.
-        memory: bytes that scoring may hold at a time; see `attribute` and `attribute_round`.
-        guard: train on everything in rounds in which selecting does not pay, judged by held-out episodes of the same
-            rollout (see `held_out_gain`). It costs two trainings of each round more, with a score of whole rounds the
-            scoring of one more round, and no environment step.
-        advantage_norm: "minibatch" as SB3 does it, or "buffer": once over the rollout, before anything is dropped.
-        run: directory for what happened, round by round; see `RunDirectory`. None: nothing is written. A directory
+        memory: bytes that scoring may hold at a time; see `attribute`.
+        run: directory for what happens, round by round; see `RunDirectory`. None: nothing is written. A directory
             that holds a run of the same configuration is started over.
         recordings: rounds to record, from 1: what `train()` did in them, to be replayed and attributed as a whole. The
             last is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
-        strict: raise where fewer than two records are kept.
+        strict: raise if a round keeps fewer than two records.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -109,14 +109,10 @@ class InfluenceCallback(BaseCallback):
         target: Target | None = None,
         objective: Objective | None = None,
         engine: str = "auto",
-        score: str = "snapshot",
-        draws: int = DRAWS,
         memory: int = 2**31,
-        guard: bool = False,
-        advantage_norm: Normalised = "minibatch",
         run: str | Path | RunDirectory | None = None,
-        last: Last = "keep",
         recordings: Collection[int] = (),
+        last: Last = "keep",
         strict: bool = False,
         verbose: int = 0,
     ) -> None:
@@ -125,21 +121,18 @@ class InfluenceCallback(BaseCallback):
             raise WhenceError(
                 f"rule is {rule!r}; pass an instance, such as IIF(drop=0.5), with `needs_influence` and `select`."
             )
+        if engine not in ("auto", *ENGINES):
+            raise WhenceError(f"engine is {engine!r}.{nearest(str(engine), ['auto', *ENGINES])}")
         check_last(last)
-        check_normalised(advantage_norm)
         if not isinstance(run, str | Path | RunDirectory | None):
             raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
-        self.scoring = Scoring.asked(score, target, objective, engine, draws, memory)
-        if advantage_norm == "buffer" and recordings:
-            raise WhenceError(
-                "advantage_norm='buffer' trains on normalised advantages, which recordings would hold in the place of "
-                "the raw ones that targets read. Leave out advantage_norm or recordings."
-            )
         self.rule, self.last, self.strict = rule, last, strict
-        self.guard, self.advantage_norm = guard, advantage_norm
-        self.round: Round | None = None
+        self.target = as_target(Return() if target is None else target)
+        self.objective = None if objective is None else as_objective(objective)
+        self.engine, self.memory = engine, memory
+        self.round: RoundResult | None = None
         self.metrics: list[dict[str, Any]] = []
-        self.recordings = _rounds_of(recordings)
+        self.recordings = _check_recordings(recordings)
         self.recording: RoundRecording | None = None
         self.skipped_rounds = 0
         self._advised: set[str] = set()
@@ -150,15 +143,99 @@ class InfluenceCallback(BaseCallback):
         self._read_at = 0
         self._reset_states: list[list[str | None]] = []
 
+    def check_model(self) -> None:
+        """Refuse a model that cannot be trained in this way; called when `learn()` begins.
+
+        Raises:
+            Unsupported: see `snapshot`; or rounds are to be recorded whose optimiser has several parameter groups.
+        """
+        check_model(self.model)
+        if self.recordings:
+            check_groups(self.model)
+
+    def choose(self, records: RecordBatch) -> Choice:
+        """Score a rollout and select the records to train on; override it to score or select in another way.
+
+        Called after advantages are computed and before `train()`. The model has to be left as it is.
+
+        Args:
+            records: the rollout, n records in the order of the flattened buffer.
+
+        Returns:
+            Scores, if there are any; a selection with one entry per record; further metrics.
+        """
+        influence = None
+        if self.rule.needs_influence:
+            influence = attribute(
+                self.model.policy,
+                records,
+                target=self.target,
+                objective=self.objective or model_objective(self.model),
+                engine=self.engine,
+                memory=self.memory,
+            )
+        return Choice(influence, self.select(records, influence))
+
+    def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
+        """Return the rule's selection, checked.
+
+        Raises:
+            WhenceError: the rule returned something else than a selection of these records.
+        """
+        progress = Progress(self.next_round, max(0.0, self.progress_remaining))
+        selection = self.rule.select(records, influence, progress)
+        if not isinstance(selection, Selection) or len(selection.keep) != len(records):
+            received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
+            raise WhenceError(
+                f"{self.rule!r}.select() returned a selection of {received} for a rollout of {len(records)}; it must "
+                "return a whence.Selection with one entry per record."
+            )
+        return selection
+
+    def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
+        """Train on the selected records; override it to train in another way.
+
+        Args:
+            train: SB3's own `train()`, to be called in here.
+            selection: what `choose` returned; at least two records.
+        """
+        assert self.round is not None
+        recorder = Recorder(self.model) if self.round.number in self.recordings else None
+        buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
+        with select_from(buffer, selection, last=self.last, recorder=recorder):
+            train()
+        if recorder is not None:
+            self.recording = recorder.recording(self.round.number, self.round.records)
+            if self._run is not None:
+                self.recording.save(self._run.recording_path(self.round.number))
+
+    def settings(self) -> dict[str, Any]:
+        """Return how records are scored and selected, in JSON types, for the run's configuration."""
+        return {
+            "rule": without_addresses(repr(self.rule)),
+            "target": without_addresses(name_of(self.target)),
+            "objective": "the model's" if self.objective is None else without_addresses(repr(self.objective)),
+            "engine": self.engine,
+            "last": self.last,
+        }
+
+    @property
+    def next_round(self) -> int:
+        """The number of the round that is about to be scored, from 1."""
+        return self._rounds + 1
+
+    @property
+    def progress_remaining(self) -> float:
+        """The progress that `train()` will see, from 1 to 0; below 0 in a last rollout beyond the steps asked for."""
+        # The model's own figure is still that of the round before.
+        return 1 - self.model.num_timesteps / self.model._total_timesteps
+
     def _init_callback(self) -> None:
         cancel(self.model)  # of a learn() that was broken off between a rollout and its training
-        check_model(self.model)
-        if self.guard or self.recordings or self.scoring.of_round:
-            check_groups(self.model)
-        if self.scoring.of_round:
-            check_steps(self.model)
+        self.check_model()
         if self._run is None and self._run_path is not None:
-            self._run = RunDirectory.create(self._run_path, self._config(), versions=library_versions())
+            config = describe(self.model) | self.settings()
+            self._run = RunDirectory.create(self._run_path, config, versions=library_versions())
 
     def _on_training_start(self) -> None:
         # learn() resets the environments unless it goes on where it stopped: then the episodes under way go on too,
@@ -186,50 +263,24 @@ class InfluenceCallback(BaseCallback):
         scoring = Stopwatch()
         records, self._ongoing = read(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
         self._read_at = self.model.num_timesteps
-        influence, selection, gain = self._choose(records)
+        choice = self.choose(records)
         seconds["scoring"] = scoring.seconds()
         self._rounds += 1
-        self.round = Round(self._rounds, records, influence, selection)
+        self.round = RoundResult(self._rounds, records, choice.influence, choice.selection)
         self._count_skipped(self.round)
         metrics = {
             "round": self.round.number,
-            "timestep": int(self.round.records.ids.max()) + 1,
-            **summary(selection, self.round.influence),
+            "timestep": int(records.ids.max()) + 1,
+            **summary(choice.selection, choice.influence),
             "episode_return": self._episode_return(),
         }
         metrics["skipped"] = metrics["kept"] < 2
-        if self.guard:
-            metrics |= {"held_out_gain": gain, "fell_back": gain is not None and not gain >= 0}
-        self._log(metrics, seconds["scoring"]["wall"])
+        metrics |= choice.metrics
+        self._log(metrics, choice.metrics, scoring_seconds=seconds["scoring"]["wall"])
         self._write_round(self.round)
-        around_next_train(self.model, lambda own_train: self._train(own_train, selection, metrics, seconds))
+        around_next_train(self.model, lambda train: self._train(train, metrics, seconds))
 
-    def _choose(self, records: RecordBatch) -> tuple[Influence | None, Selection, float | None]:
-        """Return scores, what is to train, and where the guard judged it, by how much it pays."""
-        rehearsal = Rehearsal(self.model, self._rounds + 1, self._remaining(), self.last, self.advantage_norm)
-
-        def choose(among: Tensor) -> tuple[Influence | None, Selection]:
-            influence = self.scoring.influence(rehearsal, records, among) if self.rule.needs_influence else None
-            return influence, self._select(records if bool(among.all()) else records.take(among), influence)
-
-        influence, selection = choose(torch.ones(len(records), dtype=torch.bool))
-        if not self.guard or (selection.uniform and bool(selection.keep.all())):
-            return influence, selection, None
-        gain = held_out_gain(rehearsal, records, lambda among: choose(among)[1])
-        # Not a number where a half is left with too little to judge by: then nothing speaks for the selection.
-        return influence, selection if gain >= 0 else KeepAll().select(records), gain
-
-    def _select(self, records: RecordBatch, influence: Influence | None) -> Selection:
-        selection = self.rule.select(records, influence, self._progress())
-        if not isinstance(selection, Selection) or len(selection.keep) != len(records):
-            got = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
-            raise WhenceError(
-                f"{self.rule!r}.select() returned a selection of {got} for a rollout of {len(records)}; it must return "
-                "a whence.Selection with one entry per record."
-            )
-        return selection
-
-    def _count_skipped(self, current: Round) -> None:
+    def _count_skipped(self, current: RoundResult) -> None:
         kept = int(current.selection.keep.sum())
         if kept < 2 and self.strict:
             raise WhenceError(
@@ -240,70 +291,47 @@ class InfluenceCallback(BaseCallback):
 
     def _train(
         self,
-        own_train: Callable[[], None],
-        selection: Selection,
+        train: Callable[[], None],
         metrics: Mapping[str, Any],
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
+        assert self.round is not None
         self._optimisation = Stopwatch()
         if not metrics["skipped"]:
-            self._train_selected(own_train, selection)
+            self.train_selected(train, self.round.selection)
         self._write_rows(metrics, {**seconds, "optimisation": self._optimisation.seconds()})
-
-    def _train_selected(self, own_train: Callable[[], None], selection: Selection) -> None:
-        # Apart, so that a subclass can train on what is selected in a way of its own.
-        assert self.round is not None
-        recorder = Recorder(self.model) if self.round.number in self.recordings else None
-        asked: dict[str, Any] = {"last": self.last, "advantage_norm": self.advantage_norm, "recorder": recorder}
-        with training_on(self.model, selection, **asked):
-            own_train()
-        if recorder is not None:
-            self.recording = recorder.recording(self.round.number, self.round.records)
-            if self._run is not None:
-                self.recording.save(self._run.recording_path(self.round.number))
 
     def _on_training_end(self) -> None:
         cancel(self.model)
         if self._run is not None:
-            self._run.write_policy(self._rounds + 1, tensors_of(self.model.policy))
+            self._run.write_policy(self._rounds + 1, named_tensors(self.model.policy))
 
     def _episode_return(self) -> float | None:
         # SB3's own running mean over the last hundred episodes, unshaped; there where environments have a Monitor.
         ended = [float(episode["r"]) for episode in self.model.ep_info_buffer or ()]
         return float(np.mean(ended)) if ended else None
 
-    def _progress(self) -> Progress:
-        return Progress(self._rounds + 1, max(0.0, self._remaining()))
-
-    def _remaining(self) -> float:
-        # The model's own figure is still that of the round before; train() will see this one, below 0 in a last
-        # rollout that goes beyond the steps asked for.
-        return 1 - self.model.num_timesteps / self.model._total_timesteps
-
     def _states(self) -> list[str | None]:
         # The infos of the environments' last resets; there only where the environments are wrapped in RecordResets.
         return [info.get(STATE) for info in self.training_env.unwrapped.reset_infos]
 
-    def _log(self, metrics: Mapping[str, Any], seconds: float) -> None:
-        for name in ("dropped_share", "negative_share", "mean"):
-            if metrics.get(name) is not None:
-                self.logger.record(f"influence/{name}", metrics[name])
-        for name in ("held_out_gain", "fell_back"):
+    def _log(self, metrics: Mapping[str, Any], more: Mapping[str, Any], *, scoring_seconds: float) -> None:
+        for name in ("dropped_share", "negative_share", "mean", *more):
             if metrics.get(name) is not None:
                 self.logger.record(f"influence/{name}", float(metrics[name]))
-        self.logger.record("influence/seconds", seconds)
+        self.logger.record("influence/seconds", scoring_seconds)
         self.logger.record("influence/skipped_rounds", self.skipped_rounds)
         if self.verbose:
             skipped = ": skipped, two are needed" if metrics["kept"] < 2 else ""
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
 
-    def _write_round(self, current: Round) -> None:
+    def _write_round(self, current: RoundResult) -> None:
         if self._run is None:
             return
         table = with_selection(current.records.to_polars(observations=True), current.selection, current.influence)
         self._run.write_round("records", current.number, table)
         self._run.write_round("episodes", current.number, self._episodes(table))
-        self._run.write_policy(current.number, tensors_of(self.model.policy))
+        self._run.write_policy(current.number, named_tensors(self.model.policy))
 
     def _episodes(self, records: pl.DataFrame) -> pl.DataFrame:
         begun = records.filter("episode_start").select("episode_id", "env_index")
@@ -326,29 +354,15 @@ class InfluenceCallback(BaseCallback):
 
     def _advise(self) -> None:
         table = pl.DataFrame(self.metrics, infer_schema_length=None)
-        config = {"optimizer": type(self.model.policy.optimizer).__name__, "score": self.scoring.score}
+        config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}
         for one in advice(table, config):
             if one.kind not in self._advised:
                 self._advised.add(one.kind)
                 log.warning("round %d: %s", one.round, one.text)
 
-    def _config(self) -> dict[str, Any]:
-        scoring = self.scoring
-        return describe(self.model) | {
-            "rule": without_addresses(repr(self.rule)),
-            "score": scoring.score,
-            **({"draws": scoring.draws} if scoring.score == SMOOTHED else {}),
-            "target": without_addresses(name_of(scoring.target)),
-            "objective": "the model's" if scoring.objective is None else without_addresses(repr(scoring.objective)),
-            "engine": scoring.engine,
-            "guard": self.guard,
-            "advantage_norm": self.advantage_norm,
-            "last": self.last,
-        }
 
-
-def _rounds_of(recordings: object) -> frozenset[int]:
-    """Return rounds to record.
+def _check_recordings(recordings: object) -> frozenset[int]:
+    """Return the rounds to record as a set.
 
     Raises:
         WhenceError: they are no collection of numbers from 1 on.

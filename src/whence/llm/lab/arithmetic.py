@@ -10,11 +10,11 @@ import datasets
 import torch
 
 from whence.errors import WhenceError, nearest
-from whence.llm.bars import hidden_bars
 from whence.llm.lab import model as small
 from whence.llm.lab import problems
 from whence.llm.lab.cache import made_once
 from whence.llm.lab.problems import Difficulty, Habit, Verdict
+from whence.llm.progress_bars import hidden_bars
 
 FORMAT = 2
 """Raised when the same settings give another laboratory; part of the cache's key."""

@@ -17,10 +17,10 @@ from transformers.utils.logging import tqdm
 
 from whence.errors import WhenceError, nearest
 from whence.guards import eval_mode, kept_generators
-from whence.llm.bars import hidden_bars
 from whence.llm.lab import model as small
 from whence.llm.lab import phrases
 from whence.llm.lab.cache import made_once
+from whence.llm.progress_bars import hidden_bars
 from whence.llm.rewards import classifier
 
 FORMAT = 1

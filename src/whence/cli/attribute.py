@@ -1,0 +1,107 @@
+"""`whence attribute`, `whence report` and `whence list`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import polars as pl
+import torch
+import typer
+
+from whence import experiments
+from whence.attribution import attribute as attribute_records
+from whence.cli import options
+from whence.cli.console import console, make_table, print_json, print_line
+from whence.cli.targets import make_target
+from whence.errors import WhenceError
+from whence.records import as_numpy
+from whence.runs import RunDirectory
+from whence.sb3 import model_objective
+
+
+def attribute(
+    run: Annotated[Path, typer.Argument(help="A run directory of `whence train` or `whence compare`.")],
+    round: Annotated[
+        int | None, typer.Option(help="The round to explain, from 1. (default: the last)", show_default=False)
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="What to explain: return, or action (of --record, or of --observation and --action).")
+    ] = "return",
+    record: options.Record = None,
+    observation: options.Observation = None,
+    action: options.Action = None,
+    engine: options.Engine = None,
+    top: Annotated[int, typer.Option(help="Records to show from either end.", min=1)] = 10,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write all scores to this file (.parquet, .csv or .safetensors).", show_default=False),
+    ] = None,
+    json: options.AsJson = False,
+) -> None:
+    """Tell which records of a round raised a target, and which lowered it.
+
+    The policy that collected the round is built again from the run directory. A positive score says that training on
+    the record raises the target.
+
+    Example: whence attribute runs/lander --round 5 --target action --record 8210
+    """
+    directory = RunDirectory.open(run)
+    rounds = directory.rounds()
+    if not rounds:
+        raise WhenceError(f"{run} holds no rounds yet.")
+    number = rounds[-1] if round is None else round
+    _check_out(out)
+    model, records = experiments.load_round(directory, number)
+    influence = attribute_records(
+        model.policy,
+        records,
+        target=make_target(target, model, records, record, observation, action),
+        objective=model_objective(model),
+        engine=engine or "auto",
+    )
+    scored = records.to_polars(observations=True).with_columns(score=pl.Series(as_numpy(influence.scores)))
+    if out is not None:
+        _write(scored, influence, out)
+    count = min(top, len(records))
+    ordered = [
+        ("lowest: training on them lowers the target", influence.bottom(count)),
+        ("highest: training on them raises the target", influence.top(count)),
+    ]
+    if json:
+        ends = {name.partition(":")[0]: _rows(scored, one.record_ids) for name, one in ordered}
+        print_json({"run": str(run), "round": number, "target": influence.target, "engine": influence.engine, **ends})
+        return
+    print_line(f"Round {number} of {run}: {len(records)} records, target {influence.target}, engine {influence.engine}")
+    wanted = ("record_id", "episode_id", "step", "observation", "action", "advantage", "score")
+    columns = [name for name in wanted if name in scored.columns]
+    for name, one in ordered:
+        rows = [[_short(row[column]) for column in columns] for row in _rows(scored, one.record_ids)]
+        console.print(make_table(f"The {count} {name}", columns, rows))
+    if out is not None:
+        print_line(f"All scores: {out}")
+
+
+def _check_out(out: Path | None) -> None:
+    if out is not None and out.suffix not in (".parquet", ".csv", ".safetensors"):
+        raise WhenceError(f"--out is {out}; its name has to end in .parquet, .csv or .safetensors.")
+
+
+def _write(scored: pl.DataFrame, influence: Any, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".safetensors":
+        influence.save(out)
+    elif out.suffix == ".parquet":
+        scored.write_parquet(out)
+    else:
+        flat = [pl.col(name) for name, kind in scored.schema.items() if not kind.is_nested()]
+        scored.select(flat).write_csv(out)
+
+
+def _rows(scored: pl.DataFrame, ids: torch.Tensor) -> list[dict[str, Any]]:
+    wanted = pl.DataFrame({"record_id": ids.tolist()})
+    return wanted.join(scored, on="record_id", how="left", maintain_order="left").to_dicts()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_short(one) for one in value[:6]) + (", …]" if len(value) > 6 else "]")
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

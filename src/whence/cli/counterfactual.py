@@ -1,0 +1,149 @@
+"""`whence counterfactual`."""
+
+import json as json_module
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import polars as pl
+import torch
+import typer
+from rich.table import Table
+
+from whence import experiments
+from whence.cli import options
+from whence.cli.console import console, errors, make_table, print_json, print_line
+from whence.cli.targets import make_target
+from whence.counterfactual import leave_out, study
+from whence.counterfactual.removals import SHARES, check_removals
+from whence.counterfactual.scores import MOST
+from whence.errors import WhenceError
+from whence.experiments.rl.stored import measuring, run_config
+from whence.guards import written_atomically
+from whence.rounds import DRAWS
+from whence.runs import RunDirectory
+
+
+def counterfactual(
+    run: Annotated[Path, typer.Argument(help="A run directory of `whence train --record-rounds`.")],
+    round: Annotated[int, typer.Option(help="The recorded round, from 1.")],
+    target: options.Target = "return",
+    record: options.Record = None,
+    observation: options.Observation = None,
+    action: options.Action = None,
+    subsets: Annotated[int, typer.Option(help="Subsets of the records to train on.", min=3)] = 100,
+    share: Annotated[float, typer.Option(help="Share of the records in a subset.")] = 0.5,
+    orders: Annotated[int, typer.Option(help="Orders in which each subset is trained anew.", min=2)] = 4,
+    draws: options.Draws = DRAWS,
+    test_episodes: Annotated[
+        int, typer.Option(help="Episodes to test each trained policy by; 0: test returns are not measured.", min=0)
+    ] = 0,
+    leaving_out: Annotated[
+        bool,
+        typer.Option("--leave-out", help="Leave out the highest and the lowest of each score too, more and more."),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of subsets, orders and tests.", min=0)] = 0,
+    memory: options.Memory = 2.0,
+    json: options.AsJson = False,
+) -> None:
+    """Train a recorded round again without records, and tell how well each score predicts what comes of it.
+
+    LDS is Spearman's correlation, over random subsets, of the sum of the kept records' scores with what training on
+    them came to. With --leave-out, also what comes of the round without the records that a score holds for the best,
+    for the worst, and without as many at random. Written to counterfactual/ in the run as well.
+
+    Example: whence counterfactual runs/lander --round 20 --test-episodes 200
+    """
+    directory = RunDirectory.open(run)
+    config = run_config(directory)
+    if test_episodes == 1:
+        raise WhenceError("--test-episodes is 1; at least 2 are needed, or 0 to measure no test returns.")
+    model, recording = experiments.load_recording(directory, round)
+    asked = make_target(target, model, recording.records, record, observation, action)
+    torch.set_num_threads(1)
+    limit = int(memory * 2**30)
+    # Of few records a small share is none.
+    shares = [share for share in SHARES if share * len(recording.trained) >= 1]
+    with ExitStack() as stack:
+        status = stack.enter_context(errors.status("reading"))
+        if leaving_out:  # seen to here, since the study before it takes its time
+            check_removals(model.policy, recording, MOST - 1, shares=shares, memory=limit)
+        evaluate = None
+        if test_episodes:
+            evaluate = stack.enter_context(measuring(config, model, episodes=test_episodes, seed=seed))
+        made = study(
+            model.policy,
+            recording,
+            target=asked,
+            share=share,
+            count=subsets,
+            orders=orders,
+            draws=draws,
+            evaluate=evaluate,
+            seed=seed,
+            memory=limit,
+            told=status.update,
+        )
+        settings = {"round": round, "target": repr(asked), "share": share, "subsets": subsets, "orders": orders}
+        settings |= {"draws": draws, "test_episodes": test_episodes, "seed": seed, "stopped": recording.stopped}
+        content = settings | {"rows": made.table.to_dicts()}
+        file = directory.path / "counterfactual" / f"round_{round:05d}.json"
+        _write(file, content)
+        removals = None
+        if leaving_out:
+            # Leaving out at random is in the curves already.
+            scores = {name: own for name, own in made.scores.items() if name != "random"}
+            removals = leave_out(
+                model.policy,
+                recording,
+                scores,
+                target=asked,
+                shares=shares,
+                orders=orders,
+                evaluate=evaluate,
+                seed=seed,
+                memory=limit,
+                told=status.update,
+            )
+            content["removals"] = removals.to_dicts()
+            _write(file, content)
+    if json:
+        print_json(content)
+        return
+    for (truth, outcome), rows in made.table.group_by("truth", "outcome", maintain_order=True):
+        title = f"Round {round}, {subsets} subsets of {share:.0%}, {truth} minibatches, outcome: {outcome}"
+        console.print(make_table(title, ("score", "LDS", "95% interval", "ceiling"), _cells(rows)))
+    if removals is not None:
+        for (truth, outcome), rows in removals.group_by("truth", "outcome", maintain_order=True):
+            title = f"Round {round}, change of the {outcome}, {truth} minibatches, by records removed"
+            console.print(_curves(title, rows))
+    if recording.stopped:
+        print_line("target_kl ended the round early: recorded trainings end there too, reshuffled ones go on.")
+    print_line(f"Numbers: {file}")
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    with written_atomically(file) as temporary:
+        temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _cells(rows: pl.DataFrame) -> list[tuple[str, ...]]:
+    def text(value: Any) -> str:
+        return "–" if value is None else f"{value:.3f}"
+
+    return [
+        (row["score"], text(row["lds"]), f"[{text(row['low'])}, {text(row['high'])}]", text(row["ceiling"]))
+        for row in rows.to_dicts()
+    ]
+
+
+def _curves(title: str, removals: pl.DataFrame) -> Table:
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in removals.to_dicts():
+        cells.setdefault((row["score"] or "–", row["side"]), []).append(f"{row['change']:+.2g}")
+    # What the others are held against; their own errors are in the file.
+    at_random = removals.filter(pl.col("side") == "random")["spread"].to_list()
+    cells["", "± error"] = ["–" if spread is None else f"{spread:.2g}" for spread in at_random]
+    counts = removals["removed"].unique().sort()
+    return make_table(title, ("score", "side", *map(str, counts)), [(*curve, *own) for curve, own in cells.items()])

@@ -1,0 +1,254 @@
+"""`whence intervene`."""
+
+import json as json_module
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import numpy as np
+import polars as pl
+import torch
+import typer
+from stable_baselines3 import PPO
+
+from whence import experiments
+from whence.attribution import attribute
+from whence.cli import options
+from whence.cli.console import console, errors, make_table, print_json, print_line, resumable
+from whence.cli.options import parse_rounds
+from whence.cli.targets import make_target
+from whence.counterfactual import intervene as intervene_round
+from whence.counterfactual.interventions import VARIANTS, mean_change
+from whence.counterfactual.retrain import check_memory
+from whence.errors import RunDirectoryError, WhenceError, nearest
+from whence.experiments.rl.stored import measuring, run_config
+from whence.guards import written_atomically
+from whence.influence import Influence
+from whence.report.figures import interventions_box
+from whence.report.pictures import write_svg
+from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
+from whence.runs import RunDirectory
+from whence.sb3 import model_objective
+from whence.targets import Target
+
+_METHODS = ("snapshot", *METHODS)
+_CHANGED = tuple(variant for variant in VARIANTS if variant != "full")
+
+Asked = Callable[[PPO, RoundRecording], Target]
+"""Makes the target of a round."""
+
+
+def intervene(
+    run: Annotated[Path, typer.Argument(help="A run directory of `whence train --record-rounds`.")],
+    rounds: Annotated[
+        str | None,
+        typer.Option(
+            help="The recorded rounds: 5,20 or 10-50 or, every tenth, 10-150:10. (default: all that were recorded)",
+            show_default=False,
+        ),
+    ] = None,
+    target: options.Target = "return",
+    record: options.Record = None,
+    observation: options.Observation = None,
+    action: options.Action = None,
+    method: Annotated[str, typer.Option(help=f"How the records are scored: {', '.join(_METHODS)}.")] = "snapshot",
+    draws: options.Draws = DRAWS,
+    orders: Annotated[int, typer.Option(help="Orders in which each is trained.", min=1)] = 1,
+    test_episodes: Annotated[int, typer.Option(help="Episodes to test each trained policy by.", min=2)] = 200,
+    seed: Annotated[int, typer.Option(help="Of draws, orders, random drops and tests.", min=0)] = 0,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw the changes to this file (.svg).", show_default=False)
+    ] = None,
+    memory: options.Memory = 2.0,
+    json: options.AsJson = False,
+) -> None:
+    """Train recorded rounds again without the records that score below 0, and tell what that does to test returns.
+
+    Each round by itself, from where it began: on all records, without those below 0, and without as many at random.
+    Written to interventions/ in the run as well; interrupted, the same command goes on.
+
+    Example: whence intervene runs/lander --rounds 10-50
+    """
+    directory = RunDirectory.open(run)
+    config = run_config(directory)
+    numbers = _asked_rounds(directory, rounds)
+    if method not in _METHODS:
+        raise WhenceError(f"--method is {method!r}.{nearest(method, _METHODS)}")
+    if record is not None and len(numbers) > 1:
+        raise WhenceError(
+            f"--record is of one round, and {len(numbers)} are asked for: give its round as --rounds, or "
+            "--observation and --action."
+        )
+    if figure is not None and figure.suffix != ".svg":
+        raise WhenceError(f"--figure is {figure}; its name has to end in .svg.")
+    settings: dict[str, Any] = {"method": method, "orders": orders, "test_episodes": test_episodes, "seed": seed}
+    if method == "smoothed":
+        settings["draws"] = draws
+
+    def asked(model: PPO, recording: RoundRecording) -> Target:
+        return make_target(target, model, recording.records, record, observation, action)
+
+    torch.set_num_threads(1)
+    found = []
+    with resumable(), errors.status("reading") as status:
+        for place, number in enumerate(numbers, start=1):
+            told = _saying(status.update, f"round {number}, {place} of {len(numbers)}")
+            found.append(_intervened(directory, number, asked, settings, int(memory * 2**30), told))
+    rows = [_row(content) for content in found]
+    means = {variant: mean_change(_changes(rows, variant)) for variant in _CHANGED}
+    if json:
+        print_json({"run": str(run), "target": found[0]["target"], **settings, "rounds": rows, "mean_change": means})
+    else:
+        title = f"{config.env}, {config.arm}, seed {config.seed}: test returns, records scored by {method}"
+        console.print(make_table(title, _HEADINGS, map(_cells, rows)))
+        for text in _said(rows, means):
+            print_line(text)
+        print_line(f"Numbers: {directory.path / 'interventions'}")
+    if figure is not None:
+        _draw(config.env, rows, figure)
+        if not json:
+            print_line(f"Figure:  {figure}")
+
+
+def _saying(tell: Callable[[str], None], where: str) -> Callable[[str], None]:
+    return lambda stage: tell(f"{where}: {stage}")
+
+
+def _asked_rounds(directory: RunDirectory, asked: str | None) -> list[int]:
+    """Return the rounds to intervene in.
+
+    Raises:
+        RunDirectoryError: no round was recorded, or not one that is asked for.
+    """
+    if not (there := directory.recorded_rounds()):
+        raise RunDirectoryError(
+            f"No round of {directory.path} was recorded. Train into another directory with --record-rounds 5,20 or "
+            "--record-rounds 10-150:10."
+        )
+    numbers = there if asked is None else parse_rounds("--rounds", asked)
+    if missing := [number for number in numbers if number not in there]:
+        raise RunDirectoryError(
+            f"Round {missing[0]} of {directory.path} was not recorded; rounds {', '.join(map(str, there))} were. Leave "
+            "--rounds out for all of them, or train with --record-rounds."
+        )
+    return numbers
+
+
+def _intervened(
+    directory: RunDirectory,
+    number: int,
+    asked: Asked,
+    settings: Mapping[str, Any],
+    memory: int,
+    told: Callable[[str], None],
+) -> Mapping[str, Any]:
+    """Return what a round's file holds, which is written unless one of the same settings is there."""
+    model, recording = experiments.load_recording(directory, number)
+    target = asked(model, recording)
+    content = {"round": number, "records": recording.records.fingerprint, "target": repr(target), **settings}
+    file = directory.path / "interventions" / f"round_{number:05d}.json"
+    if (before := _read(file)) is not None and content.items() <= before.items():
+        return before
+    # Rounds have to differ in what chance does to them, or their mean would not be of that many.
+    seeds = np.random.SeedSequence([settings["seed"], number]).generate_state(3)
+    orders_seed, tests_seed, draws_seed = map(int, seeds)
+    check_memory(model.policy, recording, torch.ones(len(VARIANTS), len(recording.records), dtype=torch.bool), memory)
+    told("scoring")
+    limits: dict[str, Any] = {"draws": settings.get("draws", DRAWS), "seed": draws_seed, "memory": memory}
+    scores = _scores(model, recording, target, settings["method"], limits)
+    with measuring(run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed) as evaluate:
+        made = intervene_round(
+            model.policy,
+            recording,
+            scores,
+            evaluate,
+            orders=settings["orders"],
+            seed=orders_seed,
+            memory=memory,
+            told=told,
+        )
+    content["rows"] = made.to_dicts()
+    with written_atomically(file) as temporary:
+        temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return content
+
+
+def _read(file: Path) -> Mapping[str, Any] | None:
+    try:
+        content = json_module.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # what is no JSON is made anew, as what is of other settings is
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _scores(model: PPO, recording: RoundRecording, target: Target, method: str, limits: Mapping[str, Any]) -> Influence:
+    if method == "snapshot":
+        asked: dict[str, Any] = {"objective": model_objective(model), "memory": limits["memory"]}
+        return attribute(model.policy, recording.records, target=target, **asked)
+    found = attribute_round(model.policy, recording, target=target, method=method, **limits)
+    assert not isinstance(found, list)
+    return found
+
+
+def _row(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a round came to, as means over its orders."""
+
+    def mean(variant: str, name: str) -> float | None:
+        values = [row[name] for row in content["rows"] if row["variant"] == variant and row[name] is not None]
+        return fmean(values) if values else None
+
+    kept = {row["variant"]: row["kept"] for row in content["rows"]}
+    return {
+        "round": content["round"],
+        "records": kept["full"],
+        "kept": kept["filtered"],
+        **{variant: mean(variant, "outcome") for variant in VARIANTS},
+        **{f"change_{variant}": mean(variant, "change") for variant in _CHANGED},
+    }
+
+
+def _changes(rows: Iterable[Mapping[str, Any]], variant: str) -> list[float]:
+    found = (row[f"change_{variant}"] for row in rows)
+    return [change for change in found if change is not None]
+
+
+_HEADINGS = ("round", "kept", *VARIANTS, *(f"{variant} − full" for variant in _CHANGED))
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    def text(name: str, form: str) -> str:
+        return "–" if row[name] is None else format(row[name], form)
+
+    returns = [text(variant, ".4g") for variant in VARIANTS]
+    changes = [text(f"change_{variant}", "+.4g") for variant in _CHANGED]
+    return str(row["round"]), f"{row['kept']} of {row['records']}", *returns, *changes
+
+
+def _said(rows: Sequence[Mapping[str, Any]], means: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return what the rounds came to, in lines."""
+    said = []
+    for variant, mean in means.items():
+        if mean["mean"] is not None:
+            interval = "" if mean["low"] is None else f" [{mean['low']:+.4g}, {mean['high']:+.4g}]"
+            better = f"better in {mean['improved']} of {mean['rounds']} rounds"
+            said.append(f"Mean change, {variant}: {mean['mean']:+.4g}{interval}, {better}")
+    if skipped := [str(row["round"]) for row in rows if row["filtered"] is None]:
+        said.append(f"Skipped, since fewer than two records would be left: round {', '.join(skipped)}")
+    if any(mean["low"] is not None for mean in means.values()):
+        said.append("In brackets: 95% t interval over rounds.")
+    return said
+
+
+def _draw(env: str, rows: Iterable[Mapping[str, Any]], file: Path) -> None:
+    """Write the changes as a picture.
+
+    Raises:
+        Unsupported: there is no Kaleido, or no browser that it can drive.
+    """
+    points = [
+        {"run": env, "variant": variant, "change": row[f"change_{variant}"]} for row in rows for variant in _CHANGED
+    ]
+    schema = {"run": pl.String, "variant": pl.String, "change": pl.Float64}
+    picture = interventions_box(pl.DataFrame(points, schema=schema))
+    write_svg(picture, file, "leave --figure out. The numbers are written.")

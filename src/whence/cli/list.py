@@ -1,0 +1,60 @@
+"""`whence list`."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from whence.cli.console import console, make_table, print_json, print_line
+from whence.cli.options import AsJson
+from whence.errors import WhenceError, nearest
+from whence.experiments.rl.arms import ARMS, FIRST
+from whence.experiments.rl.presets import presets
+
+ENGINES = {
+    "auto": "ghost where every layer has a rule, else forward, else vmap, else loop",
+    "ghost": "one forward and backward pass, products layer by layer; no per-record gradient",
+    "forward": "forward-mode differentiation; every layer whose kernels have it",
+    "vmap": "per-record gradients, many at a time; much memory",
+    "loop": "one record after the other; the truth the others are tested against",
+}
+
+
+TARGETS = {
+    "return": "the expected return's stand-in, mean(log-prob times advantage) over the round",
+    "action": "the log-probability of an action in an observation",
+}
+
+
+def list_(
+    what: Annotated[
+        str | None,
+        typer.Argument(help="arms, presets, engines or targets; all where none is given.", show_default=False),
+    ] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="List also the arms that studies compare.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Name the arms, presets, engines and targets there are.
+
+    Example: whence list arms
+    """
+    arms = {name: arm.about for name, arm in ARMS.items() if show_all or name in FIRST}
+    lists: dict[str, Mapping[str, str]] = {
+        "arms": arms,
+        "presets": {
+            name: f"{values['env']}, {values['rounds']} rounds, {values['optimizer']}"
+            for name, values in presets().items()
+        },
+        "engines": ENGINES,
+        "targets": TARGETS,
+    }
+    if what is not None and what not in lists:
+        raise WhenceError(f"There are no {what!r} to list.{nearest(what, lists)}")
+    chosen = lists if what is None else {what: lists[what]}
+    if json:
+        print_json(chosen)
+        return
+    for kind, entries in chosen.items():
+        console.print(make_table(kind, ("name", "what it is"), entries.items()))
+    if "arms" in chosen and not show_all:
+        print_line(f"{len(ARMS) - len(arms)} more arms, which studies compare: whence list arms --all")

@@ -1,0 +1,108 @@
+"""`whence llm compare`."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from whence import experiments
+from whence.cli.console import console, print_json, print_line, resumable
+from whence.cli.llm_options import (
+    SELECTIONS,
+    Algorithm,
+    Dataset,
+    Demonstrations,
+    Dtype,
+    Lora,
+    Model,
+    Reward,
+    RewardLabel,
+    RewardModel,
+    Rounds,
+    Settings,
+    Size,
+    Task,
+    TestDataset,
+    TestReward,
+    arm_name,
+    parse_settings,
+    task_or_none,
+)
+from whence.cli.progress import ComparisonBars
+from whence.cli.summary import summary_table
+from whence.errors import WhenceError
+from whence.experiments import LanguageConfig
+from whence.experiments.llm import training
+from whence.experiments.llm.config import SOURCE
+from whence.report import write_report
+from whence.report.page import READING
+
+
+def compare(
+    ctx: typer.Context,
+    task: Task = None,
+    size: Size = "small",
+    arms: Annotated[
+        str,
+        typer.Option(help=f"Selections, separated by commas: {', '.join(SELECTIONS)}; with a target: iif-token."),
+    ] = "none,random,iif-sequence,iif-token,ippo,ippo-unweighted",
+    seeds: Annotated[int, typer.Option(help="Runs per arm, with seeds 0, 1, ...", min=1)] = 3,
+    rounds: Rounds = None,
+    model: Model = None,
+    dataset: Dataset = None,
+    reward: Reward = None,
+    reward_model: RewardModel = None,
+    reward_label: RewardLabel = None,
+    demonstrations: Demonstrations = None,
+    test_dataset: TestDataset = None,
+    test_reward: TestReward = None,
+    dtype: Dtype = "float32",
+    lora: Lora = 0,
+    algorithm: Algorithm = "ppo",
+    settings: Settings = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")] = Path("out/llm"),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Train each selection on each seed, and tell what it gains and costs beside training on every response.
+
+    Interrupted, the same command goes on where it was.
+
+    Example: whence llm compare --task arithmetic --arms none,iif-sequence,ippo --seeds 3
+    """
+    source = {name: ctx.params[name] for name in SOURCE}
+    names = [arm_name(name.strip(), None) for name in arms.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names):
+        raise WhenceError(f"arms is {arms!r}; name each arm once. Known: {', '.join(SELECTIONS)}.")
+    first = [
+        LanguageConfig(
+            name,
+            0,
+            task_or_none(task, source),
+            **source,
+            size=size,
+            dtype=dtype,
+            lora=lora,
+            algorithm=algorithm,
+            settings=parse_settings(settings, rounds),
+        )
+        for name in names
+    ]
+    if first[0].task is None and test_dataset is None:
+        raise WhenceError("Arms are compared by a test; give its prompts: --test-dataset.")
+    configs = [replace(config, seed=seed) for seed in range(seeds) for config in first]
+    training.prepare(configs[0])
+    with resumable(), ComparisonBars(configs) as bars:
+        comparison = experiments.compare(configs, out, workers=workers, progress=bars.update)
+    write_report(comparison, out / "report.html")
+    if json:
+        print_json(comparison.summary)
+        return
+    ((name, summary),) = comparison.summary.items()
+    console.print(summary_table(f"{name}, {seeds} seeds, {configs[0].rounds} rounds", summary))
+    console.print(READING, style="dim")
+    for what, file in (("Numbers", "summary.json"), ("Page", "report.html")):
+        print_line(f"{what}: {out / file}")

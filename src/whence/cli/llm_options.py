@@ -1,0 +1,119 @@
+"""Options and arguments that the commands of `whence llm` share."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from whence.cli.console import parse_json_object
+from whence.errors import WhenceError
+from whence.experiments import LANGUAGE_ARMS, STANDARD, TASKS
+
+NONE = "none"  # what people call training on everything; results call it by the standard arm's name
+
+SELECTIONS = tuple(NONE if arm == STANDARD else arm for arm in LANGUAGE_ARMS)
+
+_PANEL = "A model and data of your own"
+
+Task: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help=f"A laboratory that makes its own small model and problems: {', '.join(TASKS)}.", show_default=False
+    ),
+]
+Size: TypeAlias = Annotated[str, typer.Option(help="Of the laboratory: small, tiny for a look, large for a GPU.")]
+Dtype: TypeAlias = Annotated[str, typer.Option(help="Of the model's parameters: float32 or bfloat16.")]
+Model: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Directory or id of a causal language model of Transformers.", rich_help_panel=_PANEL, show_default=False
+    ),
+]
+Dataset: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Directory, file or id of a data set with the column prompt.", rich_help_panel=_PANEL, show_default=False
+    ),
+]
+Reward: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Function of (prompts, responses) that returns numbers, as file.py:name or module:name; further "
+        "arguments get the data set's columns of their names.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
+RewardModel: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="In its place: directory or id of a sequence classifier, whose logit is the reward.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
+RewardLabel: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="Which of its labels, where it has several.", rich_help_panel=_PANEL, show_default=False),
+]
+Demonstrations: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Data set with the columns prompt and completion, for the target validation.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
+TestDataset: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="Data set whose prompts the model is measured on.", rich_help_panel=_PANEL, show_default=False),
+]
+TestReward: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Function, as for --reward, that it is measured by. (default: the reward)",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
+Lora: TypeAlias = Annotated[
+    int, typer.Option(help="Rank of a LoRA adapter to train in place of the whole model; 0: the whole model.", min=0)
+]
+HeldOut: TypeAlias = Annotated[
+    int, typer.Option(help="Prompts set aside, over whose responses the target is taken in every round.", min=0)
+]
+Algorithm: TypeAlias = Annotated[str, typer.Option(help="ppo, or TRL's grpo or rloo.")]
+Settings: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help='Settings of whence.llm.PPOConfig, or TRL\'s GRPOConfig or RLOOConfig, as JSON: {"learning_rate": 1e-5}.',
+        metavar="JSON",
+        show_default=False,
+    ),
+]
+Rounds: TypeAlias = Annotated[
+    int | None, typer.Option(help="Rollouts to train on. (default: the task's, or 100)", show_default=False)
+]
+
+
+def arm_name(selection: str, target: str | None) -> str:
+    """Return the arm of a selection and a target."""
+    selection = STANDARD if selection == NONE else selection
+    return selection if target is None else f"{selection}-{target}"
+
+
+def task_or_none(task: str | None, source: Mapping[str, Any]) -> str | None:
+    """Return the task asked for; the first one where neither a task nor a model was."""
+    return task or (None if any(source.values()) else next(iter(TASKS)))
+
+
+def parse_settings(text: str | None, rounds: int | None) -> dict[str, Any]:
+    """Return the settings that --settings and --rounds give.
+
+    Raises:
+        WhenceError: no JSON object, or the rounds given twice.
+    """
+    given = parse_json_object("--settings", text, """'{"learning_rate": 1e-5}'""") or {}
+    if rounds is not None and "rounds" in given:
+        raise WhenceError("Give --rounds or the setting rounds in --settings, not both.")
+    return given | ({} if rounds is None else {"rounds": rounds})

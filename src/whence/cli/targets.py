@@ -1,0 +1,36 @@
+"""The target that options ask for."""
+
+from stable_baselines3 import PPO
+
+from whence import experiments
+from whence.cli import options
+from whence.errors import WhenceError, nearest
+from whence.experiments.rl.plan import check_action
+from whence.records import RecordBatch
+from whence.targets import Action, Return, Target
+
+
+def make_target(
+    name: str, model: PPO, records: RecordBatch, record: int | None, observation: str | None, action: str | None
+) -> Target:
+    """Return the target that options ask for."""
+    if name not in experiments.TARGETS:
+        raise WhenceError(f"The target {name!r} is unknown.{nearest(name, experiments.TARGETS)}")
+    if name == "return":
+        if (record, observation, action) != (None, None, None):
+            raise WhenceError("--record, --observation and --action belong to the target action; the target is return.")
+        return Return()
+    if record is not None:
+        if observation is not None or action is not None:
+            raise WhenceError("Give --record, or --observation and --action; not both.")
+        where = (records.ids == record).nonzero().flatten()
+        if len(where) != 1:
+            first, last = int(records.ids.min()), int(records.ids.max())
+            raise WhenceError(f"Record {record} is not in this round; its records go from {first} to {last}.")
+        one = records.take(slice(int(where[0]), int(where[0]) + 1))
+        return Action(one.observations, one.actions)
+    if observation is None or action is None:
+        raise WhenceError("The target action needs --record ID, or --observation and --action as JSON.")
+    asked = Action(**options.parse_action(observation, action))
+    check_action(asked, model.observation_space, model.action_space)
+    return asked

@@ -1,0 +1,152 @@
+"""Several arms over several seeds, in worker processes, and what comes of it."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from whence.errors import WhenceError
+from whence.experiments.kinds import AnyConfig, config_of, runner_of
+from whence.experiments.shared import STANDARD
+from whence.experiments.workers import check_workers, run_all
+from whence.guards import written_atomically
+from whence.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
+from whence.runs import RunDirectory, Table
+
+Progress = Callable[[AnyConfig, int], None]
+"""Called with a run and the number of its rounds that are done."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A finished comparison.
+
+    Attributes:
+        path: its directory; `comparison.json` lists the runs, which are in `runs/ARM/seed_S`.
+        configs: the runs.
+        summary: `{env: {arm: {metric: {"mean", "low", "high", "per_seed", "null", ...}}}}`; see `summarise`.
+    """
+
+    path: Path
+    configs: Sequence[AnyConfig]
+    summary: Mapping[str, Any]
+
+    def table(self, name: Table) -> pl.DataFrame:
+        """Return one of the runs' tables, all runs below each other, with columns `arm` and `seed`."""
+        parts = [
+            self.run(config).table(name).with_columns(arm=pl.lit(config.arm), seed=pl.lit(config.seed))
+            for config in self.configs
+        ]
+        return pl.concat(parts, how="diagonal")
+
+    def run(self, config: AnyConfig) -> RunDirectory:
+        """Return the directory of one of the runs."""
+        return RunDirectory.open(run_path(self.path, config))
+
+
+def run_path(path: Path, config: AnyConfig) -> Path:
+    """Return the directory of one run of a comparison."""
+    return path / "runs" / config.arm / f"seed_{config.seed}"
+
+
+def compare(
+    configs: Sequence[AnyConfig],
+    path: Path,
+    *,
+    workers: int | None = None,
+    progress: Progress = lambda config, rounds: None,
+) -> Comparison:
+    """Run what is not yet finished, then measure all arms against `ppo` and write `summary.json`.
+
+    Each run has a process with one torch thread; results do not depend on how many there are. Interrupted, the
+    comparison goes on where it was when it is started again: finished runs are not repeated.
+
+    Args:
+        configs: from `plan`.
+        path: the directory.
+        workers: processes at a time; None: one per core.
+        progress: told of every round.
+
+    Raises:
+        WhenceError: the standard arm is missing, or a run failed.
+        RunDirectoryError: the directory holds runs of another configuration; nothing was run.
+    """
+    arms = list(dict.fromkeys(config.arm for config in configs))
+    if STANDARD not in arms:
+        raise WhenceError(
+            f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
+        )
+    check_workers(workers)
+    todo = [config for config in configs if not runner_of(config).is_finished(config, run_path(path, config))]
+    for config in configs:
+        progress(config, 0 if config in todo else config.rounds)
+    jobs = [(config, run_path(path, config)) for config in todo]
+    for place, failure in run_all(jobs, workers, lambda place, done: progress(todo[place], done)):
+        if failure is not None:
+            config = todo[place]
+            raise WhenceError(
+                f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}. Finished runs are kept."
+            )
+    summary = {configs[0].env: summarise(_curves(configs, path), standard=STANDARD)}
+    _write_json(path / "comparison.json", [config.to_json() for config in configs])
+    _write_json(path / "summary.json", summary)
+    return Comparison(path, configs, summary)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    with written_atomically(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load_comparison(path: Path) -> Comparison:
+    """Read a finished comparison.
+
+    Raises:
+        WhenceError: there is none, or one of its files is damaged.
+    """
+    listed, summary = (_read_json(path / name) for name in ("comparison.json", "summary.json"))
+    try:
+        configs = [config_of(config) for config in listed]
+    except (AttributeError, TypeError, ValueError) as wrong:
+        raise _damaged(path / "comparison.json", f"does not list the runs of a comparison ({wrong})") from None
+    if not _is_summary(summary, configs):
+        raise _damaged(path / "summary.json", "does not hold the figures of the runs in comparison.json")
+    return Comparison(path, configs, summary)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WhenceError(
+            f"{path} is not there: {path.parent} holds no finished comparison. Run whence compare."
+        ) from None
+    except (OSError, ValueError) as wrong:
+        raise _damaged(path, f"is not readable as JSON ({wrong})") from None
+
+
+def _is_summary(value: Any, configs: Sequence[AnyConfig]) -> bool:
+    names = *PAIR_METRICS, *CURVE_METRICS
+    try:
+        ((env, arms),) = value.items()
+        entries = [metrics[name] for metrics in arms.values() for name in names]
+        whole = all({"mean", "low", "high"} <= entry.keys() for entry in entries)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return whole and {env} == {config.env for config in configs} and set(arms) == {config.arm for config in configs}
+
+
+def _damaged(path: Path, fault: str) -> WhenceError:
+    return WhenceError(
+        f"{path} {fault}. Restore it, or give the same whence compare again: finished runs are not repeated."
+    )
+
+
+def _curves(configs: Sequence[AnyConfig], path: Path) -> dict[str, dict[int, Curve]]:
+    curves: dict[str, dict[int, Curve]] = {}
+    for config in configs:
+        curves.setdefault(config.arm, {})[config.seed] = runner_of(config).read_curve(config, run_path(path, config))
+    return curves

@@ -1,0 +1,1 @@
+"""Post-training runs of language models."""

@@ -1,0 +1,182 @@
+"""What one post-training run of a language model is."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from whence.engines import ENGINES
+from whence.errors import WhenceError, nearest
+from whence.experiments.llm.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, split_arm
+from whence.experiments.llm.settings import DEFAULT_ROUNDS, TASKS, task_settings
+from whence.experiments.shared import STANDARD
+
+if TYPE_CHECKING:
+    from whence.selection import SelectionRule
+
+ALGORITHMS = ("ppo", "grpo", "rloo")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """One run of PPO on a language model; everything its results depend on.
+
+    Attributes:
+        arm: a key of `LANGUAGE_ARMS`, or one with the target after a hyphen: "iif-token".
+        seed: of everything random in the run.
+        task: a key of `TASKS`; None: the model and data that the next eight name.
+        model: directory or id of a causal language model of Transformers.
+        dataset: directory or id of a data set with the column "prompt".
+        reward: a function "file.py:function" or "package.module:function", as `PPOTrainer` takes it.
+        reward_model: in its place, directory or id of a sequence classifier, whose logit is the reward.
+        reward_label: of the classifier's labels, the one whose logit it is; None: its only one.
+        demonstrations: directory or id of a data set with "prompt" and "completion", for the target "validation".
+        test_dataset: directory or id of a data set whose prompts the trained model is measured on; None: it is not.
+        test_reward: a function, as above, that it is measured by; None: the reward.
+        size: of the task's laboratory.
+        dtype: of the model's parameters: "float32" or "bfloat16".
+        lora: rank of an adapter that is trained in place of the model; 0: the model is.
+        held_out: prompts set aside, to which the target's responses are drawn in every round; 0: the target is taken
+            over the rows that are scored.
+        test_problems: how many of the test's prompts are answered in an evaluation.
+        samples: answers drawn to each, beside the greedy one.
+        engine: see `whence.attribute`.
+        algorithm: "ppo" (whence's own), "grpo" or "rloo" (TRL's).
+        settings: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig and `rounds` and `eval_every`, that are not the
+            task's own.
+    """
+
+    arm: str
+    seed: int
+    task: str | None = "arithmetic"
+    model: str | None = None
+    dataset: str | None = None
+    reward: str | None = None
+    reward_model: str | None = None
+    reward_label: str | None = None
+    demonstrations: str | None = None
+    test_dataset: str | None = None
+    test_reward: str | None = None
+    size: str = "small"
+    dtype: str = "float32"
+    lora: int = 0
+    held_out: int = 0
+    test_problems: int = 512
+    samples: int = 4
+    engine: str = "auto"
+    algorithm: str = "ppo"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        selection, target = split_arm(self.arm)
+        if selection not in LANGUAGE_ARMS:
+            raise WhenceError(f"The selection {selection!r} is unknown.{nearest(selection, LANGUAGE_ARMS)}")
+        if target is not None and target not in LANGUAGE_TARGETS:
+            raise WhenceError(f"The target {target!r} is unknown.{nearest(target, LANGUAGE_TARGETS)}")
+        if target is not None and LANGUAGE_ARMS[selection].target is None:
+            raise WhenceError(f"The target {target!r} has no effect: {selection} scores nothing. Leave it out.")
+        if self.task is not None and self.task not in TASKS:
+            raise WhenceError(f"The task {self.task!r} is unknown.{nearest(self.task, TASKS)}")
+        if self.dtype not in DTYPES:
+            raise WhenceError(f"The dtype {self.dtype!r} is unknown.{nearest(self.dtype, DTYPES)}")
+        if self.dtype == "bfloat16" and not self.lora:
+            raise WhenceError(
+                "bfloat16 parameters are too coarse for the steps that are taken on them. Train an adapter (--lora "
+                "16), or hold them in float32 and set ACCELERATE_MIXED_PRECISION=bf16."
+            )
+        if self.algorithm not in ALGORITHMS:
+            raise WhenceError(f"The algorithm {self.algorithm!r} is unknown.{nearest(self.algorithm, ALGORITHMS)}")
+        if self.engine not in ("auto", *ENGINES):
+            raise WhenceError(f"The engine {self.engine!r} is unknown.{nearest(self.engine, ['auto', *ENGINES])}")
+        for name, least in (("seed", 0), ("lora", 0), ("held_out", 0), ("test_problems", 1), ("samples", 1)):
+            if getattr(self, name) < least:
+                raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
+        self._check_source()
+        if self.held_out and self.target not in ("sequence", "token", "held-out"):
+            raise WhenceError(
+                f"held_out is {self.held_out}, and the arm {self.arm} takes its target over no responses of held-out "
+                "prompts. Leave it out, or take an arm with the target sequence or token."
+            )
+        if (self.held_out or self.target == "held-out") and self.algorithm != "ppo":
+            raise WhenceError(f"held_out is of PPO; with {self.algorithm} the target is taken over the completions.")
+        task_settings(self.task, self.size, self.algorithm)
+
+    def _check_source(self) -> None:
+        named = {name: getattr(self, name) for name in SOURCE if getattr(self, name) is not None}
+        if self.task is not None and named:
+            raise WhenceError(
+                f"{next(iter(named))} and the task {self.task} were both given; the task has its own. Give task=None "
+                "(leave --task out)."
+            )
+        missing = [name for name in ("model", "dataset") if name not in named]
+        missing += ["reward"] if self.reward is None and self.reward_model is None else []
+        if self.task is None and missing:
+            raise WhenceError(
+                f"Neither a task nor {missing[0]} was given. Give --task {' or '.join(TASKS)}, or --model, --dataset "
+                "and --reward or --reward-model."
+            )
+        if self.reward is not None and self.reward_model is not None:
+            raise WhenceError(
+                f"The reward is {self.reward}, and {self.reward_model} too. Give one; a function can call the model."
+            )
+        if self.reward_label is not None and self.reward_model is None:
+            raise WhenceError(f"reward_label is {self.reward_label!r}, and there is no reward_model that has labels.")
+        if self.test_reward is not None and self.test_dataset is None:
+            raise WhenceError("test_reward says what to measure by, and there is nothing to measure on: test_dataset.")
+        if self.task == "civility" and self.target == "validation":
+            raise WhenceError(f"The arm {self.arm} scores by trusted demonstrations; the task civility has none.")
+        if self.task is None and self.target == "validation" and self.demonstrations is None:
+            raise WhenceError(
+                f"The arm {self.arm} scores by trusted demonstrations; give a data set of them (--demonstrations)."
+            )
+
+    @property
+    def target(self) -> str | None:
+        """What scores are of; None where nothing is scored."""
+        selection, target = split_arm(self.arm)
+        return target or LANGUAGE_ARMS[selection].target
+
+    @property
+    def env(self) -> str:
+        """What is trained on, for headings."""
+        return self.task or str(self.model)
+
+    @property
+    def rounds(self) -> int:
+        """Rollouts to train on."""
+        return int(self.all_settings.get("rounds", DEFAULT_ROUNDS))
+
+    @property
+    def all_settings(self) -> dict[str, Any]:
+        """The task's settings, and the run's own over them."""
+        return {**task_settings(self.task, self.size, self.algorithm), **self.settings}
+
+    @property
+    def eval_episodes(self) -> int:
+        """Problems of an evaluation, for headings."""
+        return self.test_problems
+
+    @property
+    def selects(self) -> bool:
+        """Whether the arm's rule drops or weights responses."""
+        return split_arm(self.arm)[0] != STANDARD
+
+    def rule(self) -> "SelectionRule":
+        """Return the arm's selection rule."""
+        return LANGUAGE_ARMS[split_arm(self.arm)[0]].make_rule(self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the configuration in JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the configuration that `to_json` returned."""
+        return cls(**values)
+
+
+SOURCE = (
+    *("model", "dataset", "reward", "reward_model", "reward_label"),
+    *("demonstrations", "test_dataset", "test_reward"),
+)
+"""The fields that name a model and data of the user's."""

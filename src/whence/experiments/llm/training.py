@@ -1,0 +1,87 @@
+"""One post-training run of a language model, from its configuration to its directory."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.outputs import describe, is_finished, read_curve, save_atomically
+from whence.experiments.llm.tasks import (
+    Task,
+    make_laboratory,
+    make_validation_target,
+    scoring_memory,
+    split_held_out,
+    task_of,
+)
+from whence.experiments.llm.trainer_config import check_settings, make_trainer_config
+from whence.experiments.shared import OnRound, ignore_round
+from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
+from whence.llm.progress_bars import hidden_bars
+
+__all__ = ["is_finished", "make_trainer", "prepare", "read_curve", "run"]
+
+
+def prepare(config: LanguageConfig) -> None:
+    """Check a run's settings, and make its laboratory if it is not on disk: otherwise each worker would.
+
+    Raises:
+        WhenceError, Unsupported: see `make_trainer_config`.
+    """
+    check_settings(config)
+    make_laboratory(config)
+
+
+def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round) -> None:
+    """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
+
+    An interrupted run goes on from its last checkpoint if `save_every` has made one.
+
+    Args:
+        config: what to run.
+        path: the run's directory.
+        on_round: called after every round.
+
+    Raises:
+        RunDirectoryError: the directory holds another run.
+        WhenceError: what the model, the data or PPO refuses.
+    """
+    if is_finished(config, path):
+        on_round(config.rounds, {})
+        return
+    torch.manual_seed(config.seed)  # an adapter's weights are drawn
+    if config.algorithm != "ppo":
+        from whence.experiments.llm.trl import run_trl  # TRL takes seconds to import
+
+        run_trl(config, path, on_round)
+        return
+    with hidden_bars():
+        trainer = make_trainer(config, task_of(config), path, on_round)
+    on_round(0, {})
+    trainer.train(resume=True)
+    with hidden_bars():
+        # Last of all, since a run with its model counts as finished.
+        save_atomically(path / "model", trainer.save_model)
+
+
+def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRound = ignore_round) -> PPOTrainer:
+    """Return the trainer of a run, before its first round."""
+    targets: dict[str, Any] = {"sequence": SequenceReturn, "token": TokenReturn, "held-out": SequenceReturn}
+    make_target = targets.get(config.target or "sequence")
+    prompts, held_out = split_held_out(config, task)
+    return PPOTrainer(
+        make_trainer_config(config, str(path)),
+        task.model,
+        task.tokenizer,
+        task.reward,
+        prompts,
+        rule=config.rule(),
+        target=make_validation_target(task) if make_target is None else make_target(),
+        held_out=held_out,
+        engine=config.engine,
+        memory=scoring_memory(config),
+        evaluate=task.evaluate,
+        about=describe(config),
+        seen=lambda rollout, influence, selection, row: on_round(row["round"], row),
+    )

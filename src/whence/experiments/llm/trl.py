@@ -1,0 +1,157 @@
+"""One post-training run by GRPO or RLOO, with TRL's trainers."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import polars as pl
+import torch
+from transformers import TrainerCallback
+
+from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.outputs import describe, save_atomically
+from whence.experiments.llm.tasks import Task, make_validation_target, scoring_memory, task_of
+from whence.experiments.llm.trainer_config import make_trainer_config
+from whence.experiments.shared import OnRound
+from whence.guards import kept_generators
+from whence.llm import SequenceReturn, TokenReturn
+from whence.llm.progress_bars import hidden_bars
+from whence.llm.prompts import columns_of
+from whence.llm.rewards import Reward, asked_for, checked
+from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.runs import RunDirectory
+from whence.selection import Selection
+from whence.tables import summary, with_selection
+
+TRAINERS: Mapping[str, Any] = MappingProxyType({"grpo": InfluenceGRPOTrainer, "rloo": InfluenceRLOOTrainer})
+"""Trainers by the algorithm's name."""
+
+
+def run_trl(config: LanguageConfig, path: Path, on_round: OnRound) -> None:
+    """Train and evaluate as `config` says, and write the run's directory; an unfinished run is started over."""
+    with hidden_bars():
+        task = task_of(config)
+    trainer_class = TRAINERS[config.algorithm]
+    settings = make_trainer_config(config, str(path / "trl"))
+    versions = {name: version(name) for name in ("whence", "torch", "transformers", "trl")}
+    directory = RunDirectory.create(path, _described(config, task), versions=versions)
+    target: Any = {"sequence": SequenceReturn, "token": TokenReturn}.get(config.target or "sequence")
+    told = _Told(config, task, directory, on_round)
+    trainer = trainer_class(
+        model=task.model,
+        reward_funcs=_as_trl_calls(task.reward),
+        args=settings,
+        train_dataset=_for_trl(task.prompts, task.reward),
+        processing_class=task.tokenizer,
+        callbacks=[told],
+        rule=config.rule(),
+        target=make_validation_target(task) if target is None else target(),
+        engine=config.engine,
+        memory=scoring_memory(config),
+    )
+    told.trainer = trainer
+    if config.all_settings.get("eval_every", 1):
+        told.evaluate(0)
+    on_round(0, {})
+    with warnings.catch_warnings():
+        # TRL calls Transformers by names that are being replaced.
+        warnings.filterwarnings("ignore", ".*checkpointing.* is deprecated", FutureWarning)
+        trainer.train()
+
+    def save(folder: Path) -> None:
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+        task.tokenizer.save_pretrained(folder)
+
+    with hidden_bars():
+        save_atomically(path / "model", save)
+
+
+def _described(config: LanguageConfig, task: Task) -> dict[str, Any]:
+    return {
+        **describe(config),
+        "kind": "language",
+        "rounds": config.rounds,
+        "seed": config.seed,
+        "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    }
+
+
+_COLUMN = "of_data_set_"
+"""Stands before the names of a data set's columns, so that TRL, which has names of its own, reads nothing into them."""
+
+
+def _for_trl(prompts: Any, reward: Reward) -> Any:
+    """Return a data set of the prompts, and of the columns that the reward asks for."""
+    asked = asked_for(reward, columns_of(prompts))
+    return prompts.select_columns(["prompt", *asked]).rename_columns({name: _COLUMN + name for name in asked})
+
+
+def _as_trl_calls(reward: Reward) -> Callable[..., list[float]]:
+    def rewarded(prompts: Any, completions: Any, **further: Any) -> list[float]:
+        columns = {name.removeprefix(_COLUMN): own for name, own in further.items() if name.startswith(_COLUMN)}
+        return checked(reward, list(map(_text, prompts)), list(map(_text, completions)), columns).tolist()
+
+    return rewarded
+
+
+def _text(given: Any) -> str:
+    """Return a text, or what the messages of a chat say."""
+    return given if isinstance(given, str) else "".join(message["content"] for message in given)
+
+
+class _Told(TrainerCallback):  # type: ignore[misc]
+    """Write down every generation batch when its last step was taken, and evaluate the model."""
+
+    def __init__(self, config: LanguageConfig, task: Task, directory: RunDirectory, on_round: OnRound) -> None:
+        self._config, self._task, self._directory, self._on_round = config, task, directory, on_round
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Tell of a batch after the last of its iterations."""
+        if state.global_step % args.num_iterations:
+            return
+        number, trainer = state.global_step // args.num_iterations, self.trainer
+        logs, size = trainer._logs, args.generation_batch_size
+        columns = {name: list(logs[name])[-size:] for name in ("prompt", "completion", "advantages")}
+        rewards = [list(of_function)[-size:] for of_function in logs["rewards"].values()]
+        table = pl.DataFrame(
+            {
+                "record_id": range((number - 1) * size, number * size),
+                "prompt": list(map(_text, columns["prompt"])),
+                "response": list(map(_text, columns["completion"])),
+                "reward": [sum(of_row) for of_row in zip(*rewards, strict=True)],
+                "advantage": columns["advantages"],
+            }
+        )
+        everything = Selection.dropping(torch.ones(size, dtype=torch.bool), "")
+        selection, influence = trainer.selection or everything, trainer.influence
+        self._directory.write_round("records", number, with_selection(table, selection, influence))
+        kept = table.filter(pl.Series(selection.keep.numpy()))["reward"]
+        row = {
+            "round": number,
+            "reward": table["reward"].mean(),
+            "reward_kept": kept.mean(),
+            "length": sum(len(self._task.tokenizer(text)["input_ids"]) for text in table["response"]) / size,
+            **summary(selection, influence),
+        }
+        self._directory.append("metrics", row)
+        flat = {f"{stage}_{clock}": s for stage, clocks in trainer.seconds.items() for clock, s in clocks.items()}
+        self._directory.append("timings", {"round": number, **flat})
+        trainer.seconds = {}
+        every = self._config.all_settings.get("eval_every", 1)
+        if every and (number % every == 0 or number == self._config.rounds):
+            self.evaluate(number)
+        self._on_round(number, row)
+
+    def evaluate(self, number: int) -> None:
+        """Measure the model, which changes nothing of training's draws."""
+        if self._task.evaluate is None:
+            return
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        with kept_generators():
+            found = dict(self._task.evaluate(model, self._task.tokenizer))
+        self._directory.append("evaluations", {"round": number, **found})

@@ -1,0 +1,160 @@
+"""A round of a finished or unfinished run, as it stood when it was scored."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from torch import Tensor
+
+from whence.counterfactual.outcomes import Evaluate
+from whence.errors import RunDirectoryError
+from whence.experiments.rl.config import RunConfig
+from whence.experiments.rl.environments import evaluation_env, measured_return, model_env
+from whence.experiments.rl.training import make_model
+from whence.guards import kept_generators
+from whence.records import UNKNOWN, RecordBatch, Tree
+from whence.rounds import RoundRecording
+from whence.runs import RunDirectory
+from whence.sb3.state import load_tensors, named_tensors
+
+
+def load_round(run: RunDirectory, number: int) -> tuple[PPO, RecordBatch]:
+    """Return the model that collected a round, and the round's records.
+
+    The model is on the CPU and has the optimiser of an untrained one: it is for scoring, not for training on.
+
+    Args:
+        run: of `whence train` or `whence compare`.
+        number: of the round, from 1.
+
+    Raises:
+        RunDirectoryError: the round is not there, its observations were not kept, or the run was not made by whence's
+            own commands, so that its policy cannot be built again from its configuration.
+    """
+    table = run.round("records", number)
+    model = _model(run, number)
+    return model, _records(table, model, run, number)
+
+
+def load_recording(run: RunDirectory, number: int) -> tuple[PPO, RoundRecording]:
+    """Return the model that collected a round, as `load_round` does, and the recording of the round.
+
+    Raises:
+        RunDirectoryError: the round was not recorded; or see `load_round`.
+    """
+    path = run.recording_path(number)
+    if not path.exists():
+        there = run.recorded_rounds()
+        recorded = f"rounds {', '.join(map(str, there))}" if there else "no round"
+        raise RunDirectoryError(
+            f"Round {number} of {run.path} was not recorded; {recorded} of it was. Train with --record-rounds {number}."
+        )
+    return _model(run, number), RoundRecording.load(path)
+
+
+def _model(run: RunDirectory, number: int) -> PPO:
+    config = run_config(run)
+    env = model_env(config)
+    try:
+        with kept_generators():  # PPO seeds them
+            model = make_model(replace(config, device="cpu", n_envs=1), env)
+    finally:
+        env.close()
+    tensors, own = run.policy(number), named_tensors(model.policy)
+    if differing := sorted(own.keys() ^ tensors.keys()):
+        raise RunDirectoryError(
+            f"The policy of round {number} in {run.path} does not fit the one its configuration builds: "
+            f"{', '.join(differing[:3])}. Has the policy's code changed since?"
+        )
+    load_tensors(own, tensors)
+    return model
+
+
+def run_config(run: RunDirectory) -> RunConfig:
+    """Return what a run of whence's own commands was asked for.
+
+    Raises:
+        RunDirectoryError: the run was made in a script.
+    """
+    try:
+        return RunConfig.from_json(run.config)
+    except TypeError:
+        raise RunDirectoryError(
+            f"{run.path} was written by an InfluenceCallback in a script, and its configuration does not say how to "
+            "build the policy. Build the model as the script does, load RunDirectory.open(...).policy(round) into it, "
+            "and pass both to whence.attribute."
+        ) from None
+
+
+@contextmanager
+def measuring(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Iterator[Evaluate]:
+    """Give a function that measures parameters' test return as a run's evaluations do, each repetition on its own seed.
+
+    The model's parameters are as before on exit.
+
+    Args:
+        config: of the run.
+        model: from `load_round`.
+        episodes: of each test.
+        seed: at least 0; with the repetition, of environments and actions.
+    """
+    before = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
+    env = evaluation_env(config, episodes) if config.evaluate_with == "gymnasium" else None
+
+    def measure(params: Mapping[str, Tensor], repetition: int) -> float:
+        load_tensors({name: named_tensors(model.policy)[name] for name in params}, params)
+        own = int(np.random.SeedSequence([seed, repetition]).generate_state(1)[0])
+        return measured_return(config, model, env, episodes=episodes, seed=own)[0]
+
+    try:
+        yield measure
+    finally:
+        load_tensors(named_tensors(model.policy), before)
+        if env is not None:
+            env.close()
+
+
+def _records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) -> RecordBatch:
+    def column(name: str) -> Any:
+        return table[name].to_numpy() if name in table.columns else None
+
+    def integers(name: str) -> Any:
+        return table[name].fill_null(UNKNOWN).to_numpy() if name in table.columns else None
+
+    return RecordBatch(
+        observations=_observations(table, model.observation_space, run, number),
+        actions=column("action"),
+        log_probs=column("log_prob"),
+        advantages=column("advantage"),
+        values=column("value"),
+        returns=column("return"),
+        rewards=column("reward"),
+        episode_starts=column("episode_start"),
+        record_ids=column("record_id"),
+        env_index=integers("env_index"),
+        episode_ids=integers("episode_id"),
+        steps=integers("step"),
+        gamma=model.gamma,
+        gae_lambda=model.gae_lambda,
+    )
+
+
+def _observations(
+    table: pl.DataFrame, space: spaces.Space[Any], run: RunDirectory, number: int, name: str = "observation"
+) -> Tree:
+    if isinstance(space, spaces.Dict):
+        return {key: _observations(table, part, run, number, f"{name}.{key}") for key, part in space.items()}
+    if name not in table.columns:
+        raise RunDirectoryError(
+            f"Round {number} of {run.path} holds no observations: those of more than 4 KiB a record are not "
+            "kept. Score in the run itself (--target), or collect anew with whence.sb3.collect."
+        )
+    array = np.asarray(table[name].to_numpy())
+    if isinstance(space, spaces.Discrete) and name == "observation":
+        return array
+    return array.reshape(len(array), *(space.shape or (1,)))

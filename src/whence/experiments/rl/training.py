@@ -1,0 +1,194 @@
+"""One training run, from its configuration to its directory."""
+
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecEnv
+
+from whence.errors import RunDirectoryError, WhenceError
+from whence.experiments.rl.arms import ARMS
+from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, evaluated_rounds
+from whence.experiments.rl.curves import curve_of
+from whence.experiments.rl.environments import evaluation_env, measured_return, training_env
+from whence.experiments.rl.matched import MatchedUpdate
+from whence.experiments.rl.networks import named_classes
+from whence.experiments.rl.research_callback import ResearchCallback
+from whence.experiments.shared import OnRound, ignore_round
+from whence.metrics import Curve
+from whence.runs import RunDirectory
+from whence.sb3 import InfluenceCallback
+from whence.sb3.callback import library_versions
+
+
+def run(
+    config: RunConfig,
+    path: str | Path,
+    on_round: OnRound = ignore_round,
+    *,
+    tensorboard: Path | None = None,
+    recordings: Collection[int] = (),
+) -> None:
+    """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
+
+    Args:
+        config: what to run.
+        path: the run's directory.
+        on_round: told of every round.
+        tensorboard: directory for TensorBoard's files; None: none are written.
+        recordings: rounds to record; see `InfluenceCallback`.
+
+    Raises:
+        RunDirectoryError: the directory holds another run, or this one, finished without the recordings.
+        WhenceError: PPO refuses the settings, or there is no such round to record.
+    """
+    path = Path(path)
+    _check_recordings(config, recordings)
+    if is_finished(config, path):
+        _check_recorded(RunDirectory.open(path), recordings)
+        on_round(config.rounds, {})
+        return
+    directory = RunDirectory.create(path, config.to_json(), versions=library_versions())
+    torch.manual_seed(config.seed)
+    env = training_env(config)
+    on_gymnasium = config.eval_episodes and config.evaluate_with == "gymnasium"
+    test = evaluation_env(config, config.eval_episodes) if on_gymnasium else None
+    try:
+        model = make_model(config, env, tensorboard=tensorboard)
+        arm = ARMS[config.arm]
+        callback_class = MatchedUpdate if arm.trains == "matched" else ResearchCallback
+        selection = callback_class(
+            config.rule(),
+            target=config.make_target(),
+            engine=config.engine,
+            run=directory,
+            recordings=recordings,
+            **arm.settings,
+        )
+        evaluation = _Evaluation(config, test, directory, on_round, selection)
+        model.learn(config.rounds * model.n_steps * config.n_envs, callback=[evaluation, selection])
+        evaluation.evaluate()  # last of all, since a run with its last evaluation counts as finished
+    finally:
+        env.close()
+        if test is not None:
+            test.close()
+
+
+def _check_recordings(config: RunConfig, recordings: Collection[int]) -> None:
+    if beyond := [number for number in recordings if not 1 <= number <= config.rounds]:
+        raise WhenceError(f"Round {beyond[0]} cannot be recorded: the run has rounds 1 to {config.rounds}.")
+    arm = ARMS[config.arm]
+    if recordings and arm.trains == "matched":
+        raise WhenceError(f"The arm {config.arm} trains each round twice, which no recording holds. Take another arm.")
+    if recordings and "advantage_norm" in arm.settings:
+        raise WhenceError(
+            f"The arm {config.arm} trains on advantages that no recording holds. Take another arm, or record no round."
+        )
+
+
+def _check_recorded(run: RunDirectory, recordings: Collection[int]) -> None:
+    if missing := [number for number in recordings if not run.recording_path(number).exists()]:
+        raise RunDirectoryError(
+            f"{run.path} holds this run, finished without a recording of round {missing[0]}. Choose another directory, "
+            "or delete this one."
+        )
+
+
+def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = None) -> PPO:
+    """Return the untrained model of a run.
+
+    Raises:
+        WhenceError: PPO refuses the settings; SB3's reason is given.
+    """
+    policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **named_classes(config.policy_kwargs)}
+    hyperparameters = dict(config.hyperparameters)
+    if (scale := ARMS[config.arm].learning_rate_scale) != 1:
+        rate = hyperparameters.get("learning_rate", HYPERPARAMETERS["learning_rate"])
+        hyperparameters["learning_rate"] = scale * rate
+    try:
+        with warnings.catch_warnings():
+            # The last minibatch of a round is shorter than the others where sizes do not divide; nothing is amiss.
+            warnings.filterwarnings("ignore", "You have specified a mini-batch size")
+            return PPO(
+                config.policy,
+                env,
+                seed=config.seed,
+                device=config.device,
+                policy_kwargs=policy_kwargs,
+                tensorboard_log=None if tensorboard is None else str(tensorboard),
+                **hyperparameters,
+            )
+    except Exception as refused:
+        reason = str(refused) or type(refused).__name__
+        raise WhenceError(f"Stable-Baselines3's PPO refuses these settings: {reason}") from refused
+
+
+def is_finished(config: RunConfig, path: Path) -> bool:
+    """Tell whether a directory holds this very run, with its last round and evaluation.
+
+    Raises:
+        RunDirectoryError: it holds another run.
+    """
+    if not (path / "config.json").exists():
+        return False
+    directory = RunDirectory.open(path)
+    directory.check_same(config.to_json())
+    if not (path / "policies" / f"round_{config.rounds + 1:05d}.safetensors").exists():  # written last
+        return False
+    if not config.eval_episodes:
+        return directory.table("timings").height == config.rounds
+    return directory.table("evaluations").height == len(evaluated_rounds(config))
+
+
+def read_curve(config: RunConfig, path: Path) -> Curve:
+    """Read a finished run's learning curve; see `curve_of`."""
+    if not is_finished(config, path):
+        raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
+    directory = RunDirectory.open(path)
+    return curve_of(config, directory.table("evaluations"), directory.table("timings"))
+
+
+class _Evaluation(BaseCallback):
+    """Evaluate before each round, on environments of its own, and tell of the round before."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        env: VecEnv | None,
+        directory: RunDirectory,
+        on_round: OnRound,
+        selection: InfluenceCallback,
+    ) -> None:
+        super().__init__()
+        self._config, self._env, self._directory, self._on_round = config, env, directory, on_round
+        self._selection = selection
+        self._done = 0
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_start(self) -> None:
+        self.evaluate()
+
+    def evaluate(self) -> None:
+        """Evaluate the policy as it is, and write the figures."""
+        last = dict(self._selection.metrics[-1]) if self._selection.metrics else {}
+        config = self._config
+        if config.eval_episodes and self._done in evaluated_rounds(config):
+            seed = int(np.random.SeedSequence([config.seed, self._done]).generate_state(1)[0])
+            asked = {"episodes": config.eval_episodes, "seed": seed}
+            mean, error = measured_return(config, self.model, self._env, **asked)
+            row = {
+                "round": self._done,
+                "test_return": mean,
+                "standard_error": error,
+                "episodes": config.eval_episodes,
+            }
+            self._directory.append("evaluations", row)
+            last |= {"test_return": mean}
+        self._on_round(self._done, last)
+        self._done += 1

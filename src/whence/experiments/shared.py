@@ -1,0 +1,14 @@
+"""What runs of either kind share: the name of the standard arm, and how a round is reported."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+STANDARD = "ppo"
+"""The arm that the others are measured against."""
+
+OnRound = Callable[[int, Mapping[str, Any]], None]
+"""Called with the number of rounds done, from 0, and the last one's metrics."""
+
+
+def ignore_round(number: int, metrics: Mapping[str, Any]) -> None:
+    """Report a round to nobody."""

@@ -1,0 +1,11 @@
+from .config import PPOConfig as PPOConfig
+from .layer_rules import register_rmsnorm as register_rmsnorm
+from .model import WithValueHead as WithValueHead
+from .objectives import TokenPPO as TokenPPO
+from .rewards import classifier as classifier
+from .rows import rows_of as rows_of
+from .targets import SequenceReturn as SequenceReturn
+from .targets import TokenReturn as TokenReturn
+from .targets import ValidationLoss as ValidationLoss
+from .trainer import PPOTrainer as PPOTrainer
+from .view import language_view as language_view

@@ -1,0 +1,157 @@
+"""Recording what SB3's `train()` does in a round, and letting it do the same again."""
+
+import logging
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from stable_baselines3 import A2C
+from torch import Tensor
+
+from whence.errors import Unsupported
+from whence.policies import as_view
+from whence.records import RecordBatch
+from whence.rounds import OptimizerState, RoundRecording, Update
+from whence.rounds.identity import check_modes
+from whence.rounds.optimizers import check_optimizer
+from whence.sb3.contrib import MaskablePPO
+from whence.sb3.state import copy_tensors, named_tensors
+
+log = logging.getLogger("whence")
+
+
+class Recorder:
+    """Takes note of a round while `train()` runs: `buffer.get` tells it of epochs and minibatches.
+
+    Args:
+        model: about to be trained.
+
+    Raises:
+        Unsupported: the optimiser has several groups of parameters.
+    """
+
+    def __init__(self, model: Any) -> None:
+        check_groups(model)
+        self._model = model
+        self._start = copy_tensors(named_tensors(model.policy))
+        self._minibatches: list[Tensor] = []
+        self._epochs: list[int] = []
+        self._epoch, self._stepped = -1, 0
+        self._advantages: Tensor | None = None
+
+    def epoch(self) -> None:
+        """Hear that a pass over the records begins."""
+        if self._epoch < 0:
+            # Not before train() is under way: it sets the learning rate, and the progress that schedules read.
+            self._optimizer = read_optimizer(self._model.policy)
+            self._update = _read_update(self._model)
+            self._generator = torch.get_rng_state()
+        self._epoch += 1
+
+    def minibatch(self, indices: NDArray[np.int64]) -> None:
+        """Hear of the records of the next minibatch."""
+        if self._advantages is None:  # as train() reads them: flattened by now, and normalised where that is done once
+            self._advantages = torch.from_numpy(self._model.rollout_buffer.advantages.flatten())
+        self._minibatches.append(torch.from_numpy(np.array(indices)))
+        self._epochs.append(self._epoch)
+
+    def stepped(self) -> None:
+        """Hear that the last minibatch was stepped on."""
+        self._stepped += 1
+
+    def recording(self, number: int, records: RecordBatch) -> RoundRecording:
+        """Return what was noted, once `train()` is over; the records have the advantages that it read."""
+        return RoundRecording(
+            number=number,
+            records=records if self._advantages is None else records.with_advantages(self._advantages),
+            start=self._start,
+            end=copy_tensors(named_tensors(self._model.policy)),
+            optimizer=self._optimizer,
+            minibatches=tuple(self._minibatches),
+            epochs=tuple(self._epochs),
+            stopped=self._stepped < len(self._minibatches),
+            update=self._update,
+            generator=self._generator,
+            versions={"whence": version("whence"), **training_versions(self._model)},
+        )
+
+
+def check_groups(model: Any) -> None:
+    """Refuse a model whose optimiser has several groups of parameters.
+
+    Raises:
+        Unsupported: it has.
+    """
+    if (count := len(model.policy.optimizer.param_groups)) != 1:
+        raise Unsupported(
+            f"The optimiser has {count} groups of parameters; rounds of one group can be recorded, and recording is "
+            "what guards and scores of whole rounds go by. Leave guard and recordings out and take score='snapshot' "
+            "or 'crossfit', or train all parameters in one group."
+        )
+
+
+def check_steps(model: Any) -> None:
+    """Refuse a model whose steps cannot be gone through by a score of whole rounds.
+
+    Args:
+        model: whose environments have been reset.
+
+    Raises:
+        Unsupported: its optimiser is not known or has a setting that is not, or its policy says something else in train
+            mode than in eval mode; the message says which.
+    """
+    try:
+        check_optimizer(read_optimizer(model.policy))
+    except Unsupported as refused:
+        raise Unsupported(f"{refused} To train with this optimiser, take score='snapshot' or 'crossfit'.") from None
+    view = as_view(model.policy)
+    check_modes(view, view.parameters(), _current_records(model))
+
+
+def _current_records(model: Any) -> RecordBatch:
+    """Return a record, of some action, for every observation at which the environments stand."""
+    nothing = torch.zeros(model.n_envs)
+    actions = torch.zeros(model.n_envs, *model.action_space.shape)
+    records = RecordBatch(observations=model._last_obs, actions=actions, log_probs=nothing, advantages=nothing)
+    return records.to(model.policy.device)
+
+
+def training_versions(model: Any) -> dict[str, str]:
+    """Return the versions of what computes a model's training."""
+    contributed = ["sb3-contrib"] if isinstance(model, MaskablePPO) else []
+    return {package: version(package) for package in ("torch", "stable-baselines3", *contributed)}
+
+
+def read_optimizer(policy: Any) -> OptimizerState:
+    """Return a copy of the state of a policy's optimiser, which has one group of parameters."""
+    optimizer = policy.optimizer
+    (group,) = optimizer.param_groups
+    names = {id(parameter): name for name, parameter in policy.named_parameters()}
+    settings = {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
+    state = {
+        names[id(parameter)]: {
+            key: torch.as_tensor(value).detach().clone() for key, value in own.items() if value is not None
+        }
+        for parameter, own in optimizer.state.items()
+    }
+    return OptimizerState(type(optimizer).__name__, settings, state)
+
+
+def _read_update(model: Any) -> Update:
+    progress = model._current_progress_remaining
+    ppo = not isinstance(model, A2C)
+    clip_range_vf = model.clip_range_vf(progress) if ppo and model.clip_range_vf is not None else None
+    return Update(
+        algorithm="ppo" if ppo else "a2c",
+        clip_range=float(model.clip_range(progress)) if ppo else 0.2,
+        clip_range_vf=None if clip_range_vf is None else float(clip_range_vf),
+        normalize_advantage=bool(model.normalize_advantage),
+        ent_coef=float(model.ent_coef),
+        vf_coef=float(model.vf_coef),
+        max_grad_norm=float(model.max_grad_norm),
+        target_kl=model.target_kl if ppo else None,
+        n_epochs=model.n_epochs if ppo else 1,
+        batch_size=model.batch_size if ppo else None,
+    )

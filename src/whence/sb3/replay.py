@@ -1,0 +1,138 @@
+"""A recorded round done again by SB3's own `train()`."""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from stable_baselines3 import A2C
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.utils import FloatSchedule
+from torch import Tensor
+
+from whence.errors import WhenceError
+from whence.guards import kept_generators
+from whence.policies import as_view
+from whence.records import Tree
+from whence.rounds import RoundRecording
+from whence.rounds.identity import check_collected
+from whence.sb3.recorder import training_versions
+from whence.sb3.state import copy_tensors, load_tensors, named_tensors, preserve_model
+
+log = logging.getLogger("whence")
+
+
+def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
+    """Let SB3's own `train()` do a recorded round again, and return parameters and buffers after it.
+
+    On the CPU, with the recorded versions, the result is the recorded one bit for bit; the logger "whence" of Python's
+    logging is warned of other versions of what computes it, with which it is up to rounding only. The model is as
+    before afterwards: policy, optimiser, gradients, schedules, logger, buffer and counters, and every random generator.
+
+    Args:
+        model: the PPO, A2C or MaskablePPO that was trained, or one built like it.
+        recording: of `InfluenceCallback(recordings=...)`.
+
+    Raises:
+        WhenceError: the recording is of another policy, optimiser or algorithm.
+    """
+    _check_same(model, recording)
+    _warn_about_versions(model, recording)
+    with preserve_model(model), kept_generators():
+        _load_recording(model, recording)
+        view = as_view(model.policy)
+        check_collected(view, view.parameters(), recording.records, recording.number)
+        torch.set_rng_state(recording.generator)
+        model.train()
+        return copy_tensors(named_tensors(model.policy))
+
+
+def _warn_about_versions(model: Any, recording: RoundRecording) -> None:
+    differing = [
+        (package, recorded, mine)
+        for package, mine in training_versions(model).items()
+        if (recorded := recording.versions.get(package, "of unknown version")) != mine
+    ]
+    if differing:
+        log.warning(
+            "The recording of round %d was made with %s; here is %s. So its replay may differ from what was recorded "
+            "by rounding, which training makes larger. Install the recorded versions for one that is the same bit for "
+            "bit.",
+            recording.number,
+            " and ".join(f"{package} {recorded}" for package, recorded, _ in differing),
+            " and ".join(f"{package} {mine}" for package, _, mine in differing),
+        )
+
+
+def _check_same(model: Any, recording: RoundRecording) -> None:
+    here, policy = named_tensors(model.policy), type(model.policy.optimizer).__name__
+    algorithm = "a2c" if isinstance(model, A2C) else "ppo"
+    for what, mine, theirs in (
+        ("algorithm", algorithm, recording.update.algorithm),
+        ("optimiser", policy, recording.optimizer.name),
+        ("set of tensors", sorted(here), sorted(recording.start)),
+        (
+            "shapes",
+            {n: tuple(t.shape) for n, t in here.items()},
+            {n: tuple(t.shape) for n, t in recording.start.items()},
+        ),
+    ):
+        if mine != theirs:
+            raise WhenceError(
+                f"The recording is of another policy: its {what} is {theirs}, the model's {mine}. Build the model with "
+                "the settings of the run that was recorded."
+            )
+
+
+def _load_recording(model: Any, recording: RoundRecording) -> None:
+    """Put a recording's beginning into a model."""
+    update = recording.update
+    load_tensors(named_tensors(model.policy), recording.start)
+    optimizer = model.policy.optimizer
+    (group,) = optimizer.param_groups
+    group.update({key: tuple(v) if isinstance(v, list) else v for key, v in recording.optimizer.settings.items()})
+    optimizer.state.clear()
+    for name, parameter in model.policy.named_parameters():
+        if name in recording.optimizer.state:
+            own = recording.optimizer.state[name].items()
+            # Counts of steps stay where the optimiser has them; loaded from a file all tensors are on the CPU.
+            optimizer.state[parameter] = {k: t.to(t if k == "step" else parameter, copy=True) for k, t in own}
+    model.lr_schedule = FloatSchedule(recording.optimizer.settings["lr"])
+    if update.algorithm == "ppo":
+        model.clip_range = FloatSchedule(update.clip_range)
+        model.clip_range_vf = None if update.clip_range_vf is None else FloatSchedule(update.clip_range_vf)
+        model.target_kl, model.n_epochs = update.target_kl, update.n_epochs
+    model.normalize_advantage, model.max_grad_norm = update.normalize_advantage, update.max_grad_norm
+    model.ent_coef, model.vf_coef = update.ent_coef, update.vf_coef
+    model._logger = Logger(None, [])
+    model.rollout_buffer = _make_buffer(model.rollout_buffer, recording)
+
+
+def _make_buffer(like: Any, recording: RoundRecording) -> Any:
+    """Return a buffer that holds the recorded rollout and yields the recorded minibatches."""
+    buffer, records, n = copy.copy(like), recording.records, len(recording.records)
+    buffer.generator_ready, buffer.full = True, True
+    shape = like.obs_shape
+
+    def flat(tree: Tree, shape: Any) -> Any:
+        if isinstance(tree, Mapping):
+            return {key: flat(branch, shape[key]) for key, branch in tree.items()}
+        return tree.cpu().numpy().reshape(n, *shape)
+
+    buffer.observations = flat(records.observations, shape)
+    buffer.actions = flat(records.actions, (like.action_dim,))
+    for name in ("values", "log_probs", "advantages", "returns"):
+        setattr(buffer, name, flat(getattr(records, name), (1,)))
+    if records.action_masks is not None:
+        buffer.action_masks = flat(records.action_masks, (-1,))
+    epochs = iter(range(recording.update.n_epochs))
+
+    def get(batch_size: int | None = None) -> Iterator[Any]:
+        epoch = next(epochs)
+        for indices, own in zip(recording.minibatches, recording.epochs, strict=True):
+            if own == epoch:
+                yield buffer._get_samples(indices.numpy())
+
+    buffer.get = get
+    return buffer

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from benchmarks.faithfulness import RUNS, SHARES, SUBSETS, Job, Only, Out, Runs, Workers, at_once, trained, write
 from whence import Return, attribute_round, experiments
-from whence.counterfactual import lds, retrain
-from whence.counterfactual.outcomes import outcomes_of
-from whence.counterfactual.retrain import subsets_of
+from whence.counterfactual import compute_lds, retrain
+from whence.counterfactual.outcomes import measure_outcomes
+from whence.counterfactual.retrain import draw_subsets_of
 from whence.errors import NonFinite
-from whence.policies import outputs_of
+from whence.policies import compute_outputs
 from whence.rounds import DRAWS, RoundRecording
-from whence.rounds.replay import Round, opened
+from whence.rounds.replay import SteppedRound, open_round
 from whence.rounds.schedule import snapshot
 from whence.rounds.smoothed import WIDTH, Draws, averaged, drawn
 
@@ -76,23 +76,23 @@ def ablations(policy: Any, recording: RoundRecording, known: Mapping[str, Any], 
     Raises:
         RuntimeError: the recording is not of the round that is known.
     """
-    round = opened(policy, recording)
+    round = open_round(policy, recording)
     scores = variants(round, policy, seed)
     rows = []
     for share in SHARES:
-        kept = subsets_of(recording, share, SUBSETS, torch.Generator().manual_seed(seed))
+        kept = draw_subsets_of(recording, share, SUBSETS, torch.Generator().manual_seed(seed))
         for truth, outcomes in known["outcomes"][str(share)].items():
             values = np.mean(outcomes["target"], axis=0)
             about = {"share": share, "truth": truth, "orders": len(outcomes["target"])}
             rows += [about | {"score": name, **_held(kept, own, values)} for name, own in scores.items()]
             if share == 0.5 and truth == "recorded":
                 expanded = second_order(policy, recording, kept)
-                rows.append(about | {"score": "second order", **lds(expanded, values)})
+                rows.append(about | {"score": "second order", **compute_lds(expanded, values)})
     _check_known(rows, known["lds"])
     return {"ablations": rows, "clipping": clipping(policy, recording, seed)}
 
 
-def variants(round: Round, policy: Any, seed: int) -> dict[str, Tensor]:
+def variants(round: SteppedRound, policy: Any, seed: int) -> dict[str, Tensor]:
     """Return the scores that are compared, (n,) each.
 
     - "snapshot"; "snapshot, less its own": without what a record says of itself through the target.
@@ -114,7 +114,7 @@ def variants(round: Round, policy: Any, seed: int) -> dict[str, Tensor]:
         return drawn(round, DRAWS, share, torch.Generator().manual_seed(seed + 1))
 
     without_values = replace(recording, update=replace(recording.update, vf_coef=0.0))
-    plain = snapshot(opened(policy, without_values), target)
+    plain = snapshot(open_round(policy, without_values), target)
     return {
         "snapshot": plain,
         "snapshot, less its own": plain - own_terms(round),
@@ -128,7 +128,7 @@ def variants(round: Round, policy: Any, seed: int) -> dict[str, Tensor]:
     }
 
 
-def own_terms(round: Round) -> Tensor:
+def own_terms(round: SteppedRound) -> Tensor:
     """Return what each record's own part of the target says of it, (n,), in the units of the snapshot.
 
     The snapshot of record i is <grad f, grad l_i>; of f = mean_j A_j log pi_j its own part has the gradient
@@ -140,7 +140,7 @@ def own_terms(round: Round) -> Tensor:
 
     def log_prob(params: Tensor, position: Tensor) -> Tensor:
         minibatch = round.at(position[None])
-        return outputs_of(round.view, {"log_prob"}, round.named(params), minibatch.inputs).log_prob[0]
+        return compute_outputs(round.view, {"log_prob"}, round.named(params), minibatch.inputs).log_prob[0]
 
     gradient = torch.func.grad(log_prob)
     squares = torch.cat(
@@ -170,7 +170,7 @@ def outcomes_of_target(
     policy: Any, recording: RoundRecording, weights: Tensor, dtype: torch.dtype | None = None
 ) -> np.ndarray[Any, Any]:
     """Return the target after each training along the recorded minibatches, (m,)."""
-    round = opened(policy, recording, dtype=dtype)
+    round = open_round(policy, recording, dtype=dtype)
     params = retrain(policy, recording, weights, dtype=dtype)
     with torch.no_grad():
         own = [{name: tensor[number] for name, tensor in params.items()} for number in range(len(weights))]
@@ -185,7 +185,7 @@ def clipping(policy: Any, recording: RoundRecording, seed: int) -> list[dict[str
     a round may diverge: then there are none.
     """
     rows = []
-    kept = subsets_of(recording, 0.5, SUBSETS, torch.Generator().manual_seed(seed))
+    kept = draw_subsets_of(recording, 0.5, SUBSETS, torch.Generator().manual_seed(seed))
     everything = torch.ones(1, len(recording.records), dtype=torch.bool)
     for clip_range in (recording.update.clip_range, UNCLIPPED):
         own = replace(recording, update=replace(recording.update, clip_range=clip_range))
@@ -193,7 +193,7 @@ def clipping(policy: Any, recording: RoundRecording, seed: int) -> list[dict[str
         try:
             score = attribute_round(policy, own, target=Return(), method="unrolled").scores
             halves = retrain(policy, own, kept)
-            row |= _held(kept, score, outcomes_of(policy, own, halves, Return(), None)["target"])
+            row |= _held(kept, score, measure_outcomes(policy, own, halves, Return(), None)["target"])
             row |= {"outside": outside(policy, recording, retrain(policy, own, everything))}
             row |= {"outside, halves": outside(policy, recording, halves)}
         except NonFinite as diverged:
@@ -204,19 +204,19 @@ def clipping(policy: Any, recording: RoundRecording, seed: int) -> list[dict[str
 
 def outside(policy: Any, recording: RoundRecording, trained_to: Mapping[str, Tensor]) -> float:
     """Return the share of ratios outside of a recording's clip range, mean over trainings."""
-    round = opened(policy, recording)
+    round = open_round(policy, recording)
     shares = []
     with torch.no_grad():
         for number in range(len(next(iter(trained_to.values())))):
             own = {name: tensor[number] for name, tensor in trained_to.items()}
-            log_prob = outputs_of(round.view, {"log_prob"}, own, round.inputs).log_prob
+            log_prob = compute_outputs(round.view, {"log_prob"}, own, round.inputs).log_prob
             ratio = (log_prob - round.records.log_probs).exp()
             shares.append(float(((ratio - 1).abs() > recording.update.clip_range).double().mean()))
     return float(np.mean(shares))
 
 
 def _held(kept: Tensor, score: Tensor, values: np.ndarray[Any, Any]) -> dict[str, Any]:
-    return dict(lds(kept.double().numpy() @ score.double().cpu().numpy(), values))
+    return dict(compute_lds(kept.double().numpy() @ score.double().cpu().numpy(), values))
 
 
 def _check_known(rows: list[dict[str, Any]], known: list[dict[str, Any]]) -> None:

@@ -21,9 +21,9 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.faithfulness import RUNS, SETUPS, Job, Out, Runs, all_scores, rounded
 from whence import Return, experiments
-from whence.counterfactual import additive_ceiling, datamodel, lds, retrain, subsets
-from whence.counterfactual.outcomes import outcomes_of
-from whence.guards import written_atomically
+from whence.counterfactual import additive_ceiling, compute_lds, draw_subsets, fit_datamodel, retrain
+from whence.counterfactual.outcomes import measure_outcomes
+from whence.guards import write_atomically
 from whence.runs import RunDirectory
 
 ENVIRONMENTS = ("lunarlander", "minigrid")
@@ -53,7 +53,7 @@ def main(
             content = {"env": job.env, "optimizer": job.optimizer, "seed": 0, "round": number}
             scores = all_scores(model.policy, recording, DRAWS, target=Return())
             content |= {"trainings": trainings, **fitted(scores, kept, outcomes)}
-            with written_atomically(out / "datamodels" / f"{name}.json") as temporary:
+            with write_atomically(out / "datamodels" / f"{name}.json") as temporary:
                 temporary.write_text(json.dumps(rounded(content), allow_nan=False, indent=1) + "\n", encoding="utf-8")
 
 
@@ -64,10 +64,10 @@ def trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[t
         # By what was collected: a run that was started over is another.
         file = folder / f"{recording.records.fingerprint[:12]}_{number:03d}.safetensors"
         if not file.exists():
-            kept = subsets(len(recording.records), 0.5, AT_ONCE, torch.Generator().manual_seed(number))
+            kept = draw_subsets(len(recording.records), 0.5, AT_ONCE, torch.Generator().manual_seed(number))
             params = retrain(model.policy, recording, kept)
-            found = outcomes_of(model.policy, recording, params, Return(), None)
-            with written_atomically(file) as temporary:
+            found = measure_outcomes(model.policy, recording, params, Return(), None)
+            with write_atomically(file) as temporary:
                 save_file({"kept": kept.numpy(), **found}, temporary)
         parts.append(load_file(file))
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -80,14 +80,14 @@ def fitted(scores: dict[str, Any], kept: torch.Tensor, outcomes: dict[str, Any])
     for outcome, values in outcomes.items():
         rows["ceilings"].append({"outcome": outcome, **additive_ceiling(kept, values)})
         for name, score in scores.items():
-            found = lds(kept.double().numpy() @ score, values)
+            found = compute_lds(kept.double().numpy() @ score, values)
             rows["scores"].append({"outcome": outcome, "score": name, **found})
         for size in (size for size in SIZES if size <= len(kept)):
             for prior in (None, "smoothed"):
                 own = None if prior is None else scores[prior]
-                fit = datamodel(kept[:size], values[:size], prior=own)
+                fit = fit_datamodel(kept[:size], values[:size], prior=own)
                 penalty = fit.penalty if np.isfinite(fit.penalty) else None
-                alone = None if own is None else lds(kept[:size].double().numpy() @ own, values[:size])["lds"]
+                alone = None if own is None else compute_lds(kept[:size].double().numpy() @ own, values[:size])["lds"]
                 about = {"outcome": outcome, "trainings": size, "prior": prior, "penalty": penalty, "prior_lds": alone}
                 rows["datamodels"].append({**about, "lds": fit.lds, "low": fit.low, "high": fit.high})
     return rows

@@ -33,11 +33,11 @@ import typer
 from rich.console import Console
 
 from whence import IIF, Return, attribute, attribute_round, experiments
-from whence.counterfactual import intervene, leave_out, scores_of, study
+from whence.counterfactual import compute_scores, intervene, leave_out, study
 from whence.experiments import RunConfig
 from whence.experiments.rl.gradients import gradient_cosines, large_rollout
-from whence.experiments.rl.stored import measuring, run_config
-from whence.guards import written_atomically
+from whence.experiments.rl.stored import measure_returns, read_run_config
+from whence.guards import write_atomically
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 
@@ -171,12 +171,12 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
 
 def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     """Hold a round's scores against training it again."""
-    config, seed = run_config(run), job.chance(number)
+    config, seed = read_run_config(run), job.chance(number)
     model, recording = experiments.load_recording(run, number)
     policy, asked = model.policy, {"target": Return(), "seed": seed}
     scores = all_scores(policy, recording, DRAWS[job.optimizer], **asked)
     rows, removals, outcomes = [], [], {}
-    with measuring(config, model, episodes=TEST_EPISODES, seed=seed) as measure:
+    with measure_returns(config, model, episodes=TEST_EPISODES, seed=seed) as measure:
         tested = measure if job.seed == 0 else None
         for share, orders, evaluate in zip(SHARES, (ORDERS[job.optimizer], 2), (tested, None), strict=True):
             settings = {"share": share, "count": SUBSETS, "orders": orders, "evaluate": evaluate}
@@ -195,8 +195,8 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
 
 
 def all_scores(policy: Any, recording: Any, draws: Sequence[int], **asked: Any) -> dict[str, Any]:
-    """Return what `scores_of` does, and smoothed scores of more trainings, as many each as `draws` says."""
-    scores = scores_of(policy, recording, **asked)
+    """Return what `compute_scores` does, and smoothed scores of more trainings, as many each as `draws` says."""
+    scores = compute_scores(policy, recording, **asked)
     for count in draws:
         more = attribute_round(policy, recording, method="smoothed", draws=count, **asked)
         scores[f"smoothed, {count} draws"] = more.scores.double().numpy()
@@ -220,17 +220,17 @@ def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.Dat
 
 def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     """Train a round again without the records that score below 0, and without as many at random."""
-    config, seed = run_config(run), job.chance(number)
+    config, seed = read_run_config(run), job.chance(number)
     model, recording = experiments.load_recording(run, number)
     scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
-    with measuring(config, model, episodes=2 * TEST_EPISODES, seed=seed) as measure:
+    with measure_returns(config, model, episodes=2 * TEST_EPISODES, seed=seed) as measure:
         found = intervene(model.policy, recording, scored, measure, seed=seed)
     return {"interventions": found.to_dicts()}
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:
     """Write a file of JSON, its numbers at six digits."""
-    with written_atomically(file) as temporary:
+    with write_atomically(file) as temporary:
         temporary.write_text(json.dumps(rounded(content), allow_nan=False) + "\n", encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ from benchmarks.faithfulness import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
 from benchmarks.markdown import cell, nested, table
 from benchmarks.means import means_of, over_seeds
 from benchmarks.selection_tables import compared, gain_means, gain_sections
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 from whence.report.figures import COLOURS, interventions_box
 
 UNIT = ["env", "optimizer", "seed", "round"]
@@ -361,12 +361,12 @@ def removal_curves(rows: pl.DataFrame) -> go.Figure:
 
 def _draw(file: Path, figure: go.Figure) -> None:
     content = figure.update_layout(font_family="sans-serif").to_image(format="svg")
-    with written_atomically(file) as temporary:
+    with write_atomically(file) as temporary:
         temporary.write_bytes(content)
 
 
 def _write(file: Path, text: str) -> None:
-    with written_atomically(file) as temporary:
+    with write_atomically(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ from scipy import stats
 from whence import experiments
 from whence.experiments import STANDARD, LanguageConfig
 from whence.experiments.llm.outputs import read_curve
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 from whence.llm.lab import check
 from whence.llm.lab.phrases import is_rude
 from whence.metrics import Curve, summarise
@@ -282,7 +282,7 @@ def _cell(entry: Mapping[str, Any], share: bool) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    with written_atomically(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from whence import NonPositive
 from whence.experiments.llm.config import LanguageConfig
-from whence.experiments.llm.tasks import task_of
+from whence.experiments.llm.tasks import load_task
 from whence.experiments.llm.training import make_trainer
 from whence.runs import RunDirectory
 
@@ -35,7 +35,7 @@ def main(
         with tempfile.TemporaryDirectory() as folder:
             ppo = {"rounds": rounds, "mini_batch_size": minibatch, "batch_size": batch_size, "ppo_epochs": 4}
             config = LanguageConfig("iif-sequence", 0, size=size, lora=16, settings={**ppo, "eval_every": 0})
-            trainer = make_trainer(config, task_of(config), Path(folder) / "run")
+            trainer = make_trainer(config, load_task(config), Path(folder) / "run")
             trainer.rule = ScoredAndKept()
             trainer.train()
             seconds = RunDirectory.open(Path(folder) / "run").table("timings")[1:]

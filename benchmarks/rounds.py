@@ -27,11 +27,11 @@ from rich.table import Table
 
 from benchmarks.faithfulness import OPTIMIZERS, write
 from whence import KeepAll, Return, attribute, attribute_crossfit, attribute_round, experiments
-from whence.counterfactual import retrain, subsets
-from whence.experiments.rl.environments import training_env
+from whence.counterfactual import draw_subsets, retrain
+from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
 from whence.rounds import METHODS, RoundRecording, attribute_round_by
-from whence.sb3 import InfluenceCallback, model_objective, replay
+from whence.sb3 import InfluenceCallback, model_objective, replay_round
 
 WALKED = ("trajectory", "optimizer", "optimizer-momentum")
 """Scores that share the target's gradient at every step."""
@@ -65,7 +65,7 @@ def main(
 def _recorded(settings: Mapping[str, Any]) -> tuple[Any, RoundRecording]:
     config = experiments.configure(preset="lda-code/lunarlander", eval_episodes=0, **settings)
     torch.manual_seed(config.seed)
-    model = make_model(config, training_env(config))
+    model = make_model(config, make_training_env(config))
     callback = InfluenceCallback(KeepAll(), recordings=[3])
     model.learn(3 * model.n_steps, callback=callback)
     assert callback.recording is not None
@@ -75,7 +75,7 @@ def _recorded(settings: Mapping[str, Any]) -> tuple[Any, RoundRecording]:
 def _ratios(model: Any, recording: RoundRecording, repeats: int, name: str) -> dict[str, list[float]]:
     policy, records, target = model.policy, recording.records, Return()
     objective = model_objective(model)
-    kept = subsets(len(records), 0.5, 100, torch.Generator().manual_seed(0))
+    kept = draw_subsets(len(records), 0.5, 100, torch.Generator().manual_seed(0))
     measured: dict[str, Callable[[], object]] = {
         "snapshot": lambda: attribute(policy, records, target=target, objective=objective),
         "crossfit": lambda: attribute_crossfit(policy, records, target=target, objective=objective),
@@ -90,7 +90,7 @@ def _ratios(model: Any, recording: RoundRecording, repeats: int, name: str) -> d
     for _ in track(range(repeats), name):
         for what, run in measured.items():
             # Beside each measurement, so that a busy machine slows both alike.
-            plain = _seconds(lambda: replay(model, recording))
+            plain = _seconds(lambda: replay_round(model, recording))
             found[what].append(_seconds(run) / plain / (100 if what == "100 trainings" else 1))
     return found
 

@@ -32,7 +32,7 @@ from stable_baselines3 import PPO
 from torch import nn
 
 import whence
-from whence.engines.memory import bytes_held
+from whence.engines.memory import measure_bytes
 from whence.experiments.rl.networks import MiniGridCNN
 from whence.sb3 import collect
 
@@ -153,7 +153,7 @@ def memory_ratio(model: PPO, records: whence.RecordBatch, engine: str) -> float:
     step, score = training_step(model, chunk), scoring(model, chunk, engine, chunk_size=CHUNK)
     step()  # the first one makes Adam's state, which stays
     score()
-    return max(bytes_held(score)) / max(bytes_held(step))
+    return max(measure_bytes(score)) / max(measure_bytes(step))
 
 
 def ten_targets(model: PPO, records: whence.RecordBatch, engine: str, repeats: int) -> float:

@@ -34,14 +34,14 @@ from torch import Tensor
 
 from benchmarks.faithfulness import RUNS, Job, Only, Out, Runs, Workers, at_once, trained, write
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
-from whence.counterfactual import gains
+from whence.counterfactual import measure_gains
 from whence.experiments import load_recording, load_round
 from whence.experiments.rl.gradients import large_rollout, monte_carlo
-from whence.experiments.rl.stored import run_config
+from whence.experiments.rl.stored import read_run_config
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.rounds.optimizers import preconditioner
-from whence.rounds.replay import opened
+from whence.rounds.replay import open_round
 from whence.rounds.schedule import target_gradient
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
@@ -75,7 +75,7 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
 
 def judged(run: RunDirectory, number: int) -> pl.DataFrame:
     """Return what selections of a round gain on fresh steps."""
-    config = run_config(run)
+    config = read_run_config(run)
     model, recording = load_recording(run, number)
     large = large_rollout(config, model, steps=STEPS, seed=number)
     half = torch.arange(len(large)) < len(large) // 2  # environments come one after the other
@@ -85,8 +85,8 @@ def judged(run: RunDirectory, number: int) -> pl.DataFrame:
     before = [load_round(run, earlier)[1] for earlier in range(max(1, number - EARLIER), number)]
     masks = selections(config.drop, model, recording, {"fresh target": [large.take(half)], "earlier rollouts": before})
     asked: dict[str, Any] = {"advantages": kinds, "seed": number}
-    found = gains(model.policy, recording, masks, fresh, **asked)
-    once = gains(model.policy, normalised_once(recording), {"iif": masks["iif"]}, fresh, **asked)
+    found = measure_gains(model.policy, recording, masks, fresh, **asked)
+    once = measure_gains(model.policy, normalised_once(recording), {"iif": masks["iif"]}, fresh, **asked)
     return pl.concat([found, once.with_columns(selection=pl.col("selection") + ONCE)])
 
 
@@ -154,7 +154,7 @@ class Along:
 
 def _preconditioned(policy: Any, recording: RoundRecording) -> Mapping[str, Tensor]:
     """Return the gradient of `Return()` at the round's beginning as the optimiser would scale it."""
-    round = opened(policy, recording)
+    round = open_round(policy, recording)
     gradient = target_gradient(round, round.start.params, Return())
     state = round.start.state
     scale = preconditioner(recording.optimizer, state)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from whence import NonPositive
-from whence.llm.trl import InfluenceGRPOTrainer
 from whence.llm.lab import arithmetic, evaluate
+from whence.llm.trl import InfluenceGRPOTrainer
 
 
 def main(

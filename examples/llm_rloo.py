@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import RLOOConfig
 
 from whence import NonPositive
-from whence.llm.trl import InfluenceRLOOTrainer
 from whence.llm.lab import arithmetic, evaluate
+from whence.llm.trl import InfluenceRLOOTrainer
 
 
 def main(

@@ -51,10 +51,10 @@ def main(folder):
         trainer = trainer_of(kind, folder / kind, NonPositive(), target=TokenReturn(), activation_checkpointing=True)
         trainer.train()
         watch, batches = Watch(), []
-        rows_of = GROUPS[kind][0]._rows
+        make_rows = GROUPS[kind][0]._rows
 
-        def keeping(self, output, rows_of=rows_of, batches=batches):
-            batches.append(rows_of(self, output))
+        def keeping(self, output, make_rows=make_rows, batches=batches):
+            batches.append(make_rows(self, output))
             return batches[-1]
 
         GROUPS[kind][0]._rows = keeping

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import whence
-from whence.llm import language_view, rows_of
+from whence.llm import language_view, make_rows
 
 VOCABULARY = 50
 STYLES = ("gpt2", "gpt_neo", "llama", "qwen2", "qwen3")
@@ -85,9 +85,9 @@ def rows_for(model: nn.Module, given: dict[str, Tensor] | None = None, *, spread
     """Return rows as a policy near the model's would have drawn them: ratios away from 1, some of them clipped."""
     given = tokens() if given is None else given
     zeros = torch.zeros(given["response_mask"].shape)
-    draft = rows_of(**given, log_probs=zeros, advantages=zeros)
+    draft = make_rows(**given, log_probs=zeros, advantages=zeros)
     view = language_view(model)
     with torch.no_grad(), whence.guards.eval_mode(model.modules()):
         log_probs = view(view.parameters(), view.prepare(draft)).log_prob
     drawn = {name: torch.randn_like(zeros) for name in ("values", "returns", "advantages")}
-    return rows_of(**given, log_probs=log_probs + spread * torch.randn_like(zeros), **drawn)
+    return make_rows(**given, log_probs=log_probs + spread * torch.randn_like(zeros), **drawn)

@@ -54,7 +54,7 @@ def trained(folder, target, processes, **more):
         reward=by_the_column,
         prompts=with_column(PROMPTS),
         held_out=held_out and with_column(held_out),
-        seen=lambda rollout, influence, selection, row: told.append(
+        on_rollout=lambda rollout, influence, selection, row: told.append(
             {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["train/value_loss"]}
         ),
         **settings,

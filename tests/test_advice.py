@@ -11,7 +11,7 @@ from stable_baselines3.common.monitor import Monitor
 
 import whence
 from toys import Toy, model
-from whence.advice import advice
+from whence.advice import give_advice
 from whence.report.sections import advised
 from whence.rounds import METHODS
 from whence.sb3 import InfluenceCallback
@@ -22,7 +22,7 @@ SGD = {"optimizer": "SGD"}
 def kinds(config: dict[str, Any] | None = None, **columns: list[Any]) -> dict[str, int]:
     count = len(next(iter(columns.values())))
     table = pl.DataFrame({"round": list(range(1, count + 1)), **columns})
-    return {one.kind: one.round for one in advice(table, config or SGD)}
+    return {one.kind: one.round for one in give_advice(table, config or SGD)}
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "RMSprop"])
@@ -81,7 +81,7 @@ def test_returns_that_do_not_rise() -> None:
 
 
 def test_nothing_is_said_of_no_rounds() -> None:
-    assert advice(pl.DataFrame(), SGD) == []
+    assert give_advice(pl.DataFrame(), SGD) == []
 
 
 def test_the_callback_says_each_thing_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,11 +12,11 @@ from scipy import stats
 
 from test_rounds import model_of, recorded
 from whence import Return, attribute, attribute_round
-from whence.counterfactual import lds, scores_of, subsets
+from whence.counterfactual import compute_lds, compute_scores, draw_subsets
 from whence.experiments import load_recording
 from whence.policies import as_view
 from whence.rounds import METHODS
-from whence.rounds.replay import opened
+from whence.rounds.replay import open_round
 from whence.rounds.schedule import snapshot
 from whence.runs import RunDirectory
 from whence.sb3 import collect
@@ -88,7 +88,7 @@ def test_a_round_is_studied_from_end_to_end(results):
     content = json.loads((folder / "round_00002.json").read_text())
     assert [content[name] for name in ("env", "optimizer", "seed", "round")] == ["frozenlake", "sgd", 0, 2]
     model, recording = load_recording(RunDirectory.open(run), 2)
-    names = list(scores_of(model.policy, recording, target=Return()))
+    names = list(compute_scores(model.policy, recording, target=Return()))
     assert names == ["snapshot", "crossfit", *METHODS, "advantage", "td-error", "random"]
     lds = pl.DataFrame(content["lds"], infer_schema_length=None)
     of = [("target", 0.5), ("surrogate", 0.5), ("evaluated", 0.5), ("target", 0.9), ("surrogate", 0.9)]
@@ -134,7 +134,7 @@ def test_another_run_than_the_one_that_was_studied_is_refused(results, ablations
 def test_what_a_record_says_of_itself(ablations):
     model = model_of("Adam", vf_coef=0.0)
     recording = recorded(model)
-    round = opened(model.policy, recording)
+    round = open_round(model.policy, recording)
     own = ablations.own_terms(round)
     for record in (0, 5, 63):
 
@@ -178,7 +178,7 @@ def test_other_scores_are_of_more_trainings(results, rounds):
     faithfulness, tables, _ = rounds
     model, recording = load_recording(RunDirectory.open(run), 2)
     found = faithfulness.all_scores(model.policy, recording, faithfulness.DRAWS["adam"], target=Return())
-    (added,) = found.keys() - scores_of(model.policy, recording, target=Return()).keys()
+    (added,) = found.keys() - compute_scores(model.policy, recording, target=Return()).keys()
     assert added in tables.SCORES
     known = attribute_round(model.policy, recording, target=Return(), method="smoothed", draws=64).scores
     assert np.array_equal(found[added], known.double().numpy())
@@ -194,9 +194,9 @@ def test_what_is_stored_is_enough_to_hold_another_score_against(results, rounds)
     rows = pl.DataFrame(content["lds"], infer_schema_length=None).filter(score="advantage")
     seed = faithfulness.Job("frozenlake", "sgd", 0).chance(2)
     for share, truth, outcome, found in rows.select("share", "truth", "outcome", "lds").rows():
-        kept = subsets(64, share, 3, torch.Generator().manual_seed(seed)).double().numpy()
+        kept = draw_subsets(64, share, 3, torch.Generator().manual_seed(seed)).double().numpy()
         stored = np.mean(content["outcomes"][str(share)][truth][outcome], axis=0)
-        assert lds(kept @ score, stored)["lds"] == pytest.approx(found, abs=1e-5)
+        assert compute_lds(kept @ score, stored)["lds"] == pytest.approx(found, abs=1e-5)
 
 
 def test_the_target_is_held_against_the_tests_of_each_order(results):

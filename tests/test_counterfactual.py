@@ -14,15 +14,23 @@ from scipy import stats
 
 from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
 from whence import IIF, RandomDrop, Return, WhenceError, attribute_round
-from whence.counterfactual import agreement, lds, predicted, reshuffled, retrain, study, subsets
-from whence.counterfactual.outcomes import outcomes_of
-from whence.counterfactual.retrain import NOBODY, batch_size_of
-from whence.engines.memory import bytes_held
+from whence.counterfactual import (
+    compute_lds,
+    draw_subsets,
+    measure_agreement,
+    predict_outcomes,
+    reshuffle,
+    retrain,
+    study,
+)
+from whence.counterfactual.outcomes import measure_outcomes
+from whence.counterfactual.retrain import NOBODY, read_batch_size
+from whence.engines.memory import measure_bytes
 from whence.errors import NonFinite
 from whence.rounds import replay
-from whence.rounds.replay import opened
-from whence.sb3 import replay as replay_sb3
-from whence.sb3.buffer import minibatches
+from whence.rounds.replay import open_round
+from whence.sb3 import replay_round as replay_sb3
+from whence.sb3.buffer import cut_minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -43,7 +51,7 @@ def case(request):
 class TestRetrain:
     def test_each_training_is_as_if_alone(self, case):
         model, recording = case
-        kept = subsets(64, 0.5, 5, drawn())
+        kept = draw_subsets(64, 0.5, 5, drawn())
         before = state_of(model)
         together = retrain(model.policy, recording, kept)
         assert_untouched(before, state_of(model))
@@ -55,8 +63,8 @@ class TestRetrain:
 
     def test_reshuffled_trainings_are_sb3s(self, case):
         model, recording = case
-        kept = subsets(64, 0.6, 3, drawn())
-        orders = reshuffled(kept, 16, 3, drawn(1))
+        kept = draw_subsets(64, 0.6, 3, drawn())
+        orders = reshuffle(kept, 16, 3, drawn(1))
         together = retrain(model.policy, recording, kept, orders=orders)
         for number in range(len(kept)):
             own = [order[number] for order in orders]
@@ -111,8 +119,8 @@ class TestMemory:
     @pytest.mark.parametrize("side_by_side", [1, 2, 3])
     def test_small_budgets_give_the_same_parameters(self, wide, truth, side_by_side, monkeypatch):
         model, recording = wide
-        kept = subsets(128, 0.5, 5, drawn())
-        orders = None if truth == "recorded" else reshuffled(kept, 64, 3, drawn(1))
+        kept = draw_subsets(128, 0.5, 5, drawn())
+        orders = None if truth == "recorded" else reshuffle(kept, 64, 3, drawn(1))
         whole = retrain(model.policy, recording, kept, orders=orders)
         least, one, results = needed(model, recording, kept, orders)
         assert least == one + results
@@ -123,7 +131,7 @@ class TestMemory:
         )
         memory = results + side_by_side * one
         held = max(
-            bytes_held(lambda: parts.clear() or retrain(model.policy, recording, kept, orders=orders, memory=memory))
+            measure_bytes(lambda: parts.clear() or retrain(model.policy, recording, kept, orders=orders, memory=memory))
         )
         assert parts[:2] == [1, 2]  # measured
         assert parts[2:] == {1: [1] * 5, 2: [2, 2, 1], 3: [3, 2]}[side_by_side]
@@ -138,21 +146,21 @@ class TestMemory:
     def test_what_is_held_is_what_was_estimated(self, wide, truth, monkeypatch):
         model, recording = wide
         monkeypatch.setattr(retrain_module, "MARGIN", 1)
-        kept = subsets(128, 0.5, 20, drawn())
-        orders = None if truth == "recorded" else reshuffled(kept, 64, 3, drawn(1))
+        kept = draw_subsets(128, 0.5, 20, drawn())
+        orders = None if truth == "recorded" else reshuffle(kept, 64, 3, drawn(1))
         _, one, results = needed(model, recording, kept, orders)
         memory = results + 8 * one - nbytes(orders)  # which are there already
-        round = opened(model.policy, recording)
+        round = open_round(model.policy, recording)
         with torch.no_grad():
             at_once = retrain_module._at_once(round, kept.float(), orders, memory, 0)
-            held = max(bytes_held(lambda: retrain_module._in_parts(round, kept.float(), orders, at_once)))
+            held = max(measure_bytes(lambda: retrain_module._in_parts(round, kept.float(), orders, at_once)))
         assert 8 <= at_once < 20
         assert 0.75 * memory < held < 1.01 * memory
 
     def test_orders_are_counted(self, wide):
         model, recording = wide
-        kept = subsets(128, 0.5, 20, drawn())
-        orders = reshuffled(kept, 64, 3, drawn(1))
+        kept = draw_subsets(128, 0.5, 20, drawn())
+        orders = reshuffle(kept, 64, 3, drawn(1))
         # Positions of 8 bytes: half of 128 records, in three epochs of twenty trainings.
         assert nbytes(orders) == 8 * 64 * 3 * 20
         of_all = needed(model, recording, kept, orders)[2]
@@ -164,7 +172,7 @@ class TestMemory:
     def test_one_training_is_measured_alone(self, wide, monkeypatch):
         model, recording = wide
         measured = []
-        monkeypatch.setattr(retrain_module, "bytes_held", lambda run: measured.append(None) or bytes_held(run))
+        monkeypatch.setattr(retrain_module, "measure_bytes", lambda run: measured.append(None) or measure_bytes(run))
         retrain(model.policy, recording, torch.ones(1, 128))
         assert len(measured) == 1
 
@@ -174,15 +182,15 @@ class TestMemory:
 def test_minibatches_are_cut_as_selection_cuts_them(n, share, seed, batch_size):
     if int(share * n) < 2:
         with pytest.raises(WhenceError, match="at least two records"):
-            subsets(n, share, 1, drawn())
+            draw_subsets(n, share, 1, drawn())
         return
-    kept = subsets(n, share, 2, drawn(seed))
+    kept = draw_subsets(n, share, 2, drawn(seed))
     assert kept.sum(dim=1).tolist() == [int(share * n)] * 2
     kept = torch.cat([kept, torch.ones(1, n, dtype=torch.bool)])
-    orders = reshuffled(kept, batch_size, 1, drawn(seed))
+    orders = reshuffle(kept, batch_size, 1, drawn(seed))
     permutation = torch.randperm(n, generator=drawn(seed)).numpy()
     for number, mask in enumerate(kept.numpy()):
-        expected = minibatches(permutation[mask[permutation]], batch_size, last="keep", join=True)
+        expected = cut_minibatches(permutation[mask[permutation]], batch_size, last="keep", join=True)
         found = [order[number][order[number] != NOBODY].tolist() for order in orders]
         assert [minibatch for minibatch in found if minibatch] == [minibatch.tolist() for minibatch in expected]
 
@@ -193,9 +201,9 @@ def test_subsets_of_different_sizes_are_trained_as_if_alone(optimizer):
     recording = recorded(model)
     # Four full minibatches; three of which the last has one more; one; and one of three records.
     kept = torch.arange(64) < torch.tensor([64, 49, 16, 3])[:, None]
-    together = retrain(model.policy, recording, kept, orders=reshuffled(kept, 16, 3, drawn(1)))
+    together = retrain(model.policy, recording, kept, orders=reshuffle(kept, 16, 3, drawn(1)))
     for number, mask in enumerate(kept):
-        alone = retrain(model.policy, recording, mask[None], orders=reshuffled(mask[None], 16, 3, drawn(1)))
+        alone = retrain(model.policy, recording, mask[None], orders=reshuffle(mask[None], 16, 3, drawn(1)))
         for name, tensor in alone.items():
             assert torch.allclose(together[name][number], tensor[0], rtol=0, atol=1e-6), name
 
@@ -204,8 +212,8 @@ def test_minibatches_hold_what_was_asked_for_also_where_a_rule_kept_less():
     model = model_of("SGD", batch_size=48)
     recording = recorded(model, RandomDrop(1.0, seed=0))
     assert max(map(len, recording.minibatches)) < 48
-    assert batch_size_of(recording) == 48
-    assert batch_size_of(replace(recording, update=replace(recording.update, batch_size=None))) == 64
+    assert read_batch_size(recording) == 48
+    assert read_batch_size(replace(recording, update=replace(recording.update, batch_size=None))) == 64
     with pytest.raises(WhenceError, match="Round 2 was not trained on"):
         study(model.policy, replace(recording, minibatches=[], epochs=[]), target=Return())
 
@@ -215,54 +223,54 @@ class TestMeasures:
         rng = np.random.default_rng(0)
         predictions = rng.normal(size=50)
         outcomes = predictions + rng.normal(size=50)
-        found = lds(predictions, outcomes)
+        found = compute_lds(predictions, outcomes)
         assert found["lds"] == pytest.approx(stats.spearmanr(predictions, outcomes).statistic)
         assert found["low"] < found["lds"] < found["high"]
-        assert lds(predictions, -predictions)["lds"] == pytest.approx(-1)
-        assert lds(np.ones(50), outcomes) == {"lds": None, "low": None, "high": None}
+        assert compute_lds(predictions, -predictions)["lds"] == pytest.approx(-1)
+        assert compute_lds(np.ones(50), outcomes) == {"lds": None, "low": None, "high": None}
 
     @pytest.mark.parametrize("shapes", [((2,), (2,)), ((5,), (4,)), ((3, 1), (3, 1))])
     def test_shapes_that_do_not_fit(self, shapes):
         with pytest.raises(WhenceError, match="both need"):
-            lds(*(np.zeros(shape) for shape in shapes))
+            compute_lds(*(np.zeros(shape) for shape in shapes))
 
     def test_the_prediction_is_the_sum_over_what_is_kept(self, case):
         model, recording = case
         influence = attribute_round(model.policy, recording, target=Return())
-        kept = subsets(64, 0.5, 3, drawn())
-        for mask, value in zip(kept, predicted(influence, kept), strict=True):
+        kept = draw_subsets(64, 0.5, 3, drawn())
+        for mask, value in zip(kept, predict_outcomes(influence, kept), strict=True):
             assert value == pytest.approx(float(influence.scores[mask].double().sum()))
         with pytest.raises(WhenceError, match="of 63 records, the scores of 64"):
-            predicted(influence, kept[:, :63])
+            predict_outcomes(influence, kept[:, :63])
 
     def test_the_derivative_predicts_what_leaving_out_does(self):
         # Small steps of SGD are nearly linear in the weights: the exact derivative must rank subsets almost rightly.
         model = model_of("SGD", n_envs=4, batch_size=64, learning_rate=1e-3)
         recording = recorded(model)
-        kept = subsets(128, 0.9, 60, drawn())
+        kept = draw_subsets(128, 0.9, 60, drawn())
         params = retrain(model.policy, recording, kept, dtype=torch.float64)
-        round = opened(model.policy, recording, dtype=torch.float64)
+        round = open_round(model.policy, recording, dtype=torch.float64)
         target = Return()
         outcomes = np.array(
             [float(target(round.view, {k: v[i] for k, v in params.items()}, round.records).detach()) for i in range(60)]
         )
         scores = attribute_round(model.policy, recording, target=target, method="unrolled", dtype=torch.float64)
-        assert lds(predicted(scores, kept), outcomes)["lds"] > 0.95
+        assert compute_lds(predict_outcomes(scores, kept), outcomes)["lds"] > 0.95
 
 
 class TestAgreement:
     def test_repetitions_that_agree_leave_nothing_to_chance(self):
         values = np.arange(20.0)
-        assert agreement(np.stack([values, values, 2 * values])) == pytest.approx(1)
+        assert measure_agreement(np.stack([values, values, 2 * values])) == pytest.approx(1)
 
     def test_what_is_no_number_has_no_rank(self):
         values = np.arange(6.0)
         broken = np.array([0, 1, 2, np.nan, 4, 5])
         for wrong, name in (((broken, values), "predictions"), ((values, broken), "outcomes")):
             with pytest.raises(WhenceError, match=f"{name} hold nan at position 3"):
-                lds(*wrong)
+                compute_lds(*wrong)
         with pytest.raises(WhenceError, match=r"values hold nan at position \(1, 3\)"):
-            agreement(np.stack([values, broken]))
+            measure_agreement(np.stack([values, broken]))
 
     def test_it_is_what_the_true_means_reach(self):
         # Signal and noise of one variance: two repetitions correlate by 1/2, and their mean with the signal by the
@@ -272,14 +280,14 @@ class TestAgreement:
         values = signal + rng.normal(size=(2, 20_000))
         reached = np.corrcoef(signal, values.mean(axis=0))[0, 1]
         assert reached == pytest.approx(np.sqrt(2 / 3), abs=0.01)
-        assert agreement(values) == pytest.approx(reached, abs=0.02)  # of ranks, which correlate a little less
+        assert measure_agreement(values) == pytest.approx(reached, abs=0.02)  # of ranks, which correlate a little less
 
     def test_pure_chance_and_constants(self):
         rng = np.random.default_rng(0)
-        assert agreement(rng.normal(size=(2, 5000))) < 0.3
-        assert agreement(np.stack([np.arange(5.0), np.ones(5)])) is None
+        assert measure_agreement(rng.normal(size=(2, 5000))) < 0.3
+        assert measure_agreement(np.stack([np.arange(5.0), np.ones(5)])) is None
         with pytest.raises(WhenceError, match="at least 2"):
-            agreement(np.ones((1, 5)))
+            measure_agreement(np.ones((1, 5)))
 
 
 class TestStudy:
@@ -300,7 +308,7 @@ class TestStudy:
             orders=2,
             methods=["trajectory", "unrolled"],
             evaluate=evaluate,
-            told=told.append,
+            on_stage=on_stage.append,
         )
         assert_untouched(before, state_of(model))
         methods = ["snapshot", "crossfit", "trajectory", "unrolled", "advantage", "td-error", "random"]
@@ -316,7 +324,7 @@ class TestStudy:
             certain = row["truth"] == "recorded" and row["outcome"] != "evaluated"
             assert (row["ceiling"] == 1) == certain
         params = retrain(model.policy, recording, made.kept)
-        round = opened(model.policy, recording)
+        round = open_round(model.policy, recording)
         own = {name: tensor[3] for name, tensor in params.items()}
         with torch.no_grad():
             assert made.outcomes["recorded"]["target"][0, 3] == pytest.approx(
@@ -329,7 +337,7 @@ class TestStudy:
 
     def test_scores_that_are_handed_in_are_not_made(self, case, monkeypatch):
         model, recording = case
-        monkeypatch.setattr(study_module, "scores_of", None)
+        monkeypatch.setattr(study_module, "compute_scores", None)
         own = {"mine": np.arange(64)}
         made = study(model.policy, recording, target=Return(), count=4, orders=2, scores=own)
         assert made.table["score"].unique().to_list() == ["mine"]
@@ -385,9 +393,9 @@ class TestStudy:
         model, recording = case
         told = []
         with pytest.raises(WhenceError, match="The recording lacks action_masks"):
-            study(model.policy, recording, target=mean_of("action_masks"), told=told.append)
+            study(model.policy, recording, target=mean_of("action_masks"), on_stage=on_stage.append)
         with pytest.raises(WhenceError, match="memory is 1,000 bytes, but training round 2 100 times"):
-            study(model.policy, recording, target=Return(), memory=1000, told=told.append)
+            study(model.policy, recording, target=Return(), memory=1000, on_stage=on_stage.append)
         assert told == []
 
     def test_trained_policies_are_measured_without_dropout_and_each_repetition_by_its_own_chance(self):
@@ -406,7 +414,7 @@ class TestStudy:
 
         model.policy.train()
         before = state_of(model)
-        found, _ = (outcomes_of(model.policy, recording, trained, target, evaluate, number) for number in (1, 2))
+        found, _ = (measure_outcomes(model.policy, recording, trained, target, evaluate, number) for number in (1, 2))
         assert_untouched(before, state_of(model))
         assert model.policy.training
         assert modes == [False] * 4

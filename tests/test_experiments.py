@@ -31,11 +31,17 @@ from whence.experiments import (
     presets,
 )
 from whence.experiments.comparison import run_path
-from whence.experiments.rl.environments import check_environment, default_policy, evaluate, evaluation_env, model_env
+from whence.experiments.rl.environments import (
+    check_environment,
+    default_policy,
+    evaluate,
+    make_evaluation_env,
+    make_model_env,
+)
 from whence.experiments.rl.plan import check_action, check_read, reads
 from whence.experiments.rl.research_callback import ResearchCallback
 from whence.experiments.rl.training import is_finished, read_curve, run
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.rounds import METHODS
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
@@ -375,7 +381,7 @@ class TestPlan:
         for module in ("Box2D", "envpool"):
             pytest.importorskip(module)
         config = RunConfig("CartPole-v1", "ppo", 0, collect_with="envpool")
-        test, trial = evaluation_env(config, 3), model_env(config)
+        test, trial = make_evaluation_env(config, 3), make_model_env(config)
         assert (type(test).__name__, test.num_envs) == ("DummyVecEnv", 3)
         assert (type(trial).__name__, trial.num_envs) == ("EnvPoolVecEnv", 1)
 
@@ -478,7 +484,7 @@ class TestEvaluate:
 
     @pytest.fixture
     def env(self):
-        env = evaluation_env(lake(self.STILL_LAKE), 40)
+        env = make_evaluation_env(lake(self.STILL_LAKE), 40)
         yield env
         env.close()
 
@@ -487,12 +493,12 @@ class TestEvaluate:
         random.random(), np.random.random(), torch.rand(3)
         evaluate(model, env, episodes=7, seed=1)
         assert evaluate(model, env, episodes=40, seed=5) == first
-        fresh = evaluation_env(lake(self.STILL_LAKE), 40)
+        fresh = make_evaluation_env(lake(self.STILL_LAKE), 40)
         assert evaluate(model, fresh, episodes=40, seed=5) == first
         assert len({evaluate(model, env, episodes=40, seed=seed)[0] for seed in range(6)}) > 1
 
     def test_the_environments_own_chance_follows_the_seed(self, model):
-        env = evaluation_env(lake(LAKE), 3)
+        env = make_evaluation_env(lake(LAKE), 3)
         with torch.no_grad():
             model.policy.action_net.weight.zero_()
             model.policy.action_net.bias.copy_(torch.tensor([0.0, 0.0, 100.0, 0.0]))  # always to the right
@@ -509,7 +515,7 @@ class TestEvaluate:
     def test_mean_and_standard_error_by_hand(self, registered):
         name = registered("WhenceDraw-v0", Draw)
         model = PPO("MlpPolicy", gym.make(name), device="cpu")
-        env = evaluation_env(RunConfig(name, "ppo", 0), 5)
+        env = make_evaluation_env(RunConfig(name, "ppo", 0), 5)
         assert env.num_envs == 5
         draws = [int(gym.utils.seeding.np_random(11 + index)[0].integers(100)) for index in range(5)]
         assert len(set(draws)) == 5
@@ -531,7 +537,7 @@ class TestEvaluate:
             return generators(), modes
 
         before, parameters = state(), [parameter.clone() for parameter in model.policy.parameters()]
-        env = evaluation_env(RunConfig(name, "ppo", 0, env_kwargs={"broken": broken}), 4)
+        env = make_evaluation_env(RunConfig(name, "ppo", 0, env_kwargs={"broken": broken}), 4)
         if broken:
             with pytest.raises(RuntimeError, match="the pump is dry"):
                 evaluate(model, env, episodes=4, seed=9)
@@ -558,7 +564,7 @@ class TestComparison:
     def test_nor_on_other_runs_of_the_same_process(self, one_worker, tmp_path):
         config = one_worker.configs[4]
         assert (config.arm, config.seed) == ("iif", 1)
-        with kept_generators():
+        with preserve_rng_state():
             run(config, tmp_path / "alone")
         assert_same_results(RunDirectory.open(tmp_path / "alone"), one_worker.run(config))
 
@@ -756,7 +762,7 @@ class TestRun:
     @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
     def test_the_ppo_arm_is_plain_ppo(self, optimizer, tmp_path):
         config = one(optimizer=optimizer)
-        with kept_generators():
+        with preserve_rng_state():
             run(config, tmp_path / "run")
             kwargs = {} if optimizer == "Adam" else {"policy_kwargs": {"optimizer_class": torch.optim.SGD}}
             plain = PPO("MlpPolicy", gym.make("FrozenLake-v1", **LAKE), seed=0, device="cpu", **PPO_SMALL, **kwargs)
@@ -771,12 +777,12 @@ class TestRun:
         for config in one_worker.configs:
             if config.arm == "ppo":
                 env = gym.make("FrozenLake-v1", **LAKE)
-                with kept_generators():
+                with preserve_rng_state():
                     plain = PPO("MlpPolicy", env, seed=config.seed, device="cpu", **PPO_SMALL).learn(ROUNDS * 64)
                 assert_same_tensors(one_worker.run(config).policy(3), dict(plain.policy.named_parameters()))
 
     def test_the_number_of_evaluation_episodes_does_not_change_training(self, one_worker, tmp_path):
-        with kept_generators():
+        with preserve_rng_state():
             run(one("iif", eval_episodes=3), tmp_path / "run")
         found, other = RunDirectory.open(tmp_path / "run"), one_worker.run(one_worker.configs[1])
         assert_same_tensors(found.policy(3), other.policy(3))
@@ -797,7 +803,7 @@ class TestRun:
         assert not is_finished(config, path)
         with pytest.raises(RunDirectoryError, match="holds an unfinished run; run it again to finish it"):
             read_curve(config, path)
-        with kept_generators():
+        with preserve_rng_state():
             run(config, path, lambda number, metrics: told.append(number))
         assert told == [2, 0, 1, 2]
         assert is_finished(config, path)
@@ -811,18 +817,18 @@ class TestRun:
                 raise KeyboardInterrupt
             write_policy(directory, number, tensors)
 
-        with monkeypatch.context() as patch, kept_generators():
+        with monkeypatch.context() as patch, preserve_rng_state():
             patch.setattr(RunDirectory, "write_policy", stop)
             with pytest.raises(KeyboardInterrupt):
                 run(config, path)
         assert not is_finished(config, path)
-        with kept_generators():
+        with preserve_rng_state():
             run(config, path)
         assert_same_results(RunDirectory.open(path), one_worker.run(config))
 
     def test_a_configuration_with_tuples_is_the_run_that_it_started(self, tmp_path):
         config = one(env_kwargs={"desc": tuple(LAKE["desc"])}, rounds=1, eval_episodes=2)
-        with kept_generators():
+        with preserve_rng_state():
             run(config, tmp_path / "run")
         assert is_finished(config, tmp_path / "run")
 
@@ -952,7 +958,7 @@ def test_a_run_that_fails_is_named_and_what_is_finished_stays(tmp_path, monkeypa
     try:
         configs = planned(env="whence_test_pump:Pump-v0", env_kwargs={"fault": str(fault)}, arms=["ppo", "iif"])
         standards = [config for config in configs if config.arm == "ppo"]
-        with kept_generators():
+        with preserve_rng_state():
             for config in standards:
                 run(config, run_path(out, config))
         before = stamps(out)
@@ -965,7 +971,7 @@ def test_a_run_that_fails_is_named_and_what_is_finished_stays(tmp_path, monkeypa
         assert not (out / "summary.json").exists()
         assert [is_finished(config, run_path(out, config)) for config in configs] == [True, True, True, False]
         fault.unlink()
-        with kept_generators():
+        with preserve_rng_state():
             run(configs[3], run_path(out, configs[3]))
         assert set(compare(configs, out).summary) == {"whence_test_pump:Pump-v0"}
     finally:
@@ -981,7 +987,7 @@ HOLES = {"desc": ["SFG", "FFH", "HFG"], "is_slippery": True}
 def episodes(request, tmp_path_factory):
     """Each episode's row of `episodes`, with its records in order."""
     path = tmp_path_factory.mktemp("replay") / "run"
-    with kept_generators():
+    with preserve_rng_state():
         run(one("iif", n_envs=request.param, env_kwargs=HOLES), path)
     directory = RunDirectory.open(path)
     assert directory.rounds() == [1, 2]

@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 import whence
 from whence import IIF, RunDirectory, WhenceError
 from whence.experiments import RunConfig, configure, load_round, presets, run
-from whence.experiments.rl.environments import evaluate, evaluation_env, training_env
+from whence.experiments.rl.environments import evaluate, make_evaluation_env, make_training_env
 from whence.experiments.rl.training import make_model, read_curve
 from whence.sb3 import InfluenceCallback, envpool
 from whence.sb3.envpool import EnvPoolVecEnv, evaluate_pool
@@ -31,7 +31,7 @@ GRID = RunConfig("minigrid:MiniGrid-Empty-8x8-v0", "ppo", 0, observe="image")
 
 def test_a_grid_without_chance_is_stepped_alike() -> None:
     # Turned about and walked through at random, until time limits have cut episodes off and goals have ended others.
-    plain = evaluation_env(GRID, 3)
+    plain = make_evaluation_env(GRID, 3)
     pool = EnvPoolVecEnv("minigrid:MiniGrid-Empty-8x8-v0", {}, 3, 0, "image")
     rng = np.random.default_rng(0)
     assert np.array_equal(plain.reset(), pool.reset())
@@ -84,7 +84,7 @@ IDLE, SLOWER = 1, 4
 def test_a_highways_episodes_end_and_begin_alike() -> None:
     # Vehicles are where chance puts them; both have in common when and how an episode ends, and what comes next.
     pytest.importorskip("highway_env")
-    plain, pool = evaluation_env(HIGHWAY, 2), EnvPoolVecEnv(HIGHWAY.env, HIGHWAY.pool_kwargs, 8, 0)
+    plain, pool = make_evaluation_env(HIGHWAY, 2), EnvPoolVecEnv(HIGHWAY.env, HIGHWAY.pool_kwargs, 8, 0)
     plain.seed(3)
     for envs in (plain, pool):
         began = envs.reset()
@@ -128,10 +128,10 @@ def test_one_policy_has_the_same_mean_return(config: RunConfig, episodes: int, s
         pytest.importorskip("highway_env")
     fast_learner = {"n_steps": 128, "batch_size": 256, "learning_rate": 3e-3}
     training = replace(config, collect_with="envpool", n_envs=16, hyperparameters=fast_learner)
-    model = make_model(training, training_env(training))
+    model = make_model(training, make_training_env(training))
     model.learn(steps)  # until returns vary
     # An environment that is through with its episodes is stepped on until the last one is: fewer waste less.
-    envs = evaluation_env(config, min(episodes // 3, 32))
+    envs = make_evaluation_env(config, min(episodes // 3, 32))
     mean, error = evaluate(model, envs, episodes=episodes, seed=1)
     returns = evaluate_pool(model, config.env, config.pool_kwargs, episodes=256, seed=1, key=config.observe)
     assert stats.mode(returns).count < 0.3 * len(returns)
@@ -156,7 +156,7 @@ def test_evaluations_are_reproducible_and_change_nothing() -> None:
 def test_continuous_actions_are_clipped_as_sb3_clips_them() -> None:
     model = PPO("MlpPolicy", gym.make("Pendulum-v1"), device="cpu", seed=0, policy_kwargs={"log_std_init": 2.0})
     config = RunConfig("Pendulum-v1", "ppo", 0)
-    mean, error = evaluate(model, evaluation_env(config, 64), episodes=64, seed=1)
+    mean, error = evaluate(model, make_evaluation_env(config, 64), episodes=64, seed=1)
     returns = evaluate_pool(model, "Pendulum-v1", {}, episodes=128, seed=1)
     assert abs(returns.mean() - mean) <= stats.norm.ppf(0.975) * (error + stats.sem(returns))
 
@@ -399,6 +399,6 @@ def test_the_standard_error_is_that_of_independent_episodes() -> None:
 def test_the_policy_has_its_own_noise_back_when_an_evaluation_raises() -> None:
     model = explored(-1)
     own = model.policy.action_dist
-    with pytest.raises(KeyError), envpool.fresh_noise(model, 2):
+    with pytest.raises(KeyError), envpool.use_fresh_noise(model, 2):
         raise KeyError
     assert model.policy.action_dist is own

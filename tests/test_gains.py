@@ -8,9 +8,9 @@ from scipy import optimize
 
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import WhenceError
-from whence.counterfactual import gains
+from whence.counterfactual import measure_gains
 from whence.counterfactual.gains import _as_far
-from whence.counterfactual.retrain import reshuffled, retrain
+from whence.counterfactual.retrain import reshuffle, retrain
 from whence.sb3 import collect
 from whence.sb3.state import load_tensors, named_tensors
 
@@ -47,7 +47,9 @@ def test_gains_by_their_definitions(case):
     model, recording, fresh = case
     kinds = {"own": fresh.advantages, "turned": 3 - 2 * fresh.advantages}
     told, before = [], state_of(model)
-    table = gains(model.policy, recording, halves(), fresh, advantages=kinds, orders=2, seed=5, told=told.append)
+    table = measure_gains(
+        model.policy, recording, halves(), fresh, advantages=kinds, orders=2, seed=5, on_stage=told.append
+    )
     assert_untouched(before, state_of(model))
     assert told == ["training on 3 selections, order 1 of 2", "training on 3 selections, order 2 of 2"]
     assert table.height == 2 * 3 * 2
@@ -56,7 +58,7 @@ def test_gains_by_their_definitions(case):
     generator = torch.Generator().manual_seed(5)
     masks = torch.stack([torch.ones(64, dtype=torch.bool), *halves().values()])
     for order in (1, 2):
-        trained = retrain(model.policy, recording, masks, orders=reshuffled(masks, 16, 3, generator))
+        trained = retrain(model.policy, recording, masks, orders=reshuffle(masks, 16, 3, generator))
         updates = [
             {name: tensor[row] - start[name] for name, tensor in trained.items() if name in start} for row in range(3)
         ]
@@ -100,7 +102,7 @@ def test_gains_by_their_definitions(case):
 
 def test_training_on_everything_is_its_own_measure(case):
     model, recording, fresh = case
-    table = gains(model.policy, recording, {"again": torch.ones(64, dtype=torch.bool)}, fresh, orders=1)
+    table = measure_gains(model.policy, recording, {"again": torch.ones(64, dtype=torch.bool)}, fresh, orders=1)
     for row in table.to_dicts():
         assert row["gain"] == pytest.approx(row["all_as_long"], abs=1e-9)
         assert row["gain"] == pytest.approx(row["all_as_far"], abs=1e-9)
@@ -125,18 +127,18 @@ def test_where_no_length_goes_as_far_nothing_is_said():
 def test_what_is_refused(case):
     model, recording, fresh = case
     with pytest.raises(WhenceError, match="'all' is there by itself"):
-        gains(model.policy, recording, {"all": torch.ones(64, dtype=torch.bool)}, fresh)
+        measure_gains(model.policy, recording, {"all": torch.ones(64, dtype=torch.bool)}, fresh)
     with pytest.raises(WhenceError, match="orders is 0"):
-        gains(model.policy, recording, halves(), fresh, orders=0)
+        measure_gains(model.policy, recording, halves(), fresh, orders=0)
     with pytest.raises(WhenceError, match=r"'own' have shape \(3,\)"):
-        gains(model.policy, recording, halves(), fresh, advantages={"own": torch.zeros(3)})
+        measure_gains(model.policy, recording, halves(), fresh, advantages={"own": torch.zeros(3)})
     with pytest.raises(WhenceError, match="of finite numbers is needed"):
-        gains(model.policy, recording, halves(), fresh, advantages={"own": fresh.advantages / 0})
+        measure_gains(model.policy, recording, halves(), fresh, advantages={"own": fresh.advantages / 0})
     for mask in (torch.ones(63, dtype=torch.bool), torch.ones(64)):
         with pytest.raises(WhenceError, match=r"'some' is \(6.,\) torch"):
-            gains(model.policy, recording, {"some": mask}, fresh)
+            measure_gains(model.policy, recording, {"some": mask}, fresh)
     with pytest.raises(WhenceError, match="fewer than two"):
-        gains(model.policy, recording, {"one": torch.arange(64) < 1}, fresh)
+        measure_gains(model.policy, recording, {"one": torch.arange(64) < 1}, fresh)
     other = fresh.with_columns({"log_probs": fresh.log_probs - 0.01})
     with pytest.raises(WhenceError, match=r"not collected by the policy of round 2.*log-probs are 0\.01 apart on aver"):
-        gains(model.policy, recording, halves(), other)
+        measure_gains(model.policy, recording, halves(), other)

@@ -7,7 +7,7 @@ import torch
 from test_rounds import assert_untouched, state_of
 from whence import WhenceError
 from whence.experiments import configure
-from whence.experiments.rl.environments import model_env
+from whence.experiments.rl.environments import make_model_env
 from whence.experiments.rl.gradients import gradient_cosines, large_rollout
 from whence.experiments.rl.training import make_model
 from whence.sb3 import collect
@@ -19,7 +19,7 @@ KEPT = {"all": lambda records: torch.ones(len(records), dtype=torch.bool), "some
 def case():
     hyperparameters = {"n_steps": 128, "batch_size": 64}
     config = configure(env="CartPole-v1", hyperparameters=hyperparameters, policy_kwargs={"net_arch": [8]})
-    model = make_model(config, model_env(config))
+    model = make_model(config, make_model_env(config))
     records = collect(model)
     return config, model, records, large_rollout(config, model, steps=2001, seed=5)
 

@@ -19,11 +19,11 @@ from whence.counterfactual.interventions import VARIANTS, mean_change
 from whence.counterfactual.retrain import NOBODY
 from whence.errors import InvalidInfluence
 from whence.experiments import load_round
-from whence.experiments.rl.stored import measuring, run_config
+from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.influence import Provenance
 from whence.report.figures import interventions_box
 from whence.sb3 import model_objective
-from whence.sb3 import replay as replay_sb3
+from whence.sb3 import replay_round as replay_sb3
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -153,7 +153,7 @@ class TestIntervene:
             drawn.append((order, float(torch.rand(())), float(np.random.random())))
             return 0.0
 
-        intervene(model.policy, recording, scores, evaluate, orders=2, told=told.append)
+        intervene(model.policy, recording, scores, evaluate, orders=2, on_stage=told.append)
         assert_untouched(before, state_of(model))
         assert [order for order, *_ in drawn] == [1, 1, 1, 2, 2, 2]
         assert len(set(drawn)) == 2
@@ -339,7 +339,7 @@ class TestCommand:
         scores = attribute(model.policy, records, target=Return(), objective=model_objective(model))
         assert rows[1]["kept"] == int((scores.scores >= 0).sum())
         orders, tests = np.random.SeedSequence([5, 3]).generate_state(2)
-        with measuring(run_config(directory), model, episodes=4, seed=int(tests)) as measure:
+        with measure_returns(read_run_config(directory), model, episodes=4, seed=int(tests)) as measure:
             assert intervene(model.policy, recording, scores, measure, seed=int(orders)).to_dicts() == rows
 
     def test_rounds_that_are_there_are_not_done_again(self, run):

@@ -18,7 +18,7 @@ from whence import cli, experiments
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.llm.arms import split_arm
-from whence.experiments.llm.loading import function_of
+from whence.experiments.llm.loading import load_function
 from whence.experiments.llm.training import is_finished, read_curve, run
 from whence.llm.lab import check
 from whence.report import write_run_report
@@ -354,8 +354,8 @@ class TestCommand:
         )
         monkeypatch.chdir(tmp_path)
         for name in ("whence_mine:reward", "whence_mine.py:reward"):
-            assert function_of(name)([], ["a"]) == [3.0]
-        assert function_of("whence_mine.py:reward") is function_of(f"{tmp_path / 'whence_mine.py'}:reward")
+            assert load_function(name)([], ["a"]) == [3.0]
+        assert load_function("whence_mine.py:reward") is load_function(f"{tmp_path / 'whence_mine.py'}:reward")
         assert str(tmp_path) not in sys.path
 
     def test_prompts_that_a_rehearsal_refuses(self, own, tmp_path):

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from whence import WhenceError
-from whence.counterfactual import additive_ceiling, datamodel, lds, subsets
+from whence.counterfactual import additive_ceiling, compute_lds, draw_subsets, fit_datamodel
 from whence.counterfactual.linear import _PENALTIES, _fit
 
 
 def drawn(count, n=40, seed=0):
-    return subsets(n, 0.5, count, torch.Generator().manual_seed(seed))
+    return draw_subsets(n, 0.5, count, torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def truth():
 
 def test_what_is_linear_is_found(truth):
     kept = drawn(200)
-    found = datamodel(kept, kept.double().numpy() @ truth)
+    found = fit_datamodel(kept, kept.double().numpy() @ truth)
     assert found.lds > 0.99
     # All subsets are of one size, so that a constant added to every score changes nothing.
     assert np.allclose(found.scores - found.scores.mean(), truth - truth.mean(), atol=1e-3)
@@ -29,19 +29,19 @@ def test_what_is_linear_is_found(truth):
 def test_a_prior_says_where_to_look(truth):
     kept, prior = drawn(25), 3 * truth + 0.1 * np.random.default_rng(2).normal(size=40)
     outcomes = kept.double().numpy() @ truth
-    alone, helped = datamodel(kept, outcomes), datamodel(kept, outcomes, prior=prior)
+    alone, helped = fit_datamodel(kept, outcomes), fit_datamodel(kept, outcomes, prior=prior)
     fresh = drawn(500, seed=9).double().numpy()
-    held_out = [lds(fresh @ found.scores, fresh @ truth)["lds"] for found in (alone, helped)]
+    held_out = [compute_lds(fresh @ found.scores, fresh @ truth)["lds"] for found in (alone, helped)]
     assert held_out[0] < 0.9 < 0.99 < held_out[1]
     assert helped.lds > 0.98
-    wrong = datamodel(drawn(200), drawn(200).double().numpy() @ truth, prior=-prior)
+    wrong = fit_datamodel(drawn(200), drawn(200).double().numpy() @ truth, prior=-prior)
     assert wrong.lds > 0.99  # its multiple may be negative
 
 
 def test_nothing_is_found_in_noise():
     kept = drawn(300)
     noise = np.random.default_rng(3).normal(size=300)
-    found = datamodel(kept, noise)
+    found = fit_datamodel(kept, noise)
     assert found.lds is None or abs(found.lds) < 0.12
     assert np.abs(found.scores).max() < 0.1
 
@@ -79,7 +79,7 @@ def test_little_is_taken_from_few_trainings(truth):
     kept, prior = drawn(40), truth
     y = kept.double().numpy() @ truth + 10 * np.random.default_rng(5).normal(size=40)
     assert _fit(kept.double().numpy(), y, prior)[1] >= 1e3
-    found = datamodel(drawn(40), y, prior=prior).scores
+    found = fit_datamodel(drawn(40), y, prior=prior).scores
     assert np.corrcoef(found, truth)[0, 1] > 0.99
 
 
@@ -95,14 +95,14 @@ def test_the_ceiling_is_what_the_true_sum_reaches(truth, share):
     # Half of the outcome is of squares of sums, which of halves no sum foretells, or noise.
     rng, found, reached, covered = np.random.default_rng(6), [], [], []
     for seed in range(30):
-        kept = subsets(40, share, 200, torch.Generator().manual_seed(seed)).double()
+        kept = draw_subsets(40, share, 200, torch.Generator().manual_seed(seed)).double()
         sums = kept.numpy() @ np.column_stack([truth, rng.normal(size=(40, 12))])
         best, *others = ((sums - sums.mean(axis=0)) / sums.std(axis=0)).T
         rest = sum(np.square(others) * rng.choice([-1, 1], size=(12, 1))) if share == 0.5 else rng.normal(size=200)
         outcomes = best + rest / rest.std()
         ceiling = additive_ceiling(kept, outcomes)
         found.append(ceiling["lds"])
-        reached.append(lds(best, outcomes)["lds"])
+        reached.append(compute_lds(best, outcomes)["lds"])
         covered.append(ceiling["low"] <= reached[-1] <= ceiling["high"])
     assert np.mean(found) == pytest.approx(np.mean(reached), abs=0.03)
     assert sum(covered) >= 27
@@ -135,7 +135,7 @@ def test_what_has_no_ceiling(truth):
 )
 def test_what_does_not_fit(outcomes, prior, folds):
     with pytest.raises(WhenceError, match=r"are needed"):
-        datamodel(drawn(10), np.arange(outcomes, dtype=float), prior=prior and np.ones(prior), folds=folds)
+        fit_datamodel(drawn(10), np.arange(outcomes, dtype=float), prior=prior and np.ones(prior), folds=folds)
 
 
 def test_records_that_no_training_kept_do_not_count(truth):
@@ -150,4 +150,4 @@ def test_outcomes_that_are_no_numbers(truth):
     outcomes = kept.double().numpy() @ truth
     outcomes[3] = np.nan
     with pytest.raises(WhenceError, match="Outcomes have to be finite"):
-        datamodel(kept, outcomes)
+        fit_datamodel(kept, outcomes)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from whence.errors import WhenceError
 from whence.llm import PPOConfig, PPOTrainer, classifier
 from whence.llm.lab import civility, phrases
-from whence.llm.lab.civility import LONGEST, answered, measured
+from whence.llm.lab.civility import LONGEST, answer_prompts, measure_answers
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def test_every_word_has_a_token_and_every_text_fits(tokenizer):
 
 
 def test_the_model_speaks_and_the_classifiers_tell(lab, model, tokenizer):
-    texts = answered(model, tokenizer, lab.test["prompt"], seed=0)
-    assert texts == answered(model, tokenizer, lab.test["prompt"], seed=0)
-    found = measured(lab, texts)
+    texts = answer_prompts(model, tokenizer, lab.test["prompt"], seed=0)
+    assert texts == answer_prompts(model, tokenizer, lab.test["prompt"], seed=0)
+    found = measure_answers(lab, texts)
     assert found["rude"] == sum(map(phrases.is_rude, texts)) / len(texts)
     for path, collection in ((lab.reward_path, phrases.REWARDED), (lab.judge_path, phrases.JUDGED)):
         tell = classifier(AutoModelForSequenceClassification.from_pretrained(path), tokenizer, label="toxic")

@@ -16,7 +16,7 @@ from languages import STYLES, language_model, rows_for, shaken, tokens
 from toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute, attribute_crossfit
 from whence.engines import Refused, ghost, memory, problem, rules
-from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, register_rmsnorm, rows_of
+from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, make_rows, register_rmsnorm
 from whence.llm.model import WithValueHead
 from whence.policies import notes_on
 from whence.targets import BatchTarget
@@ -139,7 +139,7 @@ def test_padding_makes_no_difference(style: str, more: int) -> None:
     for engine in ("loop", "ghost"):
         left, right = (
             attribute(language_view(model), one, target=SequenceReturn(), objective=TokenPPO(), engine=engine)
-            for one in (rows, rows_of(**other, **same))
+            for one in (rows, make_rows(**other, **same))
         )
         assert difference(right, left) <= 1e-5
 
@@ -228,7 +228,7 @@ def test_one_backward_pass_serves_where_target_and_objective_weigh_a_rows_tokens
     rows = rows_for(model, tokens(8), spread=0.0)
     given = rows.observations
     columns = {name: given[name] for name in ("input_ids", "attention_mask", "response_mask", "log_probs")}
-    shared = rows_of(**columns, advantages=torch.randn(8, 1).expand(8, 4) * given["response_mask"])
+    shared = make_rows(**columns, advantages=torch.randn(8, 1).expand(8, 4) * given["response_mask"])
     for batch, expected in ((shared, 1), (rows, apart)):
         truth = attribute(language_view(model), batch, target=target, objective=TokenPPO(), engine="loop")
         found, count = passes(
@@ -245,7 +245,7 @@ NUMBERS = {
     "values": torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 9.0], [1.0, 1.0, 1.0]]),
     "returns": torch.tensor([[1.5, 1.0, 2.0], [0.0, 1.0, 9.0], [1.0, 1.0, 1.0]]),
 }
-ROWS = rows_of(
+ROWS = make_rows(
     input_ids=torch.full((3, 5), 2), attention_mask=torch.tensor([[1] * 5, [1, 1, 1, 1, 0], [1] * 5]), **NUMBERS
 )
 SAID = Outputs(
@@ -328,7 +328,7 @@ def test_other_rows_run_through_the_policy_a_batch_at_a_time() -> None:
     def held(size: int) -> int:
         target = SequenceReturn(others, batch_size=size)
         return max(
-            memory.bytes_held(lambda: attribute(language_view(model), rows, target=target, objective=TokenPPO()))
+            memory.measure_bytes(lambda: attribute(language_view(model), rows, target=target, objective=TokenPPO()))
         )
 
     few, all_at_once = held(2), held(12)
@@ -434,7 +434,7 @@ class OfEachRow:
         (lambda model, rows: scored(model, rows, objective=lambda said, _: said.log_prob), "one value per record"),
         (lambda model, rows: scored(model, rows, objective=numbers_of_its_own), "takes all 20 records, but fails"),
         (lambda model, rows: scored(model, rows, objective=TokenPPO(vf_coef=0.1)), "gives no values.*WithValueHead"),
-        (lambda model, rows: scored(model, plain_records()), r"lack it. Pass it to whence.llm.rows_of"),
+        (lambda model, rows: scored(model, plain_records()), r"lack it. Pass it to whence.llm.make_rows"),
         (lambda model, rows: scored(model, plain_records(), objective=whence.PPOClip()), "no rows of a language model"),
         (lambda model, rows: scored(Encoder(), rows), "Encoder returned a Tensor without `logits`"),
         (lambda model, rows: language_view(model, temperature=0), "temperature is 0"),
@@ -458,7 +458,7 @@ def plain_records() -> RecordBatch:
 
 def test_values_and_returns_are_asked_for_where_they_are_read() -> None:
     numbers = {name: NUMBERS[name] for name in ("response_mask", "log_probs", "advantages")}
-    rows = rows_of(input_ids=torch.full((3, 5), 2), attention_mask=torch.ones(3, 5), **numbers)
+    rows = make_rows(input_ids=torch.full((3, 5), 2), attention_mask=torch.ones(3, 5), **numbers)
     assert TokenPPO().prepare(rows) is rows
     with pytest.raises(InvalidRecords, match=r"reads `values`.*or set vf_coef=0"):
         TokenPPO(vf_coef=0.1).prepare(rows)
@@ -489,7 +489,7 @@ def test_flex_attention_is_refused_by_name_also_where_it_is_set_later() -> None:
 def test_rows_that_do_not_fit_together_are_refused(changes: dict[str, Tensor], message: str) -> None:
     given = {"input_ids": torch.full((3, 5), 2), "attention_mask": torch.ones(3, 5), **NUMBERS}
     with pytest.raises(InvalidRecords, match=message):
-        rows_of(**(given | changes))
+        make_rows(**(given | changes))
 
 
 def test_demonstrations_without_a_token_are_refused() -> None:

@@ -6,17 +6,17 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from test_llm_trainer import model_of, trainer_of, vowels
-from whence.engines.memory import bytes_held
+from whence.engines.memory import measure_bytes
 from whence.errors import Unsupported
 from whence.experiments import LanguageConfig
-from whence.experiments.llm.estimate import estimate
+from whence.experiments.llm.estimate import estimate_run
 from whence.llm import SequenceReturn, ValidationLoss
 from whence.llm.footprint import (
     Rows,
     _without_numbers,
+    count_bytes,
     generating_pass,
     reading_pass,
-    size_of,
     training_pass,
     without_weights,
 )
@@ -64,11 +64,11 @@ def test_a_pass_holds_what_it_was_said_to(tmp_path, lora):
     response = responses.response_mask.shape[1]
 
     trained = training_pass(whole, Rows(16, len(PROMPT), response)).held
-    assert trained == pytest.approx(max(bytes_held(lambda: optimise(*step, trainer.processes))), rel=0.04)
+    assert trained == pytest.approx(max(measure_bytes(lambda: optimise(*step, trainer.processes))), rel=0.04)
     read = reading_pass(whole, Rows(64, len(PROMPT), response)).held
-    assert read == pytest.approx(max(bytes_held(lambda: evaluated(trainer.model, responses, config))), rel=0.04)
+    assert read == pytest.approx(max(measure_bytes(lambda: evaluated(trainer.model, responses, config))), rel=0.04)
     drawn = generating_pass(own, Rows(64, len(PROMPT), response)).held
-    held = max(bytes_held(lambda: generate(language_model, trainer.tokenizer, prompts, config)))
+    held = max(measure_bytes(lambda: generate(language_model, trainer.tokenizer, prompts, config)))
     assert held <= drawn <= 1.4 * held  # prompts are read and responses kept, but not at the same time
 
 
@@ -84,11 +84,11 @@ def test_scoring_in_parts_holds_a_pass_and_the_targets_gradient(tmp_path, target
         how = ValidationLoss.of([{"prompt": PROMPT, "completion": "cdcd"}] * 40, trainer.tokenizer)
     asked = (trainer.model, rows, how, trainer.objective, 1.0, "ghost", None, config.mini_batch_size, trainer.processes)
     score(*asked)
-    held = max(bytes_held(lambda: score(*asked)))
+    held = max(measure_bytes(lambda: score(*asked)))
     with without_weights():
         whole = WithValueHead(imagined())
     response = responses.response_mask.shape[1]
-    gradients = size_of(whole, trained=True)
+    gradients = count_bytes(whole, trained=True)
     told = training_pass(whole, Rows(8, len(PROMPT), response)).held + gradients
     if target == "validation":  # sixteen at a time, beside the gradient so far
         told = max(told, training_pass(whole, Rows(16, len(PROMPT), 5)).held + gradients)
@@ -109,14 +109,14 @@ def test_a_step_of_several_passes_holds_gradients_from_the_first_on(tmp_path, ca
         generator = torch.Generator().manual_seed(0)
         step = (trainer.model, trainer.optimizer, rows, KeepAll().select(rows), trainer.config, generator)
         optimise(*step, trainer.accelerator, trainer.processes)
-        held[passes] = max(bytes_held(lambda step=step, t=trainer: optimise(*step, t.accelerator, t.processes)))
+        held[passes] = max(measure_bytes(lambda step=step, t=trainer: optimise(*step, t.accelerator, t.processes)))
     with without_weights():
         whole = WithValueHead(imagined())
     told = training_pass(whole, Rows(4, len(PROMPT), responses.response_mask.shape[1])).held
     assert held[1] == pytest.approx(told, rel=0.1)
-    assert held[4] == pytest.approx(told + size_of(whole, trained=True), rel=0.1)
+    assert held[4] == pytest.approx(told + count_bytes(whole, trained=True), rel=0.1)
     of = {
-        passes: estimate(LanguageConfig("ppo", 0, size="tiny", settings={"gradient_accumulation_steps": passes}))
+        passes: estimate_run(LanguageConfig("ppo", 0, size="tiny", settings={"gradient_accumulation_steps": passes}))
         for passes in (1, 4)
     }
     more = of[4].stages["optimisation"] - of[1].stages["optimisation"]
@@ -183,7 +183,7 @@ def test_a_model_that_looks_at_numbers_is_named():
 
 def test_a_run_is_told_by_what_it_does(cache):
     def of(arm="iif", **more):
-        return estimate(LanguageConfig(arm, 0, size="tiny", **more))
+        return estimate_run(LanguageConfig(arm, 0, size="tiny", **more))
 
     whole, with_adapter, unscored = of(), of(lora=2), of("ppo")
     assert whole.trained == whole.parameters
@@ -210,7 +210,7 @@ def test_a_run_is_told_by_what_it_does(cache):
 
 def test_group_trainers_hold_a_reference_only_for_a_divergence(cache):
     def of(**settings):
-        return estimate(LanguageConfig("iif", 0, size="tiny", algorithm="grpo", settings=settings))
+        return estimate_run(LanguageConfig("iif", 0, size="tiny", algorithm="grpo", settings=settings))
 
     plain, held_back = of(), of(beta=0.1)
     assert (plain.stays["start model"], plain.stages["forward"]) == (0, 0)

@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from test_llm_trainer import PROMPTS, Keep, ScoreAndKeepAll, model_of, tokenizer_of, vowels
 from whence import IPPO, KeepAll, NonPositive, RandomDrop, Unsupported, WhenceError, attribute
 from whence.influence import Influence, Provenance
-from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, rows_of
+from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.llm.trl_settings import check_selectable, has_router_loss
 from whence.selection import Progress
@@ -39,7 +39,7 @@ class Watch(TrainerCallback):
         self.gradients.append(gradients)
 
 
-def config_of(kind, tmp_path, **more):
+def read_config(kind, tmp_path, **more):
     settings = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -61,7 +61,7 @@ def config_of(kind, tmp_path, **more):
 
 def trainer_of(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
     kept = {name: more.pop(name) for name in ("target", "engine", "memory", "objective") if name in more}
-    model, args = model or model_of(), config_of(kind, tmp_path, **more)
+    model, args = model or model_of(), read_config(kind, tmp_path, **more)
     if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):
         # TRL loads the reference by the model's name; another model makes a divergence that has a gradient.
         with PartialState().main_process_first():  # of several processes only the first writes it
@@ -364,7 +364,7 @@ def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tm
 
 def test_equal_rewards_are_dropped_at_random_as_often_as_by_influence():
     scores = torch.tensor([0.0, -1.0, 2.0, 0.0])
-    records = rows_of(
+    records = make_rows(
         input_ids=torch.ones(4, 3, dtype=torch.long),
         attention_mask=torch.ones(4, 3, dtype=torch.long),
         response_mask=torch.ones(4, 2, dtype=torch.bool),

@@ -9,7 +9,7 @@ from whence import WhenceError
 from whence.llm import losses
 from whence.llm.config import PPOConfig
 from whence.llm.generation import _until_the_end
-from whence.llm.rewards import asked_for, checked, weighed
+from whence.llm.rewards import combine_rewards, compute_rewards, find_columns
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
 
@@ -98,12 +98,12 @@ class TestRewards:
         def asked(prompts, responses):
             return [len(text) for text in prompts]
 
-        assert weighed([length, asked], [1.0, -0.5])(["abcd", "x"], ["ab", ""]) == [0.0, -0.5]
-        assert weighed([length], None)(["abcd"], ["ab"]) == [2.0]
+        assert combine_rewards([length, asked], [1.0, -0.5])(["abcd", "x"], ["ab", ""]) == [0.0, -0.5]
+        assert combine_rewards([length], None)(["abcd"], ["ab"]) == [2.0]
 
     def test_columns_go_to_those_that_ask_for_them(self):
         columns = {"answer": ["1", "2"], "level": [3, 4], "prompts": ["x", "y"]}
-        plain = weighed([lambda p, r: [0.0, 0.0]], None)
+        plain = combine_rewards([lambda p, r: [0.0, 0.0]], None)
         assert plain(["a", "b"], ["1", "1"], **columns) == [0, 0]
 
         def right(prompts, responses, answer, *, level=0, other=7):
@@ -114,21 +114,21 @@ class TestRewards:
             assert rest == {"answer": ["1", "2"], "level": [3, 4]}
             return [len(rest), len(rest)]
 
-        assert weighed([right, counted], [1.0, 10.0])(["a", "b"], ["1", "1"], **columns) == [21, 20]
-        assert asked_for(right, columns) == ["answer", "level"]
-        assert asked_for(max, columns) == []
-        assert asked_for(lambda *given, **named: [0.0], columns) == []  # what a decorator leaves of a signature
-        assert asked_for(lambda p, r, /, **named: [0.0], columns) == list(columns)
+        assert combine_rewards([right, counted], [1.0, 10.0])(["a", "b"], ["1", "1"], **columns) == [21, 20]
+        assert find_columns(right, columns) == ["answer", "level"]
+        assert find_columns(max, columns) == []
+        assert find_columns(lambda *given, **named: [0.0], columns) == []  # what a decorator leaves of a signature
+        assert find_columns(lambda p, r, /, **named: [0.0], columns) == list(columns)
 
         class Judge(torch.nn.Module):
             def forward(self, prompts, responses, level):
                 return [float(one) for one in level]
 
-        assert checked(Judge(), ["a", "b"], ["1", "1"], columns).tolist() == [3, 4]
+        assert compute_rewards(Judge(), ["a", "b"], ["1", "1"], columns).tolist() == [3, 4]
         with pytest.raises(WhenceError, match=r"right asks for 'answer'.*Besides the prompt it has: none"):
-            asked_for(right, {})
+            find_columns(right, {})
         with pytest.raises(WhenceError, match=r"it has: level\."):
-            checked(right, ["a"], ["1"], {"level": [3]})
+            compute_rewards(right, ["a"], ["1"], {"level": [3]})
 
     @pytest.mark.parametrize(
         ("made", "said"),
@@ -140,15 +140,15 @@ class TestRewards:
     )
     def test_what_is_no_reward(self, made, said):
         with pytest.raises(WhenceError, match=said):
-            checked(made, ["a", "b"], ["yes", "no"])
+            compute_rewards(made, ["a", "b"], ["yes", "no"])
 
     def test_at_the_door(self):
         with pytest.raises(WhenceError, match="No reward"):
-            weighed([], None)
+            combine_rewards([], None)
         with pytest.raises(WhenceError, match="2 reward weights were given for 1"):
-            weighed([lambda p, r: []], [1, 2])
+            combine_rewards([lambda p, r: []], [1, 2])
         with pytest.raises(WhenceError, match="A reward is 3"):
-            weighed([3], None)
+            combine_rewards([3], None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError
-from whence.engines.memory import bytes_held
+from whence.engines.memory import measure_bytes
 from whence.errors import RunDirectoryError
 from whence.llm import TokenReturn, ValidationLoss
 from whence.llm import trainer as trainer_module
@@ -54,7 +54,7 @@ def vowels(prompts, responses):
     return [float(sum(letter in "aei" for letter in text)) for text in responses]
 
 
-def config_of(tmp_path, **more):
+def read_config(tmp_path, **more):
     settings = {
         "rounds": 2,
         "batch_size": 8,
@@ -77,7 +77,7 @@ _ARGUMENTS = ("target", "objective", "seen", "engine", "held_out", "evaluate", "
 def trainer_of(tmp_path, rule=None, model=None, **more):
     kept = {name: more.pop(name) for name in _ARGUMENTS if name in more}
     what = {"reward": more.pop("reward", vowels), "prompts": more.pop("prompts", PROMPTS)}
-    return PPOTrainer(config_of(tmp_path, **more), model or model_of(), tokenizer_of(), rule=rule, **what, **kept)
+    return PPOTrainer(read_config(tmp_path, **more), model or model_of(), tokenizer_of(), rule=rule, **what, **kept)
 
 
 def state(trainer):
@@ -110,7 +110,7 @@ class ScoreAndKeepAll(KeepAll):
 
 def test_training_changes_the_model_and_tells_of_it(tmp_path):
     seen = []
-    trainer = trainer_of(tmp_path, seen=lambda *about: seen.append(about))
+    trainer = trainer_of(tmp_path, on_rollout=lambda *about: seen.append(about))
     before = state(trainer)
     metrics = trainer.train()
     assert not same(before, state(trainer))
@@ -151,7 +151,7 @@ def test_the_step_is_that_of_the_kept_rows_alone(tmp_path, mini_batch_size, accu
         gradient_accumulation_steps=accumulation,
         ppo_epochs=1,
         rounds=1,
-        seen=lambda rollout, *rest: rollouts.append(rollout),
+        on_rollout=lambda rollout, *rest: rollouts.append(rollout),
     )
     start = copy.deepcopy(trainer.model)
     step = trainer.optimizer.step
@@ -188,7 +188,7 @@ def test_the_step_is_that_of_the_kept_rows_alone(tmp_path, mini_batch_size, accu
 def test_advantages_are_of_the_whole_rollout(tmp_path):
     model = WithValueHead(model_of())
     torch.nn.init.normal_(model.value_head.weight)
-    config = config_of(tmp_path, gamma=0.9, whiten_rewards=False)
+    config = read_config(tmp_path, gamma=0.9, whiten_rewards=False)
     tokenizer = tokenizer_of()
     torch.manual_seed(3)
     responses = generate(model.language_model, tokenizer, tokenized(tokenizer, PROMPTS, config, 32), config)
@@ -222,7 +222,7 @@ def test_advantages_are_of_the_whole_rollout(tmp_path):
 
 def test_log_probs_do_not_depend_on_padding(tmp_path):
     model, tokenizer = model_of(), tokenizer_of()
-    config = config_of(tmp_path)
+    config = read_config(tmp_path)
     torch.manual_seed(0)
     together = generate(model, tokenizer, tokenized(tokenizer, PROMPTS, config, 32), config)
     found = evaluated(model, together, config).log_prob
@@ -238,7 +238,7 @@ def test_log_probs_do_not_depend_on_padding(tmp_path):
 def test_selection_by_influence_drops_and_weighs(tmp_path):
     seen = []
     for rule in (NonPositive(), IPPO()):
-        trainer = trainer_of(tmp_path / type(rule).__name__, rule, seen=lambda *about: seen.append(about))
+        trainer = trainer_of(tmp_path / type(rule).__name__, rule, on_rollout=lambda *about: seen.append(about))
         trainer.train()
     for _, influence, selection, row in seen:
         assert torch.equal(selection.keep, influence.scores > 0)
@@ -287,7 +287,7 @@ def test_a_training_that_was_broken_off_goes_on_as_if_not(tmp_path):
     settings = {"rounds": 5, "save_every": 1, "keep_checkpoints": 2}
     whole = trainer_of(tmp_path / "whole", IPPO(), **settings)
     whole.train()
-    broken = trainer_of(tmp_path / "broken", IPPO(), seen=breaking, **settings)
+    broken = trainer_of(tmp_path / "broken", IPPO(), on_rollout=breaking, **settings)
     with pytest.raises(Killed):
         broken.train()
     files = sorted(file.name for file in (tmp_path / "broken" / "checkpoints").iterdir())
@@ -330,25 +330,25 @@ class TestRefusals:
     def test_a_data_set_without_prompts(self, tmp_path):
         with pytest.raises(WhenceError, match="columns question; a column 'prompt' is needed"):
             PPOTrainer(
-                *(config_of(tmp_path), model_of(), tokenizer_of(), vowels),
+                *(read_config(tmp_path), model_of(), tokenizer_of(), vowels),
                 datasets.Dataset.from_dict({"question": ["a"]}),
             )
 
     def test_settings_that_are_none(self, tmp_path):
         with pytest.raises(WhenceError, match="learning_rate is None"):
-            config_of(tmp_path, learning_rate=None)
+            read_config(tmp_path, learning_rate=None)
         with pytest.raises(WhenceError, match="several trackers are named"):
-            config_of(tmp_path, report_to="tensorboard")
+            read_config(tmp_path, report_to="tensorboard")
 
     def test_reward_weights_and_no_reward(self, tmp_path):
         with pytest.raises(WhenceError, match="2 reward weights were given for 1 rewards"):
             trainer_of(tmp_path, reward_weights=[1, 2])
         with pytest.raises(WhenceError, match="No reward was given"):
-            PPOTrainer(config_of(tmp_path), model_of(), tokenizer_of(), [], PROMPTS)
+            PPOTrainer(read_config(tmp_path), model_of(), tokenizer_of(), [], PROMPTS)
 
     def test_no_pad_token(self, tmp_path):
         with pytest.raises(WhenceError, match="no pad token"):
-            PPOTrainer(config_of(tmp_path), model_of(), tokenizer_of(pad=False), vowels, PROMPTS)
+            PPOTrainer(read_config(tmp_path), model_of(), tokenizer_of(pad=False), vowels, PROMPTS)
 
     def test_a_response_that_does_not_fit(self, tmp_path):
         with pytest.raises(WhenceError, match="the model reads 32 tokens in all"):
@@ -358,7 +358,7 @@ class TestRefusals:
 
     def test_no_prompts(self, tmp_path):
         with pytest.raises(WhenceError, match="no prompts"):
-            PPOTrainer(config_of(tmp_path), model_of(), tokenizer_of(), vowels, [])
+            PPOTrainer(read_config(tmp_path), model_of(), tokenizer_of(), vowels, [])
 
     def test_a_class_for_a_rule(self, tmp_path):
         with pytest.raises(WhenceError, match="pass an instance"):
@@ -380,7 +380,7 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
     trainer = trainer_of(
         *(tmp_path, NonPositive()),
         evaluate=measured,
-        seen=lambda *about: seen.append(about),
+        on_rollout=lambda *about: seen.append(about),
         eval_every=2,
         rounds=3,
     )
@@ -426,7 +426,7 @@ def test_trackers_are_told(tmp_path, monkeypatch):
 
 
 def test_a_models_own_settings_do_not_change_its_draws(tmp_path):
-    model, tokenizer, config = model_of(), tokenizer_of(), config_of(tmp_path)
+    model, tokenizer, config = model_of(), tokenizer_of(), read_config(tmp_path)
     prompts = tokenized(tokenizer, PROMPTS, config, 32)
     found = []
     for penalty in (None, 50.0):
@@ -451,7 +451,7 @@ def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch
         *(tmp_path / "held", ScoreAndKeepAll()),
         held_out=["ba", "jj", "e"],
         target=TokenReturn(),
-        seen=lambda *about: seen.append(about),
+        on_rollout=lambda *about: seen.append(about),
     )
     trainer.train()
     assert [len(rows) for rows in found] == [3, 3]
@@ -473,7 +473,7 @@ def prompt_part(rows):
 
 
 def test_prompts_of_a_shorter_chunk_end_where_others_do(tmp_path):
-    tokenizer, config = tokenizer_of(), config_of(tmp_path, generation_batch_size=1)
+    tokenizer, config = tokenizer_of(), read_config(tmp_path, generation_batch_size=1)
     ids = tokenized(tokenizer, ["ab", "ghij", "f"], config, 32)
     found = generate(model_of(), tokenizer, ids, config)
     width = max(map(len, ids))
@@ -507,7 +507,7 @@ def test_rewards_get_the_columns_of_their_prompts(tmp_path):
 
     prompts = datasets.Dataset.from_dict({"prompt": PROMPTS, "number": list(range(len(PROMPTS)))})
     held_out = datasets.Dataset.from_dict({"prompt": ["jj", "e"], "number": [70, 71]})
-    config = config_of(tmp_path, rounds=2)
+    config = read_config(tmp_path, rounds=2)
     PPOTrainer(config, model_of(), tokenizer_of(), reward, prompts, rule=NonPositive(), held_out=held_out).train()
     numbers = {**dict(zip(PROMPTS, range(len(PROMPTS)), strict=True)), "jj": 70, "e": 71}
     assert len(seen) == 4  # of two rounds, each with a rollout to train on and one for the target
@@ -537,7 +537,7 @@ def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(t
         state_of._reset_state()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     seen = []
-    trainer = trainer_of(tmp_path, NonPositive(), seen=lambda *about: seen.append(about))
+    trainer = trainer_of(tmp_path, NonPositive(), on_rollout=lambda *about: seen.append(about))
     before = state(trainer)
     assert trainer.accelerator.mixed_precision == "bf16"
     try:
@@ -579,11 +579,11 @@ def test_scoring_holds_no_more_than_a_training_step(tmp_path, adapted):
         processes,
     )
     score(*asked)  # once before, since what a layer does with its first axis is looked at in the first pass
-    scoring = max(bytes_held(lambda: score(*asked)))
+    scoring = max(measure_bytes(lambda: score(*asked)))
     everything = KeepAll().select(rows)
     generator = torch.Generator().manual_seed(0)
     step = (trainer.model, trainer.optimizer, rows, everything, config, generator, trainer.accelerator, processes)
-    assert scoring <= max(bytes_held(lambda: optimise(*step)))
+    assert scoring <= max(measure_bytes(lambda: optimise(*step)))
 
 
 def test_rewards_rise(tmp_path):

@@ -22,7 +22,7 @@ MIB = 2**20
 
 def most_held(policy: object, records: whence.RecordBatch, **options: object) -> int:
     """Return the most bytes that scoring holds in tensors of its own."""
-    return max(memory.bytes_held(lambda: attribute(policy, records, target=Return(), **options)))
+    return max(memory.measure_bytes(lambda: attribute(policy, records, target=Return(), **options)))
 
 
 def test_the_meter_counts_what_lives() -> None:
@@ -36,7 +36,7 @@ def test_the_meter_counts_what_lives() -> None:
         third = second.contiguous()
         del second, third, view
 
-    assert memory.bytes_held(run) == [0, 4000, 8000, 4000, 0]
+    assert memory.measure_bytes(run) == [0, 4000, 8000, 4000, 0]
 
 
 @pytest.mark.parametrize("engine", ["ghost", "forward", "vmap"])

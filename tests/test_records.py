@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whence import InvalidRecords, RecordBatch
-from whence.records import leaves
+from whence.records import named_leaves
 
 
 def columns(n: int = 4, **changes: object) -> dict[str, object]:
@@ -94,7 +94,7 @@ def test_taking_no_record_is_refused(index: slice | torch.Tensor) -> None:
 def test_all_columns_are_moved_wherever_one_of_them_is(name: str) -> None:
     batch = RecordBatch(**columns(observations={"x": torch.zeros(4, 2)}))
     apart = batch.with_columns({name: getattr(batch, name).to("meta")})
-    assert {t.device.type for _, t in leaves(apart.to("meta").columns)} == {"meta"}
+    assert {t.device.type for _, t in named_leaves(apart.to("meta").columns)} == {"meta"}
     assert batch.to("cpu") is batch
 
 

@@ -21,14 +21,14 @@ from whence import (
     attribute_crossfit,
     attribute_round,
 )
-from whence.crossfitting import folds_of
+from whence.crossfitting import assign_folds
 from whence.errors import Unsupported
 from whence.experiments.rl.research_callback import ResearchCallback
 from whence.experiments.rl.scoring import SCORES, Scoring
-from whence.experiments.rl.trial import Trial, held_out_gain, normalise_advantages, of_some
+from whence.experiments.rl.trial import Trial, held_out_gain, normalise_advantages, restrict_recording
 from whence.rounds import METHODS
 from whence.rounds import replay as replay_round
-from whence.sb3 import InfluenceCallback, collect, replay
+from whence.sb3 import InfluenceCallback, collect, replay_round
 from whence.sb3.state import named_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
@@ -198,7 +198,7 @@ def rollout():
 def test_each_fold_is_scored_by_the_others(rollout):
     made, records = rollout
     for objective in (PPOClip(), A2C(ent_coef=0.1)):
-        fold = folds_of(records, 3)
+        fold = assign_folds(records, 3)
         found = attribute_crossfit(made.policy, records, folds=3, objective=objective)
         for number in range(3):
             others = records.take(fold != number)
@@ -217,7 +217,7 @@ def test_each_fold_is_scored_by_the_others(rollout):
 
 def test_folds_keep_episodes_whole(rollout):
     _, records = rollout
-    fold = folds_of(records, 2)
+    fold = assign_folds(records, 2)
     assert fold.bincount().min() > 0
     for env in (0, 1):
         for episode in records.episode_ids[records.env_index == env].unique():
@@ -228,18 +228,18 @@ def test_folds_keep_episodes_whole(rollout):
 def test_fewer_episodes_than_folds_are_cut_into_stretches():
     made = model_of(env="Pendulum-v1", n_steps=9)
     records = collect(made)  # two environments, one episode each, 9 steps of either
-    assert folds_of(records, 3).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2] * 2
-    assert folds_of(records, 2).tolist() == [0] * 9 + [1] * 9
+    assert assign_folds(records, 3).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2] * 2
+    assert assign_folds(records, 2).tolist() == [0] * 9 + [1] * 9
 
 
 def test_folds_that_cannot_be(rollout):
     _, records = rollout
     for folds in (1, 129):
         with pytest.raises(WhenceError, match="from 2 to the number of records"):
-            folds_of(records, folds)
+            assign_folds(records, folds)
     nameless = records.with_columns({"episode_ids": None})
     with pytest.raises(WhenceError, match="episode_ids"):
-        folds_of(nameless, 2)
+        assign_folds(nameless, 2)
     with pytest.raises(WhenceError, match="else use attribute"):
         attribute_crossfit(rollout[0].policy, records, target=Action([0.0] * 4, 1))
 
@@ -311,7 +311,7 @@ def test_a_round_on_advantages_normalised_once_is_scored_as_it_is_trained(score)
     recording, raw = seen["recording"], callback.round.records.advantages
     for name, tensor in named_tensors(made.policy).items():
         assert torch.equal(tensor, recording.end[name])
-        assert torch.equal(tensor, replay(made, recording)[name])
+        assert torch.equal(tensor, replay_round(made, recording)[name])
     assert torch.allclose(recording.records.advantages, (raw - raw.mean()) / raw.std(), atol=1e-5)
 
     def of_raw(view, params, records):
@@ -363,7 +363,7 @@ def test_the_gain_by_hand():
         def choose(self, records):
             nonlocal recording
             rehearsal = Trial(self.model, 1, 1.0)
-            fold = folds_of(records, 2)
+            fold = assign_folds(records, 2)
 
             def select(among):
                 assert torch.equal(among, fold == 0) or torch.equal(among, fold == 1)
@@ -404,7 +404,7 @@ def test_an_advantage_that_all_records_share_has_no_say():
 
     class Asking(InfluenceCallback):
         def choose(self, records):
-            rehearsal, fold = Trial(self.model, 1, 1.0), folds_of(records, 2)
+            rehearsal, fold = Trial(self.model, 1, 1.0), assign_folds(records, 2)
             keep = torch.arange(len(records)) % 3 > 0
             ratios = []
             for half in range(2):
@@ -457,14 +457,14 @@ def test_a_round_of_some_records_knows_no_others():
 
     class Asking(InfluenceCallback):
         def choose(self, records):
-            self.among = folds_of(records, 2) == 0
+            self.among = assign_folds(records, 2) == 0
             rehearsal = Trial(self.model, 1, 1.0)
             self.whole = rehearsal.train(records, Selection.dropping(self.among, ""))
             return super().choose(records)
 
     asking = Asking(KeepAll())
     made.learn(256, callback=asking)
-    whole, some = asking.whole, of_some(asking.whole, asking.among)
+    whole, some = asking.whole, restrict_recording(asking.whole, asking.among)
     assert 2 < len(some.records) < 254
     assert torch.equal(some.records.ids, whole.records.ids[asking.among])
     for mine, theirs in zip(some.minibatches, whole.minibatches, strict=True):
@@ -480,7 +480,7 @@ def test_a_half_is_scored_by_what_it_says_itself(score, norm):
 
     class Asking(InfluenceCallback):
         def choose(self, records):
-            among = folds_of(records, 2) == 0
+            among = assign_folds(records, 2) == 0
             rehearsal = Trial(self.model, 1, 1.0, advantage_norm=norm)
             scoring = Scoring.asked(score)
             advantages = self.model.rollout_buffer.advantages
@@ -491,7 +491,7 @@ def test_a_half_is_scored_by_what_it_says_itself(score, norm):
                 other = records.with_advantages(torch.from_numpy(flat.copy()))
                 found.append(scoring.influence(rehearsal, other, among))
             self.model.rollout_buffer.advantages = advantages
-            self.recording = of_some(rehearsal.train(records, Selection.dropping(among, "")), among)
+            self.recording = restrict_recording(rehearsal.train(records, Selection.dropping(among, "")), among)
             return super().choose(records)
 
     asking = Asking(KeepAll())
@@ -521,7 +521,7 @@ def test_by_weights_a_half_draws_as_many_as_it_has():
         def choose(self, records):
             select = lambda among: TDErrorPriority().select(records.take(among), None)  # noqa: E731
             held_out_gain(Counting(self.model, 1, 1.0), records, select)
-            self.halves = folds_of(records, 2).bincount().tolist()
+            self.halves = assign_folds(records, 2).bincount().tolist()
             return super().choose(records)
 
     asking = Asking(KeepAll())

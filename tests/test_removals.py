@@ -17,8 +17,8 @@ from whence.counterfactual import leave_out, removals
 from whence.counterfactual.retrain import retrain
 from whence.counterfactual.scores import MOST
 from whence.rounds import METHODS, replay
-from whence.rounds.replay import opened
-from whence.sb3.buffer import minibatches
+from whence.rounds.replay import open_round
+from whence.sb3.buffer import cut_minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -47,7 +47,7 @@ def weight(params: Any, repetition: int) -> float:
 
 def came_to(model: Any, recording: Any, params: Any, repetition: int) -> dict[str, float]:
     """Return the outcomes of one training, by their definitions."""
-    round = opened(model.policy, recording)
+    round = open_round(model.policy, recording)
     with torch.no_grad():
         log_probs = round.view(params, round.inputs).log_prob
         target = float(Return()(round.view, params, round.records))
@@ -65,7 +65,7 @@ def test_curves_are_those_of_one_training_at_a_time(case: Any, monkeypatch: pyte
     scores = {"one": rng.normal(size=64), "two": rng.normal(size=64)}
     watched, before, told = Watched(monkeypatch), state_of(model), []
     asked = {"target": Return(), "shares": (0.5, 0.1, 0.11), "draws": 3, "orders": 2, "evaluate": weight}
-    table = leave_out(model.policy, recording, scores, **asked, told=told.append)
+    table = leave_out(model.policy, recording, scores, **asked, on_stage=told.append)
     assert_untouched(before, state_of(model))
     assert dict(table.schema) == removals.SCHEMA
     assert told[0] == "leaving out: training 22 times, recorded"
@@ -95,7 +95,7 @@ def test_curves_are_those_of_one_training_at_a_time(case: Any, monkeypatch: pyte
         whole = orders[number - 1]
         epochs = [torch.cat([minibatch[0] for minibatch in whole[first : first + 4]]) for first in (0, 4, 8)]
         filtered = [permutation[mask[permutation]].numpy() for permutation in epochs]
-        cut = [torch.from_numpy(m) for own in filtered for m in minibatches(own, 16, last="keep", join=True)]
+        cut = [torch.from_numpy(m) for own in filtered for m in cut_minibatches(own, 16, last="keep", join=True)]
         own = replace(recording, minibatches=cut, epochs=[0] * len(cut), stopped=False)
         return came_to(model, recording, replay(model.policy, own), number)
 

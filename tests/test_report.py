@@ -10,7 +10,7 @@ import pytest
 from whence.experiments import Arm, Comparison, RunConfig, compare, plan_comparison
 from whence.experiments.comparison import run_path
 from whence.experiments.rl.training import run
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.metrics import Curve, summarise
 from whence.report import write_report, write_run_report
 from whence.report.figures import (
@@ -90,7 +90,7 @@ def tiny(tmp_path_factory) -> Comparison:
         hyperparameters={"n_steps": 64, "batch_size": 32, "n_epochs": 1},
         **{"arms": ["ppo", "iif", "random"], "seeds": 2, "rounds": 2, "eval_episodes": 20},
     )
-    with kept_generators():
+    with preserve_rng_state():
         for config in configs:
             run(config, run_path(path, config))
     return compare(configs, path)  # nothing is left to run, so that no process starts

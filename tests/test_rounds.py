@@ -20,15 +20,15 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 import whence
 from whence import IIF, Action, KeepAll, Return, RoundRecording, WhenceError, attribute, attribute_round
 from whence.counterfactual import retrain
-from whence.engines.memory import bytes_held
+from whence.engines.memory import measure_bytes
 from whence.errors import NonFinite, RunDirectoryError, Unsupported
 from whence.policies import as_view
 from whence.rounds import METHODS, OptimizerState, attribute_round_by, optimizers, replay, schedule
-from whence.rounds.identity import outputs_apart
-from whence.rounds.replay import clip_factor, loss, opened, points, step, values
+from whence.rounds.identity import compare_outputs
+from whence.rounds.replay import clip_factor, loss, open_round, points, step, values
 from whence.rounds.schedule import SCHEDULED, target_gradient
 from whence.sb3 import InfluenceCallback
-from whence.sb3 import replay as replay_sb3
+from whence.sb3 import replay_round as replay_sb3
 from whence.sb3.state import load_tensors, named_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
@@ -253,7 +253,7 @@ class TestScores:
         target = Return()
         scores = attribute_round(model.policy, recording, target=target, method="unrolled", dtype=torch.float64).scores
         numeric = torch.zeros(n, dtype=torch.float64)
-        round = opened(model.policy, recording, dtype=torch.float64)
+        round = open_round(model.policy, recording, dtype=torch.float64)
         step = 1e-4
         for record in range(n):
             values = []
@@ -279,7 +279,7 @@ class TestScores:
         scores = attribute_round(model.policy, recording, target=target, method="unrolled", dtype=torch.float64).scores
         moved = step * torch.eye(n, dtype=torch.float64)
         ended = retrain(model.policy, recording, torch.cat([1 + moved, 1 - moved]), dtype=torch.float64)
-        round = opened(model.policy, recording, dtype=torch.float64)
+        round = open_round(model.policy, recording, dtype=torch.float64)
         of_one = ({name: own[row] for name, own in ended.items()} for row in range(2 * n))
         with torch.no_grad():
             reached = torch.stack([target(round.view, params, round.records) for params in of_one])
@@ -289,7 +289,7 @@ class TestScores:
     def test_trajectory_is_the_sum_of_what_the_loop_gives_each_step(self, small):
         _, model, recording = small
         by_loop = torch.zeros(len(recording.records), dtype=torch.float64)
-        round = opened(model.policy, recording, dtype=torch.float64)
+        round = open_round(model.policy, recording, dtype=torch.float64)
         policy = model_of(n_envs=1).policy.double()
 
         def raised(view, params, records):  # by the whole rollout, whichever records are scored
@@ -341,7 +341,7 @@ class TestScores:
         recording = recorded(model, rounds=2)
         settings = recording.optimizer.settings
         first, second = settings["betas"]
-        round = opened(model.policy, recording, dtype=torch.float64)
+        round = open_round(model.policy, recording, dtype=torch.float64)
         raised = []
         for before, after in pairwise(points(round)):
             free = {name: p.detach().requires_grad_() for name, p in round.named(before.params).items()}
@@ -446,7 +446,7 @@ class TestMemory:
     def test_points_made_again_change_nothing(self, long, method):
         model, recording = long
         short = replace(recording, minibatches=recording.minibatches[:7], epochs=recording.epochs[:7])
-        round = opened(model.policy, short, dtype=torch.float64)
+        round = open_round(model.policy, short, dtype=torch.float64)
         (own,) = schedule.passes([method])
         whole = own.scores(round, Return(), 1)[method]
         assert len(whole) == 7
@@ -470,13 +470,13 @@ class TestMemory:
     def test_what_is_held_is_what_was_estimated(self, long, method, share, monkeypatch):
         model, recording = long
         monkeypatch.setattr(schedule, "MARGIN", 1)
-        round = opened(model.policy, recording)
+        round = open_round(model.policy, recording)
         point, (own,) = round.start.nbytes, schedule.passes([method])
         fewest = min(own.points_held(24, every) for every in range(1, 6))
         more = int(share * (own.points_held(24, 1) - fewest)) * point
         needed = least(model, recording, method) + more
         every = schedule._kept_every(round, Return(), own, needed)
-        held = max(bytes_held(lambda: own.scores(round, Return(), every)))
+        held = max(measure_bytes(lambda: own.scores(round, Return(), every)))
         assert held <= needed
         assert held > 0.75 * (needed - 2 * point), "the budget is hardly used"
 
@@ -486,9 +486,9 @@ class TestMemory:
             held = []
             for count in (6, 24):
                 short = replace(recording, minibatches=recording.minibatches[:count], epochs=recording.epochs[:count])
-                round = opened(model.policy, short)
+                round = open_round(model.policy, short)
                 (own,) = schedule.passes([method])
-                held.append(max(bytes_held(lambda round=round, own=own: own.scores(round, Return(), 1))))
+                held.append(max(measure_bytes(lambda round=round, own=own: own.scores(round, Return(), 1))))
             assert held[1] < held[0] + round.start.nbytes
 
     @pytest.mark.parametrize("method", ["optimizer-momentum", "unrolled"])
@@ -536,7 +536,7 @@ def test_a_policy_with_dropout_is_known_by_what_it_does_without():
     before = state_of(model)
     view = as_view(model.policy)
     start = {name: recording.start[name] for name in view.parameters()}
-    assert max(outputs_apart(view, start, recording.records).values()) < 1e-5
+    assert max(compare_outputs(view, start, recording.records).values()) < 1e-5
     assert_untouched(before, state_of(model))
     assert all(module.training for module in model.policy.modules())
 
@@ -640,7 +640,7 @@ def test_rounds_that_diverge(which):
 @pytest.mark.parametrize("size", [0.1, 10.0])
 def test_outputs_are_compared_part_by_part(round, size):
     model, recording = round
-    opening = opened(model.policy, recording)
+    opening = open_round(model.policy, recording)
     params, moved = opening.named(opening.start.params), torch.arange(64) < 16
     with torch.no_grad():
         read = opening.view(params, opening.inputs)
@@ -648,9 +648,9 @@ def test_outputs_are_compared_part_by_part(round, size):
     records = opening.records.with_columns(columns)
     unit = max(1.0, float(records.values.abs().mean()))
     for at_once in (10, 64, 100):
-        apart = outputs_apart(opening.view, params, records, at_once)
+        apart = compare_outputs(opening.view, params, records, at_once)
         assert apart == pytest.approx({"log-probs": 0.01 / 4, "values": size * 0.75 / unit}, rel=1e-4)
-    assert outputs_apart(opening.view, params, replace(records, values=None)).keys() == {"log-probs"}
+    assert compare_outputs(opening.view, params, replace(records, values=None)).keys() == {"log-probs"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -18,7 +18,7 @@ from torch import nn
 import whence.influence
 import whence.runs
 from whence.errors import InvalidInfluence, RunDirectoryError
-from whence.guards import eval_mode, kept_generators, written_atomically
+from whence.guards import eval_mode, preserve_rng_state, write_atomically
 from whence.influence import Influence, Provenance
 from whence.runs import RunDirectory
 
@@ -320,10 +320,10 @@ class TestWhatIsNotThere:
 class TestWrittenAtomically:
     def test_the_old_file_is_there_until_the_new_one_is_whole(self, tmp_path):
         path = tmp_path / "a" / "b.txt"
-        with written_atomically(path) as temporary:
+        with write_atomically(path) as temporary:
             temporary.write_text("old")
             assert not path.exists()
-        with written_atomically(path) as temporary:
+        with write_atomically(path) as temporary:
             assert temporary.parent == path.parent  # a rename is atomic within one file system only
             temporary.write_text("new")
             assert path.read_text() == "old"
@@ -332,7 +332,7 @@ class TestWrittenAtomically:
 
     @staticmethod
     def fail_halfway(path, failure):
-        with written_atomically(path) as temporary:
+        with write_atomically(path) as temporary:
             temporary.write_text("half of the n")
             raise failure
 
@@ -348,13 +348,13 @@ class TestWrittenAtomically:
         assert not there or path.read_text() == "old"
 
     def test_a_failure_before_anything_is_written(self, tmp_path):
-        with pytest.raises(RuntimeError, match="early"), written_atomically(tmp_path / "b.txt"):
+        with pytest.raises(RuntimeError, match="early"), write_atomically(tmp_path / "b.txt"):
             raise RuntimeError("early")
         assert files(tmp_path) == []
 
     def test_a_name_that_is_taken_by_a_directory(self, tmp_path):
         (tmp_path / "b").mkdir()
-        with pytest.raises(OSError, match="b"), written_atomically(tmp_path / "b") as temporary:
+        with pytest.raises(OSError, match="b"), write_atomically(tmp_path / "b") as temporary:
             temporary.write_text("new")
         assert [entry.name for entry in tmp_path.iterdir()] == ["b"]
 
@@ -461,7 +461,7 @@ class TestGuards:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         assert self.draws() == expected[0]
         try:
-            with kept_generators():
+            with preserve_rng_state():
                 random.seed(7), np.random.seed(7), torch.manual_seed(7)
                 self.draws()
                 np.random.standard_normal()  # leaves the second of a pair behind
@@ -547,9 +547,9 @@ class TestInfluenceOnDisk:
 
 
 def test_temporary_names_of_two_processes_differ(tmp_path, monkeypatch):
-    with written_atomically(tmp_path / "a") as mine:
+    with write_atomically(tmp_path / "a") as mine:
         monkeypatch.setattr(os, "getpid", lambda: -1)
-        with written_atomically(tmp_path / "a") as theirs:
+        with write_atomically(tmp_path / "a") as theirs:
             assert mine != theirs
             theirs.write_text("theirs")
         mine.write_text("mine")

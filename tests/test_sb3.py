@@ -23,9 +23,9 @@ import whence
 from toys import Toy, model
 from whence import InvalidRecords, Return, Selection, Unsupported, WhenceError, attribute
 from whence.policies import as_view
-from whence.records import leaves
+from whence.records import named_leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
-from whence.sb3.buffer import minibatches, select_from
+from whence.sb3.buffer import cut_minibatches, select_from
 from whence.sb3.description import HYPERPARAMETERS
 from whence.sb3.episodes import STATE, Ongoing, number_episodes
 
@@ -107,7 +107,7 @@ class Sampled(InfluenceCallback):
         assert self.round is not None
         self.records = self.round.records
         buffer = copy.deepcopy(self.model.rollout_buffer)
-        with whence.guards.kept_generators():
+        with whence.guards.preserve_rng_state():
             list(buffer.get(2))  # flattens the arrays
         self.samples = buffer._get_samples(np.arange(len(self.records)))
 
@@ -177,7 +177,7 @@ def test_rows_are_in_the_order_of_the_flattened_buffer(observation: str) -> None
     assert callback.round is not None
     flat = toy.rollout_buffer  # flattened by train()
     assert torch.equal(callback.round.records.advantages, torch.from_numpy(flat.advantages[:, 0]))
-    mine, theirs = leaves(callback.round.records.observations), leaves(flat.observations)
+    mine, theirs = named_leaves(callback.round.records.observations), named_leaves(flat.observations)
     for (name, tensor), (_, array) in zip(mine, theirs, strict=True):
         assert torch.equal(tensor, torch.from_numpy(array)), name
 
@@ -292,7 +292,9 @@ def all_state(toy: Any) -> dict[str, Any]:
         "tensor hooks": [p._backward_hooks for p in policy.parameters()],
         "optimizer": {(k, n): torch.as_tensor(v).numpy().tobytes() for k, s in optimizer.items() for n, v in s.items()},
         "buffer": {
-            (name, leaf): array.tobytes() for name in ARRAYS for leaf, array in leaves(getattr(buffer, name), name)
+            (name, leaf): array.tobytes()
+            for name in ARRAYS
+            for leaf, array in named_leaves(getattr(buffer, name), name)
         },
         "buffer attributes": set(vars(buffer)),
         "model attributes": set(vars(toy)),
@@ -431,7 +433,7 @@ def test_the_buffers_own_get_is_back_after_an_exception() -> None:
     ],
 )
 def test_minibatches(kept: int, last: Any, join: bool, sizes: list[int]) -> None:
-    batches = minibatches(np.arange(kept), 64, last=last, join=join)
+    batches = cut_minibatches(np.arange(kept), 64, last=last, join=join)
     assert [len(batch) for batch in batches] == sizes
     assert np.concatenate(batches).tolist() == list(range(sum(sizes)))
 

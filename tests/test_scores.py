@@ -11,7 +11,7 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import Action, PPOClip, Return, WhenceError, attribute, attribute_crossfit, attribute_round
 from whence.advantages import td_errors
-from whence.counterfactual import scores_of
+from whence.counterfactual import compute_scores
 from whence.sb3 import model_objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
@@ -34,7 +34,7 @@ def case(request: pytest.FixtureRequest) -> Any:
     model = model_of("SGD", ent_coef=0.01, **more)
     recording = recorded(model)
     before = state_of(model)
-    scores = scores_of(model.policy, recording, target=Return(), methods=["trajectory"], seed=3)
+    scores = compute_scores(model.policy, recording, target=Return(), methods=["trajectory"], seed=3)
     assert_untouched(before, state_of(model))
     with torch.no_grad():
         for name, parameter in model.policy.named_parameters():
@@ -74,9 +74,9 @@ def test_the_others_are_what_they_are_called(case: Any) -> None:
 def test_where_no_other_can_judge_nothing_is_cross_fitted(case: Any) -> None:
     _, model, recording, _ = case
     action = Action(recording.records.observations[0].numpy(), 1)
-    assert "crossfit" not in scores_of(model.policy, recording, target=action, methods=[])
+    assert "crossfit" not in compute_scores(model.policy, recording, target=action, methods=[])
     without = replace(recording, records=replace(recording.records, episode_ids=None))
-    assert "crossfit" not in scores_of(model.policy, without, target=Return(), methods=[])
+    assert "crossfit" not in compute_scores(model.policy, without, target=Return(), methods=[])
 
 
 def test_what_is_refused_before_anything_is_scored(case: Any) -> None:
@@ -84,7 +84,7 @@ def test_what_is_refused_before_anything_is_scored(case: Any) -> None:
     told: list[str] = []
     without = replace(recording, records=replace(recording.records, env_index=None))
     with pytest.raises(WhenceError, match="TD errors cannot do without the columns env_index"):
-        scores_of(model.policy, without, target=Return(), told=told.append)
+        compute_scores(model.policy, without, target=Return(), on_stage=told.append)
     with pytest.raises(WhenceError, match="memory is 1,000 bytes, but scoring round 2 by trajectory"):
-        scores_of(model.policy, recording, target=Return(), methods=["trajectory"], memory=1000)
+        compute_scores(model.policy, recording, target=Return(), methods=["trajectory"], memory=1000)
     assert told == []

@@ -10,12 +10,12 @@ from scipy import stats
 
 from test_rounds import model_of, recorded
 from whence import A2C, IIF, PPOClip, Return, WhenceError, attribute_round
-from whence.counterfactual import reshuffled, retrain, subsets
-from whence.counterfactual.outcomes import outcomes_of
-from whence.engines.memory import bytes_held
+from whence.counterfactual import draw_subsets, reshuffle, retrain
+from whence.counterfactual.outcomes import measure_outcomes
+from whence.engines.memory import measure_bytes
 from whence.policies import Outputs
 from whence.rounds import smoothed
-from whence.rounds.replay import Minibatch, opened, step
+from whence.rounds.replay import Minibatch, open_round, step
 from whence.rounds.smoothed import SoftClip, derivatives, drawn, planned, softened
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
@@ -66,7 +66,7 @@ def test_only_the_edge_is_softened():
 
 def test_what_is_drawn(gentle):
     model, recording = gentle
-    round = opened(model.policy, recording)
+    round = open_round(model.policy, recording)
     draws = drawn(round, 5, 0.5, torch.Generator().manual_seed(0))
     assert draws.weights.sum(dim=1).tolist() == [32.0] * 5
     assert len(draws.weights.unique(dim=0)) == 5
@@ -90,7 +90,7 @@ def test_what_is_drawn_of_a_round_that_a_rule_filtered():
     only_seen = set(torch.cat(list(recording.minibatches)).tolist()) - trained
     assert only_seen
     assert len(trained) < 64 - len(only_seen)
-    draws = drawn(opened(model.policy, recording), 4, 0.5, torch.Generator().manual_seed(0))
+    draws = drawn(open_round(model.policy, recording), 4, 0.5, torch.Generator().manual_seed(0))
     assert draws.weights.shape == (4, 64)
     assert draws.weights.sum(dim=1).tolist() == [len(trained) // 2] * 4
     assert set(draws.weights.any(dim=0).nonzero().flatten().tolist()) <= trained
@@ -107,7 +107,7 @@ def test_the_halves_are_not_those_that_test_them(gentle, monkeypatch):
     for seed in (0, 1):
         seen.clear()
         attribute_round(model.policy, recording, target=Return(), method="smoothed", seed=seed)
-        tested = subsets(64, 0.5, 100, torch.Generator().manual_seed(seed))
+        tested = draw_subsets(64, 0.5, 100, torch.Generator().manual_seed(seed))
         halves = {tuple(row) for row in torch.cat(seen[1:]).bool().tolist()}  # the first is measured
         assert len(halves) == 16
         assert not halves & {tuple(row) for row in tested.tolist()}
@@ -115,7 +115,7 @@ def test_the_halves_are_not_those_that_test_them(gentle, monkeypatch):
 
 def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
     model, recording = gentle
-    round = opened(model.policy, recording, dtype=torch.float64)
+    round = open_round(model.policy, recording, dtype=torch.float64)
     draws = drawn(round, 3, 0.5, torch.Generator().manual_seed(1))
 
     def end(weights, row):
@@ -143,7 +143,7 @@ def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
 @pytest.mark.parametrize("noise", [1.0, 50.0], ids=["alike", "wild"])
 def test_each_side_counts_by_its_standard_error(gentle, monkeypatch, count, noise):
     model, recording = gentle
-    round, rng = opened(model.policy, recording, dtype=torch.float64), np.random.default_rng(4)
+    round, rng = open_round(model.policy, recording, dtype=torch.float64), np.random.default_rng(4)
     draws = drawn(round, count, 0.5, smoothed._seeded(0))
     inside = draws.weights.numpy() > 0
     values = rng.normal(size=(3, count, 64)) * np.where(inside, 1.0, noise)
@@ -192,7 +192,7 @@ def test_the_subsets_are_of_the_share_asked_for(gentle, monkeypatch, share):
     asked = {"target": Return(), "method": "smoothed", "draws": 3, "share": share}
     found = attribute_round(model.policy, recording, **asked)
     assert seen[-1].weights.sum(dim=1).tolist() == [int(64 * share)] * 3
-    known = smoothed.averaged(opened(model.policy, recording), Return(), seen[-1], 1, 3).sum(dim=0)
+    known = smoothed.averaged(open_round(model.policy, recording), Return(), seen[-1], 1, 3).sum(dim=0)
     assert torch.allclose(found.scores, known, rtol=1e-4, atol=1e-6 * float(known.abs().max()))
     assert bool(found.scores.all())
 
@@ -229,7 +229,7 @@ def test_what_is_held_is_what_was_estimated(gentle, at_once, monkeypatch):
     monkeypatch.setattr(smoothed, "MARGIN", 1)
     model, recording = gentle
     asked = {"target": Return(), "draws": 200}
-    round = opened(model.policy, recording)
+    round = open_round(model.policy, recording)
     with pytest.raises(WhenceError, match=r"for subsets and orders of 200 .* take fewer draws") as refused:
         planned(round, Return(), 1000, draws=200)
     needed, everything = (
@@ -248,7 +248,7 @@ def test_what_is_held_is_what_was_estimated(gentle, at_once, monkeypatch):
 
     with monkeypatch.context() as short:
         short.setattr(smoothed, "derivatives", first)
-        held = max(bytes_held(lambda: planned(round, Return(), memory, draws=200)()))
+        held = max(measure_bytes(lambda: planned(round, Return(), memory, draws=200)()))
     assert len(seen) > 60
     assert 0.5 * memory < held <= memory
     monkeypatch.setattr(smoothed, "drawn", lambda round, count, *rest: drawn(round, min(count, 1), *rest))
@@ -261,12 +261,12 @@ def test_it_sees_the_edge_that_the_derivative_does_not():
     model = model_of(n_steps=128, batch_size=32, n_epochs=10, learning_rate=0.01, max_grad_norm=10.0)
     recording = recorded(model)
     generator = torch.Generator().manual_seed(3)
-    kept = subsets(256, 0.5, 60, generator)
+    kept = draw_subsets(256, 0.5, 60, generator)
     found = []
     for _ in range(4):
-        orders = reshuffled(kept, 32, 10, generator)
+        orders = reshuffle(kept, 32, 10, generator)
         trained = retrain(model.policy, recording, kept, orders=orders)
-        found.append(outcomes_of(model.policy, recording, trained, Return(), None)["surrogate"])
+        found.append(measure_outcomes(model.policy, recording, trained, Return(), None)["surrogate"])
     truth = np.mean(found, axis=0)
     rank = {}
     for method in ("unrolled", "smoothed"):
@@ -283,10 +283,10 @@ def test_an_advantage_far_from_the_others():
     advantages = recording.records.advantages.clone()
     advantages[::40] *= 100
     recording = replace(recording, records=recording.records.with_advantages(advantages))
-    kept = subsets(256, 0.5, 100, torch.Generator().manual_seed(3))
+    kept = draw_subsets(256, 0.5, 100, torch.Generator().manual_seed(3))
     trained = retrain(model.policy, recording, kept)
-    truth = outcomes_of(model.policy, recording, trained, Return(), None)["target"]
-    round = opened(model.policy, recording)
+    truth = measure_outcomes(model.policy, recording, trained, Return(), None)["target"]
+    round = open_round(model.policy, recording)
     draws = drawn(round, 16, 0.5, smoothed._seeded(0))
     alike = derivatives(round, draws, Return(), 4).sum(dim=0).mean(dim=0)
     scores = attribute_round(model.policy, recording, target=Return(), method="smoothed").scores
@@ -312,7 +312,7 @@ def test_a_short_last_minibatch_joins_the_one_before(gentle, lost):
     trained = 67 - 32 if lost == 29 else 64 - lost
     minibatches = [part[part < trained] for part in recording.minibatches]
     some = replace(recording, minibatches=minibatches)
-    draws = drawn(opened(model.policy, some), 2, 0.5, torch.Generator().manual_seed(0))
+    draws = drawn(open_round(model.policy, some), 2, 0.5, torch.Generator().manual_seed(0))
     sizes = {0: [32, 32], 29: [35], 40: [24]}[lost]
     assert [positions.shape[1] for positions in draws.steps] == sizes * 3
     for row in range(2):

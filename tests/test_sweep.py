@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 from whence.cli import app
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import configure, is_finished, load_sweep, presets, read_sweep, run, sweep
-from whence.experiments.rl.curves import curve_of
-from whence.experiments.rl.environments import training_env
+from whence.experiments.rl.curves import make_curve
+from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
 from whence.experiments.workers import _death, run_all
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.metrics import rounds_to
 from whence.runs import RunDirectory
 from whence.sb3.callback import library_versions
@@ -89,7 +89,7 @@ def in_process(monkeypatch):
     def one_by_one(jobs, workers, on_round):
         for place, (config, path) in enumerate(jobs):
             try:
-                with kept_generators():
+                with preserve_rng_state():
                     run(config, path)
             except WhenceError as failure:
                 yield place, str(failure)
@@ -583,9 +583,9 @@ class TestRunning:
 @pytest.mark.parametrize(("arm", "rate"), [("ppo", 0.01), ("ppo-lr-0.5", 0.005), ("ppo-lr-4", 0.04)])
 def test_learning_rates_are_scaled(tmp_path, arm, rate):
     config = configure(env="FrozenLake-v1", arm=arm, hyperparameters={"learning_rate": 0.01})
-    assert make_model(config, training_env(config)).learning_rate == rate
+    assert make_model(config, make_training_env(config)).learning_rate == rate
     default = configure(env="FrozenLake-v1", arm=arm)
-    assert make_model(default, training_env(default)).learning_rate == pytest.approx(3e-4 * rate / 0.01)
+    assert make_model(default, make_training_env(default)).learning_rate == pytest.approx(3e-4 * rate / 0.01)
 
 
 @pytest.fixture
@@ -641,7 +641,7 @@ def test_rounds_between_evaluations_reach_nothing():
     config = configure(env="CartPole-v1", rounds=3, eval_episodes=2, eval_every=2)
     evaluations = pl.DataFrame({"round": [0, 2, 3], "test_return": [9.0, 5.0, 7.0], "standard_error": [1.0, 2.0, 3.0]})
     timings = pl.DataFrame({f"{stage}_cpu": [1.0] * 3 for stage in ("collection", "scoring", "optimisation")})
-    found = curve_of(config, evaluations, timings)
+    found = make_curve(config, evaluations, timings)
     assert found.returns.tolist() == [9.0, 9.0, 5.0, 7.0]
     assert found.evaluations.tolist() == [2, 3]
     assert rounds_to(found, 6.0) == 3

@@ -13,7 +13,7 @@ import pytest
 from whence.cli.sweep_table import SweepTable
 from whence.errors import Unsupported, WhenceError
 from whence.experiments import KeptRun, Planned, RunConfig, load_sweep, presets, summarise_sweep
-from whence.experiments.rl.curves import curve_of
+from whence.experiments.rl.curves import make_curve
 from whence.report import write_tables
 from whence.report.figures import COLOURS, arm_colours, learning_curves
 
@@ -33,7 +33,7 @@ def finished(config, **of_rounds):
     seconds = pl.DataFrame({name: [float(place)] * config.rounds for place, name in enumerate(columns, start=1)})
     rounds = pl.DataFrame({"round": np.arange(1, config.rounds + 1), **of_rounds})
     tables = {"evaluations": evaluations, "rounds": rounds, "seconds": seconds}
-    return KeptRun(config, tables, curve_of(config, evaluations, seconds))
+    return KeptRun(config, tables, make_curve(config, evaluations, seconds))
 
 
 def results(config=LAKE, **seeds):

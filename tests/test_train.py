@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
 from whence.cli.settings import collect_overrides
 from whence.experiments import ARMS, TARGETS, configure, load_round, presets
-from whence.experiments.rl.stored import measuring, run_config
+from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.sb3 import model_objective
 
 LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", "2", "--optimizer", "SGD"]
@@ -145,7 +145,7 @@ def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:
     run = RunDirectory.open(lake)
     model, _ = load_round(run, 2)
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
-    with measuring(run_config(run), model, episodes=200, seed=3) as measure:
+    with measure_returns(read_run_config(run), model, episodes=200, seed=3) as measure:
         untrained, again = (measure(run.policy(number), 0) for number in (1, 1))
         assert untrained == again
         bias = {"action_net.bias": torch.tensor([50.0, 0, 0, 0])}
@@ -382,7 +382,7 @@ STAGES = {
     "scoring": ("whence.experiments.rl.scoring", None, "attribute"),
     "writing": ("whence.runs", "RunDirectory", "write_policy"),
     "optimisation": ("torch.nn.utils", None, "clip_grad_norm_"),
-    "evaluation": ("whence.experiments.rl.training", None, "measured_return"),
+    "evaluation": ("whence.experiments.rl.training", None, "measure_return"),
 }
 DRIVER = """
 import importlib, os, signal, sys

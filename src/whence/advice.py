@@ -25,7 +25,7 @@ class Advice:
     text: str
 
 
-def advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice]:
+def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice]:
     """Return what the rounds so far give reason to say, each kind once, in the order in which it showed.
 
     Args:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from whence.engines import Gradient, Problem, record_gradient, solve, target_gradients
 from whence.errors import NonFinite, WhenceError
-from whence.guards import eval_mode, kept_generators
+from whence.guards import eval_mode, preserve_rng_state
 from whence.influence import Influence, Provenance
 from whence.objectives import Objective, as_objective
 from whence.policies import PolicyView, as_view, check_batch_norm
 from whence.records import RecordBatch
-from whence.targets import Target, as_target, name_of
+from whence.targets import Target, as_target, target_name
 
 Summed: TypeAlias = Callable[[Gradient], Gradient]
 """Sums a gradient over processes."""
@@ -96,7 +96,7 @@ def attribute(
     asked = [as_target(one) for one in targets.values()]
     modules = dict(view.module.named_modules())
     check_batch_norm(modules)
-    with kept_generators(), eval_mode(modules.values()), torch.inference_mode(False), torch.enable_grad():
+    with preserve_rng_state(), eval_mode(modules.values()), torch.inference_mode(False), torch.enable_grad():
         problem = _problem(view, modules, records, objective, asked, chunk_size or len(records), summed)
         products, used, reason = solve(problem, engine, memory if chunk_size is None else None)
         _check_scores(products, problem)
@@ -105,7 +105,7 @@ def attribute(
             scores=row.detach().cpu().clone(),
             record_ids=records.ids.cpu().clone(),
             provenance=Provenance(
-                target=name_of(one),
+                target=target_name(one),
                 objective=repr(objective),
                 engine=used,
                 engine_reason=reason,
@@ -157,8 +157,8 @@ def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> Non
     for one, gradient in zip(problem.targets, target_gradients(alone), strict=True):
         if guilty := _not_finite(gradient):
             raise NonFinite(
-                f"The gradient of the target {name_of(one)} is not finite in the parameter `{guilty[0]}`, so no score "
-                "is. The policy has diverged, or the target has no derivative there: look at the last update's "
+                f"The gradient of the target {target_name(one)} is not finite in the parameter `{guilty[0]}`, so no "
+                "score is. The policy has diverged, or the target has no derivative there: look at the last update's "
                 "learning rate and at the policy's log-probs."
             )
     position = int((~finite).nonzero()[0])

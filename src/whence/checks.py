@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whence.attribution import attribute
 from whence.engines import ENGINES, Refused
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.objectives import Objective
 from whence.policies import Outputs, Params, PolicyView
 from whence.records import RecordBatch
@@ -47,7 +47,7 @@ def check_engines(
     """
     names = list(ENGINES if engines is None else engines)
     if unknown := [name for name in names if name not in ENGINES]:
-        raise WhenceError(f"engines holds {unknown[0]!r}.{nearest(unknown[0], ENGINES)}")
+        raise WhenceError(f"engines holds {unknown[0]!r}.{suggest(unknown[0], ENGINES)}")
 
     asked = target or Return()
 

@@ -14,13 +14,13 @@ from whence.influence import Influence
 from whence.objectives import Objective
 from whence.policies import Outputs
 from whence.records import RecordBatch
-from whence.targets import BatchTarget, Return, Target, name_of
+from whence.targets import BatchTarget, Return, Target, target_name
 
 if TYPE_CHECKING:
     from whence.policies import Params, PolicyView
 
 
-def folds_of(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
+def assign_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
     """Deal the episodes of a rollout into folds in turn, and return the fold of each record, from 0.
 
     Episodes stay whole, since their records share returns. Of a rollout with fewer episodes than folds, every
@@ -78,10 +78,10 @@ def attribute_crossfit(
         memory: see `attribute`.
 
     Raises:
-        WhenceError: a target that reads no records; see also `folds_of` and `attribute`.
+        WhenceError: a target that reads no records; see also `assign_folds` and `attribute`.
     """
     target = Return() if target is None else target
-    fold, judges = judged_by(target, records, folds)
+    fold, judges = score_fold(target, records, folds)
     named = {str(number): judge for number, judge in enumerate(judges)}
     found = attribute(policy, records, target=named, objective=objective, engine=engine, memory=memory)
     scores = torch.stack([found[name].scores for name in named])
@@ -89,22 +89,22 @@ def attribute_crossfit(
     return replace(
         one,
         scores=scores[fold.cpu(), torch.arange(len(records))],
-        provenance=replace(one.provenance, target=f"{name_of(target)} of {folds} folds, each scored by the others"),
+        provenance=replace(one.provenance, target=f"{target_name(target)} of {folds} folds, each scored by the others"),
     )
 
 
-def judged_by(target: Target, records: RecordBatch, folds: int) -> tuple[Int[Tensor, " n"], Sequence[Target]]:
+def score_fold(target: Target, records: RecordBatch, folds: int) -> tuple[Int[Tensor, " n"], Sequence[Target]]:
     """Return the fold of each record, and for each fold the target made of the other folds' records.
 
     Raises:
-        WhenceError: a target that reads no records; see also `folds_of`.
+        WhenceError: a target that reads no records; see also `assign_folds`.
     """
     if not isinstance(target, BatchTarget):
         raise WhenceError(
-            f"The target {name_of(target)} does not say that it is made of the scored records, so there is nothing to "
-            "leave out of it. Pass Return(), or a target with from_outputs(outputs, records); else use attribute."
+            f"The target {target_name(target)} does not say that it is made of the scored records, so there is nothing "
+            "to leave out of it. Pass Return(), or a target with from_outputs(outputs, records); else use attribute."
         )
-    fold = folds_of(records, folds)
+    fold = assign_folds(records, folds)
     return fold, [_Part(target, (fold != number).nonzero().flatten()) for number in range(folds)]
 
 

@@ -28,7 +28,7 @@ class RunDirectoryError(WhenceError):
     """A run directory that cannot be read, or that holds a run of another configuration."""
 
 
-def nearest(name: str, known: Iterable[str], *, limit: int = 3, otherwise: str | None = None) -> str:
+def suggest(name: str, known: Iterable[str], *, limit: int = 3, otherwise: str | None = None) -> str:
     """Return ' Did you mean ...?' with the known names nearest to `name`.
 
     Where none is near: `otherwise`, or where that is None the known names.

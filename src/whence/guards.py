@@ -12,7 +12,7 @@ from torch import nn
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Restore the global generators of Python, NumPy and torch (CPU, and CUDA) on exit."""
     python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     seed = torch.initial_seed()
@@ -56,7 +56,7 @@ def train_mode(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[None]:
+def preserve_buffers(module: nn.Module) -> Iterator[None]:
     """Restore a module's buffers, such as the running statistics that some layers take in train mode, on exit."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
@@ -68,7 +68,7 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def written_atomically(path: str | Path) -> Iterator[Path]:
+def write_atomically(path: str | Path) -> Iterator[Path]:
     """Give a temporary path beside `path`; on a clean exit it takes the name, else it is removed.
 
     A reader sees the old file or the whole new one, whenever the process is killed.

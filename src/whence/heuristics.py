@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 
 from whence.advantages import monte_carlo_advantages, returns_to_go, td_errors
-from whence.errors import InvalidRecords, WhenceError, nearest
+from whence.errors import InvalidRecords, WhenceError, suggest
 from whence.influence import Influence
-from whence.records import RecordBatch, as_numpy, leaves
-from whence.selection import START, Progress, Selection, Share, check_share, count_of, share_at
+from whence.records import RecordBatch, named_leaves, to_numpy
+from whence.selection import START, Progress, Selection, Share, check_share, count_to_drop, share_at
 
 Order: TypeAlias = Literal["distance", "product"]
 
@@ -41,7 +41,7 @@ class AdvantageMismatch:
     def __post_init__(self) -> None:
         check_share(self.drop, self.warmup)
         if self.order not in get_args(Order):
-            raise WhenceError(f"order is {self.order!r}.{nearest(str(self.order), get_args(Order))}")
+            raise WhenceError(f"order is {self.order!r}.{suggest(str(self.order), get_args(Order))}")
 
     def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
         """Drop those that disagree most.
@@ -73,7 +73,7 @@ class AdvantageMismatch:
         disagree = np.flatnonzero(np.sign(estimate) != np.sign(given))
         worst_first = -np.abs(estimate - given) if self.order == "distance" else estimate * given
         order = np.lexsort((records.ids.cpu().numpy()[disagree], worst_first[disagree]))
-        count = count_of(share_at(self.drop, self.warmup, progress), len(disagree))
+        count = count_to_drop(share_at(self.drop, self.warmup, progress), len(disagree))
         keep = torch.ones(len(records), dtype=torch.bool)
         keep[torch.from_numpy(disagree[order[:count]])] = False
         return Selection.dropping(keep, "advantage of another sign than the return shows")
@@ -102,14 +102,14 @@ class TDErrorPriority:
         Raises:
             InvalidRecords: a column is missing, or gamma or GAE's lambda.
         """
-        sizes = np.abs(td_errors_of(records))
+        sizes = np.abs(compute_td_errors(records))
         ranks = np.empty(len(sizes))
         ranks[np.lexsort((records.ids.cpu().numpy(), -sizes))] = np.arange(1, len(sizes) + 1)
         weights = torch.from_numpy(ranks**-self.exponent)
         return Selection(torch.ones(len(records), dtype=torch.bool), weights, [None] * len(records))
 
 
-def td_errors_of(records: RecordBatch) -> NDArray[np.float64]:
+def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:
     """Return records' TD errors, (n,); see `td_errors`.
 
     Raises:
@@ -128,8 +128,8 @@ def td_errors_of(records: RecordBatch) -> NDArray[np.float64]:
 def states(records: RecordBatch) -> NDArray[np.int64]:
     """Number the records' states, (n,): equal observations, byte by byte, are one state."""
     rows = [
-        np.ascontiguousarray(as_numpy(leaf)).reshape(len(records), -1).view(np.uint8).reshape(len(records), -1)
-        for _, leaf in leaves(records.observations)
+        np.ascontiguousarray(to_numpy(leaf)).reshape(len(records), -1).view(np.uint8).reshape(len(records), -1)
+        for _, leaf in named_leaves(records.observations)
     ]
     _, numbers = np.unique(np.concatenate(rows, axis=1), axis=0, return_inverse=True)
     return numbers.reshape(-1).astype(np.int64)

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from whence.errors import InvalidInfluence
-from whence.guards import written_atomically
-from whence.records import as_numpy
+from whence.guards import write_atomically
+from whence.records import to_numpy
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Influence:
     def _lowest(self, keys: Tensor, k: int) -> Self:
         if k < 1:
             raise InvalidInfluence(f"k is {k}; ask for at least one record.")
-        chosen = ascending(keys, self.record_ids)[:k]
+        chosen = argsort_ascending(keys, self.record_ids)[:k]
         return replace(self, scores=self.scores[chosen], record_ids=self.record_ids[chosen])
 
     def to_polars(self) -> pl.DataFrame:
         """Return one row a record: `record_id`, `score`. Join it with `RecordBatch.to_polars()` on `record_id`."""
-        return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": as_numpy(self.scores)})
+        return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": to_numpy(self.scores)})
 
     def __add__(self, other: "Influence") -> Self:
         """Add two influences of the same records: the influence on the sum of both targets."""
@@ -110,7 +110,7 @@ class Influence:
             "version": "1",
             "provenance": json.dumps(asdict(self.provenance)),
         }
-        with written_atomically(path) as temporary:
+        with write_atomically(path) as temporary:
             save_file(tensors, temporary, metadata=metadata)
 
     @classmethod
@@ -138,7 +138,7 @@ class Influence:
         return f"{head}\n{self.to_polars()}"
 
 
-def ascending(keys: Float[Tensor, " n"], record_ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+def argsort_ascending(keys: Float[Tensor, " n"], record_ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Return the positions that sort `keys` upwards, the lower record id first among equals."""
     by_id = record_ids.argsort()
     return by_id[keys[by_id].argsort(stable=True)]

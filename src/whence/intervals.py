@@ -13,10 +13,12 @@ def t_interval(values: Sequence[float]) -> dict[str, float | None]:
     """
     if len(values) < 2:
         return {"mean": float(np.mean(values)) if len(values) else None, "low": None, "high": None}
-    return t_ends(float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))), len(values) - 1)
+    return interval_from_error(
+        float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))), len(values) - 1
+    )
 
 
-def t_ends(mean: float, standard_error: float, freedom: float) -> dict[str, float | None]:
+def interval_from_error(mean: float, standard_error: float, freedom: float) -> dict[str, float | None]:
     """Return a "mean" with the ends of its interval, "low" and "high".
 
     Args:

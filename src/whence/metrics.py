@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float64, Int
 from scipy import stats
 
 from whence.errors import WhenceError
-from whence.intervals import t_ends, t_interval
+from whence.intervals import interval_from_error, t_interval
 
 PAIR_METRICS = (
     "se_ave",
@@ -377,4 +377,4 @@ def _jackknife(
     # Welch and Satterthwaite's, by shares of the whole, which squares of small variances are too small for.
     shares = [variance / (sum(variances) or 1) for variance in variances]
     freedom = 1 / (sum(s**2 / (len(group) - 1) for s, group in zip(shares, groups, strict=True)) or 1)
-    return t_ends(mean, float(np.sqrt(sum(variances))), freedom)
+    return interval_from_error(mean, float(np.sqrt(sum(variances))), freedom)

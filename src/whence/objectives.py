@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.errors import InvalidRecords, WhenceError, nearest
-from whence.records import RecordBatch, single
+from whence.errors import InvalidRecords, WhenceError, suggest
+from whence.records import RecordBatch, check_one_per_record
 
 if TYPE_CHECKING:
     from whence.policies import Outputs
@@ -64,7 +64,7 @@ class _ActorCritic:
 
     def __post_init__(self) -> None:
         if self.advantage_norm not in get_args(AdvantageNorm):
-            known = nearest(str(self.advantage_norm), get_args(AdvantageNorm))
+            known = suggest(str(self.advantage_norm), get_args(AdvantageNorm))
             raise WhenceError(f"advantage_norm is {self.advantage_norm!r}.{known}")
         if self.chunk_size < 2:
             raise WhenceError(f"chunk_size is {self.chunk_size}; a standard deviation needs chunks of 2 or more.")
@@ -92,12 +92,12 @@ class _ActorCritic:
     def _with_further_terms(self, values: Tensor, outputs: "Outputs", records: RecordBatch) -> Tensor:
         if self.ent_coef:
             # Where no closed form is given, -log pi of the action taken is the one-sample estimate SB3 uses.
-            entropy = -outputs.log_prob if outputs.entropy is None else single("entropy", outputs.entropy)
+            entropy = -outputs.log_prob if outputs.entropy is None else check_one_per_record("entropy", outputs.entropy)
             values = values + self.ent_coef * entropy
         if self.vf_coef:
             if outputs.value is None or records.values is None or records.returns is None:
                 raise WhenceError(f"vf_coef is {self.vf_coef}, but policy or records give no values. Set vf_coef=0.")
-            value = single("value", outputs.value)
+            value = check_one_per_record("value", outputs.value)
             if self.clip_range_vf is not None:
                 value = records.values + (value - records.values).clamp(-self.clip_range_vf, self.clip_range_vf)
             values = values - self.vf_coef * (records.returns - value) ** 2
@@ -143,7 +143,7 @@ class PPOClip(_ActorCritic):
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""
-        ratio = (single("log_prob", outputs.log_prob) - records.log_probs).exp()
+        ratio = (check_one_per_record("log_prob", outputs.log_prob) - records.log_probs).exp()
         clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
         surrogate = torch.minimum(ratio * records.advantages, clipped * records.advantages)
         return self._with_further_terms(surrogate, outputs, records)
@@ -164,7 +164,9 @@ class A2C(_ActorCritic):
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""
-        return self._with_further_terms(records.advantages * single("log_prob", outputs.log_prob), outputs, records)
+        return self._with_further_terms(
+            records.advantages * check_one_per_record("log_prob", outputs.log_prob), outputs, records
+        )
 
 
 def as_objective(objective: Objective | Callable[["Outputs", RecordBatch], Tensor] | None) -> Objective:

@@ -121,7 +121,7 @@ class ModuleView:
         return Outputs(found) if isinstance(found, Tensor) else found
 
 
-def outputs_of(view: PolicyView, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
+def compute_outputs(view: PolicyView, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
     """Evaluate a view of any kind at `params`; what is costly and outside `columns` may be None."""
     return view.only(columns, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
 
@@ -235,7 +235,7 @@ def as_view(policy: object) -> PolicyView:
     )
 
 
-def acting_parameters(view: PolicyView, records: RecordBatch) -> frozenset[str]:
+def find_acting_parameters(view: PolicyView, records: RecordBatch) -> frozenset[str]:
     """Return the names of the parameters that log-probs depend on.
 
     Args:

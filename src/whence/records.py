@@ -31,7 +31,7 @@ def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     return function(tree)
 
 
-def leaves(tree: Tree, name: str = "") -> list[tuple[str, Tensor]]:
+def named_leaves(tree: Tree, name: str = "") -> list[tuple[str, Tensor]]:
     """List a tree's tensors with their dotted names."""
     if isinstance(tree, Mapping):
         branches = list(tree.items())
@@ -39,7 +39,7 @@ def leaves(tree: Tree, name: str = "") -> list[tuple[str, Tensor]]:
         branches = list(enumerate(tree))
     else:
         return [(name, tree)]
-    return [leaf for key, branch in branches for leaf in leaves(branch, f"{name}.{key}" if name else str(key))]
+    return [leaf for key, branch in branches for leaf in named_leaves(branch, f"{name}.{key}" if name else str(key))]
 
 
 def take(tree: Tree, index: Tensor | slice) -> Tree:
@@ -47,7 +47,7 @@ def take(tree: Tree, index: Tensor | slice) -> Tree:
     return map_tree(lambda tensor: tensor[index], tree)
 
 
-def single(name: str, column: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
+def check_one_per_record(name: str, column: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
     """Return a column of a policy's outputs where it holds one number per record, (n,).
 
     Raises:
@@ -62,7 +62,7 @@ def single(name: str, column: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
     return column
 
 
-def as_numpy(tensor: Tensor) -> NDArray[Any]:
+def to_numpy(tensor: Tensor) -> NDArray[Any]:
     """Return a tensor as an array; bfloat16, which numpy lacks, as float32."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
 
@@ -154,7 +154,7 @@ class RecordBatch:
     def to(self, device: torch.device | str) -> Self:
         """Return the records on a device; these same where they are there already."""
         wanted = torch.device(device)
-        if all(tensor.device == wanted for _, tensor in leaves(self.columns)):
+        if all(tensor.device == wanted for _, tensor in named_leaves(self.columns)):
             return self
         return self.with_columns(map_tree(lambda t: t.to(device), self.columns))
 
@@ -199,14 +199,14 @@ class RecordBatch:
                 one = _series(singular, column)
                 series.append(one.set(one == UNKNOWN, None) if name in _INTEGER else one)
         if observations:
-            parts = leaves(self.observations, "observation")
+            parts = named_leaves(self.observations, "observation")
             if sum(tensor[0].nbytes for _, tensor in parts) <= 4096:
                 series += [_series(name, tensor) for name, tensor in parts]
         return pl.DataFrame(series)
 
 
 def _series(name: str, column: Tensor) -> pl.Series:
-    array = as_numpy(column).reshape(len(column), -1)
+    array = to_numpy(column).reshape(len(column), -1)
     return pl.Series(name, array[:, 0] if array.shape[1] == 1 else array)
 
 
@@ -256,7 +256,7 @@ def _as_tensor(array: Array) -> Tensor:
 
 def _check_names(observations: Tree) -> None:
     # In tables and messages the keys of nested dicts are joined, which a key that holds a dot can make ambiguous.
-    counts = Counter(name for name, _ in leaves(observations, "observations"))
+    counts = Counter(name for name, _ in named_leaves(observations, "observations"))
     if twice := [name for name, count in counts.items() if count > 1]:
         raise InvalidRecords(
             f"Two observations come out as `{twice[0]}`: the keys of nested dicts are joined by dots. Rename one, or "
@@ -274,7 +274,7 @@ def _check_lengths(batch: RecordBatch) -> None:
     for name in _COLUMNS:
         if (column := getattr(batch, name)) is None:
             continue
-        for leaf, tensor in leaves(column, name):
+        for leaf, tensor in named_leaves(column, name):
             if tensor.ndim == 0 or len(tensor) != n:
                 raise InvalidRecords(
                     f"`{leaf}` has shape {tuple(tensor.shape)}, but log_probs holds {n} records: every column "
@@ -302,7 +302,7 @@ def _check_finite(batch: RecordBatch) -> None:
     for name in (*_FLOATING, "observations", "actions"):
         if (column := getattr(batch, name)) is None:
             continue
-        for leaf, tensor in leaves(column, name):
+        for leaf, tensor in named_leaves(column, name):
             if not tensor.is_floating_point() or torch.isfinite(tensor).all():
                 continue
             bad = ~torch.isfinite(tensor).reshape(len(batch), -1).all(dim=1)

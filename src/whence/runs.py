@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from whence.errors import RunDirectoryError
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 
 FORMAT, VERSION = "whence-run", 1
 
@@ -118,7 +118,7 @@ class RunDirectory:
 
     def _write_config(self) -> None:
         document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
-        with written_atomically(self.path / "config.json") as temporary:
+        with write_atomically(self.path / "config.json") as temporary:
             temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -185,7 +185,7 @@ class RunDirectory:
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
-        with written_atomically(self._of_round("policies", number, "safetensors")) as temporary:
+        with write_atomically(self._of_round("policies", number, "safetensors")) as temporary:
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
 
     def recording_path(self, number: int) -> Path:
@@ -240,7 +240,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{path} is not there; {self.path} holds {there}.")
 
 
-def without_addresses(text: str) -> str:
+def strip_addresses(text: str) -> str:
     """Return the text of an object without its place in memory, which differs from run to run."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
@@ -255,10 +255,10 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _is_leftover(file: Path) -> bool:
-    # Of a process that was killed while it wrote; see `written_atomically`.
+    # Of a process that was killed while it wrote; see `write_atomically`.
     return file.name.startswith(".") and file.name.endswith(".tmp")
 
 
 def _write(table: pl.DataFrame, path: Path) -> None:
-    with written_atomically(path) as temporary:
+    with write_atomically(path) as temporary:
         table.write_parquet(temporary, compression="zstd")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import InvalidInfluence, WhenceError
-from whence.influence import Influence, ascending
+from whence.influence import Influence, argsort_ascending
 from whence.records import RecordBatch
 
 
@@ -124,8 +124,8 @@ class IIF:
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
-        scores, share = scores_for(records, influence), share_at(self.drop, self.warmup, progress)
-        lowest = ascending(scores, records.ids.cpu())[: count_of(share, int((scores < 0).sum()))]
+        scores, share = read_scores(records, influence), share_at(self.drop, self.warmup, progress)
+        lowest = argsort_ascending(scores, records.ids.cpu())[: count_to_drop(share, int((scores < 0).sum()))]
         return _dropping(lowest, len(records), f"influence among the lowest {share:g} of the negative")
 
 
@@ -150,8 +150,10 @@ class BelowMean:
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
-        scores, share = scores_for(records, influence).double(), share_at(self.drop, self.warmup, progress)
-        lowest = ascending(scores, records.ids.cpu())[: count_of(share, int((scores < scores.mean()).sum()))]
+        scores, share = read_scores(records, influence).double(), share_at(self.drop, self.warmup, progress)
+        lowest = argsort_ascending(scores, records.ids.cpu())[
+            : count_to_drop(share, int((scores < scores.mean()).sum()))
+        ]
         return _dropping(lowest, len(records), f"influence among the lowest {share:g} of those below the mean")
 
 
@@ -171,7 +173,7 @@ class NonPositive:
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop what is not positive."""
-        scores = scores_for(records, influence)
+        scores = read_scores(records, influence)
         warm = progress.round <= self.warmup
         dropped = [] if warm else (scores <= 0).nonzero().flatten().tolist()
         return _dropping(dropped, len(records), "influence not above 0")
@@ -200,7 +202,7 @@ class IPPO:
         kept = NonPositive(self.warmup).select(records, influence, progress)
         if not self.weighted or progress.round <= self.warmup or not kept.keep.any():
             return kept
-        scores = scores_for(records, influence).double() * kept.keep
+        scores = read_scores(records, influence).double() * kept.keep
         weights = scores / scores[kept.keep].mean()
         return Selection(kept.keep, weights.float(), kept.reasons)
 
@@ -257,7 +259,7 @@ class NegativeRandom:
         return _dropping(chosen, len(records), "drawn at random from the negative")
 
 
-def scores_for(records: RecordBatch, influence: Influence | None) -> Float[Tensor, " n"]:
+def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tensor, " n"]:
     """Return the scores of exactly these records, in their order.
 
     Raises:
@@ -290,7 +292,7 @@ def share_at(drop: Share, warmup: int, progress: Progress) -> float:
     return share
 
 
-def count_of(share: float, candidates: int) -> int:
+def count_to_drop(share: float, candidates: int) -> int:
     """Return `floor(share * candidates)`."""
     # 0.29 * 100 is 28.999...96 in floating point: the product is rounded before it is cut off.
     return math.floor(round(share * candidates, 9))
@@ -305,12 +307,12 @@ def _drawn(
     from_negative: bool,
 ) -> NDArray[np.int64]:
     """Draw as many records as IIF would drop, from all or from the negatively scored; return their positions."""
-    scores, share = scores_for(records, influence), share_at(rule.drop, rule.warmup, progress)
+    scores, share = read_scores(records, influence), share_at(rule.drop, rule.warmup, progress)
     counted = scores <= 0 if getattr(rule, "zeros", False) else scores < 0
     negative = counted.nonzero().flatten().numpy()
     candidates = negative if from_negative else np.arange(len(records))
     generator = np.random.default_rng([rule.seed, int(records.ids.min())])
-    return generator.choice(candidates, size=count_of(share, len(negative)), replace=False)
+    return generator.choice(candidates, size=count_to_drop(share, len(negative)), replace=False)
 
 
 def _dropping(dropped: Tensor | NDArray[np.int64] | Sequence[int], total: int, reason: str) -> Selection:

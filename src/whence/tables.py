@@ -6,13 +6,13 @@ import numpy as np
 import polars as pl
 
 from whence.influence import Influence
-from whence.records import as_numpy
+from whence.records import to_numpy
 from whence.selection import Selection
 
 
-def with_selection(table: pl.DataFrame, selection: Selection, influence: Influence | None) -> pl.DataFrame:
+def add_selection(table: pl.DataFrame, selection: Selection, influence: Influence | None) -> pl.DataFrame:
     """Add to a table of records what became of each: `score`, where there is one, `keep`, `weight` and `reason`."""
-    scores = [] if influence is None else [pl.Series("score", as_numpy(influence.scores))]
+    scores = [] if influence is None else [pl.Series("score", to_numpy(influence.scores))]
     return table.with_columns(
         *scores,
         pl.Series("keep", selection.keep.numpy()),
@@ -21,7 +21,7 @@ def with_selection(table: pl.DataFrame, selection: Selection, influence: Influen
     )
 
 
-def summary(selection: Selection, influence: Influence | None) -> dict[str, Any]:
+def summarise_selection(selection: Selection, influence: Influence | None) -> dict[str, Any]:
     """Return a round's row of the metrics: how many records were kept, and quantiles of the scores, where there are."""
     kept, total = int(selection.keep.sum()), len(selection.keep)
     row: dict[str, Any] = {"records": total, "kept": kept, "dropped_share": 1 - kept / total}

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.errors import WhenceError
-from whence.records import RecordBatch, Tree, leaves, single
+from whence.records import RecordBatch, Tree, check_one_per_record, named_leaves
 
 if TYPE_CHECKING:
     from whence.policies import Outputs, Params, PolicyView
@@ -68,7 +68,7 @@ class Return:
 
     def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target from the outputs of all records."""
-        return (single("log_prob", outputs.log_prob) * records.advantages).mean()
+        return (check_one_per_record("log_prob", outputs.log_prob) * records.advantages).mean()
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
@@ -93,7 +93,7 @@ class Action:
         """Return the target, a scalar."""
         asked = self._as_records(records)
         _check_actions(getattr(view, "action_space", None), asked.actions)
-        return single("log_prob", view(params, view.prepare(asked)).log_prob).mean()
+        return check_one_per_record("log_prob", view(params, view.prepare(asked)).log_prob).mean()
 
     def _as_records(self, like: RecordBatch) -> RecordBatch:
         # Whether one state or a set came shows in the number of axes: a record's observation has one less.
@@ -104,7 +104,7 @@ class Action:
             if like.action_masks is None:
                 raise WhenceError("Action() got an action_mask, but the records have none: leave it out.")
             columns["action_masks"] = _like("action_mask", self.action_mask, like.action_masks)
-        counts = {len(leaf) for _, leaf in leaves(columns)}
+        counts = {len(leaf) for _, leaf in named_leaves(columns)}
         if len(counts) > 1:
             raise WhenceError(
                 f"Action() got sets of different sizes, {sorted(counts)}: give one observation and one action, or "
@@ -189,6 +189,6 @@ def as_target(target: Target) -> Target:
     return target
 
 
-def name_of(target: object) -> str:
+def target_name(target: object) -> str:
     """Name a target for provenance and tables."""
     return getattr(target, "__name__", None) or repr(target)

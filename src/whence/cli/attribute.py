@@ -13,7 +13,7 @@ from whence.cli import options
 from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.targets import make_target
 from whence.errors import WhenceError
-from whence.records import as_numpy
+from whence.records import to_numpy
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 
@@ -58,7 +58,7 @@ def attribute(
         objective=model_objective(model),
         engine=engine or "auto",
     )
-    scored = records.to_polars(observations=True).with_columns(score=pl.Series(as_numpy(influence.scores)))
+    scored = records.to_polars(observations=True).with_columns(score=pl.Series(to_numpy(influence.scores)))
     if out is not None:
         _write(scored, influence, out)
     count = min(top, len(records))

@@ -19,8 +19,8 @@ from whence.counterfactual import leave_out, study
 from whence.counterfactual.removals import SHARES, check_removals
 from whence.counterfactual.scores import MOST
 from whence.errors import WhenceError
-from whence.experiments.rl.stored import measuring, run_config
-from whence.guards import written_atomically
+from whence.experiments.rl.stored import measure_returns, read_run_config
+from whence.guards import write_atomically
 from whence.rounds import DRAWS
 from whence.runs import RunDirectory
 
@@ -56,7 +56,7 @@ def counterfactual(
     Example: whence counterfactual runs/lander --round 20 --test-episodes 200
     """
     directory = RunDirectory.open(run)
-    config = run_config(directory)
+    config = read_run_config(directory)
     if test_episodes == 1:
         raise WhenceError("--test-episodes is 1; at least 2 are needed, or 0 to measure no test returns.")
     model, recording = experiments.load_recording(directory, round)
@@ -71,7 +71,7 @@ def counterfactual(
             check_removals(model.policy, recording, MOST - 1, shares=shares, memory=limit)
         evaluate = None
         if test_episodes:
-            evaluate = stack.enter_context(measuring(config, model, episodes=test_episodes, seed=seed))
+            evaluate = stack.enter_context(measure_returns(config, model, episodes=test_episodes, seed=seed))
         made = study(
             model.policy,
             recording,
@@ -83,7 +83,7 @@ def counterfactual(
             evaluate=evaluate,
             seed=seed,
             memory=limit,
-            told=status.update,
+            on_stage=status.update,
         )
         settings = {"round": round, "target": repr(asked), "share": share, "subsets": subsets, "orders": orders}
         settings |= {"draws": draws, "test_episodes": test_episodes, "seed": seed, "stopped": recording.stopped}
@@ -104,7 +104,7 @@ def counterfactual(
                 evaluate=evaluate,
                 seed=seed,
                 memory=limit,
-                told=status.update,
+                on_stage=status.update,
             )
             content["removals"] = removals.to_dicts()
             _write(file, content)
@@ -124,7 +124,7 @@ def counterfactual(
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
-    with written_atomically(file) as temporary:
+    with write_atomically(file) as temporary:
         temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

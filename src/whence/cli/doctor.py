@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from whence.checks import check_engines
 from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.options import AsJson
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.objectives import PPOClip
 from whence.policies import ModuleView, Outputs
 from whence.records import RecordBatch
@@ -93,7 +93,7 @@ def _devices() -> list[str]:
 def _checked(device: str) -> list[dict[str, Any]]:
     """Hold every engine against the loop on an MLP and a convolutional network."""
     rows = []
-    with kept_generators():
+    with preserve_rng_state():
         torch.manual_seed(0)
         networks: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
             "MLP": (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), (8,)),

@@ -21,9 +21,9 @@ from whence.cli.targets import make_target
 from whence.counterfactual import intervene as intervene_round
 from whence.counterfactual.interventions import VARIANTS, mean_change
 from whence.counterfactual.retrain import check_memory
-from whence.errors import RunDirectoryError, WhenceError, nearest
-from whence.experiments.rl.stored import measuring, run_config
-from whence.guards import written_atomically
+from whence.errors import RunDirectoryError, WhenceError, suggest
+from whence.experiments.rl.stored import measure_returns, read_run_config
+from whence.guards import write_atomically
 from whence.influence import Influence
 from whence.report.figures import interventions_box
 from whence.report.pictures import write_svg
@@ -71,10 +71,10 @@ def intervene(
     Example: whence intervene runs/lander --rounds 10-50
     """
     directory = RunDirectory.open(run)
-    config = run_config(directory)
+    config = read_run_config(directory)
     numbers = _asked_rounds(directory, rounds)
     if method not in _METHODS:
-        raise WhenceError(f"--method is {method!r}.{nearest(method, _METHODS)}")
+        raise WhenceError(f"--method is {method!r}.{suggest(method, _METHODS)}")
     if record is not None and len(numbers) > 1:
         raise WhenceError(
             f"--record is of one round, and {len(numbers)} are asked for: give its round as --rounds, or "
@@ -93,8 +93,8 @@ def intervene(
     found = []
     with resumable(), errors.status("reading") as status:
         for place, number in enumerate(numbers, start=1):
-            told = _saying(status.update, f"round {number}, {place} of {len(numbers)}")
-            found.append(_intervened(directory, number, asked, settings, int(memory * 2**30), told))
+            on_stage = _saying(status.update, f"round {number}, {place} of {len(numbers)}")
+            found.append(_intervened(directory, number, asked, settings, int(memory * 2**30), on_stage))
     rows = [_row(content) for content in found]
     means = {variant: mean_change(_changes(rows, variant)) for variant in _CHANGED}
     if json:
@@ -141,7 +141,7 @@ def _intervened(
     asked: Asked,
     settings: Mapping[str, Any],
     memory: int,
-    told: Callable[[str], None],
+    on_stage: Callable[[str], None],
 ) -> Mapping[str, Any]:
     """Return what a round's file holds, which is written unless one of the same settings is there."""
     model, recording = experiments.load_recording(directory, number)
@@ -154,10 +154,12 @@ def _intervened(
     seeds = np.random.SeedSequence([settings["seed"], number]).generate_state(3)
     orders_seed, tests_seed, draws_seed = map(int, seeds)
     check_memory(model.policy, recording, torch.ones(len(VARIANTS), len(recording.records), dtype=torch.bool), memory)
-    told("scoring")
+    on_stage("scoring")
     limits: dict[str, Any] = {"draws": settings.get("draws", DRAWS), "seed": draws_seed, "memory": memory}
     scores = _scores(model, recording, target, settings["method"], limits)
-    with measuring(run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed) as evaluate:
+    with measure_returns(
+        read_run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed
+    ) as evaluate:
         made = intervene_round(
             model.policy,
             recording,
@@ -166,10 +168,10 @@ def _intervened(
             orders=settings["orders"],
             seed=orders_seed,
             memory=memory,
-            told=told,
+            on_stage=on_stage,
         )
     content["rows"] = made.to_dicts()
-    with written_atomically(file) as temporary:
+    with write_atomically(file) as temporary:
         temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
     return content
 

@@ -7,7 +7,7 @@ import typer
 
 from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.options import AsJson
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments.rl.arms import ARMS, FIRST
 from whence.experiments.rl.presets import presets
 
@@ -49,7 +49,7 @@ def list_(
         "targets": TARGETS,
     }
     if what is not None and what not in lists:
-        raise WhenceError(f"There are no {what!r} to list.{nearest(what, lists)}")
+        raise WhenceError(f"There are no {what!r} to list.{suggest(what, lists)}")
     chosen = lists if what is None else {what: lists[what]}
     if json:
         print_json(chosen)

@@ -124,9 +124,9 @@ def train(
 
 def _rehearse(config: LanguageConfig, json: bool) -> None:
     """Tell what a run would take."""
-    from whence.experiments.llm.estimate import estimate
+    from whence.experiments.llm.estimate import estimate_run
 
-    found = estimate(config)
+    found = estimate_run(config)
     if json:
         print_json({"config": config.to_json(), "estimate": found.to_json()})
         return

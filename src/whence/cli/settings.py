@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments import HYPERPARAMETERS, RunConfig, presets
 from whence.experiments.rl.config import check_types
 from whence.experiments.shared import STANDARD
@@ -103,7 +103,7 @@ def _check(text: str, name: str, value: Any) -> None:
     if name in _ELSEWHERE:
         raise WhenceError(f"--set {text!r}: {name} is given by {_ELSEWHERE[name]}.")
     if name not in _FIELDS:
-        known = f" Did you mean hyperparameters.{name}?" if name in HYPERPARAMETERS else nearest(name, _FIELDS)
+        known = f" Did you mean hyperparameters.{name}?" if name in HYPERPARAMETERS else suggest(name, _FIELDS)
         raise WhenceError(f"--set {text!r}: a run has no {name!r}.{known}")
     try:
         if name in ("target", "target_args"):  # of which neither is whole without the other

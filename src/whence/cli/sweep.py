@@ -10,7 +10,7 @@ from whence import experiments
 from whence.cli.console import errors, print_json, print_line, resumable
 from whence.cli.options import AsJson
 from whence.cli.sweep_table import SweepTable
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments import Planned
 
 
@@ -62,5 +62,5 @@ def _chosen(runs: Sequence[Planned], names: Sequence[str], file: Path) -> list[P
     known = dict.fromkeys("/".join(run.name.split("/")[:parts]) for run in runs for parts in (1, 2, 3))
     for name in names:
         if name not in known:
-            raise WhenceError(f"{file} has no experiment, arm or run {name!r}.{nearest(name, known)}")
+            raise WhenceError(f"{file} has no experiment, arm or run {name!r}.{suggest(name, known)}")
     return [run for run in runs if any(f"{run.name}/".startswith(f"{name}/") for name in names)]

@@ -4,7 +4,7 @@ from stable_baselines3 import PPO
 
 from whence import experiments
 from whence.cli import options
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments.rl.plan import check_action
 from whence.records import RecordBatch
 from whence.targets import Action, Return, Target
@@ -15,7 +15,7 @@ def make_target(
 ) -> Target:
     """Return the target that options ask for."""
     if name not in experiments.TARGETS:
-        raise WhenceError(f"The target {name!r} is unknown.{nearest(name, experiments.TARGETS)}")
+        raise WhenceError(f"The target {name!r} is unknown.{suggest(name, experiments.TARGETS)}")
     if name == "return":
         if (record, observation, action) != (None, None, None):
             raise WhenceError("--record, --observation and --action belong to the target action; the target is return.")

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain
+from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
-from whence.guards import eval_mode, kept_generators
-from whence.policies import Outputs, Params, acting_parameters, outputs_of
+from whence.guards import eval_mode, preserve_rng_state
+from whence.policies import Outputs, Params, compute_outputs, find_acting_parameters
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.rounds.identity import SAME, outputs_apart
-from whence.rounds.replay import Round, opened
+from whence.rounds.identity import SAME, compare_outputs
+from whence.rounds.replay import SteppedRound, open_round
 
 ALL = "all"
 """What the selection of every record is called."""
@@ -36,7 +36,7 @@ SCHEMA = {
 }
 
 
-def gains(
+def measure_gains(
     policy: object,
     recording: RoundRecording,
     selections: Mapping[str, Bool[Tensor, " n"]],
@@ -46,7 +46,7 @@ def gains(
     orders: int = 4,
     seed: int = 0,
     memory: int = 2**31,
-    told: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> pl.DataFrame:
     """Train a recorded round on selections of its records, and judge the policies by records that none was trained on.
 
@@ -66,7 +66,7 @@ def gains(
         orders: trainings of each selection; in one order all share the permutations.
         seed: of these.
         memory: bytes that training may hold at a time; see `retrain`.
-        told: hears of each stage as it begins.
+        on_stage: called with the name of each stage as it begins.
 
     Returns:
         A row for each order, selection and kind of advantages: `order` (from 1), `selection`, `kept` (records),
@@ -84,7 +84,7 @@ def gains(
             f"orders is {orders} and selections are {', '.join(selections)}; at least 1 order is needed, and training "
             f"on {ALL!r} is there by itself."
         )
-    n, size = len(recording.records), batch_size_of(recording)
+    n, size = len(recording.records), read_batch_size(recording)
     for name, mask in selections.items():
         if mask.shape != (n,) or mask.dtype != torch.bool:
             raise WhenceError(
@@ -97,12 +97,12 @@ def gains(
             raise WhenceError(
                 f"The advantages {name!r} have shape {tuple(own.shape)}; ({len(fresh)},) of finite numbers is needed."
             )
-    round = opened(policy, recording)
+    round = open_round(policy, recording)
     masks = torch.stack([torch.ones(n, dtype=torch.bool), *selections.values()])
     generator = torch.Generator().manual_seed(seed)
     rows: list[dict[str, object]] = []
-    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        if not (apart := outputs_apart(round.view, round.named(round.start.params), fresh)["log-probs"]) <= SAME:
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.no_grad():
+        if not (apart := compare_outputs(round.view, round.named(round.start.params), fresh)["log-probs"]) <= SAME:
             raise WhenceError(
                 f"The fresh records were not collected by the policy of round {recording.number} as it was before the "
                 f"round: log-probs are {apart:.2g} apart on average. Collect them with the recorded parameters."
@@ -110,8 +110,8 @@ def gains(
         judge = _Judge(round, fresh, advantages)
         rollout = _Judge(round, round.records, {"raw": round.records.advantages})
         for order in range(1, orders + 1):
-            told(f"training on {len(masks)} selections" + (f", order {order} of {orders}" if orders > 1 else ""))
-            minibatches = reshuffled(masks, size, recording.update.n_epochs, generator)
+            on_stage(f"training on {len(masks)} selections" + (f", order {order} of {orders}" if orders > 1 else ""))
+            minibatches = reshuffle(masks, size, recording.update.n_epochs, generator)
             trained = retrain(policy, recording, masks, orders=minibatches, memory=memory)
             updates = [judge.update({name: own[row] for name, own in trained.items()}) for row in range(len(masks))]
             for selection, mask, update in zip((ALL, *selections), masks, updates, strict=True):
@@ -150,7 +150,7 @@ class _Judge:
     """Measures updates of a round's policy on records that it collected as it was before."""
 
     def __init__(
-        self, round: Round, records: RecordBatch, advantages: Mapping[str, Tensor], at_once: int = 10_000
+        self, round: SteppedRound, records: RecordBatch, advantages: Mapping[str, Tensor], at_once: int = 10_000
     ) -> None:
         self._view = round.view
         parts = [slice(first, first + at_once) for first in range(0, len(records), at_once)]
@@ -160,7 +160,7 @@ class _Judge:
         # Centred, since the mean ratio is 1 but for chance, which a large mean advantage would make much of.
         self._advantages = {kind: own - own.mean() for kind, own in doubles.items()}
         self._params = round.named(round.start.params)
-        self._moving = acting_parameters(round.view, round.records)
+        self._moving = find_acting_parameters(round.view, round.records)
         self.before = self({})
 
     def update(self, trained: Params) -> Params:
@@ -182,7 +182,7 @@ class _Judge:
 
     def _outputs(self, params: Params) -> Iterator[Outputs]:
         for inputs in self._inputs:
-            yield outputs_of(self._view, {"log_prob", "entropy"}, params, inputs)
+            yield compute_outputs(self._view, {"log_prob", "entropy"}, params, inputs)
 
 
 def _norm(update: Params) -> float:

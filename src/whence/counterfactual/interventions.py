@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from whence.counterfactual.measures import checked_scores
-from whence.counterfactual.outcomes import Evaluate, chance_of
-from whence.counterfactual.retrain import batch_size_of, reshuffled, retrain
+from whence.counterfactual.measures import check_scores
+from whence.counterfactual.outcomes import Evaluate, seed_outcomes
+from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
 from whence.influence import Influence
 from whence.intervals import t_interval
 from whence.rounds import RoundRecording
-from whence.selection import scores_for
+from whence.selection import read_scores
 
 VARIANTS = ("full", "filtered", "random")
 """What a round is trained on: all records, those that do not score below 0, as many drawn at random."""
@@ -29,7 +29,7 @@ def intervene(
     orders: int = 1,
     seed: int = 0,
     memory: int = 2**31,
-    told: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> pl.DataFrame:
     """Train a recorded round on all its records, without those that score below 0, and without as many at random.
 
@@ -45,7 +45,7 @@ def intervene(
         orders: trainings of each variant.
         seed: of permutations and of what is dropped at random.
         memory: bytes that training may hold at a time; see `retrain`.
-        told: hears of trainings and measurements as they begin.
+        on_stage: called with the name of each training and measurement as it begins.
 
     Returns:
         A row for each order and variant: `order` (from 1), `variant` ("full", "filtered", "random"), `kept` (records),
@@ -59,9 +59,9 @@ def intervene(
     """
     if orders < 1:
         raise WhenceError(f"orders is {orders}; at least 1 is needed.")
-    size = batch_size_of(recording)
-    own = scores_for(recording.records, scores)
-    checked_scores(scores.provenance.engine, own.double().cpu().numpy(), len(own))
+    size = read_batch_size(recording)
+    own = read_scores(recording.records, scores)
+    check_scores(scores.provenance.engine, own.double().cpu().numpy(), len(own))
 
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -71,14 +71,14 @@ def intervene(
         shuffle = int(torch.randint(2**62, (1,), generator=generator))
         able = [variant for variant, mask in masks.items() if int(mask.sum()) >= 2]
         kept = torch.stack([masks[variant] for variant in able])
-        told(f"training{of}")
+        on_stage(f"training{of}")
         permutations = torch.Generator().manual_seed(shuffle)
-        minibatches = reshuffled(kept, size, recording.update.n_epochs, permutations)
+        minibatches = reshuffle(kept, size, recording.update.n_epochs, permutations)
         params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
         outcomes: dict[str, float] = {}
         for row, variant in enumerate(able):
-            told(f"measuring {variant}{of}")
-            with chance_of(order):
+            on_stage(f"measuring {variant}{of}")
+            with seed_outcomes(order):
                 outcomes[variant] = float(evaluate({name: tensor[row] for name, tensor in params.items()}, order))
         rows += [
             {"order": order, "variant": variant, "kept": int(mask.sum()), "outcome": outcomes.get(variant)}

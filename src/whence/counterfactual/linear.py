@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from whence.counterfactual.measures import lds
+from whence.counterfactual.measures import compute_lds
 from whence.errors import WhenceError
-from whence.intervals import t_ends
+from whence.intervals import interval_from_error
 
 Vector = NDArray[np.float64]
 
@@ -34,13 +34,13 @@ class Datamodel:
     """
 
     scores: Vector
-    lds: float | None
+    compute_lds: float | None
     low: float | None
     high: float | None
     penalty: float
 
 
-def datamodel(kept: Tensor, outcomes: Vector, *, prior: Vector | None = None, folds: int = 5) -> Datamodel:
+def fit_datamodel(kept: Tensor, outcomes: Vector, *, prior: Vector | None = None, folds: int = 5) -> Datamodel:
     """Fit a linear predictor to trainings on subsets, by ridge regression, cross-validated.
 
     Without a prior this is the best additive score that so many trainings can find; where there are fewer trainings
@@ -74,7 +74,7 @@ def datamodel(kept: Tensor, outcomes: Vector, *, prior: Vector | None = None, fo
         # Without the others' mean outcome, which is low where the held-out ones are high.
         predictions[held] = (x[held] - x[~held].mean(axis=0)) @ scores
     scores, penalty = _fit(x, y, prior)
-    found = lds(predictions, y)
+    found = compute_lds(predictions, y)
     return Datamodel(scores, found["lds"], found["low"], found["high"], penalty)
 
 
@@ -151,7 +151,7 @@ def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -
     whole = explained(products.sum(axis=0), own.sum(), m)
     without = [explained(products.sum(axis=0) - products[b], own.sum() - own[b], m - sizes[b]) for b in range(BLOCKS)]
     error = float(np.sqrt((BLOCKS - 1) * np.var(without)))
-    found = t_ends(whole, error, BLOCKS - 1)
+    found = interval_from_error(whole, error, BLOCKS - 1)
     ends = np.clip([found["mean"], found["low"], found["high"]], 0.0, 1.0)
     # Spearman's correlation of two normal variables whose Pearson's is the root of the share.
     reached = 6 / np.pi * np.arcsin(np.sqrt(ends) / 2)

@@ -12,7 +12,7 @@ from whence.errors import WhenceError
 from whence.influence import Influence
 
 
-def predicted(influence: Influence, kept: Tensor) -> NDArray[np.float64]:
+def predict_outcomes(influence: Influence, kept: Tensor) -> NDArray[np.float64]:
     """Return the sum of the scores of what each subset keeps, (m,): what a linear model makes of it.
 
     Args:
@@ -28,7 +28,7 @@ def predicted(influence: Influence, kept: Tensor) -> NDArray[np.float64]:
     return found
 
 
-def lds(
+def compute_lds(
     predictions: Float[NDArray[np.float64], " m"],
     outcomes: Float[NDArray[np.float64], " m"],
     *,
@@ -68,7 +68,7 @@ def lds(
     return {"lds": float(stats.spearmanr(predictions, outcomes).statistic), "low": float(low), "high": float(high)}
 
 
-def agreement(values: Float[NDArray[np.float64], "orders m"]) -> float | None:
+def measure_agreement(values: Float[NDArray[np.float64], "orders m"]) -> float | None:
     """Return what the best predictor of outcomes could reach, given how well repeated outcomes agree.
 
     The mean of k repetitions whose mean rank correlation is r has the reliability `k r / (1 + (k - 1) r)`
@@ -104,7 +104,7 @@ def _check_finite(name: str, values: NDArray[np.float64]) -> None:
         )
 
 
-def checked_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.float64]:
+def check_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.float64]:
     """Return scores of n records by which they can be ranked.
 
     Args:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import NonFinite
-from whence.guards import eval_mode, kept_generators
-from whence.policies import Params, outputs_of
+from whence.guards import eval_mode, preserve_rng_state
+from whence.policies import Params, compute_outputs
 from whence.rounds import RoundRecording
-from whence.rounds.replay import Round, opened
+from whence.rounds.replay import SteppedRound, open_round
 from whence.targets import Target
 
 Evaluate = Callable[[Mapping[str, Tensor], int], float]
@@ -29,7 +29,7 @@ Outcomes = Mapping[str, NDArray[np.float64]]
 """What each training came to, (m,), by name."""
 
 
-def outcomes_of(
+def measure_outcomes(
     policy: object,
     recording: RoundRecording,
     trained: Mapping[str, Tensor],
@@ -52,14 +52,14 @@ def outcomes_of(
     Raises:
         NonFinite: names the outcome and the training.
     """
-    round = opened(policy, recording)
+    round = open_round(policy, recording)
     modules = list(round.view.module.modules())
     found: dict[str, list[float]] = {"target": [], "surrogate": []}
     if evaluate is not None:
         found["evaluated"] = []
     for number in range(len(next(iter(trained.values())))):
         own = {name: tensor[number] for name, tensor in trained.items()}
-        with chance_of(repetition), torch.no_grad():
+        with seed_outcomes(repetition), torch.no_grad():
             with eval_mode(modules):
                 found["target"].append(float(target(round.view, own, round.records)))
                 found["surrogate"].append(_surrogate(round, own))
@@ -75,15 +75,15 @@ def outcomes_of(
 
 
 @contextmanager
-def chance_of(repetition: int) -> Iterator[None]:
+def seed_outcomes(repetition: int) -> Iterator[None]:
     """Let global generators draw what they draw in this repetition; on exit they are as before."""
-    with kept_generators():
+    with preserve_rng_state():
         random.seed(repetition)
         np.random.seed(repetition)  # noqa: NPY002
         torch.manual_seed(repetition)
         yield
 
 
-def _surrogate(round: Round, params: Params) -> float:
-    log_prob = outputs_of(round.view, {"log_prob"}, params, round.inputs).log_prob
+def _surrogate(round: SteppedRound, params: Params) -> float:
+    log_prob = compute_outputs(round.view, {"log_prob"}, params, round.inputs).log_prob
     return float(((log_prob - round.records.log_probs).exp() * round.records.advantages).mean())

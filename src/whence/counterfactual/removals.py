@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.counterfactual.measures import checked_scores
-from whence.counterfactual.outcomes import Evaluate, Outcomes, outcomes_of
-from whence.counterfactual.retrain import Orders, batch_size_of, check_memory, reshuffled, retrain
+from whence.counterfactual.measures import check_scores
+from whence.counterfactual.outcomes import Evaluate, Outcomes, measure_outcomes
+from whence.counterfactual.retrain import Orders, check_memory, read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
 from whence.rounds import RoundRecording
-from whence.rounds.replay import check_target, opened
+from whence.rounds.replay import check_target, open_round
 from whence.targets import Target
 
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
@@ -56,7 +56,7 @@ def leave_out(
     evaluate: Evaluate | None = None,
     seed: int = 0,
     memory: int = 2**31,
-    told: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> pl.DataFrame:
     """Train a round without the records that a score holds for the best or the worst, more and more of them.
 
@@ -75,7 +75,7 @@ def leave_out(
             the repetitions from 1.
         seed: of random removals and orders.
         memory: bytes that training may hold at a time; see `retrain`. That it fits is known before anything is trained.
-        told: hears of each stage as it begins.
+        on_stage: called with the name of each stage as it begins.
 
     Returns:
         A row for each truth, outcome, score, side and number removed: `score` (null at random), `side` ("top": the
@@ -93,11 +93,11 @@ def leave_out(
     n, trained_on = len(recording.records), recording.trained
     if draws < 1 or orders < 1:
         raise WhenceError(f"draws is {draws} and orders {orders}; at least 1 of each is needed.")
-    size = batch_size_of(recording)
+    size = read_batch_size(recording)
     counts = _counts(shares, len(trained_on))
-    target = check_target(target, opened(policy, recording))
+    target = check_target(target, open_round(policy, recording))
     generator = torch.Generator().manual_seed(seed)
-    checked = {name: checked_scores(name, own, n) for name, own in scores.items()}
+    checked = {name: check_scores(name, own, n) for name, own in scores.items()}
     check_removals(policy, recording, len(checked), shares=shares, draws=draws, memory=memory)
     everything = _everything(recording)
     removals = _removals(checked, everything, counts, draws, generator)
@@ -107,17 +107,17 @@ def leave_out(
 
     def trained(minibatches: Orders | None, repetition: int) -> Outcomes:
         params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
-        return outcomes_of(policy, recording, params, target, evaluate, repetition)
+        return measure_outcomes(policy, recording, params, target, evaluate, repetition)
 
-    told(f"leaving out: training {len(removals) + 1} times, recorded")
+    on_stage(f"leaving out: training {len(removals) + 1} times, recorded")
     together = trained(None, 0)
     changes = {"recorded": {name: values[None, 1:] - values[0] for name, values in together.items()}}
     by_order: list[dict[str, NDArray[np.float64]]] = []
     for number, shuffle in enumerate(shuffles, start=1):
-        told(f"leaving out: training {len(removals) + 1} times, reshuffled, order {number} of {orders}")
+        on_stage(f"leaving out: training {len(removals) + 1} times, reshuffled, order {number} of {orders}")
         # One training's permutations are another's, so that a change is not one of order.
         drawn = torch.Generator().manual_seed(shuffle)
-        own = trained(reshuffled(kept, size, recording.update.n_epochs, drawn), number)
+        own = trained(reshuffle(kept, size, recording.update.n_epochs, drawn), number)
         by_order.append({name: values[1:] - values[0] for name, values in own.items()})
     changes["reshuffled"] = {name: np.stack([own[name] for own in by_order]) for name in by_order[0]}
     rows = [

@@ -9,11 +9,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from whence.engines.memory import bytes_held
+from whence.engines.memory import measure_bytes
 from whence.errors import WhenceError
-from whence.guards import eval_mode, kept_generators
+from whence.guards import eval_mode, preserve_rng_state
 from whence.rounds.recording import RoundRecording
-from whence.rounds.replay import MARGIN, Point, Round, check_finite, check_weights, opened, step, told_of_divergence
+from whence.rounds.replay import (
+    MARGIN,
+    Point,
+    SteppedRound,
+    check_finite,
+    check_weights,
+    open_round,
+    raise_on_divergence,
+    step,
+)
 
 Orders: TypeAlias = Sequence[Int[Tensor, "m b"]]
 """For each step, the positions of each training's minibatch; a shorter one is filled up with `NOBODY`."""
@@ -22,7 +31,7 @@ NOBODY = -1
 """A place in a minibatch that no record takes."""
 
 
-def subsets(n: int, share: float, count: int, generator: torch.Generator) -> Bool[Tensor, "count n"]:
+def draw_subsets(n: int, share: float, count: int, generator: torch.Generator) -> Bool[Tensor, "count n"]:
     """Draw subsets of exactly `floor(share * n)` records, as masks of what is kept.
 
     Args:
@@ -46,17 +55,17 @@ def subsets(n: int, share: float, count: int, generator: torch.Generator) -> Boo
     return masks
 
 
-def subsets_of(
+def draw_subsets_of(
     recording: RoundRecording, share: float, count: int, generator: torch.Generator
 ) -> Bool[Tensor, "count n"]:
     """Draw `subsets` of the records that a round trained on, as masks of all its records."""
     trained = recording.trained
     masks = torch.zeros(count, len(recording.records), dtype=torch.bool)
-    masks[:, trained] = subsets(len(trained), share, count, generator)
+    masks[:, trained] = draw_subsets(len(trained), share, count, generator)
     return masks
 
 
-def batch_size_of(recording: RoundRecording) -> int:
+def read_batch_size(recording: RoundRecording) -> int:
     """Return how many records a full minibatch of a round has.
 
     Raises:
@@ -70,7 +79,7 @@ def batch_size_of(recording: RoundRecording) -> int:
     return len(recording.records) if recording.update.batch_size is None else recording.update.batch_size
 
 
-def reshuffled(kept: Bool[Tensor, "m n"], batch_size: int, n_epochs: int, generator: torch.Generator) -> Orders:
+def reshuffle(kept: Bool[Tensor, "m n"], batch_size: int, n_epochs: int, generator: torch.Generator) -> Orders:
     """Draw each subset's minibatches as selection does: every epoch a permutation of all records, filtered and cut.
 
     A trailing minibatch of one record joins its predecessor. Subsets may be of different sizes.
@@ -134,7 +143,7 @@ def retrain(
             or is of another round, or more memory needed than allowed; or see `whence.rounds.replay`.
     """
     round, weights = _weighed(policy, recording, kept, dtype, anew=orders is not None)
-    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.no_grad():
         drawn = 0 if orders is None else sum(own.nbytes for own in orders)
         return _in_parts(round, weights, orders, _at_once(round, weights, orders, memory, drawn))
 
@@ -153,35 +162,37 @@ def check_memory(policy: object, recording: RoundRecording, kept: Bool[Tensor, "
     """
     round, weights = _weighed(policy, recording, kept, None, anew=False)
     # One epoch of one subset has the largest minibatch of any.
-    orders = reshuffled(kept[:1], batch_size_of(recording), 1, torch.Generator())
+    orders = reshuffle(kept[:1], read_batch_size(recording), 1, torch.Generator())
     drawn = sum(own.nbytes for own in orders) * recording.update.n_epochs * len(kept)
-    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.no_grad():
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.no_grad():
         for along, held in ((None, 0), (orders, drawn)):
             _at_once(round, weights, along, memory, held)
 
 
 def _weighed(
     policy: object, recording: RoundRecording, kept: Tensor, dtype: torch.dtype | None, *, anew: bool
-) -> tuple[Round, Float[Tensor, "m n"]]:
-    round = opened(policy, recording, dtype=dtype)
+) -> tuple[SteppedRound, Float[Tensor, "m n"]]:
+    round = open_round(policy, recording, dtype=dtype)
     n = len(round.records)
     if kept.ndim != 2 or kept.shape[1] != n or len(kept) == 0:
         raise WhenceError(f"kept has shape {tuple(kept.shape)}; (m, {n}) is needed, a row for each training.")
     return round, check_weights(kept, round, anew=anew)
 
 
-def _in_parts(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, at_once: int) -> dict[str, Tensor]:
+def _in_parts(
+    round: SteppedRound, weights: Float[Tensor, "m n"], orders: Orders | None, at_once: int
+) -> dict[str, Tensor]:
     trained = round.start.params.new_empty(len(weights), len(round.start.params))
     for first in range(0, len(weights), at_once):
         chosen = slice(first, first + at_once)
         own = None if orders is None else [order[chosen] for order in orders]
-        with told_of_divergence(round):
+        with raise_on_divergence(round):
             trained[chosen] = _side_by_side(round, weights[chosen], own)
     check_finite(trained, round)
     return {name: own.contiguous() for name, own in round.named(trained).items()}
 
 
-def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None, memory: int, drawn: int) -> int:
+def _at_once(round: SteppedRound, weights: Float[Tensor, "m n"], orders: Orders | None, memory: int, drawn: int) -> int:
     """Return how many trainings fit into `memory` bytes side by side, beside orders of `drawn` bytes.
 
     Raises:
@@ -195,7 +206,7 @@ def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None,
 
     def cost(side_by_side: int) -> int:
         own = None if largest is None else [largest[:1].expand(side_by_side, -1)]
-        held = bytes_held(lambda: _side_by_side(alone, weights[:1].expand(side_by_side, -1), own))
+        held = measure_bytes(lambda: _side_by_side(alone, weights[:1].expand(side_by_side, -1), own))
         return MARGIN * (max(held) + side_by_side * round.start.nbytes)  # where the step begins is there as well
 
     results = drawn + weights.nbytes + 2 * round.start.params.nbytes * count
@@ -212,7 +223,7 @@ def _at_once(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None,
     return min(count, 1 + (memory - results - one) // each)
 
 
-def _side_by_side(round: Round, weights: Float[Tensor, "m n"], orders: Orders | None) -> Float[Tensor, "m p"]:
+def _side_by_side(round: SteppedRound, weights: Float[Tensor, "m n"], orders: Orders | None) -> Float[Tensor, "m p"]:
     point = round.start.spread(len(weights))
 
     if orders is not None:  # nobody weighs nothing

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.crossfitting import judged_by
-from whence.heuristics import td_errors_of
+from whence.crossfitting import score_fold
+from whence.heuristics import compute_td_errors
 from whence.influence import Influence
 from whence.rounds import DRAWS, METHODS, SHARE, RoundRecording, attribute_round_by
-from whence.rounds.replay import Round, check_target, opened
+from whence.rounds.replay import SteppedRound, check_target, open_round
 from whence.rounds.schedule import snapshot
 from whence.targets import BatchTarget, Target
 
@@ -22,10 +22,10 @@ FOLDS = 2
 """Into which "crossfit" deals episodes."""
 
 MOST = len(METHODS) + 6
-"""Scores that `scores_of` makes of a round, where all that it knows can be made."""
+"""Scores that `compute_scores` makes of a round, where all that it knows can be made."""
 
 
-def scores_of(
+def compute_scores(
     policy: object,
     recording: RoundRecording,
     *,
@@ -35,7 +35,7 @@ def scores_of(
     share: float = SHARE,
     seed: int = 0,
     memory: int = 2**31,
-    told: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Vector]:
     """Score every record of a round in all ways that are to be compared; a positive score says that it helps.
 
@@ -56,7 +56,7 @@ def scores_of(
         share: see there.
         seed: of the random scores, and of what `methods` draw.
         memory: bytes that `methods` may hold at a time; see `attribute_round`.
-        told: hears of each stage as it begins.
+        on_stage: called with the name of each stage as it begins.
 
     Returns:
         (n,) of each score, in the order of the records.
@@ -68,37 +68,37 @@ def scores_of(
     records = recording.records
     simple = {
         "advantage": records.advantages.double().cpu().numpy(),
-        "td-error": np.abs(td_errors_of(records)),
+        "td-error": np.abs(compute_td_errors(records)),
         "random": np.random.default_rng(seed).normal(size=len(records)),
     }
     whole: dict[str, Vector] = {}
     if methods:  # first, since they may not fit into memory
-        told(f"scores: {', '.join(methods)}")
+        on_stage(f"scores: {', '.join(methods)}")
         asked: dict[str, Any] = {"draws": draws, "share": share, "seed": seed, "memory": memory}
         by_method = attribute_round_by(policy, recording, methods, target=target, **asked)
         # One influence each, since none is asked for by epoch.
         whole = {name: own.scores.double().numpy() for name, own in by_method.items() if isinstance(own, Influence)}
-    with_values = opened(policy, recording)
-    without = opened(policy, replace(recording, update=replace(recording.update, vf_coef=0.0)))
+    with_values = open_round(policy, recording)
+    without = open_round(policy, replace(recording, update=replace(recording.update, vf_coef=0.0)))
     target = check_target(target, without)
-    told("scores: snapshot")
+    on_stage("scores: snapshot")
     found = {"snapshot": _snapshot(without, target)}
     other = _snapshot(with_values, target)
     if not np.allclose(found["snapshot"], other, rtol=1e-4, atol=1e-6 * np.abs(other).max()):
         found["snapshot with values"] = other
     if isinstance(target, BatchTarget) and records.episode_ids is not None and len(records) >= FOLDS:
-        told("scores: crossfit")
+        on_stage("scores: crossfit")
         found["crossfit"] = _crossfit(without, target)
     return found | whole | simple
 
 
-def _snapshot(round: Round, target: Target) -> Vector:
+def _snapshot(round: SteppedRound, target: Target) -> Vector:
     found: Vector = snapshot(round, target).double().cpu().numpy()
     return found
 
 
-def _crossfit(round: Round, target: Target) -> Vector:
-    fold, judges = judged_by(target, round.records, FOLDS)
+def _crossfit(round: SteppedRound, target: Target) -> Vector:
+    fold, judges = score_fold(target, round.records, FOLDS)
     scores = torch.stack([snapshot(round, judge) for judge in judges])
     own: Vector = scores.gather(0, fold[None])[0].double().cpu().numpy()
     return own

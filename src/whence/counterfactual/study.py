@@ -11,13 +11,13 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.counterfactual.measures import agreement, checked_scores, lds
-from whence.counterfactual.outcomes import Evaluate, outcomes_of
-from whence.counterfactual.retrain import batch_size_of, check_memory, reshuffled, retrain, subsets_of
-from whence.counterfactual.scores import scores_of
+from whence.counterfactual.measures import check_scores, compute_lds, measure_agreement
+from whence.counterfactual.outcomes import Evaluate, measure_outcomes
+from whence.counterfactual.retrain import check_memory, draw_subsets_of, read_batch_size, reshuffle, retrain
+from whence.counterfactual.scores import compute_scores
 from whence.errors import WhenceError
 from whence.rounds import DRAWS, METHODS, RoundRecording
-from whence.rounds.replay import check_target, opened
+from whence.rounds.replay import check_target, open_round
 from whence.targets import Target
 
 SCHEMA = {
@@ -62,7 +62,7 @@ def study(
     evaluate: Evaluate | None = None,
     seed: int = 0,
     memory: int = 2**31,
-    told: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Study:
     """Hold scores of a round against training it without records.
 
@@ -83,44 +83,44 @@ def study(
             averages.
         count: subsets.
         orders: of each subset under "reshuffled", at least 2.
-        scores: (n,) by name, in the order of the records; None: those of `scores_of`.
-        methods: of `attribute_round`, for `scores_of`.
-        draws: see `attribute_round`, for `scores_of`.
+        scores: (n,) by name, in the order of the records; None: those of `compute_scores`.
+        methods: of `attribute_round`, for `compute_scores`.
+        draws: see `attribute_round`, for `compute_scores`.
         evaluate: measures trained parameters; None: nothing is. The recorded truth is its repetition 0, the orders are
             the repetitions from 1, so that orders do not agree by the chance of a test that they share.
         seed: of subsets, orders and random scores.
         memory: bytes that scoring and training may hold at a time; see `attribute_round` and `retrain`. That training
             fits is seen to before anything is scored.
-        told: hears of each stage as it begins.
+        on_stage: called with the name of each stage as it begins.
 
     Raises:
         NonFinite: a training diverged, or an outcome is no number.
         WhenceError: fewer than two orders or three subsets, all records to be kept, scores of another shape or not
             finite, a round that was not trained on, or a target that reads what the recording lacks; or see `retrain`
-            and `scores_of`.
+            and `compute_scores`.
     """
     if orders < 2 or count < 3 or not share < 1:
         raise WhenceError(
             f"orders is {orders}, count {count} and share {share}; at least 2 orders and 3 subsets are needed, and a "
             "share below 1, since subsets that are all the same are in no order."
         )
-    n, size = len(recording.records), batch_size_of(recording)
-    target = check_target(target, opened(policy, recording))
+    n, size = len(recording.records), read_batch_size(recording)
+    target = check_target(target, open_round(policy, recording))
     generator = torch.Generator().manual_seed(seed)
-    kept = subsets_of(recording, share, count, generator)
+    kept = draw_subsets_of(recording, share, count, generator)
     check_memory(policy, recording, kept, memory)
     if scores is None:
         asked: dict[str, Any] = {"methods": methods, "draws": draws, "share": share, "seed": seed}
-        scores = scores_of(policy, recording, target=target, **asked, memory=memory, told=told)
-    checked = {name: checked_scores(name, own, n) for name, own in scores.items()}
+        scores = compute_scores(policy, recording, target=target, **asked, memory=memory, on_stage=on_stage)
+    checked = {name: check_scores(name, own, n) for name, own in scores.items()}
     outcomes: dict[str, dict[str, NDArray[np.float64]]] = {}
     for truth, repetitions in (("recorded", [0]), ("reshuffled", range(1, orders + 1))):
         runs = []
         for repetition in repetitions:
-            told(f"training {count} times, {truth}" + (f", order {repetition} of {orders}" if repetition else ""))
-            own = reshuffled(kept, size, recording.update.n_epochs, generator) if repetition else None
+            on_stage(f"training {count} times, {truth}" + (f", order {repetition} of {orders}" if repetition else ""))
+            own = reshuffle(kept, size, recording.update.n_epochs, generator) if repetition else None
             trained = retrain(policy, recording, kept, orders=own, memory=memory)
-            runs.append(outcomes_of(policy, recording, trained, target, evaluate, repetition))
+            runs.append(measure_outcomes(policy, recording, trained, target, evaluate, repetition))
         outcomes[truth] = {name: np.stack([run[name] for run in runs]) for name in runs[0]}
     rows = [
         {"score": name, "truth": truth, "outcome": outcome, **_row(score, kept, values, chance=outcome == "evaluated")}
@@ -134,6 +134,6 @@ def study(
 def _row(
     score: NDArray[np.float64], kept: Tensor, values: NDArray[np.float64], *, chance: bool
 ) -> dict[str, float | None]:
-    found = lds(kept.double().numpy() @ score, values.mean(axis=0))
+    found = compute_lds(kept.double().numpy() @ score, values.mean(axis=0))
     alone = None if chance else 1.0
-    return {**found, "ceiling": agreement(values) if len(values) > 1 else alone}
+    return {**found, "ceiling": measure_agreement(values) if len(values) > 1 else alone}

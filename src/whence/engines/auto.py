@@ -13,7 +13,7 @@ from whence.engines.loop import loop
 from whence.engines.memory import fitted
 from whence.engines.problem import Engine, Problem, Refused, takes_no_part, target_gradients
 from whence.engines.vmap import vmap
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 
 _ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
 
@@ -71,7 +71,7 @@ def _solved(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Te
     if engine in ENGINES:
         return _run(problem, engine, memory), engine, "asked for"
     if engine != "auto":
-        raise WhenceError(f"engine is {engine!r}.{nearest(engine, ['auto', *ENGINES])}")
+        raise WhenceError(f"engine is {engine!r}.{suggest(engine, ['auto', *ENGINES])}")
     try:
         return _run(problem, "ghost", memory), "ghost", "every trainable layer has a ghost rule"
     except Refused as refusal:

@@ -27,7 +27,7 @@ from whence.engines.problem import (
 )
 from whence.engines.rules import LayerRule, Own, rule_for, ruled_types
 from whence.policies import Outputs, notes_on
-from whence.records import leaves
+from whence.records import named_leaves
 from whence.targets import BatchTarget
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
 def _confirm_axes(problem: Problem, layers: Sequence[Layer]) -> None:
     """Refuse a layer whose first axis is as long as there are records by chance: it does not follow another number."""
     total = len(problem.records)
-    shapes = tuple((name, tuple(t.shape[1:])) for name, t in leaves(problem.records.columns))
+    shapes = tuple((name, tuple(t.shape[1:])) for name, t in named_leaves(problem.records.columns))
     trained = tuple(name for layer in layers for name in layer.names.values())
     confirmed, kind = notes_on(problem.view), (_confirm_axes, shapes, problem.columns, trained)
     if total > 1 and kind not in confirmed:

@@ -18,7 +18,7 @@ from whence.engines.problem import Problem
 from whence.errors import WhenceError
 from whence.objectives import FunctionObjective, Objective
 from whence.policies import COLUMNS, Outputs, notes_on
-from whence.records import RecordBatch, leaves
+from whence.records import RecordBatch, named_leaves
 from whence.targets import BatchTarget
 
 _PROBES = (8, 16)
@@ -87,7 +87,7 @@ def fitted(problem: Problem, engine: Callable[[Problem], object], memory: int) -
 def _kind(problem: Problem, engine: Callable[[Problem], object]) -> Hashable:
     """What the cost depends on, for one and the same view."""
     columns = (problem.records.observations, problem.records.actions, problem.records.action_masks)
-    shapes = tuple((tuple(t.shape[1:]), t.dtype) for c in columns if c is not None for _, t in leaves(c))
+    shapes = tuple((tuple(t.shape[1:]), t.dtype) for c in columns if c is not None for _, t in named_leaves(c))
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in problem.params.items())
     targets = tuple(isinstance(target, BatchTarget) for target in problem.targets)
     return _Cost, engine, parameters, shapes, targets, problem.columns, _made_of(problem.objective)
@@ -109,7 +109,7 @@ def _measured(problem: Problem, engine: Callable[[Problem], object]) -> _Cost:
     return _Cost(few - each * _PROBES[0], each, _KEPT * log_prob.numel())
 
 
-def bytes_held(run: Callable[[], object]) -> list[int]:
+def measure_bytes(run: Callable[[], object]) -> list[int]:
     """Return the bytes in tensors made by `run`, after each allocation and each release."""
     meter = _Meter()
     with meter:
@@ -120,7 +120,7 @@ def bytes_held(run: Callable[[], object]) -> list[int]:
 def _probed(problem: Problem, engine: Callable[[Problem], object], size: int) -> NDArray[np.float64]:
     targets = [_of_outputs(target) if isinstance(target, BatchTarget) else _of_parameters for target in problem.targets]
     probe = replace(problem.part(slice(0, size)), targets=targets, chunk_size=size, summed=None)
-    return np.array(bytes_held(lambda: engine(probe)), dtype=np.float64)
+    return np.array(measure_bytes(lambda: engine(probe)), dtype=np.float64)
 
 
 # Stand-ins for the user's targets, which may hold something for each record of the round, or run the policy on what

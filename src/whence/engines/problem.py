@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from whence.errors import WhenceError
 from whence.objectives import Objective
-from whence.policies import COLUMNS, Outputs, Params, PolicyView, outputs_of
+from whence.policies import COLUMNS, Outputs, Params, PolicyView, compute_outputs
 from whence.records import RecordBatch, Tree, map_tree, take
-from whence.targets import BatchTarget, SummedTarget, Target, name_of
+from whence.targets import BatchTarget, SummedTarget, Target, target_name
 
 Gradient = dict[str, Tensor]
 """One tensor per parameter that a quantity depends on, shaped as the parameter."""
@@ -86,7 +86,7 @@ class Problem:
     def outputs(self, params: Params | None = None) -> Outputs:
         """Evaluate the policy on the records, at `params` where given, with a graph."""
         params = self.params if params is None else params
-        outputs = outputs_of(self.view, self.columns, params, self.inputs)
+        outputs = compute_outputs(self.view, self.columns, params, self.inputs)
         n = len(self.records)
         for name, column in zip(Outputs._fields, outputs, strict=True):
             if column is not None and (column.ndim == 0 or len(column) != n):
@@ -223,7 +223,7 @@ def _add_to(total: Gradient, problem: Problem, found: list[Tensor | None]) -> No
 def _scalar(value: object, target: Target | BatchTarget) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise WhenceError(f"The target {name_of(target)} returned {got}; a scalar tensor is needed.")
+        raise WhenceError(f"The target {target_name(target)} returned {got}; a scalar tensor is needed.")
     return value.reshape(())
 
 
@@ -242,7 +242,7 @@ def completed(problem: Problem, gradient: Gradient, target: object) -> Gradient:
     # A process may have no part of a sum, and none of the gradient then.
     if not gradient and (problem.summed is None or not isinstance(target, SummedTarget)):
         raise WhenceError(
-            f"The target {name_of(target)} depends on no trainable parameter of the policy, so no record can move "
+            f"The target {target_name(target)} depends on no trainable parameter of the policy, so no record can move "
             "it. Compute it from `view(params, inputs)`, not from the policy's own attributes, and without "
             "torch.no_grad() or .detach()."
         )

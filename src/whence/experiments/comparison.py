@@ -9,10 +9,10 @@ from typing import Any
 import polars as pl
 
 from whence.errors import WhenceError
-from whence.experiments.kinds import AnyConfig, config_of, runner_of
+from whence.experiments.kinds import AnyConfig, read_config, runner_of
 from whence.experiments.shared import STANDARD
 from whence.experiments.workers import check_workers, run_all
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
 from whence.runs import RunDirectory, Table
 
@@ -97,7 +97,7 @@ def compare(
 
 
 def _write_json(path: Path, content: Any) -> None:
-    with written_atomically(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -109,7 +109,7 @@ def load_comparison(path: Path) -> Comparison:
     """
     listed, summary = (_read_json(path / name) for name in ("comparison.json", "summary.json"))
     try:
-        configs = [config_of(config) for config in listed]
+        configs = [read_config(config) for config in listed]
     except (AttributeError, TypeError, ValueError) as wrong:
         raise _damaged(path / "comparison.json", f"does not list the runs of a comparison ({wrong})") from None
     if not _is_summary(summary, configs):

@@ -32,6 +32,6 @@ def runner_of(config: AnyConfig) -> Runner:
     return cast(Runner, import_module(f"whence.experiments.{kind}.training"))
 
 
-def config_of(values: Any) -> AnyConfig:
+def read_config(values: Any) -> AnyConfig:
     """Return the configuration that its `to_json` returned."""
     return RunConfig.from_json(values) if "env" in values else LanguageConfig.from_json(values)

@@ -15,8 +15,8 @@ from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import read_curve, write_curve
 from whence.experiments.shared import STANDARD
-from whence.experiments.sweepfile import Planned, differing, label_of
-from whence.experiments.workers import check_workers, reason, run_all
+from whence.experiments.sweepfile import Planned, find_differences, make_label
+from whence.experiments.workers import check_workers, describe_failure, run_all
 from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory
 
@@ -76,7 +76,7 @@ def run_sweep(
                 try:
                     _keep(planned, out, keep_runs=keep_runs)
                 except Exception as wrong:  # of this run alone, whatever it is
-                    failure = reason(wrong)
+                    failure = describe_failure(wrong)
             if failure is not None:
                 failures[planned.name] = failure
             watch.ended(planned, failure)
@@ -193,7 +193,7 @@ def load_sweep(out: Path) -> Results:
         group, label = results.parts[-3:-1]
         config, tables, curve = read_curve(results, out / "timings" / group / label / results.name)
         _check_place(results, label, config)
-        if others := differing(settings.setdefault(group, {}), label, config):
+        if others := find_differences(settings.setdefault(group, {}), label, config):
             raise RunDirectoryError(
                 f"{results} differs from other runs of {group!r} in {', '.join(others)}, and cannot be compared with "
                 "them. Move the one or the others to another directory."
@@ -209,7 +209,7 @@ def load_sweep(out: Path) -> Results:
 
 def _check_place(results: Path, label: str, config: RunConfig) -> None:
     """Refuse a curve that lies where another arm's, share's or seed's belongs."""
-    labels = label_of(config, config.drop), label_of(config, None)
+    labels = make_label(config, config.drop), make_label(config, None)
     if label not in labels or results.stem != f"seed_{config.seed}":
         raise RunDirectoryError(
             f"{results} is of the arm {config.arm}, drop {config.drop} and seed {config.seed}, which belongs at "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments.rl.arms import ARMS, describe_arms, unknown_arm
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import MORE
@@ -54,12 +54,12 @@ class Planned:
         return out / "runs" / self.name
 
 
-def label_of(config: RunConfig, own: float | None) -> str:
+def make_label(config: RunConfig, own: float | None) -> str:
     """Return a run's label in a group whose own share to drop is `own`; None: one that is none of its own."""
     return config.arm if config.drop == own else f"{config.arm}-drop{str(float(config.drop)).removesuffix('.0')}"
 
 
-def differing(settings: dict[str, Any], label: str, config: RunConfig) -> list[str]:
+def find_differences(settings: dict[str, Any], label: str, config: RunConfig) -> list[str]:
     """Return what a run has otherwise than the runs of its group before it; add to `settings` what they share."""
     own = config.to_json()
     varied = ("arm", "seed") if label == config.arm else ("arm", "seed", "drop")
@@ -173,7 +173,7 @@ def _runs(experiments: Iterable[Mapping[str, Any]]) -> list[Planned]:
             place = wrong.place if isinstance(wrong, _Located) else _spoken_of(entry, str(wrong))
             raise _Located(str(wrong), "experiment", number, *place) from wrong
         _, settings = groups.setdefault(entry["name"], (number, {}))
-        if others := differing(settings, own.arm, own):
+        if others := find_differences(settings, own.arm, own):
             said = ", ".join("the share that the preset drops" if name == "drop" else name for name in others)
             key = next((key for key in (others[0], "preset", "env") if key in entry and key != "drop"), "name")
             raise _Located(
@@ -211,7 +211,7 @@ def _spoken_of(entry: Mapping[str, Any], said: str) -> tuple[str, ...]:
 def _planned(entry: Mapping[str, Any]) -> tuple[RunConfig, list[Planned]]:
     """Return a run of an experiment with the experiment's own share to drop, and its runs, seed by seed."""
     if unknown := [key for key in entry if key not in KEYS]:
-        raise WhenceError(f"An experiment has no {unknown[0]!r}.{nearest(unknown[0], KEYS)}")
+        raise WhenceError(f"An experiment has no {unknown[0]!r}.{suggest(unknown[0], KEYS)}")
     group = entry.get("name")
     if not isinstance(group, str) or not re.fullmatch(r"\w[\w.-]{0,99}", group):
         raise WhenceError(
@@ -239,7 +239,7 @@ def _planned(entry: Mapping[str, Any]) -> tuple[RunConfig, list[Planned]]:
             # What an arm does not read would make the same run several times.
             for drop in _shares(entry.get("drop", own.drop)) if reads(own, "drop") else [own.drop]:
                 config = replace(replace(own, drop=drop), seed=seed, drop=float(drop))  # refused before it is converted
-                found.append(Planned(group, label_of(config, own.drop), config))
+                found.append(Planned(group, make_label(config, own.drop), config))
     return configs[0], found
 
 

@@ -19,7 +19,7 @@ import torch
 
 from whence.errors import WhenceError
 from whence.experiments.kinds import AnyConfig, runner_of
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 
 Job = tuple[AnyConfig, Path]
 """A run and its directory."""
@@ -108,7 +108,7 @@ def _death(code: int | None) -> str:
     return f"its process was ended by {name}{why}"
 
 
-def reason(failure: Exception) -> str:
+def describe_failure(failure: Exception) -> str:
     """Return what went wrong as a sentence: whence's own errors are, others get their kind before them."""
     return str(failure) if isinstance(failure, WhenceError) else f"{type(failure).__name__}: {failure}"
 
@@ -121,9 +121,9 @@ def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
     try:
         runner_of(config).run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
     except Exception as failure:
-        with written_atomically(told) as temporary:
+        with write_atomically(told) as temporary:
             temporary.write_text(traceback.format_exc(), encoding="utf-8")
-        pipe.send(("ended", f"{reason(failure)} (traceback: {told})"))
+        pipe.send(("ended", f"{describe_failure(failure)} (traceback: {told})"))
     else:
         with contextlib.suppress(FileNotFoundError):
             told.unlink()

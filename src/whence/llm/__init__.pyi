@@ -3,7 +3,7 @@ from .layer_rules import register_rmsnorm as register_rmsnorm
 from .model import WithValueHead as WithValueHead
 from .objectives import TokenPPO as TokenPPO
 from .rewards import classifier as classifier
-from .rows import rows_of as rows_of
+from .rows import make_rows as make_rows
 from .targets import SequenceReturn as SequenceReturn
 from .targets import TokenReturn as TokenReturn
 from .targets import ValidationLoss as ValidationLoss

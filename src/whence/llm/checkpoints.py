@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from whence.errors import RunDirectoryError
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 
 FORMAT, VERSION = "whence-llm-checkpoint", "1"
 
@@ -43,7 +43,7 @@ def save(
     for parameter, own in optimizer.state.items():
         tensors |= {f"optimizer/{names[id(parameter)]}/{key}": torch.as_tensor(value) for key, value in own.items()}
     tensors |= {f"generators/{name}": state for name, state in generators.items()}
-    with written_atomically(path) as temporary:
+    with write_atomically(path) as temporary:
         save_file(
             {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
             temporary,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 
 ESTIMATES = ("kl", "abs", "mse")
 
@@ -100,7 +100,7 @@ class PPOConfig:
         if isinstance(self.report_to, str):
             raise WhenceError(f"report_to is {self.report_to!r}; several trackers are named: ({self.report_to!r},).")
         if self.kl_penalty not in ESTIMATES:
-            raise WhenceError(f"kl_penalty is {self.kl_penalty!r}.{nearest(str(self.kl_penalty), ESTIMATES)}")
+            raise WhenceError(f"kl_penalty is {self.kl_penalty!r}.{suggest(str(self.kl_penalty), ESTIMATES)}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings in JSON types."""

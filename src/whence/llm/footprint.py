@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from whence.engines.memory import bytes_held
+from whence.engines.memory import measure_bytes
 from whence.errors import Unsupported
 from whence.llm.model import takes
 from whence.llm.view import unscored_view
@@ -120,7 +120,7 @@ def _measured(model: Any, rows: Rows, run: _Run) -> Pass:
 def _held(model: Any, rows: Rows, run: _Run) -> list[int]:
     """Run something on rows without numbers; return the bytes held after each allocation and release."""
     with _inputs(model, rows) as inputs:
-        return bytes_held(lambda: run(inputs))
+        return measure_bytes(lambda: run(inputs))
 
 
 def _flops(model: Any, rows: Rows, run: _Run) -> float:
@@ -183,7 +183,7 @@ def _like(tensor: Tensor) -> Tensor:
     return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
-def size_of(model: nn.Module, *, trained: bool = False) -> int:
+def count_bytes(model: nn.Module, *, trained: bool = False) -> int:
     """Return the bytes of a model's parameters and buffers; `trained`: of the parameters that train alone."""
     if trained:
         return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

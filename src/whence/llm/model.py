@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from whence.errors import WhenceError
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -80,7 +80,7 @@ class WithValueHead(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the language model (or its adapter) as Transformers does, and the value head beside it."""
         self.language_model.save_pretrained(folder)
-        with written_atomically(Path(folder) / VALUE_HEAD) as temporary:
+        with write_atomically(Path(folder) / VALUE_HEAD) as temporary:
             save_file(self.value_head.state_dict(), temporary)
 
     def load_value_head(self, folder: str | Path) -> None:

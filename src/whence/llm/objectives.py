@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.errors import InvalidRecords, WhenceError, nearest
+from whence.errors import InvalidRecords, WhenceError, suggest
 from whence.llm.losses import masked_mean, surrogate, value_loss
 from whence.policies import Outputs
 from whence.records import RecordBatch
@@ -56,7 +56,7 @@ class TokenPPO:
         if missing := [name for name in needed if name not in held]:
             raise InvalidRecords(
                 f"TokenPPO reads `{missing[0]}` of each response token, and these records lack it. Pass it to "
-                "whence.llm.rows_of" + (", or set vf_coef=0." if missing[0] in ("values", "returns") else ".")
+                "whence.llm.make_rows" + (", or set vf_coef=0." if missing[0] in ("values", "returns") else ".")
             )
         return records
 
@@ -97,7 +97,7 @@ class GroupObjective:
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
-            raise WhenceError(f"reduction is {self.reduction!r}.{nearest(self.reduction, ('mean', 'sum'))}")
+            raise WhenceError(f"reduction is {self.reduction!r}.{suggest(self.reduction, ('mean', 'sum'))}")
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Return the rows as they are, where they hold what is read."""

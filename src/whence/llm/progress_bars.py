@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 
 @contextmanager
-def hidden_bars() -> Iterator[None]:
+def hide_progress_bars() -> Iterator[None]:
     """Hide the bars of loading and saving, where they take no time."""
     off = datasets.are_progress_bars_disabled()
     on = logging.is_progress_bar_enabled()

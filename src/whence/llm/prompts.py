@@ -7,7 +7,7 @@ from typing import Any
 from whence.errors import WhenceError
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, tokenized
-from whence.llm.rewards import Columns, Reward, asked_for
+from whence.llm.rewards import Columns, Reward, find_columns
 
 NO_PROMPTS = "There are no prompts to draw responses to."
 
@@ -33,7 +33,7 @@ class Prompts:
         return Prompts([self.ids[at] for at in chosen], columns)
 
 
-def prompts_of(
+def read_prompts(
     given: Sequence[Prompt] | Any,
     tokenizer: Any,
     config: PPOConfig,
@@ -52,15 +52,15 @@ def prompts_of(
     Raises:
         WhenceError: one does not fit, there is no column "prompt", or none that a reward asks for.
     """
-    names = columns_of(given)
-    asked = {name for reward in rewards for name in asked_for(reward, names)}
+    names = list_columns(given)
+    asked = {name for reward in rewards for name in find_columns(reward, names)}
     held: Any = given
     texts = list(given if getattr(given, "column_names", None) is None else held["prompt"])
     ids = tokenized(tokenizer, texts, config, context)
     return Prompts(ids, {name: list(held[name]) for name in names if name in asked})
 
 
-def columns_of(given: Any) -> list[str]:
+def list_columns(given: Any) -> list[str]:
     """Return the names of a data set's columns besides "prompt"; a list has none.
 
     Raises:

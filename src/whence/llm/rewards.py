@@ -26,7 +26,7 @@ Columns: TypeAlias = Mapping[str, Sequence[Any]]
 NO_COLUMNS: Columns = MappingProxyType({})
 
 
-def weighed(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Reward:
+def combine_rewards(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Reward:
     """Return the weighted sum of several rewards; every one is checked as it comes.
 
     Args:
@@ -50,13 +50,13 @@ def weighed(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Rewar
     def reward(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Sequence[float]:
         total = torch.zeros(len(responses), dtype=torch.float64)
         for one, factor in zip(rewards, factors, strict=True):
-            total += factor * checked(one, prompts, responses, columns)
+            total += factor * compute_rewards(one, prompts, responses, columns)
         return total.tolist()
 
     return reward
 
 
-def checked(
+def compute_rewards(
     reward: Reward, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NO_COLUMNS
 ) -> Float[Tensor, " n"]:
     """Return a reward's numbers, (n,) float64.
@@ -71,7 +71,7 @@ def checked(
         WhenceError: not as many as responses, or one that is not finite, the first such response being shown; or the
             reward needs a column that there is not.
     """
-    given, name = {name: columns[name] for name in asked_for(reward, columns)}, _name(reward)
+    given, name = {name: columns[name] for name in find_columns(reward, columns)}, _name(reward)
     found = torch.as_tensor(list(reward(prompts, responses, **given)), dtype=torch.float64).reshape(-1)
     if len(found) != len(responses):
         raise WhenceError(f"The reward {name} returned {len(found)} numbers for {len(responses)} responses.")
@@ -85,7 +85,7 @@ def checked(
     return found
 
 
-def asked_for(reward: Reward, columns: Collection[str]) -> list[str]:
+def find_columns(reward: Reward, columns: Collection[str]) -> list[str]:
     """Return the names of the columns that a reward's arguments ask for, after those for prompts and responses.
 
     Raises:

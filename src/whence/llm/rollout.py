@@ -14,8 +14,8 @@ from whence.llm.config import PPOConfig
 from whence.llm.generation import Responses
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.processes import ONE, Processes
-from whence.llm.rewards import NO_COLUMNS, Columns, Reward, checked
-from whence.llm.rows import rows_of
+from whence.llm.rewards import NO_COLUMNS, Columns, Reward, compute_rewards
+from whence.llm.rows import make_rows
 from whence.llm.view import language_view
 from whence.policies import Outputs
 from whence.records import RecordBatch
@@ -73,7 +73,7 @@ def rolled_out(
     mask = responses.response_mask
     own = processes.own(len(mask))
     known = {name: column[own] for name, column in columns.items()}
-    rewards = checked(reward, responses.prompts[own], responses.texts[own], known)
+    rewards = compute_rewards(reward, responses.prompts[own], responses.texts[own], known)
     if processes.number > 1:
         rewards = processes.gathered(rewards.to(mask.device), len(mask)).cpu()
     scores = rewards.clone()
@@ -88,7 +88,7 @@ def rolled_out(
     if config.whiten_rewards:
         tokens = losses.whitened(tokens, mask, shift_mean=False)
     advantages = losses.gae(tokens, mine.value, mask, config.gamma, config.lam)
-    rows = rows_of(
+    rows = make_rows(
         input_ids=responses.input_ids,
         attention_mask=responses.attention_mask,
         response_mask=mask,
@@ -120,7 +120,7 @@ def evaluated(model: Any, responses: Responses, config: PPOConfig, processes: Pr
     view = language_view(model, temperature=config.temperature)
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
     like = torch.zeros(responses.response_mask.shape, device=responses.input_ids.device)
-    rows = rows_of(
+    rows = make_rows(
         input_ids=responses.input_ids,
         attention_mask=responses.attention_mask,
         response_mask=responses.response_mask,

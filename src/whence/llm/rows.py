@@ -9,7 +9,7 @@ from whence.llm.losses import last_token
 from whence.records import Array, RecordBatch, Tree
 
 
-def rows_of(
+def make_rows(
     *,
     input_ids: Int[Tensor, "n L"],
     attention_mask: Int[Tensor, "n L"],

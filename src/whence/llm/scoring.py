@@ -13,7 +13,7 @@ from whence.llm.targets import SequenceReturn, TokenReturn, ValidationLoss, shar
 from whence.llm.view import language_view
 from whence.objectives import Objective
 from whence.records import RecordBatch
-from whence.targets import Target, name_of
+from whence.targets import Target, target_name
 
 log = logging.getLogger("whence")
 
@@ -55,7 +55,7 @@ def score(
     return Influence(
         processes.gathered(own.scores.to(device), len(rows)).cpu(),
         rows.ids.cpu().clone(),
-        replace(own.provenance, target=name_of(whole), records=rows.fingerprint),
+        replace(own.provenance, target=target_name(whole), records=rows.fingerprint),
     )
 
 
@@ -82,8 +82,8 @@ def check_held_out(
     if held_out is not None:
         if not isinstance(target, SequenceReturn | TokenReturn) or target.rows is not None:
             raise WhenceError(
-                f"held_out gives prompts whose responses the target is taken over, and {name_of(target)} is not taken "
-                "over responses drawn in training: use SequenceReturn() or TokenReturn(), without rows."
+                f"held_out gives prompts whose responses the target is taken over, and {target_name(target)} is not "
+                "taken over responses drawn in training: use SequenceReturn() or TokenReturn(), without rows."
             )
         if not held_out:
             raise WhenceError("held_out is empty; give at least one prompt, or None.")

@@ -8,10 +8,10 @@ import torch
 from whence.influence import Influence
 from whence.llm.rollout import Rollout
 from whence.selection import Selection
-from whence.tables import summary, with_selection
+from whence.tables import add_selection, summarise_selection
 
 
-def table_of(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:
+def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:
     """Return a row for each response: texts, reward, advantage of its last token, divergence, and what became of it.
 
     Args:
@@ -33,10 +33,12 @@ def table_of(rollout: Rollout, selection: Selection, influence: Influence | None
             "log_prob": rows.log_probs.double().tolist(),
         }
     )
-    return with_selection(table, selection, influence)
+    return add_selection(table, selection, influence)
 
 
-def row_of(number: int, rollout: Rollout, selection: Selection, influence: Influence | None) -> dict[str, Any]:
+def make_metrics_row(
+    number: int, rollout: Rollout, selection: Selection, influence: Influence | None
+) -> dict[str, Any]:
     """Return a round's row of the metrics, but for what optimisation adds."""
     rewards, keep = rollout.rewards, selection.keep
     return {
@@ -48,5 +50,5 @@ def row_of(number: int, rollout: Rollout, selection: Selection, influence: Influ
         "train/entropy_loss": -rollout.entropy,
         "length": float(rollout.responses.response_mask.sum(dim=1).double().mean()),
         "ended_share": float(rollout.responses.ended.to(torch.float64).mean()),
-        **summary(selection, influence),
+        **summarise_selection(selection, influence),
     }

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from whence.errors import InvalidRecords, WhenceError
 from whence.llm.demonstrations import encoded
-from whence.llm.rows import rows_of
-from whence.policies import Outputs, Params, PolicyView, outputs_of
+from whence.llm.rows import make_rows
+from whence.policies import Outputs, Params, PolicyView, compute_outputs
 from whence.records import RecordBatch
 from whence.targets import Target
 
@@ -131,7 +131,7 @@ class _Whole:
 
 
 def _log_probs(view: PolicyView, params: Params, rows: RecordBatch) -> Outputs:
-    return outputs_of(view, {"log_prob"}, params, view.prepare(rows))
+    return compute_outputs(view, {"log_prob"}, params, view.prepare(rows))
 
 
 def _of_responses(outputs: Outputs, rows: RecordBatch) -> Float[Tensor, "n R"]:
@@ -209,7 +209,7 @@ class ValidationLoss(_Mean):
             )
         zeros = torch.zeros(mask.shape)
         columns = {"input_ids": input_ids, "attention_mask": attention_mask, "response_mask": mask}
-        super().__init__(rows_of(**columns, log_probs=zeros, advantages=zeros), batch_size)
+        super().__init__(make_rows(**columns, log_probs=zeros, advantages=zeros), batch_size)
 
     @classmethod
     def of(cls, dataset: Any, tokenizer: Any, *, max_length: int | None = None, batch_size: int = 16) -> Self:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.utils.logging import tqdm
 
 from whence.errors import WhenceError
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.llm import checkpoints, losses
 from whence.llm.config import PPOConfig
@@ -23,18 +23,18 @@ from whence.llm.generation import Prompt, Responses, check_tokenizer, generate
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes
-from whence.llm.prompts import NO_PROMPTS, Prompts, prompts_of
-from whence.llm.rewards import Reward, weighed
+from whence.llm.prompts import NO_PROMPTS, Prompts, read_prompts
+from whence.llm.rewards import Reward, combine_rewards
 from whence.llm.rollout import Rollout, rolled_out
 from whence.llm.scoring import check_held_out, held_out_target, score
 from whence.llm.steps import optimise
-from whence.llm.tables import row_of, table_of
+from whence.llm.tables import make_metrics_row, make_response_table
 from whence.llm.targets import SequenceReturn
 from whence.objectives import Objective, as_objective
-from whence.runs import RunDirectory, without_addresses
+from whence.runs import RunDirectory, strip_addresses
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
-from whence.targets import Target, as_target, name_of
+from whence.targets import Target, as_target, target_name
 
 # What a training that goes on may have otherwise than it began.
 _MAY_CHANGE = (
@@ -43,7 +43,7 @@ _MAY_CHANGE = (
     "ppo.generation_batch_size",
 )
 
-Seen = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
+OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""
 
 Evaluate = Callable[[Any, Any], Mapping[str, float]]
@@ -82,7 +82,7 @@ class PPOTrainer:
         reward_weights: of several rewards.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
         about: what else the run directory is to say of the run, in JSON types.
-        seen: told of every round.
+        on_rollout: called after every round.
 
     Raises:
         WhenceError: a tokenizer without a pad token, prompts that do not fit, or a rule, target or reward that is none.
@@ -106,14 +106,14 @@ class PPOTrainer:
         reward_weights: Sequence[float] | None = None,
         evaluate: Evaluate | None = None,
         about: Mapping[str, Any] | None = None,
-        seen: Seen | None = None,
+        on_rollout: OnRollout | None = None,
     ) -> None:
         check_tokenizer(tokenizer)
         if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
             raise WhenceError(f"rule is {rule!r}; pass an instance, such as IPPO(), or None to train on every row.")
-        self.config, self.tokenizer, self.evaluate, self.seen = config, tokenizer, evaluate, seen
+        self.config, self.tokenizer, self.evaluate, self.on_rollout = config, tokenizer, evaluate, on_rollout
         rewards = [reward] if callable(reward) else list(reward)
-        self.reward = weighed(rewards, reward_weights)
+        self.reward = combine_rewards(rewards, reward_weights)
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
@@ -129,10 +129,10 @@ class PPOTrainer:
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
         context = getattr(self.model.language_model.config, "max_position_embeddings", None)
-        self.prompts = prompts_of(prompts, tokenizer, config, context, rewards)
+        self.prompts = read_prompts(prompts, tokenizer, config, context, rewards)
         if not len(self.prompts):
             raise WhenceError(NO_PROMPTS)
-        self.held_out = None if held_out is None else prompts_of(held_out, tokenizer, config, context, rewards)
+        self.held_out = None if held_out is None else read_prompts(held_out, tokenizer, config, context, rewards)
         if self.held_out is not None and 0 < len(self.held_out) < self.processes.number:
             raise WhenceError(f"{len(self.held_out)} held-out prompts are fewer than the processes; give one for each.")
         apart = None if self.held_out is None else self.held_out.ids
@@ -235,7 +235,7 @@ class PPOTrainer:
                 *(self.model, self.optimizer, rollout.rows, selection, config),
                 *(self._generator, self.accelerator, self.processes),
             )
-        row = {**row_of(number, rollout, selection, influence), "kl_coef": self.kl.coefficient, **trained}
+        row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.coefficient, **trained}
         self.kl.update(row["kl"], len(rollout.rows))
         self.metrics.append(row)
         self._tell(rollout, influence, selection, row, seconds)
@@ -263,7 +263,7 @@ class PPOTrainer:
         """Return the target of a round; held-out prompts get responses that leave training's own draws as they are."""
         if self.held_out is None:
             return self.target
-        with _timed(seconds, "held_out"), kept_generators(), self.accelerator.autocast():
+        with _timed(seconds, "held_out"), preserve_rng_state(), self.accelerator.autocast():
             set_seed(self._seed(number))
             rollout = self._rolled_out(self._responses(self.held_out), self.held_out, 0)
             return held_out_target(self.target, rollout.rows)
@@ -276,24 +276,24 @@ class PPOTrainer:
         row: Mapping[str, Any],
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Write a round down, and tell trackers and `seen` of it."""
+        """Write a round down, and tell trackers and `on_rollout` of it."""
         if self._run is None:
             return
         number = row["round"]
-        self._run.write_round("records", number, table_of(rollout, selection, influence))
+        self._run.write_round("records", number, make_response_table(rollout, selection, influence))
         self._run.append("metrics", row)
         flat = {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}
         self._run.append("timings", {"round": number, **flat})
         numbers = {name: value for name, value in row.items() if value is not None and name != "round"}
         walls = {f"seconds/{stage}": clocks["wall"] for stage, clocks in seconds.items()}
         self.accelerator.log(numbers | walls, step=number)
-        if self.seen is not None:
-            self.seen(rollout, influence, selection, row)
+        if self.on_rollout is not None:
+            self.on_rollout(rollout, influence, selection, row)
 
     def _evaluate(self, number: int) -> None:
         if self.evaluate is None or not self.config.eval_every or self._run is None:
             return
-        with kept_generators():
+        with preserve_rng_state():
             found = dict(self.evaluate(self.model.language_model, self.tokenizer))
         self._run.append("evaluations", {"round": number, **found})
         self.accelerator.log({f"test/{name}": value for name, value in found.items()}, step=number)
@@ -307,10 +307,10 @@ class PPOTrainer:
             "model": getattr(self.model.language_model.config, "_name_or_path", "") or None,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "trained_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
-            "rule": without_addresses(repr(self.rule)),
-            "target": without_addresses(name_of(self.target)),
+            "rule": strip_addresses(repr(self.rule)),
+            "target": strip_addresses(target_name(self.target)),
             "held_out": 0 if self.held_out is None else len(self.held_out),
-            "objective": without_addresses(repr(self.objective)),
+            "objective": strip_addresses(repr(self.objective)),
             "engine": self.engine,
             "processes": self.processes.number,
             "device": str(self.accelerator.device),

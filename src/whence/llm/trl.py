@@ -15,11 +15,11 @@ from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
 from whence.errors import Unsupported, WhenceError
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.llm.objectives import GroupObjective
 from whence.llm.processes import Processes
-from whence.llm.rows import rows_of
+from whence.llm.rows import make_rows
 from whence.llm.scoring import score
 from whence.llm.targets import SequenceReturn
 from whence.llm.trl_settings import ROW_LOSSES, TOKEN_LOSSES, check_selectable
@@ -78,7 +78,7 @@ class _Influence:
             return self._selected(output)
 
     def _selected(self, output: dict[str, Any]) -> dict[str, Any]:
-        with kept_generators():
+        with preserve_rng_state():
             rows = self._rows(output)
             self.influence = self._scores(rows) if self.rule.needs_influence else None
         steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ class _Influence:
         extra = {}
         if "ref_per_token_logps" in output:
             extra["ref_log_probs"] = torch.where(mask, self._gathered(output["ref_per_token_logps"]), 0.0)
-        rows = rows_of(
+        rows = make_rows(
             input_ids=torch.cat([prompts, completions], dim=1),
             attention_mask=torch.cat([seen, attended], dim=1),
             response_mask=mask,

@@ -19,7 +19,7 @@ from whence.records import RecordBatch
 
 
 def language_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
-    """Return a view of a causal language model that reads the rows of `rows_of`.
+    """Return a view of a causal language model that reads the rows of `make_rows`.
 
     Its outputs are those of response tokens, (n, R): `log_prob`, 0 where there is no response token; `value`, where the
     model gives any; `entropy`. They are computed in single precision at least.
@@ -112,7 +112,7 @@ def _prepared(records: RecordBatch) -> dict[str, Tensor]:
     """Return the inputs of rows: prompts padded on the left, and positions counted by the attention mask."""
     observations = records.observations
     if not isinstance(observations, dict) or not {"input_ids", "attention_mask", "response_mask"} <= set(observations):
-        raise WhenceError("These records are no rows of a language model: make them with whence.llm.rows_of.")
+        raise WhenceError("These records are no rows of a language model: make them with whence.llm.make_rows.")
     mask: Bool[Tensor, "n R"] = observations["response_mask"]
     ids: Int[Tensor, "n L"] = observations["input_ids"]
     attended: Float[Tensor, "n L"] = observations["attention_mask"].bool()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from whence.experiments import STANDARD, Results, RunConfig
 from whence.experiments.rl.plan import reads
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS
 from whence.report import lda
 from whence.report.figures import stages_of
@@ -78,7 +78,7 @@ def write_tables(results: Results, summary: Mapping[str, Any], out: Path, *, pic
 
 
 def _write(path: Path, text: str) -> None:
-    with written_atomically(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -12,10 +12,10 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from whence.experiments import STANDARD, AnyConfig, Comparison, LanguageConfig
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 from whence.metrics import PAIR_METRICS
 from whence.report.figures import arm_colours
-from whence.report.records import Column, browsed, columns_of
+from whence.report.records import Column, browsed, list_columns
 from whence.report.sections import Drawn, Runs, advised, drawn, facts, latest, tables
 from whence.runs import RunDirectory
 
@@ -75,7 +75,7 @@ def write_report(comparison: Comparison, path: Path) -> None:
         drawn=drawn(tables(runs), list(arms), len(seeds)),
         # The records of all seeds would make the page heavy.
         runs=[browsed(run, f"{arm}, seed {seed}") for (arm, seed), run in runs.items() if seed == seeds[0]],
-        columns=columns_of(runs.values()),
+        columns=list_columns(runs.values()),
         facts=facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
     )
 
@@ -101,7 +101,7 @@ def write_run_report(run: RunDirectory, path: Path) -> None:
         advice=advised(runs),
         drawn=drawn(found, [label]),
         runs=[browsed(run, label)],
-        columns=columns_of([run]),
+        columns=list_columns([run]),
         facts=facts(run.config, [run]),
     )
 
@@ -153,7 +153,7 @@ def _write(
         figures_js=Markup(_file("figures.js")),
         records_js=Markup(_file("records.js")),
     )
-    with written_atomically(path) as temporary:
+    with write_atomically(path) as temporary:
         # Half of a pair of surrogates, which JSON may hold, is no character.
         temporary.write_text(html, encoding="utf-8", errors="replace")
 

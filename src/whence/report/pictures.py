@@ -8,7 +8,7 @@ import polars as pl
 
 from whence.errors import Unsupported
 from whence.experiments import ARMS, STANDARD, KeptRun
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 from whence.report.figures import arm_colours, learning_curves
 
 Labels = Mapping[str, Mapping[int, KeptRun]]
@@ -83,5 +83,5 @@ def write_svg(figure: go.Figure, file: Path, remedy: str) -> None:
         raise Unsupported(
             f"The picture {file} cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or {remedy}"
         ) from missing
-    with written_atomically(file) as temporary:
+    with write_atomically(file) as temporary:
         temporary.write_bytes(content)

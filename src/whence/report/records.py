@@ -74,7 +74,7 @@ RESPONSES = (
 """Columns where records are responses of a language model."""
 
 
-def columns_of(runs: Iterable[RunDirectory]) -> tuple[Column, ...]:
+def list_columns(runs: Iterable[RunDirectory]) -> tuple[Column, ...]:
     """Return the columns for the records of some runs of one kind."""
     return RESPONSES if any(run.config.get("kind") == "language" for run in runs) else STEPS
 
@@ -115,7 +115,7 @@ def short_text(value: Any, longest: int = LONGEST) -> str:
 
 def _round(run: RunDirectory, number: int) -> dict[str, Any]:
     records = run.round("records", number)
-    columns = columns_of([run])
+    columns = list_columns([run])
     rows = [_row(row, columns) for row in ends(records).iter_rows(named=True)]
     return {"round": number, "records": len(records), "scored": "score" in records.columns, "rows": rows}
 

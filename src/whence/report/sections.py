@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import polars as pl
 from markupsafe import Markup, escape
 
-from whence.advice import advice
+from whence.advice import give_advice
 from whence.experiments.rl.arms import ARMS
 from whence.report import figures
 from whence.runs import RunDirectory, Table
@@ -88,7 +88,7 @@ def advised(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
     for (arm, seed), run in runs.items():
         trained = ARMS.get(str(run.config.get("arm")))  # none of a script's
         config = run.config if trained is None else {**run.config, "method": trained.method}
-        for one in advice(run.table("metrics"), config):
+        for one in give_advice(run.table("metrics"), config):
             places = said.setdefault(one.kind, {}).setdefault(one.text, {})
             places.setdefault((arm, one.round), []).extend([] if seed is None else [str(seed)])
     return {

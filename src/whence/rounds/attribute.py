@@ -7,15 +7,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.errors import NonFinite, WhenceError, nearest
-from whence.guards import eval_mode, kept_generators
+from whence.errors import NonFinite, WhenceError, suggest
+from whence.guards import eval_mode, preserve_rng_state
 from whence.influence import Influence, Provenance
 from whence.rounds import schedule, smoothed
 from whence.rounds.recording import RoundRecording
-from whence.rounds.replay import Round, check_target, opened, told_of_divergence
+from whence.rounds.replay import SteppedRound, check_target, open_round, raise_on_divergence
 from whence.rounds.schedule import SCHEDULED
 from whence.rounds.smoothed import DRAWS, SHARE, SMOOTHED
-from whence.targets import Target, name_of
+from whence.targets import Target, target_name
 
 METHODS = (*SCHEDULED, SMOOTHED)
 """Ways to attribute a round."""
@@ -119,15 +119,15 @@ def attribute_round_by(
     """
     for method in methods:
         if method not in METHODS:
-            raise WhenceError(f"method is {method!r}.{nearest(method, METHODS)}")
-    round = opened(policy, recording, dtype=dtype)
+            raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
+    round = open_round(policy, recording, dtype=dtype)
     totals: dict[str, Float[Tensor, "epochs n"]] = {}
     with (
-        kept_generators(),
+        preserve_rng_state(),
         eval_mode(list(round.view.module.modules())),
         torch.inference_mode(False),
         torch.enable_grad(),
-        told_of_divergence(round),
+        raise_on_divergence(round),
     ):
         target = check_target(target, round)
         plans = schedule.planned(round, target, methods, memory)
@@ -140,7 +140,7 @@ def attribute_round_by(
 
 
 def _influences(
-    totals: Float[Tensor, "epochs n"], round: Round, target: Target, method: str, *, per_epoch: bool
+    totals: Float[Tensor, "epochs n"], round: SteppedRound, target: Target, method: str, *, per_epoch: bool
 ) -> list[Influence]:
     if not torch.isfinite(totals).all():
         raise NonFinite(
@@ -151,13 +151,13 @@ def _influences(
     return [_influence(one, round, target, method) for one in (totals if per_epoch else [totals.sum(dim=0)])]
 
 
-def _influence(scores: Float[Tensor, " n"], round: Round, target: Target, method: str) -> Influence:
+def _influence(scores: Float[Tensor, " n"], round: SteppedRound, target: Target, method: str) -> Influence:
     recording = round.recording
     return Influence(
         scores=scores,
         record_ids=recording.records.ids.clone(),
         provenance=Provenance(
-            target=name_of(target),
+            target=target_name(target),
             objective=f"round {recording.number}: {recording.update}, {recording.optimizer.name}",
             engine=method,
             engine_reason="asked for",

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from whence.errors import Unsupported, WhenceError
-from whence.guards import eval_mode, kept_buffers, kept_generators, train_mode
-from whence.policies import Params, PolicyView, outputs_of
-from whence.records import RecordBatch, single
+from whence.guards import eval_mode, preserve_buffers, preserve_rng_state, train_mode
+from whence.policies import Params, PolicyView, compute_outputs
+from whence.records import RecordBatch, check_one_per_record
 from whence.rounds.recording import RoundRecording
 
 SAME = 1e-3
-"""Up to how far apart what one policy says of records may be on average; see `outputs_apart` for the units.
+"""Up to how far apart what one policy says of records may be on average; see `compare_outputs` for the units.
 
 Float32 rounds to 1e-6 or so; convolutions on a GPU, which round to 10 bits, differ from a CPU's by up to 1e-3 on
 average, and by several times that on single records.
@@ -59,7 +59,7 @@ def check_collected(view: PolicyView, params: Params, records: RecordBatch, numb
     Raises:
         WhenceError: its log-probs or its values are not those of the records.
     """
-    for name, apart in outputs_apart(view, params, records).items():
+    for name, apart in compare_outputs(view, params, records).items():
         if not apart <= SAME:
             raise WhenceError(
                 f"The recording is of another policy: at the parameters that round {number} began with, this policy's "
@@ -82,7 +82,7 @@ def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
     """
     spread = torch.linspace(0, len(records) - 1, min(64, len(records))).long()  # over all environments
     inputs = view.prepare(records.take(spread))
-    with kept_generators(), kept_buffers(view.module), torch.no_grad():
+    with preserve_rng_state(), preserve_buffers(view.module), torch.no_grad():
         with eval_mode(list(view.module.modules())):
             acting = view(params, inputs)
         with train_mode(view.module):
@@ -93,11 +93,11 @@ def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
                 f"In train mode the policy's {name} is another than in eval mode, as with dropout or with a layer that "
                 "keeps running statistics: what it was trained by was another thing at each step, and cannot be "
                 "stepped through again. Train without such layers or score by the snapshot, whence.attribute; a "
-                "recorded round SB3's own train() replays: whence.sb3.replay."
+                "recorded round SB3's own train() replays: whence.sb3.replay_round."
             )
 
 
-def outputs_apart(view: PolicyView, params: Params, records: RecordBatch, at_once: int = 2048) -> dict[str, float]:
+def compare_outputs(view: PolicyView, params: Params, records: RecordBatch, at_once: int = 2048) -> dict[str, float]:
     """Return how far what a policy says of records is from what was recorded, on average.
 
     Modes and generators are left as they are.
@@ -113,13 +113,13 @@ def outputs_apart(view: PolicyView, params: Params, records: RecordBatch, at_onc
         where that is above 1.
     """
     totals: dict[str, float] = {}
-    with kept_generators(), eval_mode(list(view.module.modules())), torch.no_grad():
+    with preserve_rng_state(), eval_mode(list(view.module.modules())), torch.no_grad():
         for first in range(0, len(records), at_once):
             part = records.take(slice(first, first + at_once))
-            read = outputs_of(view, {"log_prob", "value"}, params, view.prepare(part))
-            pairs = {"log-probs": (single("log_prob", read.log_prob), part.log_probs)}
+            read = compute_outputs(view, {"log_prob", "value"}, params, view.prepare(part))
+            pairs = {"log-probs": (check_one_per_record("log_prob", read.log_prob), part.log_probs)}
             if read.value is not None and part.values is not None:
-                pairs["values"] = (single("value", read.value), part.values)
+                pairs["values"] = (check_one_per_record("value", read.value), part.values)
             for name, (found, recorded) in pairs.items():
                 apart = (found.double() - recorded.to(found.device).double()).abs().sum()
                 totals[name] = totals.get(name, 0.0) + float(apart)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.errors import Unsupported, nearest
+from whence.errors import Unsupported, suggest
 from whence.rounds.recording import OptimizerState
 
 State = Mapping[str, Tensor]
@@ -21,8 +21,8 @@ def check_optimizer(optimizer: OptimizerState) -> None:
     """
     if optimizer.name not in _STEPS:
         raise Unsupported(
-            f"The optimiser {optimizer.name} cannot be replayed step by step.{nearest(optimizer.name, _STEPS)} "
-            "SB3's own train() replays any: whence.sb3.replay."
+            f"The optimiser {optimizer.name} cannot be replayed step by step.{suggest(optimizer.name, _STEPS)} "
+            "SB3's own train() replays any: whence.sb3.replay_round."
         )
     for name in ("maximize", "amsgrad"):
         if optimizer.settings.get(name):

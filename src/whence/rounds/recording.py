@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from whence.errors import RunDirectoryError
-from whence.guards import written_atomically
+from whence.guards import write_atomically
 from whence.objectives import A2C, Objective, PPOClip
 from whence.records import RecordBatch, Tree
 
@@ -145,7 +145,7 @@ class RoundRecording:
             "versions": dict(self.versions),
         }
         metadata = {"format": FORMAT, "version": VERSION, "about": json.dumps(about)}
-        with written_atomically(path) as temporary:
+        with write_atomically(path) as temporary:
             save_file(
                 {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata
             )

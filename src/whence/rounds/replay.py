@@ -11,15 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from whence.errors import NonFinite, Unsupported, WhenceError
-from whence.guards import eval_mode, kept_generators
+from whence.guards import eval_mode, preserve_rng_state
 from whence.objectives import Objective
-from whence.policies import COLUMNS, ModuleView, Outputs, Params, PolicyView, as_view, check_batch_norm, outputs_of
+from whence.policies import COLUMNS, ModuleView, Outputs, Params, PolicyView, as_view, check_batch_norm, compute_outputs
 from whence.records import RecordBatch, Tree, map_tree, take
 from whence.rounds import optimizers
 from whence.rounds.identity import check_collected, check_modes, check_policy
 from whence.rounds.optimizers import State
 from whence.rounds.recording import RoundRecording
-from whence.targets import Target, as_target, name_of
+from whence.targets import Target, as_target, target_name
 
 MARGIN = 3
 """How much larger the process may grow than the tensors of a step, which is all that is measured of it.
@@ -52,7 +52,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Round:
+class SteppedRound:
     """A recorded round, ready to be stepped through with a policy.
 
     Attributes:
@@ -95,7 +95,7 @@ class Round:
         records = self.records.with_columns(take(self.records.columns, positions))
         return Minibatch(positions, records, take(self.inputs, positions))
 
-    def of_one_step(self) -> "Round":
+    def of_one_step(self) -> "SteppedRound":
         """Return a round of the step with the most records alone: what is measured on it holds for the others."""
         largest = max(self.recording.steps, key=len)
         return replace(self, recording=replace(self.recording, minibatches=[largest], epochs=[0], stopped=False))
@@ -109,7 +109,7 @@ class Minibatch(NamedTuple):
     inputs: Tree
 
 
-def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | None = None) -> Round:
+def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype | None = None) -> SteppedRound:
     """Return a round to step through.
 
     Args:
@@ -152,7 +152,7 @@ def opened(policy: object, recording: RoundRecording, *, dtype: torch.dtype | No
     inputs = map_tree(lambda tensor: placed(tensor.detach()), view.prepare(records))
     start = Point(torch.cat([p.flatten() for p in params.values()]), optimizers.begin(recording.optimizer, params))
     shapes = {name: p.shape for name, p in params.items()}
-    return Round(recording, view, shapes, start, records, inputs, recording.update.objective())
+    return SteppedRound(recording, view, shapes, start, records, inputs, recording.update.objective())
 
 
 def _in_dtype(policy: object, dtype: torch.dtype) -> PolicyView:
@@ -171,7 +171,7 @@ def _cast_to(dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def step(round: Round, point: Point, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Point:
+def step(round: SteppedRound, point: Point, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Point:
     """Return where one step leads in which records weigh so much (see `loss`).
 
     A minibatch that weighs nothing is not stepped on. Differentiable in point and weights, under `vmap` too.
@@ -186,7 +186,7 @@ def step(round: Round, point: Point, minibatch: Minibatch, weights: Float[Tensor
     )
 
 
-def loss(round: Round, params: Params, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Float[Tensor, ""]:
+def loss(round: SteppedRound, params: Params, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Float[Tensor, ""]:
     """Return the minibatch's loss with weighted records, `-sum(w l) / sum(w)`.
 
     Advantages are normalised by the weighted mean `sum(w a) / sum(w)` and variance
@@ -195,7 +195,9 @@ def loss(round: Round, params: Params, minibatch: Minibatch, weights: Float[Tens
     return -(weights * values(round, params, minibatch, weights)).sum() / _positive(weights.sum())
 
 
-def values(round: Round, params: Params, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+def values(
+    round: SteppedRound, params: Params, minibatch: Minibatch, weights: Float[Tensor, " b"]
+) -> Float[Tensor, " b"]:
     """Return what the round raises of each record of a minibatch, whose advantages are normalised with the weights."""
     records = minibatch.records
     if round.recording.update.normalize_advantage:
@@ -228,7 +230,7 @@ def clip_factor(gradient: Float[Tensor, " p"], most: float) -> Float[Tensor, ""]
     return (most / (norm + 1e-6)).clamp(max=1.0)
 
 
-def points(round: Round, weights: Float[Tensor, " n"] | None = None) -> Iterator[Point]:
+def points(round: SteppedRound, weights: Float[Tensor, " n"] | None = None) -> Iterator[Point]:
     """Yield where the optimisation stands before each step, and after the last.
 
     Args:
@@ -269,7 +271,7 @@ def replay(
         WhenceError: weights of another shape, negative, or above 0 for fewer than two records that the round trained
             on; or see `opened`.
     """
-    round = opened(policy, recording, dtype=dtype)
+    round = open_round(policy, recording, dtype=dtype)
     if weights is not None:
         if weights.shape != (len(round.records),):
             raise WhenceError(
@@ -278,7 +280,7 @@ def replay(
             )
         weights = check_weights(weights, round)
     modules = list(round.view.module.modules())
-    with kept_generators(), eval_mode(modules), torch.inference_mode(False), told_of_divergence(round):
+    with preserve_rng_state(), eval_mode(modules), torch.inference_mode(False), raise_on_divergence(round):
         for point in points(round, weights):
             last = point
     check_finite(last.params, round)
@@ -286,7 +288,7 @@ def replay(
 
 
 def check_weights(
-    weights: Float[Tensor, "*trainings n"], round: Round, *, anew: bool = False
+    weights: Float[Tensor, "*trainings n"], round: SteppedRound, *, anew: bool = False
 ) -> Float[Tensor, "*trainings n"]:
     """Return weights of one training or of several in the round's dtype and on its device.
 
@@ -314,7 +316,7 @@ def check_weights(
 
 
 @contextmanager
-def told_of_divergence(round: Round) -> Iterator[None]:
+def raise_on_divergence(round: SteppedRound) -> Iterator[None]:
     """Raise `NonFinite` where a distribution of torch refuses what a diverged policy says."""
     try:
         yield
@@ -327,7 +329,7 @@ def told_of_divergence(round: Round) -> Iterator[None]:
         ) from refused
 
 
-def check_finite(params: Float[Tensor, "*trainings p"], round: Round) -> None:
+def check_finite(params: Float[Tensor, "*trainings p"], round: SteppedRound) -> None:
     """Refuse parameters that training has made something else than numbers.
 
     Raises:
@@ -344,7 +346,7 @@ def check_finite(params: Float[Tensor, "*trainings p"], round: Round) -> None:
     )
 
 
-def check_target(target: Target, round: Round) -> Target:
+def check_target(target: Target, round: SteppedRound) -> Target:
     """Return a target that can be measured on the records of a round.
 
     Raises:
@@ -354,7 +356,7 @@ def check_target(target: Target, round: Round) -> Target:
     target = as_target(target)
     records = round.records
     free = {name: p.detach().requires_grad_() for name, p in round.named(round.start.params).items()}
-    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
         try:
             value = target(round.view, free, records)
         except Exception as wrong:
@@ -362,19 +364,19 @@ def check_target(target: Target, round: Round) -> Target:
             if isinstance(wrong, WhenceError) or "NoneType" not in str(wrong) or not lacking:
                 raise
             raise WhenceError(
-                f"The target {name_of(target)} fails on the recording of round {round.recording.number} with "
+                f"The target {target_name(target)} fails on the recording of round {round.recording.number} with "
                 f"{type(wrong).__name__}: {wrong}. The recording lacks {', '.join(lacking)}: take a target that reads "
                 "none of these, or record a round that has them. If it reads none, look at what it makes of the "
                 "policy's outputs."
             ) from wrong
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise WhenceError(f"The target {name_of(target)} returned {got}; a scalar tensor is needed.")
+        raise WhenceError(f"The target {target_name(target)} returned {got}; a scalar tensor is needed.")
     return target
 
 
-def _outputs(round: Round, params: Params, inputs: Tree) -> Outputs:
-    return outputs_of(round.view, getattr(round.objective, "reads", COLUMNS), params, inputs)
+def _outputs(round: SteppedRound, params: Params, inputs: Tree) -> Outputs:
+    return compute_outputs(round.view, getattr(round.objective, "reads", COLUMNS), params, inputs)
 
 
 def _positive(total: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.engines.forward import along_direction
-from whence.engines.memory import bytes_held
+from whence.engines.memory import measure_bytes
 from whence.errors import WhenceError
-from whence.guards import eval_mode, kept_generators
+from whence.guards import eval_mode, preserve_rng_state
 from whence.rounds import optimizers
-from whence.rounds.replay import MARGIN, Minibatch, Point, Round, clip_factor, loss, points, step, values
-from whence.targets import Target, name_of
+from whence.rounds.replay import MARGIN, Minibatch, Point, SteppedRound, clip_factor, loss, points, step, values
+from whence.targets import Target, target_name
 
 Vector = Float[Tensor, " p"]
 """Something of all parameters, as a `Point` has them."""
@@ -36,10 +36,10 @@ SCHEDULED = (*_WALKED, UNROLLED)
 """Ways to attribute a round along its own schedule."""
 
 
-def snapshot(round: Round, target: Target) -> Float[Tensor, " n"]:
+def snapshot(round: SteppedRound, target: Target) -> Float[Tensor, " n"]:
     """Return `<grad f, grad l_i>` at the policy that collected the round, advantages normalised over all of it."""
     everything = Minibatch(torch.arange(len(round.records)), round.records, round.inputs)
-    with kept_generators(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
         return _along(round, round.start, everything, target_gradient(round, round.start.params, target))
 
 
@@ -54,7 +54,7 @@ class Pass(NamedTuple):
     """
 
     methods: tuple[str, ...]
-    scores: Callable[[Round, Target, int], Mapping[str, Scores]]
+    scores: Callable[[SteppedRound, Target, int], Mapping[str, Scores]]
     backwards: bool
 
     def points_held(self, count: int, every: int) -> int:
@@ -73,7 +73,7 @@ def passes(methods: Collection[str]) -> list[Pass]:
     return found
 
 
-def planned(round: Round, target: Target, methods: Collection[str], memory: int) -> list[Totals]:
+def planned(round: SteppedRound, target: Target, methods: Collection[str], memory: int) -> list[Totals]:
     """Return functions that score a round by some of `SCHEDULED`; before they are called a step is all that is done.
 
     Raises:
@@ -82,7 +82,7 @@ def planned(round: Round, target: Target, methods: Collection[str], memory: int)
     return [partial(_totals, round, target, one, _kept_every(round, target, one, memory)) for one in passes(methods)]
 
 
-def _totals(round: Round, target: Target, one: Pass, every: int) -> dict[str, Float[Tensor, "epochs n"]]:
+def _totals(round: SteppedRound, target: Target, one: Pass, every: int) -> dict[str, Float[Tensor, "epochs n"]]:
     """Return the scores of each record in each epoch, on the CPU, by method."""
     recording, like = round.recording, round.records.log_probs
     totals = {}
@@ -94,7 +94,7 @@ def _totals(round: Round, target: Target, one: Pass, every: int) -> dict[str, Fl
     return totals
 
 
-def _kept_every(round: Round, target: Target, one: Pass, memory: int) -> int:
+def _kept_every(round: SteppedRound, target: Target, one: Pass, memory: int) -> int:
     """Return at which steps points are kept, so that as few as possible have to be made again.
 
     Raises:
@@ -104,7 +104,7 @@ def _kept_every(round: Round, target: Target, one: Pass, memory: int) -> int:
     if count == 0:
         return 1
     alone = round.of_one_step()
-    measured = max(bytes_held(lambda: one.scores(alone, target, 1)))
+    measured = max(measure_bytes(lambda: one.scores(alone, target, 1)))
     like = round.records.log_probs
     scores = like.itemsize * (sum(map(len, round.recording.steps)) + (max(round.recording.epochs) + 2) * len(like))
     fixed, point = MARGIN * measured + scores * len(one.methods), round.start.nbytes
@@ -123,7 +123,7 @@ def _kept_every(round: Round, target: Target, one: Pass, memory: int) -> int:
     )
 
 
-def _walked(methods: Collection[str], round: Round, target: Target, every: int) -> Mapping[str, Scores]:
+def _walked(methods: Collection[str], round: SteppedRound, target: Target, every: int) -> Mapping[str, Scores]:
     """Return the scores of methods that ask for the target's gradient at every step, which is most of their cost."""
     optimizer = round.recording.optimizer
     carried = torch.zeros_like(round.start.params)
@@ -147,7 +147,7 @@ def _walked(methods: Collection[str], round: Round, target: Target, every: int) 
     return found
 
 
-def _factor(round: Round, before: Point, minibatch: Minibatch) -> Tensor:
+def _factor(round: SteppedRound, before: Point, minibatch: Minibatch) -> Tensor:
     """Return what a step multiplies each record's gradient by, before the optimiser scales it."""
     ones, recording = torch.ones_like(minibatch.records.log_probs), round.recording
     gradient = torch.func.grad(lambda free: loss(round, round.named(free), minibatch, ones))(before.params)
@@ -156,13 +156,13 @@ def _factor(round: Round, before: Point, minibatch: Minibatch) -> Tensor:
     return factor.detach()
 
 
-def _forwards(round: Round) -> Iterator[tuple[int, Point, Point]]:
+def _forwards(round: SteppedRound) -> Iterator[tuple[int, Point, Point]]:
     """Yield each step with the points before and after it."""
     for number, (before, after) in enumerate(pairwise(point.map(Tensor.detach) for point in points(round))):
         yield number, before, after
 
 
-def _backwards(round: Round, every: int) -> Iterator[tuple[int, Point, Point]]:
+def _backwards(round: SteppedRound, every: int) -> Iterator[tuple[int, Point, Point]]:
     """Yield each step with the points before and after it, the last first.
 
     Points are kept at each `every`-th step and made again in between.
@@ -186,7 +186,7 @@ def _backwards(round: Round, every: int) -> Iterator[tuple[int, Point, Point]]:
             after = before
 
 
-def _unrolled(round: Round, target: Target, every: int) -> Mapping[str, Scores]:
+def _unrolled(round: SteppedRound, target: Target, every: int) -> Mapping[str, Scores]:
     found: Scores = [torch.empty(0)] * len(round)
     adjoint = None
     for number, before, after in _backwards(round, every):
@@ -196,7 +196,7 @@ def _unrolled(round: Round, target: Target, every: int) -> Mapping[str, Scores]:
     return {UNROLLED: found}
 
 
-def _back(round: Round, point: Point, minibatch: Minibatch, adjoint: Point) -> tuple[Float[Tensor, " b"], Point]:
+def _back(round: SteppedRound, point: Point, minibatch: Minibatch, adjoint: Point) -> tuple[Float[Tensor, " b"], Point]:
     """Take the derivative by what a step leads to back to its weights and to where it began."""
     weights = torch.ones_like(minibatch.records.log_probs)
     pull = torch.func.vjp(lambda p, w: step(round, p, minibatch, w), point, weights)[1]
@@ -204,14 +204,14 @@ def _back(round: Round, point: Point, minibatch: Minibatch, adjoint: Point) -> t
     return scores.detach(), before.map(Tensor.detach)
 
 
-def _along(round: Round, point: Point, minibatch: Minibatch, direction: Vector) -> Float[Tensor, " b"]:
+def _along(round: SteppedRound, point: Point, minibatch: Minibatch, direction: Vector) -> Float[Tensor, " b"]:
     """Return each record's derivative of what the round raises along a direction."""
     ones = torch.ones_like(minibatch.records.log_probs)
     along = round.named(direction.detach())
     return along_direction(lambda params: values(round, params, minibatch, ones), round.named(point.params), along)
 
 
-def target_gradient(round: Round, params: Vector, target: Target) -> Vector:
+def target_gradient(round: SteppedRound, params: Vector, target: Target) -> Vector:
     """Return the gradient of a target at some parameters; zeros where it depends on none of a tensor's.
 
     Raises:
@@ -221,6 +221,6 @@ def target_gradient(round: Round, params: Vector, target: Target) -> Vector:
     value = target(round.view, free, round.records)
     found = torch.autograd.grad(value, list(free.values()), allow_unused=True) if value.requires_grad else [None]
     if all(gradient is None for gradient in found):
-        raise WhenceError(f"The target {name_of(target)} depends on no parameter, so no record can move it.")
+        raise WhenceError(f"The target {target_name(target)} depends on no parameter, so no record can move it.")
     reached = zip(free.items(), found, strict=True)
     return round.laid_out({name: torch.zeros_like(p) if own is None else own for (name, p), own in reached})

@@ -23,12 +23,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from whence.engines.memory import bytes_held
+from whence.engines.memory import measure_bytes
 from whence.errors import WhenceError
 from whence.objectives import Objective, PPOClip
 from whence.policies import Outputs
 from whence.records import RecordBatch
-from whence.rounds.replay import MARGIN, Point, Round, step
+from whence.rounds.replay import MARGIN, Point, SteppedRound, step
 from whence.rounds.schedule import Totals, target_gradient
 from whence.targets import Target
 
@@ -82,7 +82,7 @@ class Draws:
     epochs: Sequence[int]
 
 
-def drawn(round: Round, count: int, share: float, generator: torch.Generator) -> Draws:
+def drawn(round: SteppedRound, count: int, share: float, generator: torch.Generator) -> Draws:
     """Draw subsets, and orders in which minibatches hold as many of their records as the round's own did.
 
     A trailing minibatch of less than a quarter of that joins its predecessor.
@@ -122,7 +122,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def planned(
-    round: Round, target: Target, memory: int, *, draws: int = DRAWS, share: float = SHARE, seed: int = 0
+    round: SteppedRound, target: Target, memory: int, *, draws: int = DRAWS, share: float = SHARE, seed: int = 0
 ) -> Totals:
     """Return a function that scores a round by "smoothed"; before it is called a step is all that is done.
 
@@ -152,7 +152,7 @@ def planned(
     every = max(1, math.isqrt(count))
     held = math.ceil(count / every) + every + 2
     one_step = replace(single, steps=single.steps[:1], epochs=[0])
-    step = MARGIN * max(bytes_held(lambda: derivatives(round, one_step, target, 1)))
+    step = MARGIN * max(measure_bytes(lambda: derivatives(round, one_step, target, 1)))
     alone = step + held * round.start.nbytes + 2 * of_epochs  # scores, and the weights along the steps
     everything = draws * (single.weights.nbytes + sum(part.nbytes for part in single.steps)) + 3 * of_epochs
     if (needed := everything + alone) > memory:
@@ -167,7 +167,7 @@ def planned(
 
 
 def averaged(
-    round: Round, target: Target, made: Draws, every: int, at_once: int, width: float = WIDTH
+    round: SteppedRound, target: Target, made: Draws, every: int, at_once: int, width: float = WIDTH
 ) -> Float[Tensor, "epochs n"]:
     """Return the mean of what `derivatives` makes of the draws, `at_once` at a time, on the CPU; see `planned`."""
     like, epochs = made.weights, made.epochs[-1] + 1
@@ -207,7 +207,7 @@ def _weighed(
 
 
 def derivatives(
-    round: Round, draws: Draws, target: Target, every: int, width: float = WIDTH
+    round: SteppedRound, draws: Draws, target: Target, every: int, width: float = WIDTH
 ) -> Float[Tensor, "epochs m n"]:
     """Return the derivative of the target at the end by each record's weight, by epoch and draw.
 
@@ -221,7 +221,7 @@ def derivatives(
     soft = replace(round, objective=softened(round.objective, width))
     count = len(draws.weights)
 
-    def one(through: Round, point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " b"]) -> Point:
+    def one(through: SteppedRound, point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " b"]) -> Point:
         return step(through, point, through.at(positions), weights)
 
     def back(

@@ -14,7 +14,7 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from torch import Tensor
 
-from whence.errors import InvalidRecords, Unsupported, WhenceError, nearest
+from whence.errors import InvalidRecords, Unsupported, WhenceError, suggest
 from whence.records import RecordBatch, Tree
 from whence.sb3.contrib import (
     MaskableDictRolloutBuffer,
@@ -26,7 +26,7 @@ from whence.sb3.contrib import (
 from whence.sb3.episodes import Ongoing, number_episodes
 from whence.sb3.policy import check_policy
 from whence.sb3.recorder import Recorder
-from whence.sb3.train_hook import own_class
+from whence.sb3.train_hook import original_class
 from whence.selection import Selection
 
 Last: TypeAlias = Literal["keep", "drop"]
@@ -54,7 +54,7 @@ def check_model(model: Any) -> None:
         raise Unsupported(
             f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are, and MaskablePPO of sb3-contrib."
         )
-    if own_class(model).train is not base.train:
+    if original_class(model).train is not base.train:
         raise Unsupported(
             f"{name} overrides train(), so whence cannot know which records it trains on. Use {base.__name__}."
         )
@@ -82,7 +82,7 @@ def snapshot(model: Any) -> RecordBatch:
         InvalidRecords: the buffer is not full, or `train()` has flattened it.
     """
     check_model(model)
-    return read(model, model.rollout_buffer)[0]
+    return read_buffer(model, model.rollout_buffer)[0]
 
 
 def collect(model: Any) -> RecordBatch:
@@ -108,10 +108,10 @@ def collect(model: Any) -> RecordBatch:
     # Whether a MaskablePPO was trained with masks it does not say; learn() uses them unless told otherwise.
     masked = {"use_masking": is_masking_supported(model.env)} if isinstance(model, MaskablePPO) else {}
     model.collect_rollouts(model.env, callback, buffer, n_rollout_steps=model.n_steps, **masked)
-    return read(model, buffer)[0]
+    return read_buffer(model, buffer)[0]
 
 
-def read(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = None) -> tuple[RecordBatch, Ongoing]:
+def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = None) -> tuple[RecordBatch, Ongoing]:
     """Read the records of a full buffer, and how its last episodes stand; `ongoing` says how the first ones stood."""
     if not buffer.full:
         raise InvalidRecords(
@@ -198,7 +198,7 @@ def select_from(
         else:
             weights = selection.weights.double().numpy()
             order = np.random.choice(len(keep), size=draws, p=weights / weights.sum())  # noqa: NPY002
-        for indices in minibatches(order, batch_size or len(keep), last=last, join=not whole):
+        for indices in cut_minibatches(order, batch_size or len(keep), last=last, join=not whole):
             if recorder is not None:
                 recorder.minibatch(indices)
             yield buffer._get_samples(indices)
@@ -222,7 +222,7 @@ def _draw_order(buffer: RolloutBuffer, own_get: Any) -> NDArray[np.int64]:
     return order  # type: ignore[no-any-return]
 
 
-def minibatches(order: NDArray[np.int64], batch_size: int, *, last: Last, join: bool) -> list[NDArray[np.int64]]:
+def cut_minibatches(order: NDArray[np.int64], batch_size: int, *, last: Last, join: bool) -> list[NDArray[np.int64]]:
     """Cut an order of records into minibatches.
 
     Args:
@@ -245,4 +245,4 @@ def minibatches(order: NDArray[np.int64], batch_size: int, *, last: Last, join: 
 def check_last(last: str) -> None:
     """Refuse an unknown value of `last`."""
     if last not in get_args(Last):
-        raise WhenceError(f"last is {last!r}.{nearest(str(last), get_args(Last))}")
+        raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")

@@ -12,26 +12,26 @@ import numpy as np
 import polars as pl
 from stable_baselines3.common.callbacks import BaseCallback
 
-from whence.advice import advice
+from whence.advice import give_advice
 from whence.attribution import attribute
 from whence.engines import ENGINES
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.influence import Influence
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.runs import RunDirectory, without_addresses
-from whence.sb3.buffer import Last, check_last, check_model, read, select_from
+from whence.runs import RunDirectory, strip_addresses
+from whence.sb3.buffer import Last, check_last, check_model, read_buffer, select_from
 from whence.sb3.description import describe
 from whence.sb3.episodes import STATE, Ongoing
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups
 from whence.sb3.state import named_tensors
-from whence.sb3.train_hook import around_next_train, cancel
+from whence.sb3.train_hook import cancel_hook, wrap_next_train
 from whence.selection import Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
-from whence.tables import summary, with_selection
-from whence.targets import Return, Target, as_target, name_of
+from whence.tables import add_selection, summarise_selection
+from whence.targets import Return, Target, as_target, target_name
 
 log = logging.getLogger("whence")
 
@@ -122,7 +122,7 @@ class InfluenceCallback(BaseCallback):
                 f"rule is {rule!r}; pass an instance, such as IIF(drop=0.5), with `needs_influence` and `select`."
             )
         if engine not in ("auto", *ENGINES):
-            raise WhenceError(f"engine is {engine!r}.{nearest(str(engine), ['auto', *ENGINES])}")
+            raise WhenceError(f"engine is {engine!r}.{suggest(str(engine), ['auto', *ENGINES])}")
         check_last(last)
         if not isinstance(run, str | Path | RunDirectory | None):
             raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
@@ -212,9 +212,9 @@ class InfluenceCallback(BaseCallback):
     def settings(self) -> dict[str, Any]:
         """Return how records are scored and selected, in JSON types, for the run's configuration."""
         return {
-            "rule": without_addresses(repr(self.rule)),
-            "target": without_addresses(name_of(self.target)),
-            "objective": "the model's" if self.objective is None else without_addresses(repr(self.objective)),
+            "rule": strip_addresses(repr(self.rule)),
+            "target": strip_addresses(target_name(self.target)),
+            "objective": "the model's" if self.objective is None else strip_addresses(repr(self.objective)),
             "engine": self.engine,
             "last": self.last,
         }
@@ -231,7 +231,7 @@ class InfluenceCallback(BaseCallback):
         return 1 - self.model.num_timesteps / self.model._total_timesteps
 
     def _init_callback(self) -> None:
-        cancel(self.model)  # of a learn() that was broken off between a rollout and its training
+        cancel_hook(self.model)  # of a learn() that was broken off between a rollout and its training
         self.check_model()
         if self._run is None and self._run_path is not None:
             config = describe(self.model) | self.settings()
@@ -261,7 +261,7 @@ class InfluenceCallback(BaseCallback):
     def _on_rollout_end(self) -> None:
         seconds = {"collection": self._collection.seconds()}
         scoring = Stopwatch()
-        records, self._ongoing = read(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
+        records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
         self._read_at = self.model.num_timesteps
         choice = self.choose(records)
         seconds["scoring"] = scoring.seconds()
@@ -271,14 +271,14 @@ class InfluenceCallback(BaseCallback):
         metrics = {
             "round": self.round.number,
             "timestep": int(records.ids.max()) + 1,
-            **summary(choice.selection, choice.influence),
+            **summarise_selection(choice.selection, choice.influence),
             "episode_return": self._episode_return(),
         }
         metrics["skipped"] = metrics["kept"] < 2
         metrics |= choice.metrics
         self._log(metrics, choice.metrics, scoring_seconds=seconds["scoring"]["wall"])
         self._write_round(self.round)
-        around_next_train(self.model, lambda train: self._train(train, metrics, seconds))
+        wrap_next_train(self.model, lambda train: self._train(train, metrics, seconds))
 
     def _count_skipped(self, current: RoundResult) -> None:
         kept = int(current.selection.keep.sum())
@@ -302,7 +302,7 @@ class InfluenceCallback(BaseCallback):
         self._write_rows(metrics, {**seconds, "optimisation": self._optimisation.seconds()})
 
     def _on_training_end(self) -> None:
-        cancel(self.model)
+        cancel_hook(self.model)
         if self._run is not None:
             self._run.write_policy(self._rounds + 1, named_tensors(self.model.policy))
 
@@ -328,7 +328,7 @@ class InfluenceCallback(BaseCallback):
     def _write_round(self, current: RoundResult) -> None:
         if self._run is None:
             return
-        table = with_selection(current.records.to_polars(observations=True), current.selection, current.influence)
+        table = add_selection(current.records.to_polars(observations=True), current.selection, current.influence)
         self._run.write_round("records", current.number, table)
         self._run.write_round("episodes", current.number, self._episodes(table))
         self._run.write_policy(current.number, named_tensors(self.model.policy))
@@ -355,7 +355,7 @@ class InfluenceCallback(BaseCallback):
     def _advise(self) -> None:
         table = pl.DataFrame(self.metrics, infer_schema_length=None)
         config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}
-        for one in advice(table, config):
+        for one in give_advice(table, config):
             if one.kind not in self._advised:
                 self._advised.add(one.kind)
                 log.warning("round %d: %s", one.round, one.text)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from stable_baselines3 import PPO
 
-from whence.runs import without_addresses
+from whence.runs import strip_addresses
 
 # What PPO's constructor takes beside its hyper-parameters: what is trained, where, and what is told of it.
 _OTHERS = (
@@ -56,7 +56,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, type) or inspect.isroutine(value):
         return f"{value.__module__}.{value.__qualname__}"
-    return without_addresses(repr(value))
+    return strip_addresses(repr(value))
 
 
 def _setting(value: Any) -> Any:

@@ -17,10 +17,10 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-from whence.errors import Unsupported, WhenceError, nearest
-from whence.guards import eval_mode, kept_generators
-from whence.records import Tree, leaves, map_tree
-from whence.sb3.gsde import fresh_noise
+from whence.errors import Unsupported, WhenceError, suggest
+from whence.guards import eval_mode, preserve_rng_state
+from whence.records import Tree, map_tree, named_leaves
+from whence.sb3.gsde import use_fresh_noise
 
 # EnvPool spells some ids in its own way.
 _NAMES = {"highway-v0": "Highway-v0"}
@@ -52,7 +52,7 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
     name = _NAMES.get(name, name)
     known = envpool.list_all_envs()
     if name not in known:
-        raise WhenceError(f"EnvPool has no environment {name!r}.{nearest(name, known)}")
+        raise WhenceError(f"EnvPool has no environment {name!r}.{suggest(name, known)}")
     try:
         pool = envpool.make(name, env_type="gymnasium", num_envs=n_envs, num_threads=1, seed=seed, **kwargs)
     except (TypeError, ValueError, AssertionError) as wrong:
@@ -121,7 +121,9 @@ class EnvPoolVecEnv(VecEnv):
         if len(over):
             last = _rows(observations, over)  # a copy, before the next episodes' first ones take the place
             first, about = self._pool.reset(over)
-            for (_, part), (_, fresh) in zip(leaves(observations), leaves(picked(first, self._key)), strict=True):
+            for (_, part), (_, fresh) in zip(
+                named_leaves(observations), named_leaves(picked(first, self._key)), strict=True
+            ):
                 part[about["env_id"]] = fresh
             for row, env in enumerate(over):
                 infos[env] = {
@@ -190,8 +192,8 @@ def evaluate_pool(
     pool = make_pool(env, kwargs, episodes, seed)
     returns = np.zeros(episodes)
     box = model.action_space if isinstance(model.action_space, spaces.Box) else None
-    policy, noise = cast(ActorCriticPolicy, model.policy), fresh_noise(model, episodes)
-    with kept_generators(), eval_mode(policy.modules()), torch.no_grad(), noise as renew:
+    policy, noise = cast(ActorCriticPolicy, model.policy), use_fresh_noise(model, episodes)
+    with preserve_rng_state(), eval_mode(policy.modules()), torch.no_grad(), noise as renew:
         torch.manual_seed(seed)
         found, about = pool.reset()
         ids, observations, begins = about["env_id"], picked(found, key), True

@@ -13,7 +13,7 @@ Renew: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.bool_]], None]
 
 
 @contextmanager
-def fresh_noise(model: Any, n_envs: int) -> Iterator[Renew]:
+def use_fresh_noise(model: Any, n_envs: int) -> Iterator[Renew]:
     """Give each of `n_envs` environments gSDE noise of its own; the policy has its own noise back on exit.
 
     Yields a function to call before each step, with the environments (envs,) that the policy is about to see and

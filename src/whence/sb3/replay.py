@@ -12,7 +12,7 @@ from stable_baselines3.common.utils import FloatSchedule
 from torch import Tensor
 
 from whence.errors import WhenceError
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.policies import as_view
 from whence.records import Tree
 from whence.rounds import RoundRecording
@@ -23,7 +23,7 @@ from whence.sb3.state import copy_tensors, load_tensors, named_tensors, preserve
 log = logging.getLogger("whence")
 
 
-def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
+def replay_round(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
     """Let SB3's own `train()` do a recorded round again, and return parameters and buffers after it.
 
     On the CPU, with the recorded versions, the result is the recorded one bit for bit; the logger "whence" of Python's
@@ -39,7 +39,7 @@ def replay(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
     """
     _check_same(model, recording)
     _warn_about_versions(model, recording)
-    with preserve_model(model), kept_generators():
+    with preserve_model(model), preserve_rng_state():
         _load_recording(model, recording)
         view = as_view(model.policy)
         check_collected(view, view.parameters(), recording.records, recording.number)

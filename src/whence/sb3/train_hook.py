@@ -6,7 +6,7 @@ from typing import Any
 from whence.errors import WhenceError
 
 
-def around_next_train(model: Any, around: Callable[[Callable[[], None]], None]) -> None:
+def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None]) -> None:
     """Let the next `model.train()` of this rollout run as `around(train)`, with SB3's own `train`.
 
     The model's class stands aside for the time between: an attribute on the model would end up in `model.save()`.
@@ -17,7 +17,7 @@ def around_next_train(model: Any, around: Callable[[Callable[[], None]], None]) 
     """
     rollout = model.rollout_buffer.rewards  # each rollout has arrays of its own
     taken = vars(type(model)).get(_MARK) is rollout
-    cancel(model)
+    cancel_hook(model)
     if taken:
         raise WhenceError(
             "Two InfluenceCallbacks in one learn() select from the same rollout, and only one selection can train. "
@@ -26,7 +26,7 @@ def around_next_train(model: Any, around: Callable[[Callable[[], None]], None]) 
     own = type(model)
 
     def train(self: Any) -> None:
-        cancel(self)
+        cancel_hook(self)
         if self.rollout_buffer.rewards is rollout:
             around(self.train)
         else:
@@ -36,13 +36,13 @@ def around_next_train(model: Any, around: Callable[[Callable[[], None]], None]) 
     model.__class__ = type(own.__name__, (own,), namespace)
 
 
-def own_class(model: Any) -> Any:
+def original_class(model: Any) -> Any:
     """Return the model's class, also while another stands in for it."""
     return type(model).__mro__[1] if _MARK in vars(type(model)) else type(model)
 
 
-def cancel(model: Any) -> None:
-    """Give the model its own class back, where `around_next_train` put another in its place."""
+def cancel_hook(model: Any) -> None:
+    """Give the model its own class back, where `wrap_next_train` put another in its place."""
     if _MARK in vars(type(model)):
         model.__class__ = type(model).__base__
 

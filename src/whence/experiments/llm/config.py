@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from whence.engines import ENGINES
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments.llm.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, split_arm
 from whence.experiments.llm.settings import DEFAULT_ROUNDS, TASKS, task_settings
 from whence.experiments.shared import STANDARD
@@ -70,24 +70,24 @@ class LanguageConfig:
     def __post_init__(self) -> None:
         selection, target = split_arm(self.arm)
         if selection not in LANGUAGE_ARMS:
-            raise WhenceError(f"The selection {selection!r} is unknown.{nearest(selection, LANGUAGE_ARMS)}")
+            raise WhenceError(f"The selection {selection!r} is unknown.{suggest(selection, LANGUAGE_ARMS)}")
         if target is not None and target not in LANGUAGE_TARGETS:
-            raise WhenceError(f"The target {target!r} is unknown.{nearest(target, LANGUAGE_TARGETS)}")
+            raise WhenceError(f"The target {target!r} is unknown.{suggest(target, LANGUAGE_TARGETS)}")
         if target is not None and LANGUAGE_ARMS[selection].target is None:
             raise WhenceError(f"The target {target!r} has no effect: {selection} scores nothing. Leave it out.")
         if self.task is not None and self.task not in TASKS:
-            raise WhenceError(f"The task {self.task!r} is unknown.{nearest(self.task, TASKS)}")
+            raise WhenceError(f"The task {self.task!r} is unknown.{suggest(self.task, TASKS)}")
         if self.dtype not in DTYPES:
-            raise WhenceError(f"The dtype {self.dtype!r} is unknown.{nearest(self.dtype, DTYPES)}")
+            raise WhenceError(f"The dtype {self.dtype!r} is unknown.{suggest(self.dtype, DTYPES)}")
         if self.dtype == "bfloat16" and not self.lora:
             raise WhenceError(
                 "bfloat16 parameters are too coarse for the steps that are taken on them. Train an adapter (--lora "
                 "16), or hold them in float32 and set ACCELERATE_MIXED_PRECISION=bf16."
             )
         if self.algorithm not in ALGORITHMS:
-            raise WhenceError(f"The algorithm {self.algorithm!r} is unknown.{nearest(self.algorithm, ALGORITHMS)}")
+            raise WhenceError(f"The algorithm {self.algorithm!r} is unknown.{suggest(self.algorithm, ALGORITHMS)}")
         if self.engine not in ("auto", *ENGINES):
-            raise WhenceError(f"The engine {self.engine!r} is unknown.{nearest(self.engine, ['auto', *ENGINES])}")
+            raise WhenceError(f"The engine {self.engine!r} is unknown.{suggest(self.engine, ['auto', *ENGINES])}")
         for name, least in (("seed", 0), ("lora", 0), ("held_out", 0), ("test_problems", 1), ("samples", 1)):
             if getattr(self, name) < least:
                 raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")

@@ -12,18 +12,18 @@ from whence.errors import WhenceError
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.tasks import (
     Task,
-    drawing_of,
+    load_task,
+    make_drawing_config,
     make_validation_target,
     scoring_memory,
     split_held_out,
-    task_of,
 )
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.llm.config import PPOConfig
-from whence.llm.footprint import Pass, Rows, generating_pass, reading_pass, size_of, training_pass, without_weights
+from whence.llm.footprint import Pass, Rows, count_bytes, generating_pass, reading_pass, training_pass, without_weights
 from whence.llm.generation import check_tokenizer
 from whence.llm.model import WithValueHead
-from whence.llm.prompts import NO_PROMPTS, prompts_of
+from whence.llm.prompts import NO_PROMPTS, read_prompts
 from whence.llm.rewards import Reward
 from whence.llm.targets import SequenceReturn
 from whence.llm.trl_settings import check_selectable, has_router_loss
@@ -63,7 +63,7 @@ class Estimate:
         return {**asdict(self), "peak": self.peak}
 
 
-def estimate(config: LanguageConfig) -> Estimate:
+def estimate_run(config: LanguageConfig) -> Estimate:
     """Check what a run is asked for as far as that goes without weights, and return what it would take.
 
     Tokenizer, prompts and the configurations of models are loaded, and reward functions. Passes are over rows with the
@@ -73,7 +73,7 @@ def estimate(config: LanguageConfig) -> Estimate:
         WhenceError: what cannot be loaded, a prompt that does not fit, a reward that needs a column there is not.
         Unsupported: a model that cannot be run without weights, or that a selection cannot train.
     """
-    task = task_of(config, weights=False)
+    task = load_task(config, weights=False)
     check_tokenizer(task.tokenizer)
     settings = make_trainer_config(config, "runs/estimated")
     if config.algorithm != "ppo":
@@ -87,7 +87,7 @@ def estimate(config: LanguageConfig) -> Estimate:
         if plan.disables_dropout and isinstance(module, nn.Dropout):
             module.p = 0.0
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    gradients = size_of(model, trained=True)
+    gradients = count_bytes(model, trained=True)
 
     model.eval()
     drawn = generating_pass(task.model, replace(rows, rows=plan.drawn), mixed)
@@ -119,8 +119,8 @@ def estimate(config: LanguageConfig) -> Estimate:
         prompt_tokens=rows.prompt,
         response_tokens=plan.response,
         stays={
-            "weights": size_of(model),
-            "start model": size_of(task.model) if is_copied else 0,
+            "weights": count_bytes(model),
+            "start model": count_bytes(task.model) if is_copied else 0,
             "Adam": 2 * gradients,
         },
         stages=stages,
@@ -144,7 +144,7 @@ class _Lengths(NamedTuple):
 
 def _lengths(config: LanguageConfig, settings: Any, task: Task) -> _Lengths:
     """Return prompts' lengths, each of which fits, with the columns that the reward asks for."""
-    drawing = drawing_of(config)
+    drawing = make_drawing_config(config)
     own = settings if isinstance(settings, PPOConfig) else drawing
     context = getattr(task.model.config, "max_position_embeddings", None)
 
@@ -152,7 +152,7 @@ def _lengths(config: LanguageConfig, settings: Any, task: Task) -> _Lengths:
         return (
             []
             if prompts is None
-            else [len(ids) for ids in prompts_of(prompts, task.tokenizer, how, context, rewards).ids]
+            else [len(ids) for ids in read_prompts(prompts, task.tokenizer, how, context, rewards).ids]
         )
 
     trained, held_out = split_held_out(config, task)
@@ -174,7 +174,7 @@ def _scoring(model: Any, rows: Rows, total: int, target: Rows | None, memory: in
         target: rows that the target has of its own; None: it is taken over those that are scored.
         memory: bytes that scoring may hold; None: what a pass holds.
     """
-    gradients, part = size_of(model, trained=True), training_pass(model, rows)
+    gradients, part = count_bytes(model, trained=True), training_pass(model, rows)
     whole = part.held * total // rows.rows
     at_once = memory is not None and whole + gradients <= memory
     # In parts, the target's gradient is held beside a pass, and a target over the same rows is a pass more.

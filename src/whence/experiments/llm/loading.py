@@ -13,12 +13,12 @@ import datasets
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.llm.footprint import without_weights
-from whence.llm.prompts import columns_of
+from whence.llm.prompts import list_columns
 
 
-def function_of(name: str) -> Any:
+def load_function(name: str) -> Any:
     """Return the function that "path/to/file.py:function" or "package.module:function" names; its module is run.
 
     Modules are also looked for in the working directory, and what a file imports beside it.
@@ -41,7 +41,7 @@ def function_of(name: str) -> Any:
         raise WhenceError(f"{place}, which {name} names, cannot be run: {_first_line(wrong)}") from wrong
     if not callable(found := getattr(module, attribute, None)):
         known = [own for own in vars(module) if callable(vars(module)[own]) and not own.startswith("_")]
-        raise WhenceError(f"{place} has no function {attribute!r}.{nearest(attribute, known)}")
+        raise WhenceError(f"{place} has no function {attribute!r}.{suggest(attribute, known)}")
     return found
 
 
@@ -68,7 +68,7 @@ def _imports_from(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def dataset_of(name: str) -> Any:
+def load_data(name: str) -> Any:
     """Return a data set of a directory, a file, or an id, and of several splits the one to train on.
 
     Raises:
@@ -87,32 +87,32 @@ def dataset_of(name: str) -> Any:
     return found["train" if "train" in found else next(iter(found))] if isinstance(found, dict) else found
 
 
-def prompts_in(dataset: Any, name: str) -> Any:
+def check_prompts(dataset: Any, name: str) -> Any:
     """Return a data set that has prompts.
 
     Raises:
         WhenceError: it has no column "prompt".
     """
     try:
-        columns_of(dataset)
+        list_columns(dataset)
     except WhenceError as wrong:
         raise WhenceError(f"{name}: {wrong}") from wrong
     return dataset
 
 
-def model_of(name: str, dtype: str, *, weights: bool = True) -> tuple[Any, Any]:
+def load_model(name: str, dtype: str, *, weights: bool = True) -> tuple[Any, Any]:
     """Return a causal language model and its tokenizer; without weights, a model of shapes alone.
 
     A tokenizer without a pad token pads with the end-of-text token, which masks tell apart.
     """
-    model = loaded(AutoModelForCausalLM, name, weights=weights, dtype=getattr(torch, dtype))
-    tokenizer = loaded(AutoTokenizer, name)
+    model = load_pretrained(AutoModelForCausalLM, name, weights=weights, dtype=getattr(torch, dtype))
+    tokenizer = load_pretrained(AutoTokenizer, name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 
 
-def loaded(kind: Any, name: str, *, weights: bool = True, **how: Any) -> Any:
+def load_pretrained(kind: Any, name: str, *, weights: bool = True, **how: Any) -> Any:
     """Return what one of Transformers' Auto classes makes of a directory or id.
 
     Raises:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 
 TASKS = ("arithmetic", "civility")
 """Laboratories by name."""
@@ -133,5 +133,5 @@ def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]
     tables = _PPO if algorithm == "ppo" else _TRL
     sizes = [known for name, known in tables if name == task]
     if size not in sizes:
-        raise WhenceError(f"The task {task} has no size {size!r}.{nearest(size, sizes)}")
+        raise WhenceError(f"The task {task} has no size {size!r}.{suggest(size, sizes)}")
     return {**tables[task, size], **({"beta": 0.0} if algorithm == "rloo" else {})}

@@ -12,16 +12,16 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from whence.errors import WhenceError
 from whence.experiments.llm.config import LanguageConfig
-from whence.experiments.llm.loading import dataset_of, function_of, loaded, model_of, prompts_in
+from whence.experiments.llm.loading import check_prompts, load_data, load_function, load_model, load_pretrained
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.llm import classifier
 from whence.llm.config import PPOConfig
 from whence.llm.footprint import without_weights
 from whence.llm.generation import generate
 from whence.llm.lab import arithmetic, civility, evaluate
-from whence.llm.lab.civility import answered, measured
-from whence.llm.prompts import columns_of, prompts_of
-from whence.llm.rewards import Reward, asked_for, checked
+from whence.llm.lab.civility import answer_prompts, measure_answers
+from whence.llm.prompts import list_columns, read_prompts
+from whence.llm.rewards import Reward, compute_rewards, find_columns
 from whence.llm.targets import ValidationLoss
 
 
@@ -50,7 +50,7 @@ class Task:
     held_out: Any | None = None
 
 
-def task_of(config: LanguageConfig, *, weights: bool = True, progress: bool = False) -> Task:
+def load_task(config: LanguageConfig, *, weights: bool = True, progress: bool = False) -> Task:
     """Return what a run trains; a laboratory that is not on disk is made.
 
     Args:
@@ -71,7 +71,7 @@ def task_of(config: LanguageConfig, *, weights: bool = True, progress: bool = Fa
 
 def _arithmetic(config: LanguageConfig, weights: bool, progress: bool) -> Task:
     lab = arithmetic(size=config.size, progress=progress)
-    model, tokenizer = model_of(str(lab.model_path), config.dtype, weights=weights)
+    model, tokenizer = load_model(str(lab.model_path), config.dtype, weights=weights)
     problems = list(lab.test["prompt"][: config.test_problems])
 
     def measured(model: Any, tokenizer: Any) -> Mapping[str, float]:
@@ -90,12 +90,12 @@ def _arithmetic(config: LanguageConfig, weights: bool, progress: bool) -> Task:
 
 def _civility(config: LanguageConfig, weights: bool, progress: bool) -> Task:
     lab = civility(size=config.size, progress=progress)
-    model, tokenizer = model_of(str(lab.model_path), config.dtype, weights=weights)
+    model, tokenizer = load_model(str(lab.model_path), config.dtype, weights=weights)
     judge = _judge(str(lab.reward_path), weights)
     prompts = list(lab.test["prompt"][: config.test_problems])
 
     def judged(model: Any, tokenizer: Any) -> Mapping[str, float]:
-        found = measured(lab, answered(model, tokenizer, prompts, seed=config.seed))
+        found = measure_answers(lab, answer_prompts(model, tokenizer, prompts, seed=config.seed))
         civil = 1 - found["toxic"]
         return {"test_return": civil, "standard_error": math.sqrt(civil * (1 - civil) / len(prompts)), **found}
 
@@ -104,21 +104,21 @@ def _civility(config: LanguageConfig, weights: bool, progress: bool) -> Task:
 
 
 def _given(config: LanguageConfig, weights: bool) -> Task:
-    reward = function_of(config.reward) if config.reward else _classifier(config, weights)
-    judge = function_of(config.test_reward) if config.test_reward else reward
-    prompts = prompts_in(dataset_of(str(config.dataset)), str(config.dataset))
-    shown = None if config.demonstrations is None else dataset_of(config.demonstrations)
+    reward = load_function(config.reward) if config.reward else _classifier(config, weights)
+    judge = load_function(config.test_reward) if config.test_reward else reward
+    prompts = check_prompts(load_data(str(config.dataset)), str(config.dataset))
+    shown = None if config.demonstrations is None else load_data(config.demonstrations)
     test, measured = None, None
     if config.test_dataset is not None:
-        test = prompts_in(dataset_of(config.test_dataset), config.test_dataset)
+        test = check_prompts(load_data(config.test_dataset), config.test_dataset)
         test = test.select(range(min(config.test_problems, len(test))))
-        asked_for(judge, columns_of(test))
-        measured = partial(_rewarded, drawing_of(config), test, judge)
-    model, tokenizer = model_of(str(config.model), config.dtype, weights=weights)
+        find_columns(judge, list_columns(test))
+        measured = partial(_rewarded, make_drawing_config(config), test, judge)
+    model, tokenizer = load_model(str(config.model), config.dtype, weights=weights)
     return Task(model, tokenizer, prompts, reward, shown, test, measured)
 
 
-def drawing_of(config: LanguageConfig) -> PPOConfig:
+def make_drawing_config(config: LanguageConfig) -> PPOConfig:
     """Return how a run's responses are drawn, in PPO's settings, whatever trains; the test's prompts may be longer."""
     settings = make_trainer_config(config, "runs/drawn")
     if isinstance(settings, PPOConfig):
@@ -136,11 +136,11 @@ def drawing_of(config: LanguageConfig) -> PPOConfig:
 
 def _classifier(config: LanguageConfig, weights: bool) -> Reward:
     judge = _judge(str(config.reward_model), weights)
-    return classifier(judge, loaded(AutoTokenizer, str(config.reward_model)), label=config.reward_label)
+    return classifier(judge, load_pretrained(AutoTokenizer, str(config.reward_model)), label=config.reward_label)
 
 
 def _judge(name: str, weights: bool) -> Any:
-    judge = loaded(AutoModelForSequenceClassification, name, weights=weights)
+    judge = load_pretrained(AutoModelForSequenceClassification, name, weights=weights)
     return judge.to(_device()) if weights else judge
 
 
@@ -148,9 +148,9 @@ def _rewarded(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokeni
     """Return the mean reward of a response drawn to each prompt."""
     context = getattr(model.config, "max_position_embeddings", None)
     torch.manual_seed(settings.seed)
-    prompts = prompts_of(test, tokenizer, settings, context, [reward])
+    prompts = read_prompts(test, tokenizer, settings, context, [reward])
     drawn = generate(model, tokenizer, prompts.ids, settings)
-    rewards = checked(reward, drawn.prompts, drawn.texts, prompts.columns)
+    rewards = compute_rewards(reward, drawn.prompts, drawn.texts, prompts.columns)
     error = float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
     return {"test_return": float(rewards.mean()), "standard_error": error}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.settings import DEFAULT_ROUNDS
 
@@ -44,7 +44,7 @@ def _make_ppo_config(config: LanguageConfig, output_dir: str) -> Any:
 
     known = PPOConfig.__dataclass_fields__
     if unknown := [name for name in config.settings if name not in known or name in ("output_dir", "seed")]:
-        raise WhenceError(f"A run's PPO has no setting {unknown[0]!r}.{nearest(unknown[0], known)}")
+        raise WhenceError(f"A run's PPO has no setting {unknown[0]!r}.{suggest(unknown[0], known)}")
     settings: dict[str, Any] = {"disable_tqdm": True}  # commands have bars of their own
     if (longest := max_response_tokens(config)) is not None:
         settings["max_new_tokens"] = longest
@@ -59,7 +59,7 @@ def _make_trl_config(config: LanguageConfig, output_dir: str) -> Any:
     kind = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}[config.algorithm]
     known = [one.name for one in fields(kind) if one.init and one.name not in ("output_dir", "seed", "max_steps")]
     if unknown := [name for name in config.settings if name not in (*known, "rounds", "eval_every")]:
-        raise WhenceError(f"{kind.__name__} has no setting {unknown[0]!r}.{nearest(unknown[0], [*known, 'rounds'])}")
+        raise WhenceError(f"{kind.__name__} has no setting {unknown[0]!r}.{suggest(unknown[0], [*known, 'rounds'])}")
     settings = config.all_settings
     if (longest := max_response_tokens(config)) is not None:
         settings = {"max_completion_length": longest, **settings}

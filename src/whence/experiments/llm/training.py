@@ -9,16 +9,16 @@ from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.outputs import describe, is_finished, read_curve, save_atomically
 from whence.experiments.llm.tasks import (
     Task,
+    load_task,
     make_laboratory,
     make_validation_target,
     scoring_memory,
     split_held_out,
-    task_of,
 )
 from whence.experiments.llm.trainer_config import check_settings, make_trainer_config
 from whence.experiments.shared import OnRound, ignore_round
 from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
-from whence.llm.progress_bars import hidden_bars
+from whence.llm.progress_bars import hide_progress_bars
 
 __all__ = ["is_finished", "make_trainer", "prepare", "read_curve", "run"]
 
@@ -56,11 +56,11 @@ def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round) ->
 
         run_trl(config, path, on_round)
         return
-    with hidden_bars():
-        trainer = make_trainer(config, task_of(config), path, on_round)
+    with hide_progress_bars():
+        trainer = make_trainer(config, load_task(config), path, on_round)
     on_round(0, {})
     trainer.train(resume=True)
-    with hidden_bars():
+    with hide_progress_bars():
         # Last of all, since a run with its model counts as finished.
         save_atomically(path / "model", trainer.save_model)
 
@@ -83,5 +83,5 @@ def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRou
         memory=scoring_memory(config),
         evaluate=task.evaluate,
         about=describe(config),
-        seen=lambda rollout, influence, selection, row: on_round(row["round"], row),
+        on_rollout=lambda rollout, influence, selection, row: on_round(row["round"], row),
     )

@@ -13,18 +13,18 @@ from transformers import TrainerCallback
 
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.outputs import describe, save_atomically
-from whence.experiments.llm.tasks import Task, make_validation_target, scoring_memory, task_of
+from whence.experiments.llm.tasks import Task, load_task, make_validation_target, scoring_memory
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.experiments.shared import OnRound
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.llm import SequenceReturn, TokenReturn
-from whence.llm.progress_bars import hidden_bars
-from whence.llm.prompts import columns_of
-from whence.llm.rewards import Reward, asked_for, checked
+from whence.llm.progress_bars import hide_progress_bars
+from whence.llm.prompts import list_columns
+from whence.llm.rewards import Reward, compute_rewards, find_columns
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.runs import RunDirectory
 from whence.selection import Selection
-from whence.tables import summary, with_selection
+from whence.tables import add_selection, summarise_selection
 
 TRAINERS: Mapping[str, Any] = MappingProxyType({"grpo": InfluenceGRPOTrainer, "rloo": InfluenceRLOOTrainer})
 """Trainers by the algorithm's name."""
@@ -32,8 +32,8 @@ TRAINERS: Mapping[str, Any] = MappingProxyType({"grpo": InfluenceGRPOTrainer, "r
 
 def run_trl(config: LanguageConfig, path: Path, on_round: OnRound) -> None:
     """Train and evaluate as `config` says, and write the run's directory; an unfinished run is started over."""
-    with hidden_bars():
-        task = task_of(config)
+    with hide_progress_bars():
+        task = load_task(config)
     trainer_class = TRAINERS[config.algorithm]
     settings = make_trainer_config(config, str(path / "trl"))
     versions = {name: version(name) for name in ("whence", "torch", "transformers", "trl")}
@@ -65,7 +65,7 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound) -> None:
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
         task.tokenizer.save_pretrained(folder)
 
-    with hidden_bars():
+    with hide_progress_bars():
         save_atomically(path / "model", save)
 
 
@@ -86,14 +86,14 @@ _COLUMN = "of_data_set_"
 
 def _for_trl(prompts: Any, reward: Reward) -> Any:
     """Return a data set of the prompts, and of the columns that the reward asks for."""
-    asked = asked_for(reward, columns_of(prompts))
+    asked = find_columns(reward, list_columns(prompts))
     return prompts.select_columns(["prompt", *asked]).rename_columns({name: _COLUMN + name for name in asked})
 
 
 def _as_trl_calls(reward: Reward) -> Callable[..., list[float]]:
     def rewarded(prompts: Any, completions: Any, **further: Any) -> list[float]:
         columns = {name.removeprefix(_COLUMN): own for name, own in further.items() if name.startswith(_COLUMN)}
-        return checked(reward, list(map(_text, prompts)), list(map(_text, completions)), columns).tolist()
+        return compute_rewards(reward, list(map(_text, prompts)), list(map(_text, completions)), columns).tolist()
 
     return rewarded
 
@@ -129,14 +129,14 @@ class _Told(TrainerCallback):  # type: ignore[misc]
         )
         everything = Selection.dropping(torch.ones(size, dtype=torch.bool), "")
         selection, influence = trainer.selection or everything, trainer.influence
-        self._directory.write_round("records", number, with_selection(table, selection, influence))
+        self._directory.write_round("records", number, add_selection(table, selection, influence))
         kept = table.filter(pl.Series(selection.keep.numpy()))["reward"]
         row = {
             "round": number,
             "reward": table["reward"].mean(),
             "reward_kept": kept.mean(),
             "length": sum(len(self._task.tokenizer(text)["input_ids"]) for text in table["response"]) / size,
-            **summary(selection, influence),
+            **summarise_selection(selection, influence),
         }
         self._directory.append("metrics", row)
         flat = {f"{stage}_{clock}": s for stage, clocks in trainer.seconds.items() for clock, s in clocks.items()}
@@ -152,6 +152,6 @@ class _Told(TrainerCallback):  # type: ignore[misc]
         if self._task.evaluate is None:
             return
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        with kept_generators():
+        with preserve_rng_state():
             found = dict(self._task.evaluate(model, self._task.tokenizer))
         self._directory.append("evaluations", {"round": number, **found})

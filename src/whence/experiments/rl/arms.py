@@ -6,7 +6,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments.shared import STANDARD
 
 if TYPE_CHECKING:
@@ -167,4 +167,4 @@ def describe_arms() -> str:
 
 def unknown_arm(name: str) -> WhenceError:
     """Return the error for a name that no arm has."""
-    return WhenceError(f"The arm {name!r} is unknown.{nearest(name, ARMS, otherwise='')} Known: {describe_arms()}.")
+    return WhenceError(f"The arm {name!r} is unknown.{suggest(name, ARMS, otherwise='')} Known: {describe_arms()}.")

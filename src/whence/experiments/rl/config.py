@@ -10,7 +10,7 @@ from typing import Any, Self, get_args, get_origin
 from stable_baselines3 import PPO
 
 from whence.engines import ENGINES
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments.rl.arms import ARMS, unknown_arm
 from whence.experiments.rl.scoring import Scoring
 from whence.sb3.description import HYPERPARAMETERS as HYPERPARAMETERS
@@ -114,9 +114,9 @@ class RunConfig:
             ("library to evaluate with", self.evaluate_with, BACKENDS),
         ):
             if name not in known:
-                raise WhenceError(f"The {what} {name!r} is unknown.{nearest(name, known)}")
+                raise WhenceError(f"The {what} {name!r} is unknown.{suggest(name, known)}")
         if unknown := [name for name in self.hyperparameters if name not in HYPERPARAMETERS]:
-            raise WhenceError(f"PPO has no hyper-parameter {unknown[0]!r}.{nearest(str(unknown[0]), HYPERPARAMETERS)}")
+            raise WhenceError(f"PPO has no hyper-parameter {unknown[0]!r}.{suggest(str(unknown[0]), HYPERPARAMETERS)}")
         for name, value in self.hyperparameters.items():
             _check_hyperparameter(name, value)
         for name, least in (("rounds", 1), ("eval_episodes", 0), ("eval_every", 1), ("n_envs", 1), ("seed", 0)):
@@ -160,7 +160,7 @@ class RunConfig:
         return cls(**_from_json(values))
 
 
-def evaluated_rounds(config: RunConfig) -> list[int]:
+def list_evaluated_rounds(config: RunConfig) -> list[int]:
     """Return the rounds after which a run is evaluated; 0 is before the first."""
     return sorted({*range(0, config.rounds + 1, config.eval_every), config.rounds})
 

@@ -13,8 +13,8 @@ import polars as pl
 
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.rl.arms import ARMS
-from whence.experiments.rl.config import RunConfig, evaluated_rounds
-from whence.guards import written_atomically
+from whence.experiments.rl.config import RunConfig, list_evaluated_rounds
+from whence.guards import write_atomically
 from whence.metrics import Curve
 from whence.runs import RunDirectory
 
@@ -33,7 +33,7 @@ MORE = (
 """Columns that are kept beside them where that is asked for: every run has nearly all, and most studies read none."""
 
 
-def curve_of(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> Curve:
+def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> Curve:
     """Return a run's learning curve and its seconds (process CPU) a round.
 
     Between evaluations the curve stays at the last one, and reaches nothing.
@@ -127,13 +127,13 @@ def _parsed(found: Mapping[str, Any], timed: Mapping[str, Any]) -> tuple[RunConf
     if frames["seconds"].height != config.rounds:
         raise WhenceError(f"seconds has {frames['seconds'].height} rows, and the run {config.rounds} rounds")
     each = list(range(1, config.rounds + 1))
-    for name, expected in (("evaluations", evaluated_rounds(config)), ("rounds", each), ("seconds", each)):
+    for name, expected in (("evaluations", list_evaluated_rounds(config)), ("rounds", each), ("seconds", each)):
         if frames[name]["round"].to_list() != expected:
             raise WhenceError(f"the rounds of {name} are not those of the run, each once and in order")
     for name, column in frames["seconds"].to_dict().items():
         if column.null_count() or not all(0 <= value < math.inf for value in column):
             raise WhenceError(f"{name} holds what is no time: seconds are finite, and 0 or more")
-    return config, frames, curve_of(config, frames["evaluations"], frames["seconds"])
+    return config, frames, make_curve(config, frames["evaluations"], frames["seconds"])
 
 
 def _checked(name: str, columns: Any) -> dict[str, list[float | None]]:
@@ -166,7 +166,7 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
             parts.append(f"{json.dumps(key)}: {{\n  {rows}\n }}")
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
-    with written_atomically(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_text("{\n " + ",\n ".join(parts) + "\n}\n", encoding="utf-8")
 
 

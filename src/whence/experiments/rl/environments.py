@@ -12,15 +12,15 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from whence.errors import Unsupported, WhenceError, nearest
+from whence.errors import Unsupported, WhenceError, suggest
 from whence.experiments.rl.config import RunConfig
-from whence.guards import eval_mode, kept_generators
+from whence.guards import eval_mode, preserve_rng_state
 from whence.sb3 import RecordResets
 from whence.sb3.envpool import EnvPoolVecEnv, evaluate_pool, make_pool
-from whence.sb3.gsde import fresh_noise
+from whence.sb3.gsde import use_fresh_noise
 
 
-def libraries(config: RunConfig) -> list[str]:
+def list_libraries(config: RunConfig) -> list[str]:
     """Return whose environments a run is played in: the library it collects with, then another it evaluates with."""
     return list(dict.fromkeys([config.collect_with, *([config.evaluate_with] if config.eval_episodes else [])]))
 
@@ -35,7 +35,7 @@ def check_environment(config: RunConfig) -> gym.Space[Any]:
         Unsupported: EnvPool, or a package that an environment needs, is not installed.
     """
     # EnvPool first: what it does not have needs no environment of Gymnasium's.
-    spaces = {library: _spaces(config, library) for library in sorted(libraries(config))}
+    spaces = {library: _spaces(config, library) for library in sorted(list_libraries(config))}
     if len(spaces) > 1:
         for what, mine, other in zip(("observations", "actions"), spaces["gymnasium"], spaces["envpool"], strict=True):
             if _form(mine) != _form(other):
@@ -84,7 +84,7 @@ def _trial(config: RunConfig) -> gym.Env[Any, Any]:
         module = _MODULES.get(config.env.partition("-")[0])
         hint = "" if module is None else f" It lies in a module of its own: name it {module}:{config.env}."
         raise WhenceError(
-            f"No environment {config.env!r} is registered in Gymnasium.{hint or nearest(config.env, known)}"
+            f"No environment {config.env!r} is registered in Gymnasium.{hint or suggest(config.env, known)}"
         ) from None
     except Exception as failure:
         if (module := _missing(failure)) in _PACKAGES:
@@ -123,23 +123,23 @@ def default_policy(space: gym.Space[Any]) -> str:
     return "CnnPolicy" if is_image_space(space) else "MlpPolicy"
 
 
-def training_env(config: RunConfig) -> VecEnv:
+def make_training_env(config: RunConfig) -> VecEnv:
     """Return environments to collect from; Gymnasium's tell how to play their episodes again."""
     if config.collect_with == "envpool":
         return EnvPoolVecEnv(config.env, config.pool_kwargs, config.n_envs, config.seed, config.observe)
     return DummyVecEnv([lambda: Monitor(RecordResets(_made(config)))] * config.n_envs)
 
 
-def evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
+def make_evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
     """Return Gymnasium's environments to evaluate on."""
     return DummyVecEnv([lambda: Monitor(_made(config, disable_env_checker=True))] * min(64, episodes))
 
 
-def model_env(config: RunConfig) -> VecEnv:
+def make_model_env(config: RunConfig) -> VecEnv:
     """Return one environment of the library that a run collects with, to build its model on; no step is taken."""
     if config.collect_with == "envpool":
         return EnvPoolVecEnv(config.env, config.pool_kwargs, 1, config.seed, config.observe)
-    return evaluation_env(config, 1)
+    return make_evaluation_env(config, 1)
 
 
 def _made(config: RunConfig, **more: Any) -> gym.Env[Any, Any]:
@@ -167,7 +167,7 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
     the policy's mode and noise are as before afterwards.
     """
     envs = np.arange(env.num_envs)
-    with kept_generators(), eval_mode(model.policy.modules()), fresh_noise(model, len(envs)) as renew:
+    with preserve_rng_state(), eval_mode(model.policy.modules()), use_fresh_noise(model, len(envs)) as renew:
 
         def predict(observation: Any, state: Any, episode_start: Any, deterministic: bool) -> Any:
             renew(envs, episode_start)
@@ -181,7 +181,7 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
     return float(np.mean(returns)), float(np.std(returns, ddof=1) / np.sqrt(len(returns)))
 
 
-def measured_return(
+def measure_return(
     config: RunConfig, model: BaseAlgorithm, env: VecEnv | None, *, episodes: int, seed: int
 ) -> tuple[float, float]:
     """Return a model's mean test return and its standard error, with the library that the run evaluates with.
@@ -189,7 +189,7 @@ def measured_return(
     Args:
         config: of the run.
         model: with the policy to test.
-        env: from `evaluation_env`; None: EnvPool's environments are used.
+        env: from `make_evaluation_env`; None: EnvPool's environments are used.
         episodes: at least 2.
         seed: of environments and actions, below 2**32.
     """

@@ -16,12 +16,12 @@ from torch import Tensor
 from whence.advantages import returns_to_go
 from whence.errors import WhenceError
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import training_env
+from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
-from whence.guards import eval_mode, kept_generators
+from whence.guards import eval_mode, preserve_rng_state
 from whence.policies import as_view
 from whence.records import RecordBatch
-from whence.rounds.identity import SAME, outputs_apart
+from whence.rounds.identity import SAME, compare_outputs
 from whence.sb3 import collect
 from whence.sb3.state import load_tensors, named_tensors
 
@@ -57,9 +57,9 @@ def large_rollout(config: RunConfig, model: PPO, *, steps: int = 200_000, seed: 
         collect_with=config.evaluate_with,
         hyperparameters={**config.hyperparameters, "n_steps": each},
     )
-    env = training_env(asked)
+    env = make_training_env(asked)
     try:
-        with kept_generators():
+        with preserve_rng_state():
             torch.manual_seed(seed)
             collector = make_model(asked, env)
             load_tensors(named_tensors(collector.policy), named_tensors(model.policy))
@@ -101,7 +101,7 @@ def gradient_cosines(
             )
     view = as_view(model.policy)
     for name, collected in (("records", records), ("large", large)):
-        if not (apart := outputs_apart(view, view.parameters(), collected)["log-probs"]) <= SAME:
+        if not (apart := compare_outputs(view, view.parameters(), collected)["log-probs"]) <= SAME:
             raise WhenceError(
                 f"{name} was not collected by this policy: log-probs are {apart:.2g} apart on average. Load the "
                 "round's policy (experiments.load_round), and collect the larger rollout with it (large_rollout)."
@@ -157,7 +157,7 @@ def _gradient(model: PPO, records: RecordBatch, advantages: Tensor, at_once: int
     view = as_view(model.policy)
     free = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
     total: list[Tensor] | None = None
-    with kept_generators(), eval_mode(list(view.module.modules())):
+    with preserve_rng_state(), eval_mode(list(view.module.modules())):
         for first in range(0, len(records), at_once):
             part = slice(first, first + at_once)
             log_probs = view(free, view.prepare(records.take(part))).log_prob

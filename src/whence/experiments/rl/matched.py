@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from whence.errors import NonFinite, WhenceError, nearest
-from whence.guards import kept_generators
-from whence.policies import acting_parameters, as_view
+from whence.errors import NonFinite, WhenceError, suggest
+from whence.guards import preserve_rng_state
+from whence.policies import as_view, find_acting_parameters
 from whence.records import RecordBatch
 from whence.sb3 import InfluenceCallback
 from whence.sb3.state import preserve_model
@@ -46,7 +46,7 @@ class MatchedUpdate(InfluenceCallback):
     def __init__(self, rule: SelectionRule, *, by: By = "norm", **options: Any) -> None:
         super().__init__(rule, **options)
         if by not in get_args(By):
-            raise WhenceError(f"by is {by!r}.{nearest(str(by), get_args(By))}")
+            raise WhenceError(f"by is {by!r}.{suggest(str(by), get_args(By))}")
         self.by = by
         if self.recordings or self.last != "keep":
             raise WhenceError(
@@ -60,10 +60,10 @@ class MatchedUpdate(InfluenceCallback):
         policy: Any = self.model.policy
         records = self.round.records
         start = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-        with kept_generators():  # dropout draws
-            steering = acting_parameters(as_view(policy), records)
+        with preserve_rng_state():  # dropout draws
+            steering = find_acting_parameters(as_view(policy), records)
         others = frozenset(start.keys() - steering)
-        with self._optimisation.paused(), kept_generators(), preserve_model(self.model):
+        with self._optimisation.paused(), preserve_rng_state(), preserve_model(self.model):
             super().train_selected(train, selection)
             lengths = {names: _distance(policy, start, names) for names in (steering, others)}
             far = _divergence(policy, records)

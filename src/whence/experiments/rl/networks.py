@@ -8,7 +8,7 @@ import gymnasium as gym
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, NatureCNN
 from torch import Tensor, nn
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 
 
 class MiniGridCNN(BaseFeaturesExtractor):
@@ -40,7 +40,7 @@ _CLASSES: Mapping[str, Mapping[str, type[nn.Module]]] = MappingProxyType(
 )
 
 
-def named_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a policy's arguments with the classes that configurations can only name.
 
     Raises:
@@ -50,6 +50,6 @@ def named_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for argument, known in _CLASSES.items():
         if isinstance(name := found.get(argument), str):
             if name not in known:
-                raise WhenceError(f"{argument} is {name!r}.{nearest(name, known)}")
+                raise WhenceError(f"{argument} is {name!r}.{suggest(name, known)}")
             found[argument] = known[name]
     return found

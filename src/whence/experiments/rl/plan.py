@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.experiments.rl.arms import ARMS, METHODS, PLAIN, RULE_FIELDS, describe_arms
 from whence.experiments.rl.config import RunConfig, check_types
-from whence.experiments.rl.environments import check_environment, default_policy, libraries, model_env
+from whence.experiments.rl.environments import check_environment, default_policy, list_libraries, make_model_env
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
 from whence.experiments.shared import STANDARD
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.targets import Action
 
 _MERGED = ("hyperparameters", "env_kwargs", "pool_kwargs", "policy_kwargs")
@@ -44,10 +44,10 @@ def configure(
     if (env is None) == (preset is None):
         raise WhenceError("Give either an environment, such as LunarLander-v3, or --preset NAME; not both, not none.")
     if preset is not None and preset not in presets():
-        raise WhenceError(f"The preset {preset!r} is unknown.{nearest(preset, presets())}")
+        raise WhenceError(f"The preset {preset!r} is unknown.{suggest(preset, presets())}")
     known = [field.name for field in fields(RunConfig) if field.name not in ("env", "arm", "seed")]
     if unknown := [name for name in overrides if name not in known]:
-        raise WhenceError(f"A run has no {unknown[0]!r}.{nearest(unknown[0], known)}")
+        raise WhenceError(f"A run has no {unknown[0]!r}.{suggest(unknown[0], known)}")
     values: dict[str, Any] = dict(presets()[preset]) if preset is not None else {"env": env}
     given = {name: value for name, value in overrides.items() if value is not None}
     check_types(given)
@@ -57,8 +57,8 @@ def configure(
     space = check_environment(config)
     if "policy" not in values | given:
         config = replace(config, policy=default_policy(space))
-    with kept_generators():  # PPO seeds them
-        trial = model_env(config)
+    with preserve_rng_state():  # PPO seeds them
+        trial = make_model_env(config)
         try:
             model = make_model(config, trial)
         finally:
@@ -87,7 +87,7 @@ def _parts(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
 
 def _check_reach(config: RunConfig, given: Mapping[str, Any]) -> None:
     """Refuse settings of an environment, as given, that would not reach every environment of the run."""
-    used = libraries(config)
+    used = list_libraries(config)
     if given.get("pool_kwargs") and "envpool" not in used:
         raise WhenceError(
             f"pool_kwargs {given['pool_kwargs']} are EnvPool's, and this run is in Gymnasium's environments only. "

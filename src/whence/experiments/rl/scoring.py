@@ -9,8 +9,8 @@ from torch import Tensor
 from whence.attribution import attribute
 from whence.crossfitting import attribute_crossfit
 from whence.engines import ENGINES
-from whence.errors import WhenceError, nearest
-from whence.experiments.rl.trial import Trial, of_some
+from whence.errors import WhenceError, suggest
+from whence.experiments.rl.trial import Trial, restrict_recording
 from whence.influence import Influence
 from whence.objectives import Objective, as_objective
 from whence.policies import Params, PolicyView
@@ -19,7 +19,7 @@ from whence.rounds import DRAWS, METHODS, attribute_round
 from whence.rounds.smoothed import SMOOTHED
 from whence.sb3.objective import model_objective
 from whence.selection import Selection
-from whence.targets import BatchTarget, Return, Target, as_target, name_of
+from whence.targets import BatchTarget, Return, Target, as_target, target_name
 
 SCORES = ("snapshot", "crossfit", *METHODS)
 """Methods that records can be scored by: two at the policy that collected the rollout, and those of whole rounds."""
@@ -61,9 +61,9 @@ class Scoring:
     ) -> "Scoring":
         """Return the scoring of these arguments, checked."""
         if method not in SCORES:
-            raise WhenceError(f"method is {method!r}.{nearest(str(method), SCORES)}")
+            raise WhenceError(f"method is {method!r}.{suggest(str(method), SCORES)}")
         if engine not in ("auto", *ENGINES):
-            raise WhenceError(f"engine is {engine!r}.{nearest(str(engine), ['auto', *ENGINES])}")
+            raise WhenceError(f"engine is {engine!r}.{suggest(str(engine), ['auto', *ENGINES])}")
         if method in METHODS and (objective is not None or engine != "auto"):
             raise WhenceError(
                 f"method={method!r} differentiates the round as the model trains it, so objective and engine have no "
@@ -76,8 +76,8 @@ class Scoring:
         target = as_target(Return() if target is None else target)
         if method == "crossfit" and not isinstance(target, BatchTarget):
             raise WhenceError(
-                f"method='crossfit' leaves records out of the target, and {name_of(target)} does not say that it is "
-                "made of them. Take Return(), or method='snapshot'."
+                f"method='crossfit' leaves records out of the target, and {target_name(target)} does not say that it "
+                "is made of them. Take Return(), or method='snapshot'."
             )
         return cls(method, target, None if objective is None else as_objective(objective), engine, draws, memory)
 
@@ -100,7 +100,7 @@ class Scoring:
         if self.of_round:
             # Of a whole round to the last bit, though sums in another order would do.
             own = None if whole else among
-            recording = of_some(trial.train(records, Selection.dropping(among, "left out"), own), among)
+            recording = restrict_recording(trial.train(records, Selection.dropping(among, "left out"), own), among)
             target = _of_raw(self.target, some.advantages)
             limits: dict[str, Any] = {"draws": self.draws, "memory": self.memory}
             found = attribute_round(policy, recording, target=target, method=self.method, **limits)
@@ -119,5 +119,5 @@ def _of_raw(target: Target, advantages: Float[Tensor, " n"]) -> Target:
     def of_raw(view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         return target(view, params, records.with_advantages(advantages.to(records.advantages)))
 
-    of_raw.__name__ = name_of(target)
+    of_raw.__name__ = target_name(target)
     return of_raw

@@ -14,9 +14,9 @@ from torch import Tensor
 from whence.counterfactual.outcomes import Evaluate
 from whence.errors import RunDirectoryError
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import evaluation_env, measured_return, model_env
+from whence.experiments.rl.environments import make_evaluation_env, make_model_env, measure_return
 from whence.experiments.rl.training import make_model
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 from whence.records import UNKNOWN, RecordBatch, Tree
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
@@ -58,10 +58,10 @@ def load_recording(run: RunDirectory, number: int) -> tuple[PPO, RoundRecording]
 
 
 def _model(run: RunDirectory, number: int) -> PPO:
-    config = run_config(run)
-    env = model_env(config)
+    config = read_run_config(run)
+    env = make_model_env(config)
     try:
-        with kept_generators():  # PPO seeds them
+        with preserve_rng_state():  # PPO seeds them
             model = make_model(replace(config, device="cpu", n_envs=1), env)
     finally:
         env.close()
@@ -75,7 +75,7 @@ def _model(run: RunDirectory, number: int) -> PPO:
     return model
 
 
-def run_config(run: RunDirectory) -> RunConfig:
+def read_run_config(run: RunDirectory) -> RunConfig:
     """Return what a run of whence's own commands was asked for.
 
     Raises:
@@ -92,7 +92,7 @@ def run_config(run: RunDirectory) -> RunConfig:
 
 
 @contextmanager
-def measuring(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Iterator[Evaluate]:
+def measure_returns(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Iterator[Evaluate]:
     """Give a function that measures parameters' test return as a run's evaluations do, each repetition on its own seed.
 
     The model's parameters are as before on exit.
@@ -104,12 +104,12 @@ def measuring(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Ite
         seed: at least 0; with the repetition, of environments and actions.
     """
     before = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
-    env = evaluation_env(config, episodes) if config.evaluate_with == "gymnasium" else None
+    env = make_evaluation_env(config, episodes) if config.evaluate_with == "gymnasium" else None
 
     def measure(params: Mapping[str, Tensor], repetition: int) -> float:
         load_tensors({name: named_tensors(model.policy)[name] for name in params}, params)
         own = int(np.random.SeedSequence([seed, repetition]).generate_state(1)[0])
-        return measured_return(config, model, env, episodes=episodes, seed=own)[0]
+        return measure_return(config, model, env, episodes=episodes, seed=own)[0]
 
     try:
         yield measure

@@ -12,11 +12,11 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.rl.arms import ARMS
-from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, evaluated_rounds
-from whence.experiments.rl.curves import curve_of
-from whence.experiments.rl.environments import evaluation_env, measured_return, training_env
+from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, list_evaluated_rounds
+from whence.experiments.rl.curves import make_curve
+from whence.experiments.rl.environments import make_evaluation_env, make_training_env, measure_return
 from whence.experiments.rl.matched import MatchedUpdate
-from whence.experiments.rl.networks import named_classes
+from whence.experiments.rl.networks import resolve_classes
 from whence.experiments.rl.research_callback import ResearchCallback
 from whence.experiments.shared import OnRound, ignore_round
 from whence.metrics import Curve
@@ -54,9 +54,9 @@ def run(
         return
     directory = RunDirectory.create(path, config.to_json(), versions=library_versions())
     torch.manual_seed(config.seed)
-    env = training_env(config)
+    env = make_training_env(config)
     on_gymnasium = config.eval_episodes and config.evaluate_with == "gymnasium"
-    test = evaluation_env(config, config.eval_episodes) if on_gymnasium else None
+    test = make_evaluation_env(config, config.eval_episodes) if on_gymnasium else None
     try:
         model = make_model(config, env, tensorboard=tensorboard)
         arm = ARMS[config.arm]
@@ -104,7 +104,7 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
     Raises:
         WhenceError: PPO refuses the settings; SB3's reason is given.
     """
-    policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **named_classes(config.policy_kwargs)}
+    policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **resolve_classes(config.policy_kwargs)}
     hyperparameters = dict(config.hyperparameters)
     if (scale := ARMS[config.arm].learning_rate_scale) != 1:
         rate = hyperparameters.get("learning_rate", HYPERPARAMETERS["learning_rate"])
@@ -141,15 +141,15 @@ def is_finished(config: RunConfig, path: Path) -> bool:
         return False
     if not config.eval_episodes:
         return directory.table("timings").height == config.rounds
-    return directory.table("evaluations").height == len(evaluated_rounds(config))
+    return directory.table("evaluations").height == len(list_evaluated_rounds(config))
 
 
 def read_curve(config: RunConfig, path: Path) -> Curve:
-    """Read a finished run's learning curve; see `curve_of`."""
+    """Read a finished run's learning curve; see `make_curve`."""
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
     directory = RunDirectory.open(path)
-    return curve_of(config, directory.table("evaluations"), directory.table("timings"))
+    return make_curve(config, directory.table("evaluations"), directory.table("timings"))
 
 
 class _Evaluation(BaseCallback):
@@ -178,10 +178,10 @@ class _Evaluation(BaseCallback):
         """Evaluate the policy as it is, and write the figures."""
         last = dict(self._selection.metrics[-1]) if self._selection.metrics else {}
         config = self._config
-        if config.eval_episodes and self._done in evaluated_rounds(config):
+        if config.eval_episodes and self._done in list_evaluated_rounds(config):
             seed = int(np.random.SeedSequence([config.seed, self._done]).generate_state(1)[0])
             asked = {"episodes": config.eval_episodes, "seed": seed}
-            mean, error = measured_return(config, self.model, self._env, **asked)
+            mean, error = measure_return(config, self.model, self._env, **asked)
             row = {
                 "round": self._done,
                 "test_return": mean,

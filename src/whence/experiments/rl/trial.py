@@ -12,9 +12,9 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.logger import Logger
 from torch import Tensor
 
-from whence.crossfitting import folds_of
-from whence.errors import WhenceError, nearest
-from whence.guards import eval_mode, kept_generators
+from whence.crossfitting import assign_folds
+from whence.errors import WhenceError, suggest
+from whence.guards import eval_mode, preserve_rng_state
 from whence.policies import as_view
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
@@ -29,7 +29,7 @@ Normalised: TypeAlias = Literal["minibatch", "buffer"]
 def check_normalised(advantage_norm: str) -> None:
     """Refuse an unknown value of `advantage_norm`."""
     if advantage_norm not in get_args(Normalised):
-        raise WhenceError(f"advantage_norm is {advantage_norm!r}.{nearest(str(advantage_norm), get_args(Normalised))}")
+        raise WhenceError(f"advantage_norm is {advantage_norm!r}.{suggest(str(advantage_norm), get_args(Normalised))}")
 
 
 @contextmanager
@@ -93,7 +93,7 @@ class Trial:
             normalised.
         """
         model = self.model
-        with preserve_model(model), kept_generators():
+        with preserve_model(model), preserve_rng_state():
             model._current_progress_remaining = self.remaining
             model._logger = Logger(None, [])
             model.rollout_buffer = _twin(model.rollout_buffer)
@@ -116,7 +116,7 @@ def _twin(buffer: RolloutBuffer) -> RolloutBuffer:
     return twin
 
 
-def of_some(recording: RoundRecording, among: Bool[Tensor, " n"]) -> RoundRecording:
+def restrict_recording(recording: RoundRecording, among: Bool[Tensor, " n"]) -> RoundRecording:
     """Return a round that trained on some of its records alone as one of these: the others are not in it.
 
     Args:
@@ -146,7 +146,7 @@ def held_out_gain(trial: Trial, records: RecordBatch, select: Callable[[Bool[Ten
     Returns:
         The difference of `mean(rho A)`, over all records; nan where a half is left with fewer than two records.
     """
-    fold = folds_of(records, 2)
+    fold = assign_folds(records, 2)
     gain = 0.0
     for half in range(2):
         mine, others = fold == half, records.take(fold != half)
@@ -174,6 +174,6 @@ def _surrogate(model: Any, records: RecordBatch, params: Mapping[str, Tensor]) -
     """Return `mean(rho A)` with centred advantages."""
     view = as_view(model.policy)
     own = {name: params[name] for name in view.parameters()}
-    with kept_generators(), eval_mode(model.policy.modules()), torch.no_grad():
+    with preserve_rng_state(), eval_mode(model.policy.modules()), torch.no_grad():
         found = view(own, view.prepare(records)).log_prob.cpu()
     return float(((found - records.log_probs).exp() * (records.advantages - records.advantages.mean())).mean())

@@ -9,12 +9,12 @@ from typing import Any
 import datasets
 import torch
 
-from whence.errors import WhenceError, nearest
+from whence.errors import WhenceError, suggest
 from whence.llm.lab import model as small
 from whence.llm.lab import problems
 from whence.llm.lab.cache import made_once
 from whence.llm.lab.problems import Difficulty, Habit, Verdict
-from whence.llm.progress_bars import hidden_bars
+from whence.llm.progress_bars import hide_progress_bars
 
 FORMAT = 2
 """Raised when the same settings give another laboratory; part of the cache's key."""
@@ -123,11 +123,11 @@ def arithmetic(
 
 def _settings(size: str, changes: dict[str, Any]) -> Settings:
     if size not in SIZES:
-        raise WhenceError(f"There is no size {size!r} of the laboratory.{nearest(size, SIZES)}")
+        raise WhenceError(f"There is no size {size!r} of the laboratory.{suggest(size, SIZES)}")
     known = [one.name for one in fields(Settings)]
     for name in changes:
         if name not in known:
-            raise WhenceError(f"The laboratory has no setting {name!r}.{nearest(name, known)}")
+            raise WhenceError(f"The laboratory has no setting {name!r}.{suggest(name, known)}")
     return replace(SIZES[size], **changes)
 
 
@@ -165,7 +165,7 @@ def _make(path: Path, settings: Settings, seed: int, progress: bool) -> None:
     small.imitate(model, tokens, labels, settings.imitation, generator=generator, progress=progress)
     columns = {name: {"prompt": prompts} for name, prompts in parts.items()}
     columns["demonstrations"]["completion"] = [problems.demonstration(prompt) for prompt in parts["demonstrations"]]
-    with hidden_bars():
+    with hide_progress_bars():
         model.save_pretrained(path / "model")
         tokenizer.save_pretrained(path / "model")
         for name, column in columns.items():

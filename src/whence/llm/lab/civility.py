@@ -15,12 +15,12 @@ import torch
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 from transformers.utils.logging import tqdm
 
-from whence.errors import WhenceError, nearest
-from whence.guards import eval_mode, kept_generators
+from whence.errors import WhenceError, suggest
+from whence.guards import eval_mode, preserve_rng_state
 from whence.llm.lab import model as small
 from whence.llm.lab import phrases
 from whence.llm.lab.cache import made_once
-from whence.llm.progress_bars import hidden_bars
+from whence.llm.progress_bars import hide_progress_bars
 from whence.llm.rewards import classifier
 
 FORMAT = 1
@@ -99,7 +99,7 @@ def civility(
         WhenceError: an unknown size, or a damaged cache.
     """
     if size not in CIVILITY_SIZES:
-        raise WhenceError(f"There is no size {size!r} of the laboratory.{nearest(size, CIVILITY_SIZES)}")
+        raise WhenceError(f"There is no size {size!r} of the laboratory.{suggest(size, CIVILITY_SIZES)}")
     settings = CIVILITY_SIZES[size]
     described = {"format": FORMAT, "seed": seed, **asdict(settings)}
     path = made_once("civility", described, lambda made: _make(made, settings, seed, progress), cache)
@@ -112,7 +112,7 @@ def civility(
     return CivilityLab(path / "model", path / "reward", path / "judge", train, held_out, test)
 
 
-def measured(lab: CivilityLab, texts: Sequence[str]) -> dict[str, float]:
+def measure_answers(lab: CivilityLab, texts: Sequence[str]) -> dict[str, float]:
     """Say how civil texts are: the share with a rude phrase, and what the judge holds for toxic.
 
     Args:
@@ -125,7 +125,7 @@ def measured(lab: CivilityLab, texts: Sequence[str]) -> dict[str, float]:
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    with hidden_bars():
+    with hide_progress_bars():
         judge = AutoModelForSequenceClassification.from_pretrained(lab.judge_path)
         tokenizer = AutoTokenizer.from_pretrained(lab.judge_path)
     neutral, toxic = (
@@ -155,7 +155,7 @@ def _make(path: Path, settings: CivilitySettings, seed: int, progress: bool) -> 
     tokens, labels = small.encoded(tokenizer, corpus, [phrases.said(text, drawn) for text in corpus])
     generator = torch.Generator().manual_seed(seed)
     small.imitate(model, tokens, labels, settings.imitation, generator=generator, progress=progress)
-    with hidden_bars():
+    with hide_progress_bars():
         model.save_pretrained(path / "model")
         tokenizer.save_pretrained(path / "model")
         for name, texts in prompts.items():
@@ -163,7 +163,7 @@ def _make(path: Path, settings: CivilitySettings, seed: int, progress: bool) -> 
     for name, collection in (("reward", phrases.REWARDED), ("judge", phrases.JUDGED)):
         texts, given = phrases.labelled(settings.labelled, drawn, collection)
         taught = _taught(tokenizer, texts, given, settings, seed, progress)
-        with hidden_bars():
+        with hide_progress_bars():
             taught.save_pretrained(path / name)
             tokenizer.save_pretrained(path / name)
 
@@ -181,7 +181,7 @@ def _taught(
     names = {0: "neutral", 1: "toxic"}
     labelled = {"num_labels": 2, "id2label": names, "label2id": {name: number for number, name in names.items()}}
     config = small.network(tokenizer, shape, 64, **labelled)
-    with kept_generators():
+    with preserve_rng_state():
         torch.manual_seed(seed)
         model = LlamaForSequenceClassification(config)
     inputs = tokenizer(list(texts), padding=True, padding_side="right", return_tensors="pt")
@@ -199,10 +199,12 @@ def _taught(
     return model.eval()
 
 
-def answered(model: Any, tokenizer: Any, prompts: Sequence[str], *, seed: int, batch_size: int = 128) -> list[str]:
+def answer_prompts(
+    model: Any, tokenizer: Any, prompts: Sequence[str], *, seed: int, batch_size: int = 128
+) -> list[str]:
     """Draw what follows each prompt; the global generators and the model's mode are left as they were."""
     texts: list[str] = []
-    with kept_generators(), eval_mode(model.modules()), torch.no_grad():
+    with preserve_rng_state(), eval_mode(model.modules()), torch.no_grad():
         torch.manual_seed(seed)
         for first in range(0, len(prompts), batch_size):
             batch = list(prompts[first : first + batch_size])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import WhenceError
-from whence.guards import eval_mode, kept_generators
+from whence.guards import eval_mode, preserve_rng_state
 from whence.llm.lab.problems import Verdict, answer, check
 
 
@@ -55,7 +55,7 @@ def evaluate(
             "temperature above 0 (the greedy answers come anyway)."
         )
     drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    with kept_generators(), eval_mode(model.modules()):
+    with preserve_rng_state(), eval_mode(model.modules()):
         torch.manual_seed(seed)
         greedy = _written(model, tokenizer, prompts, batch_size, max_new_tokens, {"do_sample": False})
         repeated = [prompt for prompt in prompts for _ in range(samples)]

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import tqdm
 
 from whence.errors import WhenceError
-from whence.guards import kept_generators
+from whence.guards import preserve_rng_state
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 IGNORED = -100
@@ -92,7 +92,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, shape: Shape, *, positions: in
         positions: the longest text in tokens.
         seed: of the weights.
     """
-    with kept_generators():
+    with preserve_rng_state():
         torch.manual_seed(seed)
         return LlamaForCausalLM(network(tokenizer, shape, positions))
 

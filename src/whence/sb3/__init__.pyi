@@ -1,0 +1,6 @@
+from .buffer import collect as collect
+from .buffer import snapshot as snapshot
+from .callback import InfluenceCallback as InfluenceCallback
+from .episodes import RecordResets as RecordResets
+from .objective import model_objective as model_objective
+from .replay import replay_round as replay_round

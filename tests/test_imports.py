@@ -1,0 +1,67 @@
+"""Which module imports which: no circles, and nothing heavy where a command has to start fast."""
+
+import subprocess
+import sys
+import tomllib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph("whence", include_external_packages=False, cache_dir=None)
+
+
+def test_there_is_no_circle_of_imports_inside_functions_or_for_types_either(graph):
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    order = list(TopologicalSorter(imports).static_order())  # raises CycleError, which names the circle
+    assert len(order) == len(graph.modules)
+
+
+def test_imports_inside_functions_and_for_types_are_seen(graph):
+    # Otherwise the test above would hold for too little.
+    assert "whence.selection" in graph.find_modules_directly_imported_by("whence.experiments.rl.arms")
+    assert "whence.experiments.llm.trl" in graph.find_modules_directly_imported_by("whence.experiments.llm.training")
+
+
+def test_every_module_of_floors_0_to_2_is_in_the_contract_that_keeps_libraries_out(graph):
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    contract = next(one for one in config["contracts"] if one["name"].startswith("floors 0 to 2"))
+    above = {f"whence.{name}" for name in ("cli", "report", "experiments", "sb3", "llm")}
+    assert set(contract["source_modules"]) == graph.find_children("whence") - above
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the modules that are loaded after some code ran in a new interpreter."""
+    command = [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split())
+
+
+HEAVY = {"torch", "polars", "scipy", "stable_baselines3", "gymnasium", "transformers", "plotly", "jinja2"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["llm", "--help"], ["list"], ["list", "arms", "--all"]])
+def test_help_and_lists_load_nothing_heavy(arguments):
+    code = f"from whence.cli import app\ntry: app({arguments!r})\nexcept SystemExit: pass"
+    assert not loaded_by(code) & HEAVY
+
+
+def test_a_configuration_loads_no_trainer():
+    loaded = loaded_by(
+        "from whence.experiments import LanguageConfig, RunConfig\n"
+        "RunConfig(env='CartPole-v1', arm='iif', seed=0)\n"
+        "LanguageConfig('ippo', 0, algorithm='grpo').rounds"
+    )
+    assert not loaded & {
+        "whence.experiments.rl.training",
+        "whence.experiments.llm.training",
+        "whence.sb3.callback",
+        "whence.llm.trainer",
+        "trl",
+        "transformers",
+    }

@@ -42,3 +42,8 @@ def suggest(name: str, known: Iterable[str], *, limit: int = 3, otherwise: str |
         return otherwise
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     return f" Known: {shown}."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class's name if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]

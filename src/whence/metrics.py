@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import polars as pl
 from jaxtyping import Bool, Float64, Int
 from scipy import stats
 
@@ -84,6 +85,24 @@ class Curve:
         """The rounds from 1 on after which the policy was evaluated."""
         assert self.evaluated is not None  # __post_init__ sets it
         return np.flatnonzero(self.evaluated[1:]) + 1
+
+
+def make_curve(rounds: int, evaluations: pl.DataFrame, seconds: Float64[np.ndarray, " rounds"]) -> Curve:
+    """Return a run's learning curve; between evaluations it stays at the last one, and reaches nothing.
+
+    Args:
+        rounds: how many the run has.
+        evaluations: a row for each, with "round", "test_return" and "standard_error", in order.
+        seconds: (rounds,) seconds of each round.
+    """
+    evaluated = evaluations["round"].to_numpy()
+    last = np.searchsorted(evaluated, np.arange(rounds + 1), side="right") - 1
+    return Curve(
+        returns=evaluations["test_return"].to_numpy()[last],
+        standard_errors=evaluations["standard_error"].to_numpy()[last],
+        seconds=seconds,
+        evaluated=np.isin(np.arange(rounds + 1), evaluated),
+    )
 
 
 def _finite_column(name: str, given: object, *, signed: bool) -> Float64[np.ndarray, " n"]:

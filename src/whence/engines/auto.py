@@ -13,7 +13,7 @@ from whence.engines.loop import loop
 from whence.engines.memory import fitted
 from whence.engines.problem import Engine, Problem, Refused, takes_no_part, target_gradients
 from whence.engines.vmap import vmap
-from whence.errors import WhenceError, suggest
+from whence.errors import WhenceError, first_line, suggest
 
 _ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
 
@@ -61,7 +61,7 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
             raise
         raise WhenceError(
             f"The objective takes all {len(problem.records)} records, but fails on a part of them "
-            f"({_first_line(failure)}). Engines call it on parts, down to one record: let it read what belongs to a "
+            f"({first_line(failure)}). Engines call it on parts, down to one record: let it read what belongs to a "
             "record from the records it is given (`rewards`, `returns`, or `advantages` as its `prepare` sets them), "
             "not from numbers of its own."
         ) from failure
@@ -79,13 +79,13 @@ def _solved(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Te
     try:
         return _run(problem, "forward", memory), "forward", reason
     except NotImplementedError as missing:  # torch's word for a kernel without forward mode
-        reason += f" Forward mode: {_first_line(missing)}"
+        reason += f" Forward mode: {first_line(missing)}"
     try:
         return _run(problem, "vmap", memory), "vmap", reason
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as missing:  # functorch's only word for whatever it cannot do; the loop meets what is amiss
-        return _run(problem, "loop", memory), "loop", f"{reason} vmap: {_first_line(missing)}"
+        return _run(problem, "loop", memory), "loop", f"{reason} vmap: {first_line(missing)}"
 
 
 def _run(problem: Problem, engine: str, memory: int | None) -> Float[Tensor, "targets n"]:
@@ -97,7 +97,3 @@ def _what_grows_in_loop(problem: Problem) -> None:
     # The passes over one record after the other hold no more for many records than for one.
     target_gradients(problem)
     problem.inputs  # noqa: B018
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

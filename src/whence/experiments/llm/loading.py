@@ -13,7 +13,7 @@ import datasets
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from whence.errors import WhenceError, suggest
+from whence.errors import WhenceError, first_line, suggest
 from whence.llm.footprint import without_weights
 from whence.llm.prompts import list_columns
 
@@ -38,7 +38,7 @@ def load_function(name: str) -> Any:
     except FileNotFoundError as wrong:
         raise WhenceError(f"{place}, which {name} names, is not there.") from wrong
     except Exception as wrong:
-        raise WhenceError(f"{place}, which {name} names, cannot be run: {_first_line(wrong)}") from wrong
+        raise WhenceError(f"{place}, which {name} names, cannot be run: {first_line(wrong)}") from wrong
     if not callable(found := getattr(module, attribute, None)):
         known = [own for own in vars(module) if callable(vars(module)[own]) and not own.startswith("_")]
         raise WhenceError(f"{place} has no function {attribute!r}.{suggest(attribute, known)}")
@@ -83,7 +83,7 @@ def load_data(name: str) -> Any:
         else:
             found = datasets.load_dataset(name)
     except Exception as wrong:
-        raise WhenceError(f"The data set {name} cannot be loaded: {_first_line(wrong)}") from wrong
+        raise WhenceError(f"The data set {name} cannot be loaded: {first_line(wrong)}") from wrong
     return found["train" if "train" in found else next(iter(found))] if isinstance(found, dict) else found
 
 
@@ -125,8 +125,4 @@ def load_pretrained(kind: Any, name: str, *, weights: bool = True, **how: Any) -
             return kind.from_config(AutoConfig.from_pretrained(name), **how)
     except Exception as wrong:
         what = "tokenizer" if kind is AutoTokenizer else "model"
-        raise WhenceError(f"The {what} {name} cannot be loaded: {_first_line(wrong)}") from wrong
-
-
-def _first_line(wrong: Exception) -> str:
-    return (str(wrong) or type(wrong).__name__).splitlines()[0]
+        raise WhenceError(f"The {what} {name} cannot be loaded: {first_line(wrong)}") from wrong

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from whence.errors import RunDirectoryError
 from whence.experiments.llm.config import LanguageConfig
-from whence.metrics import Curve
+from whence.metrics import Curve, make_curve
 from whence.runs import RunDirectory
 
 
@@ -66,10 +64,5 @@ def read_curve(config: LanguageConfig, path: Path) -> Curve:
     stages = [name.removesuffix(f"_{clock}") for name in timings.columns if name.endswith(f"_{clock}")]
     if config.arm.startswith("random"):  # a control that scores only to know how much to drop is not charged for it
         stages = [name for name in stages if name not in ("scoring", "held_out")]
-    last = np.searchsorted(evaluations["round"].to_numpy(), np.arange(config.rounds + 1), side="right") - 1
-    return Curve(
-        returns=evaluations["test_return"].to_numpy()[last],
-        standard_errors=evaluations["standard_error"].to_numpy()[last],
-        seconds=timings.select(f"{stage}_{clock}" for stage in stages).fill_null(0.0).sum_horizontal().to_numpy(),
-        evaluated=np.isin(np.arange(config.rounds + 1), evaluations["round"].to_numpy()),
-    )
+    seconds = timings.select(f"{stage}_{clock}" for stage in stages).fill_null(0.0).sum_horizontal().to_numpy()
+    return make_curve(config.rounds, evaluations, seconds)

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 
+from whence import metrics
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.config import RunConfig, list_evaluated_rounds
@@ -41,13 +41,7 @@ def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFra
     seconds = timings["collection_cpu"] + timings["optimisation_cpu"]
     if ARMS[config.arm].counts_scoring:
         seconds = seconds + timings["scoring_cpu"]
-    last = np.searchsorted(evaluations["round"].to_numpy(), np.arange(config.rounds + 1), side="right") - 1
-    return Curve(
-        returns=evaluations["test_return"].to_numpy()[last],
-        standard_errors=evaluations["standard_error"].to_numpy()[last],
-        seconds=seconds.to_numpy(),
-        evaluated=np.isin(np.arange(config.rounds + 1), evaluations["round"].to_numpy()),
-    )
+    return metrics.make_curve(config.rounds, evaluations, seconds.to_numpy())
 
 
 def write_curve(

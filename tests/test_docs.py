@@ -120,8 +120,9 @@ def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch
     for module in ("comparison", "sweep"):
         monkeypatch.setattr(sys.modules[f"whence.experiments.{module}"], "run_all", run_one_by_one)
     for file in blocks(page, "toml"):
-        small = re.sub(r"^seeds = .*", "seeds = 1\nrounds = 1\neval_episodes = 2", file, flags=re.MULTILINE)
-        small = re.sub(r"^rounds = 20.*\n", "", small, flags=re.MULTILINE)
+        small = re.sub(r"^(rounds = 20|hyperparameters).*\n", "", file, flags=re.MULTILINE)
+        settings = "seeds = 1\nrounds = 1\neval_episodes = 2\nhyperparameters = { n_steps = 64, n_epochs = 1 }"
+        small = re.sub(r"^seeds = .*", settings, small, flags=re.MULTILINE)
         (elsewhere / "lake.toml").write_text(small, encoding="utf-8")
     for name, *arguments in command_lines(page):
         if any(model in argument for model in LARGE for argument in arguments):

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import gymnasium as gym
@@ -360,12 +361,9 @@ class TestScores:
         for number, (index, point) in enumerate(zip(recording.steps, iterate_points(round), strict=False)):
             minibatch, ones = round.minibatch(number), torch.ones(len(index), dtype=torch.float64)
             params = round.unflatten(point.params)
-            gradients = torch.func.grad(
-                lambda p, minibatch=minibatch, ones=ones: minibatch_loss(round, p, minibatch, ones)
-            )(params)
-            jacobian = torch.func.jacrev(
-                lambda p, minibatch=minibatch, ones=ones: objective_values(round, p, minibatch, ones)
-            )(params)
+            arguments = {"minibatch": minibatch, "weights": ones}
+            gradients = torch.func.grad(partial(minibatch_loss, round, **arguments))(params)
+            jacobian = torch.func.jacrev(partial(objective_values, round, **arguments))(params)
             gradient = torch.cat([one.flatten() for one in gradients.values()])
             factor = settings["lr"] * clip_factor(gradient, recording.update.max_grad_norm) / len(index)
             for ago, later in enumerate(ascents[number:]):
@@ -799,9 +797,9 @@ class TestRefusals:
         other = model_of()
         other.policy.mlp_extractor.value_net[1] = torch.nn.ReLU()
         message = "of another policy: at the parameters that round 2 began with, this policy's values of the records"
-        for refused in (lambda: replay(other.policy, recording), lambda: replay_sb3(other, recording)):
+        for run in (lambda: replay(other.policy, recording), lambda: replay_sb3(other, recording)):
             with pytest.raises(WhenceError, match=message):
-                refused()
+                run()
 
     def test_a_frozen_parameter_that_differs(self, round):
         _, recording = round

@@ -19,7 +19,7 @@ def truth():
 
 
 def test_what_is_linear_is_found(truth):
-    kept = drawn(200)
+    kept = draw_halves(200)
     datamodel = fit_datamodel(kept, kept.double().numpy() @ truth)
     assert datamodel.lds > 0.99
     # All subsets are of one size, so that a constant added to every score changes nothing.
@@ -27,19 +27,19 @@ def test_what_is_linear_is_found(truth):
 
 
 def test_a_prior_says_where_to_look(truth):
-    kept, prior = drawn(25), 3 * truth + 0.1 * np.random.default_rng(2).normal(size=40)
+    kept, prior = draw_halves(25), 3 * truth + 0.1 * np.random.default_rng(2).normal(size=40)
     outcomes = kept.double().numpy() @ truth
     alone, helped = fit_datamodel(kept, outcomes), fit_datamodel(kept, outcomes, prior=prior)
-    fresh = drawn(500, seed=9).double().numpy()
+    fresh = draw_halves(500, seed=9).double().numpy()
     held_out = [compute_lds(fresh @ fit.scores, fresh @ truth)["lds"] for fit in (alone, helped)]
     assert held_out[0] < 0.9 < 0.99 < held_out[1]
     assert helped.lds > 0.98
-    wrong = fit_datamodel(drawn(200), drawn(200).double().numpy() @ truth, prior=-prior)
+    wrong = fit_datamodel(draw_halves(200), draw_halves(200).double().numpy() @ truth, prior=-prior)
     assert wrong.lds > 0.99  # its multiple may be negative
 
 
 def test_nothing_is_found_in_noise():
-    kept = drawn(300)
+    kept = draw_halves(300)
     noise = np.random.default_rng(3).normal(size=300)
     datamodel = fit_datamodel(kept, noise)
     assert datamodel.lds is None or abs(datamodel.lds) < 0.12
@@ -50,7 +50,7 @@ def test_nothing_is_found_in_noise():
     ("count", "noise"), [(30, 1.0), (60, 1.0), (30, 1e3)], ids=["fewer than records", "more", "nothing but noise"]
 )
 def test_the_penalty_leaves_one_out(truth, count, noise):
-    x = drawn(count).double().numpy()
+    x = draw_halves(count).double().numpy()
     y = x @ truth + noise * np.random.default_rng(4).normal(size=count)
     scores, penalty = _fit_ridge(x, y, None)
 
@@ -78,15 +78,15 @@ def test_the_penalty_leaves_one_out(truth, count, noise):
 
 def test_little_is_taken_from_few_trainings(truth):
     # With as many trainings as records, an exact fit predicts nothing; nor does it if the prior explains everything.
-    kept, prior = drawn(40), truth
+    kept, prior = draw_halves(40), truth
     y = kept.double().numpy() @ truth + 10 * np.random.default_rng(5).normal(size=40)
     assert _fit_ridge(kept.double().numpy(), y, prior)[1] >= 1e3
-    found = fit_datamodel(drawn(40), y, prior=prior).scores
-    assert np.corrcoef(found, truth)[0, 1] > 0.99
+    scores = fit_datamodel(draw_halves(40), y, prior=prior).scores
+    assert np.corrcoef(scores, truth)[0, 1] > 0.99
 
 
 def test_the_ceiling_of_sums_alone_is_whole(truth):
-    kept = drawn(4000)
+    kept = draw_halves(4000)
     ceiling = additive_ceiling(kept, kept.double().numpy() @ truth)
     assert ceiling["lds"] > 0.97
     assert ceiling["low"] < ceiling["lds"] <= ceiling["high"] == 1.0
@@ -111,13 +111,13 @@ def test_the_ceiling_is_what_the_true_sum_reaches(truth, share):
 
 
 def test_nothing_is_no_ceiling():
-    found = additive_ceiling(drawn(4000), np.random.default_rng(3).normal(size=4000))
-    assert found["low"] == 0.0
-    assert found["lds"] < 0.15
+    ceiling = additive_ceiling(draw_halves(4000), np.random.default_rng(3).normal(size=4000))
+    assert ceiling["low"] == 0.0
+    assert ceiling["lds"] < 0.15
 
 
 def test_what_has_no_ceiling(truth):
-    kept = drawn(40)
+    kept = draw_halves(40)
     with pytest.raises(WhenceError, match=r"\(39,\) are needed, of at least 40 trainings"):
         additive_ceiling(kept, np.arange(39.0))
     with pytest.raises(WhenceError, match="at least 40 trainings"):
@@ -135,20 +135,20 @@ def test_what_has_no_ceiling(truth):
 @pytest.mark.parametrize(
     ("outcomes", "prior", "folds"), [(9, None, 5), (10, 39, 5), (10, None, 1), (10, None, 6)], ids=str
 )
-def test_what_does_not_fit_ridge(outcomes, prior, folds):
+def test_what_does_not_fit(outcomes, prior, folds):
     with pytest.raises(WhenceError, match=r"are needed"):
-        fit_datamodel(drawn(10), np.arange(outcomes, dtype=float), prior=prior and np.ones(prior), folds=folds)
+        fit_datamodel(draw_halves(10), np.arange(outcomes, dtype=float), prior=prior and np.ones(prior), folds=folds)
 
 
 def test_records_that_no_training_kept_do_not_count(truth):
-    kept = drawn(200)
+    kept = draw_halves(200)
     outcomes = kept.double().numpy() @ truth
     wider = torch.cat([kept, torch.zeros(200, 25, dtype=torch.bool)], dim=1)
     assert additive_ceiling(wider, outcomes) == additive_ceiling(kept, outcomes)
 
 
 def test_outcomes_that_are_no_numbers(truth):
-    kept = drawn(200)
+    kept = draw_halves(200)
     outcomes = kept.double().numpy() @ truth
     outcomes[3] = np.nan
     with pytest.raises(WhenceError, match="Outcomes have to be finite"):

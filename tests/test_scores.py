@@ -49,12 +49,12 @@ def agree(scores: Any, expected: Any) -> bool:
 def test_the_snapshot_is_what_iif_selects_by(case: Any) -> None:
     extractor, model, recording, scores = case
     settings = {"target": Return(), "objective": model_objective(model)}
-    assert same(scores["snapshot"], attribute(model.policy, recording.records, **settings).scores)
-    assert same(scores["crossfit"], attribute_crossfit(model.policy, recording.records, **settings).scores)
+    assert agree(scores["snapshot"], attribute(model.policy, recording.records, **settings).scores)
+    assert agree(scores["crossfit"], attribute_crossfit(model.policy, recording.records, **settings).scores)
     settings["objective"] = PPOClip(ent_coef=0.01, vf_coef=0.5)
     with_values = attribute(model.policy, recording.records, **settings).scores
     assert ("snapshot with values" in scores) == (extractor == "shared")
-    assert same(scores.get("snapshot with values", scores["snapshot"]), with_values)
+    assert agree(scores.get("snapshot with values", scores["snapshot"]), with_values)
 
 
 def test_the_other_scores_by_their_definitions(case: Any) -> None:
@@ -62,7 +62,7 @@ def test_the_other_scores_by_their_definitions(case: Any) -> None:
     between = ["snapshot with values"] * (extractor == "shared")
     assert list(scores) == ["snapshot", *between, "crossfit", "trajectory", "advantage", "td-error", "random"]
     trajectory = attribute_round(model.policy, recording, target=Return(), method="trajectory").scores
-    assert same(scores["trajectory"], trajectory)
+    assert agree(scores["trajectory"], trajectory)
     records = recording.records
     assert scores["advantage"].tolist() == records.advantages.double().tolist()
     columns = (records.advantages.double(), records.episode_starts, records.env_index)

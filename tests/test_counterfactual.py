@@ -1,4 +1,4 @@
-"""Many trainings of one round at once: each as if it were alone; and how predictions are held against them."""
+"""Many trainings of one round side by side, each as if it were alone; and how predictions compare with them."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""What selections gain on records that no training has seen, held against its definitions."""
+"""What selections gain on fresh records, by its definitions."""
 
 from types import SimpleNamespace
 
@@ -107,7 +107,7 @@ def test_training_on_everything_is_its_own_measure(case):
         assert row["gain"] == pytest.approx(row["all_as_long"], abs=1e-9)
         assert row["gain"] == pytest.approx(row["all_as_far"], abs=1e-9)
     assert table["all_as_far"].null_count() == 0
-    # Clipped steps on the rollout's own advantages raise what they were made of.
+    # Clipped steps on the rollout's advantages raise the surrogate on the rollout.
     assert table["trained"].min() > 0
 
 

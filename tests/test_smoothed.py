@@ -70,7 +70,7 @@ def test_draws(gentle):
     draws = draw_trainings(round, 5, 0.5, torch.Generator().manual_seed(0))
     assert draws.weights.sum(dim=1).tolist() == [32.0] * 5
     assert len(draws.weights.unique(dim=0)) == 5
-    # Minibatches of twice as many, half of which weigh something: those of the round held 16.
+    # The round's minibatches had 16 records; these have twice as many, of which half have a weight.
     assert [positions.shape[1] for positions in draws.steps] == [32, 32] * 3
     assert list(draws.epochs) == [0, 0, 1, 1, 2, 2]
     for row in range(5):

@@ -345,7 +345,7 @@ class TestCommand:
         with measure_returns(read_run_config(directory), model, episodes=4, seed=int(tests)) as measure:
             assert intervene(model.policy, recording, scores, measure, seed=int(orders)).to_dicts() == rows
 
-    def test_finished_rounds_are_not_done_again(self, run):
+    def test_rounds_that_are_there_are_not_done_again(self, run):
         arguments = ["intervene", run, "--test-episodes", 2]
         assert whence(*arguments, "--rounds", 3).exit_code == 0
         first = stamps(run)
@@ -411,7 +411,7 @@ class TestCommand:
         assert seeds[:2] == seeds[2:4]
         assert len({seed for _, seed in seeds}) == 4
 
-    def test_memory_is_checked_before_anything_is_scored(self, run, monkeypatch):
+    def test_memory_is_looked_at_before_anything_is_scored(self, run, monkeypatch):
         monkeypatch.setattr(command, "attribute", lambda *_, **__: pytest.fail("scored"))
         result = whence("intervene", run, "--memory", 1e-6)
         assert "but training round 1 3 times takes about" in str(result.exception)

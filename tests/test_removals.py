@@ -218,7 +218,7 @@ def test_memory_is_checked_before_anything_is_trained(case: Any, monkeypatch: py
     assert spy.calls == []
 
 
-def test_the_command_checks_the_memory_of_the_curves_before_the_study(
+def test_the_command_sees_to_the_memory_of_the_curves_before_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def whence(*arguments: object) -> Any:
@@ -296,7 +296,7 @@ def test_what_a_rule_dropped_is_not_left_out_again(monkeypatch: pytest.MonkeyPat
         assert top == recording.trained[-share:].tolist()
 
 
-def test_the_command_writes_the_study_even_if_the_curves_are_interrupted(
+def test_the_command_keeps_the_study_where_the_curves_are_broken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def whence(*arguments: object) -> Any:

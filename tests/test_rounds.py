@@ -163,7 +163,7 @@ class TestReplay:
         for parameter, tensor in again.items():
             assert torch.allclose(tensor, recording.end[parameter], rtol=0, atol=1e-6 * scale), parameter
 
-    def test_other_versions_of_the_libraries_are_logged(self, round, caplog):
+    def test_another_version_of_what_trains_is_told(self, round, caplog):
         model, recording = round
         replay_sb3(model, recording)
         assert caplog.records == []
@@ -546,7 +546,7 @@ def test_a_policy_with_dropout_is_recognised_without_it():
     assert all(module.training for module in model.policy.modules())
 
 
-def test_a_round_trained_with_dropout_is_refused():
+def test_a_round_that_was_trained_with_dropout_is_none_to_step_through():
     model = model_of(policy_kwargs={"features_extractor_class": Dropping})
     recording = recorded(model)
     model.policy.train()

@@ -6,10 +6,10 @@ rounds the smoothed score was not settled on; the early, the middle and the late
 
 - LDS of the target on the very trainings of `benchmarks.faithfulness`, of scores that differ from the derivative
   through the round and from the snapshot in one thing at a time; see `variants`.
-- Along the recorded minibatches, what the second-order expansion of the round foretells of each half: no sum of scores,
-  but what one would gain that also held what pairs of records do to each other.
+- Along the recorded minibatches, what the second-order expansion of the round predicts for each half. This is no sum of
+  scores, but shows what a sum would gain from the interactions of pairs of records.
 - The same halves, trained again without a clip range: LDS of the derivative there, and how many ratios end outside of
-  the range that the round had. If the edge is what holds the derivative back, it has to foretell these.
+  the range that the round had. If the edge is what limits the derivative, it has to predict these.
 
 A finished round is not done again.
 """
@@ -31,13 +31,13 @@ from benchmarks.faithfulness import RUNS, SHARES, SUBSETS, Job, Only, Out, Runs,
 from whence import Return, attribute_round, experiments
 from whence.counterfactual import compute_lds, retrain
 from whence.counterfactual.outcomes import measure_outcomes
-from whence.counterfactual.retrain import draw_subsets_of
+from whence.counterfactual.retrain import draw_trained_subsets
 from whence.errors import NonFinite
 from whence.policies import compute_outputs
 from whence.rounds import DRAWS, RoundRecording
 from whence.rounds.replay import SteppedRound, open_round
-from whence.rounds.schedule import snapshot
-from whence.rounds.smoothed import WIDTH, Draws, averaged, drawn
+from whence.rounds.schedule import snapshot_scores
+from whence.rounds.smoothed import WIDTH, Draws, average_derivatives, draw_trainings
 
 ENVIRONMENTS = ("lunarlander",)
 UNCLIPPED = 1e9
@@ -68,10 +68,10 @@ def ablations(policy: Any, recording: RoundRecording, known: Mapping[str, Any], 
     """Return the LDS of every variant on trainings that are known, and what the clip range does.
 
     Args:
-        policy: that was trained.
-        recording: of the round.
-        known: what `benchmarks.faithfulness` wrote of it.
-        seed: by which it drew subsets.
+        policy: the policy that was trained.
+        recording: the recorded round.
+        known: the round's results, as `benchmarks.faithfulness` wrote them.
+        seed: the seed of its subsets.
 
     Raises:
         RuntimeError: the recording is not of the round that is known.
@@ -80,11 +80,11 @@ def ablations(policy: Any, recording: RoundRecording, known: Mapping[str, Any], 
     scores = variants(round, policy, seed)
     rows = []
     for share in SHARES:
-        kept = draw_subsets_of(recording, share, SUBSETS, torch.Generator().manual_seed(seed))
+        kept = draw_trained_subsets(recording, share, SUBSETS, torch.Generator().manual_seed(seed))
         for truth, outcomes in known["outcomes"][str(share)].items():
             values = np.mean(outcomes["target"], axis=0)
             about = {"share": share, "truth": truth, "orders": len(outcomes["target"])}
-            rows += [about | {"score": name, **_held(kept, own, values)} for name, own in scores.items()]
+            rows += [about | {"score": name, **_lds_of(kept, score, values)} for name, score in scores.items()]
             if share == 0.5 and truth == "recorded":
                 expanded = second_order(policy, recording, kept)
                 rows.append(about | {"score": "second order", **compute_lds(expanded, values)})
@@ -104,17 +104,18 @@ def variants(round: SteppedRound, policy: Any, seed: int) -> dict[str, Tensor]:
     """
     recording, target = round.recording, Return()
     n, count = len(round.records), len(recording.steps)
-    once = Draws(torch.ones(1, n), [own[None] for own in recording.steps], list(recording.epochs)[:count])
+    once = Draws(torch.ones(1, n), [positions[None] for positions in recording.steps], list(recording.epochs)[:count])
 
-    def mean_over(made: Draws, width: float) -> Tensor:
-        every = max(1, isqrt(len(made.steps)))
-        return averaged(round, target, made, every, len(made.weights), width).sum(dim=0)
+    def mean_over(trainings: Draws, width: float) -> Tensor:
+        interval = max(1, isqrt(len(trainings.steps)))
+        by_epoch = average_derivatives(round, target, trainings, interval, len(trainings.weights), width)
+        return by_epoch.sum(dim=0)
 
     def draws(share: float) -> Draws:
-        return drawn(round, DRAWS, share, torch.Generator().manual_seed(seed + 1))
+        return draw_trainings(round, DRAWS, share, torch.Generator().manual_seed(seed + 1))
 
     without_values = replace(recording, update=replace(recording.update, vf_coef=0.0))
-    plain = snapshot(open_round(policy, without_values), target)
+    plain = snapshot_scores(open_round(policy, without_values), target)
     return {
         "snapshot": plain,
         "snapshot, less its own": plain - own_terms(round),
@@ -139,8 +140,8 @@ def own_terms(round: SteppedRound) -> Tensor:
     normalised = (raw - raw.mean()) / (raw.std() + 1e-8) if round.recording.update.normalize_advantage else raw
 
     def log_prob(params: Tensor, position: Tensor) -> Tensor:
-        minibatch = round.at(position[None])
-        return compute_outputs(round.view, {"log_prob"}, round.named(params), minibatch.inputs).log_prob[0]
+        minibatch = round.minibatch_at(position[None])
+        return compute_outputs(round.view, {"log_prob"}, round.unflatten(params), minibatch.inputs).log_prob[0]
 
     gradient = torch.func.grad(log_prob)
     squares = torch.cat(
@@ -153,7 +154,7 @@ def own_terms(round: SteppedRound) -> Tensor:
 
 
 def second_order(policy: Any, recording: RoundRecording, kept: Tensor) -> np.ndarray[Any, Any]:
-    """Return what the expansion of the target in the weights foretells of each subset, (m,), in float64.
+    """Return what the expansion of the target in the weights predicts for each subset, (m,), in float64.
 
     By central differences towards each subset: the derivative and half the second derivative.
     """
@@ -162,8 +163,8 @@ def second_order(policy: Any, recording: RoundRecording, kept: Tensor) -> np.nda
         outcomes_of_target(policy, recording, 1.0 + sign * STEP * dropped, torch.float64) for sign in (-1, 1)
     )
     here = outcomes_of_target(policy, recording, torch.ones_like(dropped[:1]), torch.float64)
-    found: np.ndarray[Any, Any] = (towards - away) / (2 * STEP) + (towards - 2 * here + away) / (2 * STEP**2)
-    return found
+    expansion: np.ndarray[Any, Any] = (towards - away) / (2 * STEP) + (towards - 2 * here + away) / (2 * STEP**2)
+    return expansion
 
 
 def outcomes_of_target(
@@ -173,28 +174,28 @@ def outcomes_of_target(
     round = open_round(policy, recording, dtype=dtype)
     params = retrain(policy, recording, weights, dtype=dtype)
     with torch.no_grad():
-        own = [{name: tensor[number] for name, tensor in params.items()} for number in range(len(weights))]
-        return np.array([float(Return()(round.view, one, round.records)) for one in own])
+        by_row = [{name: tensor[number] for name, tensor in params.items()} for number in range(len(weights))]
+        return np.array([float(Return()(round.view, one, round.records)) for one in by_row])
 
 
 def clipping(policy: Any, recording: RoundRecording, seed: int) -> list[dict[str, Any]]:
-    """Return, with the clip range and without, what the derivative foretells of recorded halves.
+    """Return, with the clip range and without, how well the derivative predicts recorded halves.
 
     Each row has the LDS of "unrolled" there, and the share of all records' ratios that are outside of the round's own
     clip range after it ("outside") and after training on a half ("outside, halves", mean of all). Without a clip range
     a round may diverge: then there are none.
     """
     rows = []
-    kept = draw_subsets_of(recording, 0.5, SUBSETS, torch.Generator().manual_seed(seed))
+    kept = draw_trained_subsets(recording, 0.5, SUBSETS, torch.Generator().manual_seed(seed))
     everything = torch.ones(1, len(recording.records), dtype=torch.bool)
     for clip_range in (recording.update.clip_range, UNCLIPPED):
-        own = replace(recording, update=replace(recording.update, clip_range=clip_range))
+        variant = replace(recording, update=replace(recording.update, clip_range=clip_range))
         row: dict[str, Any] = {"clipped": clip_range != UNCLIPPED}
         try:
-            score = attribute_round(policy, own, target=Return(), method="unrolled").scores
-            halves = retrain(policy, own, kept)
-            row |= _held(kept, score, measure_outcomes(policy, own, halves, Return(), None)["target"])
-            row |= {"outside": outside(policy, recording, retrain(policy, own, everything))}
+            score = attribute_round(policy, variant, target=Return(), method="unrolled").scores
+            halves = retrain(policy, variant, kept)
+            row |= _lds_of(kept, score, measure_outcomes(policy, variant, halves, Return(), None)["target"])
+            row |= {"outside": outside(policy, recording, retrain(policy, variant, everything))}
             row |= {"outside, halves": outside(policy, recording, halves)}
         except NonFinite as diverged:
             row |= {"diverged": str(diverged)}
@@ -208,14 +209,14 @@ def outside(policy: Any, recording: RoundRecording, trained_to: Mapping[str, Ten
     shares = []
     with torch.no_grad():
         for number in range(len(next(iter(trained_to.values())))):
-            own = {name: tensor[number] for name, tensor in trained_to.items()}
-            log_prob = compute_outputs(round.view, {"log_prob"}, own, round.inputs).log_prob
+            params = {name: tensor[number] for name, tensor in trained_to.items()}
+            log_prob = compute_outputs(round.view, {"log_prob"}, params, round.inputs).log_prob
             ratio = (log_prob - round.records.log_probs).exp()
             shares.append(float(((ratio - 1).abs() > recording.update.clip_range).double().mean()))
     return float(np.mean(shares))
 
 
-def _held(kept: Tensor, score: Tensor, values: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _lds_of(kept: Tensor, score: Tensor, values: np.ndarray[Any, Any]) -> dict[str, Any]:
     return dict(compute_lds(kept.double().numpy() @ score.double().cpu().numpy(), values))
 
 

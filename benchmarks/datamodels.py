@@ -2,9 +2,9 @@
 
 Run: `python -m benchmarks.datamodels results/faithfulness --only lunarlander-adam [--trainings 4000]`, after
 `benchmarks.faithfulness` has trained the runs. The middle round of seed 0 is trained on 4,000 random halves, along its
-recorded minibatches, so that nothing but the half is random. A ridge regression on growing numbers of them is held
-against trainings that it did not see, alone and beginning from the smoothed score, which is held against the same
-trainings. So is every score, against all of them. What the best sum of scores would come to is estimated beside.
+recorded minibatches, so that nothing but the half is random. A ridge regression on growing numbers of them is compared
+with trainings that it did not see, alone and beginning from the smoothed score, which is compared with the same
+trainings. Every score is compared with all of them. The LDS of the best possible sum of scores is estimated as well.
 
 Trainings are kept beside the runs, a hundred at a time: the command goes on where it was interrupted.
 """
@@ -75,19 +75,21 @@ def trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[t
 
 
 def fitted(scores: dict[str, Any], kept: torch.Tensor, outcomes: dict[str, Any]) -> dict[str, Any]:
-    """Hold scores, and linear predictors fitted to some of the trainings, against what training came to."""
+    """Return how well scores, and linear predictors fitted to some of the trainings, predict the outcomes."""
     rows: dict[str, Any] = {"scores": [], "datamodels": [], "ceilings": []}
     for outcome, values in outcomes.items():
         rows["ceilings"].append({"outcome": outcome, **additive_ceiling(kept, values)})
         for name, score in scores.items():
-            found = compute_lds(kept.double().numpy() @ score, values)
-            rows["scores"].append({"outcome": outcome, "score": name, **found})
+            lds = compute_lds(kept.double().numpy() @ score, values)
+            rows["scores"].append({"outcome": outcome, "score": name, **lds})
         for size in (size for size in SIZES if size <= len(kept)):
             for prior in (None, "smoothed"):
-                own = None if prior is None else scores[prior]
-                fit = fit_datamodel(kept[:size], values[:size], prior=own)
+                score = None if prior is None else scores[prior]
+                fit = fit_datamodel(kept[:size], values[:size], prior=score)
                 penalty = fit.penalty if np.isfinite(fit.penalty) else None
-                alone = None if own is None else compute_lds(kept[:size].double().numpy() @ own, values[:size])["lds"]
+                alone = (
+                    None if score is None else compute_lds(kept[:size].double().numpy() @ score, values[:size])["lds"]
+                )
                 about = {"outcome": outcome, "trainings": size, "prior": prior, "penalty": penalty, "prior_lds": alone}
                 rows["datamodels"].append({**about, "lds": fit.lds, "low": fit.low, "high": fit.high})
     return rows

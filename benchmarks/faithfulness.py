@@ -13,8 +13,8 @@ Adam, on three seeds. An early, a middle and a late round of each are then studi
 And every so many rounds the round is trained again without the records that score below 0 (LDA §4.3).
 
 A finished round is not studied again: the command goes on where it was interrupted. Training runs are kept in `--runs`.
-What each training came to is written with the rest, by order and subset: `whence.counterfactual.subsets` of the round's
-seed draws the subsets again, and another score can be held against them without a training.
+The outcome of each training is written with the rest, by order and subset: `whence.counterfactual.draw_subsets` with
+the round's seed draws the subsets again, and another score can be compared with them without a training.
 """
 
 import json

@@ -33,7 +33,7 @@ from whence.experiments.rl.training import make_model
 from whence.rounds import METHODS, RoundRecording, attribute_round_by
 from whence.sb3 import InfluenceCallback, model_objective, replay_round
 
-WALKED = ("trajectory", "optimizer", "optimizer-momentum")
+PRODUCTS = ("trajectory", "optimizer", "optimizer-momentum")
 """Scores that share the target's gradient at every step."""
 
 
@@ -47,22 +47,23 @@ def main(
     torch.set_num_threads(1)
     table = Table(title=f"CPU time, in trainings of the round ({platform.machine()}, {repeats} repeats)")
     table.add_column("what")
-    found = {}
+    costs = {}
     for name, settings in OPTIMIZERS.items():
         table.add_column(f"{name}: median [lowest, highest]")
-        ratios = _ratios(*_recorded(settings), repeats, name)
-        found[name] = {
+        model, recording = _record_round(settings)
+        ratios = _measure_ratios(model, recording, repeats, name)
+        costs[name] = {
             what: {"median": statistics.median(r), "low": min(r), "high": max(r)} for what, r in ratios.items()
         }
-    for what in found["sgd"]:
-        cells = (column[what] for column in found.values())
+    for what in costs["sgd"]:
+        cells = (column[what] for column in costs.values())
         table.add_row(what, *(f"{c['median']:.3g} [{c['low']:.3g}, {c['high']:.3g}]" for c in cells))
     Console(width=100).print(table)
     if out is not None:
-        write(out / "costs.json", {"machine": platform.platform(), "repeats": repeats, "costs": found})
+        write(out / "costs.json", {"machine": platform.platform(), "repeats": repeats, "costs": costs})
 
 
-def _recorded(settings: Mapping[str, Any]) -> tuple[Any, RoundRecording]:
+def _record_round(settings: Mapping[str, Any]) -> tuple[Any, RoundRecording]:
     config = experiments.configure(preset="lda-code/lunarlander", eval_episodes=0, **settings)
     torch.manual_seed(config.seed)
     model = make_model(config, make_training_env(config))
@@ -72,7 +73,7 @@ def _recorded(settings: Mapping[str, Any]) -> tuple[Any, RoundRecording]:
     return model, callback.recording
 
 
-def _ratios(model: Any, recording: RoundRecording, repeats: int, name: str) -> dict[str, list[float]]:
+def _measure_ratios(model: Any, recording: RoundRecording, repeats: int, name: str) -> dict[str, list[float]]:
     policy, records, target = model.policy, recording.records, Return()
     objective = model_objective(model)
     kept = draw_subsets(len(records), 0.5, 100, torch.Generator().manual_seed(0))
@@ -83,16 +84,16 @@ def _ratios(model: Any, recording: RoundRecording, repeats: int, name: str) -> d
             method: lambda method=method: attribute_round(policy, recording, target=target, method=method)
             for method in METHODS
         },
-        "three in one walk": lambda: attribute_round_by(policy, recording, WALKED, target=target),
+        "three in one walk": lambda: attribute_round_by(policy, recording, PRODUCTS, target=target),
         "100 trainings": lambda: retrain(policy, recording, kept),
     }
-    found: dict[str, list[float]] = {what: [] for what in measured}
+    ratios: dict[str, list[float]] = {what: [] for what in measured}
     for _ in track(range(repeats), name):
         for what, run in measured.items():
-            # Beside each measurement, so that a busy machine slows both alike.
+            # Next to each measurement, so that a busy machine slows both alike.
             plain = _seconds(lambda: replay_round(model, recording))
-            found[what].append(_seconds(run) / plain / (100 if what == "100 trainings" else 1))
-    return found
+            ratios[what].append(_seconds(run) / plain / (100 if what == "100 trainings" else 1))
+    return ratios
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -81,13 +81,14 @@ def judged(run: RunDirectory, number: int) -> pl.DataFrame:
     half = torch.arange(len(large)) < len(large) // 2  # environments come one after the other
     fresh = large.take(~half)
     kinds = {"gae": fresh.advantages, "monte-carlo": monte_carlo(large)[~half].to(fresh.advantages)}
-    kinds = {name: own / own.std() for name, own in kinds.items()}  # so that rounds can be compared
+    kinds = {name: values / values.std() for name, values in kinds.items()}  # so that rounds can be compared
     before = [load_round(run, earlier)[1] for earlier in range(max(1, number - EARLIER), number)]
     masks = selections(config.drop, model, recording, {"fresh target": [large.take(half)], "earlier rollouts": before})
-    asked: dict[str, Any] = {"advantages": kinds, "seed": number}
-    found = measure_gains(model.policy, recording, masks, fresh, **asked)
-    once = measure_gains(model.policy, normalised_once(recording), {"iif": masks["iif"]}, fresh, **asked)
-    return pl.concat([found, once.with_columns(selection=pl.col("selection") + ONCE)])
+    gains = measure_gains(model.policy, recording, masks, fresh, advantages=kinds, seed=number)
+    once = measure_gains(
+        model.policy, normalised_once(recording), {"iif": masks["iif"]}, fresh, advantages=kinds, seed=number
+    )
+    return pl.concat([gains, once.with_columns(selection=pl.col("selection") + ONCE)])
 
 
 def selections(
@@ -108,7 +109,7 @@ def selections(
         "random": RandomDrop(drop, seed),
         "random below 0": NegativeRandom(drop, seed),
     }
-    kept = {name: IIF(drop).select(records, own).keep for name, own in scores.items()}
+    kept = {name: IIF(drop).select(records, influence).keep for name, influence in scores.items()}
     return kept | {name: rule.select(records, scores["iif"]).keep for name, rule in rules.items()}
 
 
@@ -149,7 +150,7 @@ class Along:
 
     def __call__(self, view: Any, params: Any, records: RecordBatch) -> Tensor:
         """Return the target, a scalar."""
-        return torch.stack([(own * params[name]).sum() for name, own in self.direction.items()]).sum()
+        return torch.stack([(tensor * params[name]).sum() for name, tensor in self.direction.items()]).sum()
 
 
 def _preconditioned(policy: Any, recording: RoundRecording) -> Mapping[str, Tensor]:
@@ -158,7 +159,7 @@ def _preconditioned(policy: Any, recording: RoundRecording) -> Mapping[str, Tens
     gradient = target_gradient(round, round.start.params, Return())
     state = round.start.state
     scale = preconditioner(recording.optimizer, state)
-    return round.named(gradient * torch.where(state["exp_avg_sq"] > 0, scale, 0.0))
+    return round.unflatten(gradient * torch.where(state["exp_avg_sq"] > 0, scale, 0.0))
 
 
 def normalised_once(recording: RoundRecording) -> RoundRecording:

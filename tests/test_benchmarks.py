@@ -17,7 +17,7 @@ from whence.experiments import load_recording
 from whence.policies import as_view
 from whence.rounds import METHODS
 from whence.rounds.replay import open_round
-from whence.rounds.schedule import snapshot
+from whence.rounds.schedule import snapshot_scores
 from whence.runs import RunDirectory
 from whence.sb3 import collect
 
@@ -142,7 +142,7 @@ def test_what_a_record_says_of_itself(ablations):
             said = view(params, view.prepare(records)).log_prob * records.advantages
             return (said.sum() - said[record]) / len(records)
 
-        known = snapshot(round, Return())[record] - snapshot(round, others)[record]
+        known = snapshot_scores(round, Return())[record] - snapshot_scores(round, others)[record]
         assert float(own[record]) == pytest.approx(float(known), rel=1e-3)
 
 

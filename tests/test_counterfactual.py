@@ -1,4 +1,4 @@
-"""Many trainings of one round at once: each as if it were alone; and how predictions are held against them."""
+"""Many trainings of one round side by side, each as if it were alone; and how predictions compare with them."""
 
 import random
 import re
@@ -38,7 +38,7 @@ study_module = sys.modules["whence.counterfactual.study"]
 retrain_module = sys.modules["whence.counterfactual.retrain"]  # the package's name for it is the function
 
 
-def drawn(seed=0):
+def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
@@ -51,7 +51,7 @@ def case(request):
 class TestRetrain:
     def test_each_training_is_as_if_alone(self, case):
         model, recording = case
-        kept = draw_subsets(64, 0.5, 5, drawn())
+        kept = draw_subsets(64, 0.5, 5, seeded())
         before = state_of(model)
         together = retrain(model.policy, recording, kept)
         assert_untouched(before, state_of(model))
@@ -63,14 +63,14 @@ class TestRetrain:
 
     def test_reshuffled_trainings_are_sb3s(self, case):
         model, recording = case
-        kept = draw_subsets(64, 0.6, 3, drawn())
-        orders = reshuffle(kept, 16, 3, drawn(1))
+        kept = draw_subsets(64, 0.6, 3, seeded())
+        orders = reshuffle(kept, 16, 3, seeded(1))
         together = retrain(model.policy, recording, kept, orders=orders)
         for number in range(len(kept)):
-            own = [order[number] for order in orders]
-            assert sorted(torch.cat(own).tolist()) == sorted(kept[number].nonzero().flatten().tolist() * 3)
-            epochs = [epoch for epoch in range(3) for _ in range(len(own) // 3)]
-            as_sb3 = replay_sb3(model, replace(recording, minibatches=own, epochs=epochs))
+            minibatches = [order[number] for order in orders]
+            assert sorted(torch.cat(minibatches).tolist()) == sorted(kept[number].nonzero().flatten().tolist() * 3)
+            epochs = [epoch for epoch in range(3) for _ in range(len(minibatches) // 3)]
+            as_sb3 = replay_sb3(model, replace(recording, minibatches=minibatches, epochs=epochs))
             for name, tensor in together.items():
                 assert torch.allclose(tensor[number], as_sb3[name], rtol=0, atol=1e-6), name
 
@@ -81,7 +81,7 @@ class TestRetrain:
             assert torch.allclose(tensor[0], recording.end[name], rtol=0, atol=1e-6), name
 
     @pytest.mark.parametrize(
-        ("kept", "said"),
+        ("kept", "message"),
         [
             (torch.ones(64), r"kept has shape \(64,\)"),
             (torch.ones(2, 63), r"kept has shape \(2, 63\)"),
@@ -90,28 +90,28 @@ class TestRetrain:
             (-torch.ones(1, 64), "A weight is negative"),
         ],
     )
-    def test_subsets_that_cannot_be_trained_on(self, case, kept, said):
+    def test_subsets_that_cannot_be_trained_on(self, case, kept, message):
         model, recording = case
-        with pytest.raises(WhenceError, match=said):
+        with pytest.raises(WhenceError, match=message):
             retrain(model.policy, recording, kept)
 
 
 @pytest.fixture(scope="module")
 def wide():
-    """A round whose trainings take more than what is kept of all of them, and the policy."""
+    """A round whose trainings take more memory than their results, and the policy."""
     model = model_of("Adam", n_envs=4, batch_size=64, learning_rate=1e-3, policy_kwargs={"net_arch": [64, 64]})
     return model, recorded(model)
 
 
-def needed(model, recording, kept, orders):
-    with pytest.raises(WhenceError, match=f"memory is 1,000 bytes, but training round 2 {len(kept)} times") as refused:
+def least_memory(model, recording, kept, orders):
+    with pytest.raises(WhenceError, match=f"memory is 1,000 bytes, but training round 2 {len(kept)} times") as refusal:
         retrain(model.policy, recording, kept, orders=orders, memory=1000)
-    numbers = re.search(r"about ([\d,]+) .* one by one: ([\d,]+) .* and ([\d,]+) for", str(refused.value)).groups()
+    numbers = re.search(r"about ([\d,]+) .* one by one: ([\d,]+) .* and ([\d,]+) for", str(refusal.value)).groups()
     return [int(number.replace(",", "")) for number in numbers]
 
 
 def nbytes(orders):
-    return sum(own.nbytes for own in orders or [])
+    return sum(positions.nbytes for positions in orders or [])
 
 
 class TestMemory:
@@ -119,23 +119,23 @@ class TestMemory:
     @pytest.mark.parametrize("side_by_side", [1, 2, 3])
     def test_small_budgets_give_the_same_parameters(self, wide, truth, side_by_side, monkeypatch):
         model, recording = wide
-        kept = draw_subsets(128, 0.5, 5, drawn())
-        orders = None if truth == "recorded" else reshuffle(kept, 64, 3, drawn(1))
+        kept = draw_subsets(128, 0.5, 5, seeded())
+        orders = None if truth == "recorded" else reshuffle(kept, 64, 3, seeded(1))
         whole = retrain(model.policy, recording, kept, orders=orders)
-        least, one, results = needed(model, recording, kept, orders)
+        least, one, results = least_memory(model, recording, kept, orders)
         assert least == one + results
         parts = []
-        own = retrain_module._side_by_side
+        train = retrain_module._train_side_by_side
         monkeypatch.setattr(
-            retrain_module, "_side_by_side", lambda round, w, o: parts.append(len(w)) or own(round, w, o)
+            retrain_module, "_train_side_by_side", lambda round, w, o: parts.append(len(w)) or train(round, w, o)
         )
         memory = results + side_by_side * one
-        held = max(
+        peak = max(
             measure_bytes(lambda: parts.clear() or retrain(model.policy, recording, kept, orders=orders, memory=memory))
         )
         assert parts[:2] == [1, 2]  # measured
         assert parts[2:] == {1: [1] * 5, 2: [2, 2, 1], 3: [3, 2]}[side_by_side]
-        assert held < memory
+        assert peak < memory
         again = retrain(model.policy, recording, kept, orders=orders, memory=memory)
         for name, tensor in whole.items():
             assert torch.allclose(again[name], tensor, rtol=0, atol=1e-6), name
@@ -143,28 +143,28 @@ class TestMemory:
             retrain(model.policy, recording, kept, orders=orders, memory=least - 1)
 
     @pytest.mark.parametrize("truth", ["recorded", "reshuffled"])
-    def test_what_is_held_is_what_was_estimated(self, wide, truth, monkeypatch):
+    def test_the_estimated_memory_is_what_training_takes(self, wide, truth, monkeypatch):
         model, recording = wide
         monkeypatch.setattr(retrain_module, "MARGIN", 1)
-        kept = draw_subsets(128, 0.5, 20, drawn())
-        orders = None if truth == "recorded" else reshuffle(kept, 64, 3, drawn(1))
-        _, one, results = needed(model, recording, kept, orders)
+        kept = draw_subsets(128, 0.5, 20, seeded())
+        orders = None if truth == "recorded" else reshuffle(kept, 64, 3, seeded(1))
+        _, one, results = least_memory(model, recording, kept, orders)
         memory = results + 8 * one - nbytes(orders)  # which are there already
         round = open_round(model.policy, recording)
         with torch.no_grad():
-            at_once = retrain_module._at_once(round, kept.float(), orders, memory, 0)
-            held = max(measure_bytes(lambda: retrain_module._in_parts(round, kept.float(), orders, at_once)))
+            at_once = retrain_module._count_that_fit(round, kept.float(), orders, memory, 0)
+            peak = max(measure_bytes(lambda: retrain_module._train_in_parts(round, kept.float(), orders, at_once)))
         assert 8 <= at_once < 20
-        assert 0.75 * memory < held < 1.01 * memory
+        assert 0.75 * memory < peak < 1.01 * memory
 
     def test_orders_are_counted(self, wide):
         model, recording = wide
-        kept = draw_subsets(128, 0.5, 20, drawn())
-        orders = reshuffle(kept, 64, 3, drawn(1))
+        kept = draw_subsets(128, 0.5, 20, seeded())
+        orders = reshuffle(kept, 64, 3, seeded(1))
         # Positions of 8 bytes: half of 128 records, in three epochs of twenty trainings.
         assert nbytes(orders) == 8 * 64 * 3 * 20
-        of_all = needed(model, recording, kept, orders)[2]
-        least, _, results = needed(model, recording, kept, None)
+        of_all = least_memory(model, recording, kept, orders)[2]
+        least, _, results = least_memory(model, recording, kept, None)
         assert of_all == results + nbytes(orders)
         with pytest.raises(WhenceError, match=f" and {of_all:,} for the weights, orders"):
             retrain_module.check_memory(model.policy, recording, kept, least)
@@ -182,17 +182,17 @@ class TestMemory:
 def test_minibatches_are_cut_as_selection_cuts_them(n, share, seed, batch_size):
     if int(share * n) < 2:
         with pytest.raises(WhenceError, match="at least two records"):
-            draw_subsets(n, share, 1, drawn())
+            draw_subsets(n, share, 1, seeded())
         return
-    kept = draw_subsets(n, share, 2, drawn(seed))
+    kept = draw_subsets(n, share, 2, seeded(seed))
     assert kept.sum(dim=1).tolist() == [int(share * n)] * 2
     kept = torch.cat([kept, torch.ones(1, n, dtype=torch.bool)])
-    orders = reshuffle(kept, batch_size, 1, drawn(seed))
-    permutation = torch.randperm(n, generator=drawn(seed)).numpy()
+    orders = reshuffle(kept, batch_size, 1, seeded(seed))
+    permutation = torch.randperm(n, generator=seeded(seed)).numpy()
     for number, mask in enumerate(kept.numpy()):
         expected = cut_minibatches(permutation[mask[permutation]], batch_size, last="keep", join=True)
-        found = [order[number][order[number] != NOBODY].tolist() for order in orders]
-        assert [minibatch for minibatch in found if minibatch] == [minibatch.tolist() for minibatch in expected]
+        minibatches = [order[number][order[number] != NOBODY].tolist() for order in orders]
+        assert [minibatch for minibatch in minibatches if minibatch] == [minibatch.tolist() for minibatch in expected]
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
@@ -201,14 +201,14 @@ def test_subsets_of_different_sizes_are_trained_as_if_alone(optimizer):
     recording = recorded(model)
     # Four full minibatches; three of which the last has one more; one; and one of three records.
     kept = torch.arange(64) < torch.tensor([64, 49, 16, 3])[:, None]
-    together = retrain(model.policy, recording, kept, orders=reshuffle(kept, 16, 3, drawn(1)))
+    together = retrain(model.policy, recording, kept, orders=reshuffle(kept, 16, 3, seeded(1)))
     for number, mask in enumerate(kept):
-        alone = retrain(model.policy, recording, mask[None], orders=reshuffle(mask[None], 16, 3, drawn(1)))
+        alone = retrain(model.policy, recording, mask[None], orders=reshuffle(mask[None], 16, 3, seeded(1)))
         for name, tensor in alone.items():
             assert torch.allclose(together[name][number], tensor[0], rtol=0, atol=1e-6), name
 
 
-def test_minibatches_hold_what_was_asked_for_also_where_a_rule_kept_less():
+def test_minibatches_are_as_large_as_configured_even_if_a_rule_kept_less():
     model = model_of("SGD", batch_size=48)
     recording = recorded(model, RandomDrop(1.0, seed=0))
     assert max(map(len, recording.minibatches)) < 48
@@ -223,9 +223,9 @@ class TestMeasures:
         rng = np.random.default_rng(0)
         predictions = rng.normal(size=50)
         outcomes = predictions + rng.normal(size=50)
-        found = compute_lds(predictions, outcomes)
-        assert found["lds"] == pytest.approx(stats.spearmanr(predictions, outcomes).statistic)
-        assert found["low"] < found["lds"] < found["high"]
+        measured = compute_lds(predictions, outcomes)
+        assert measured["lds"] == pytest.approx(stats.spearmanr(predictions, outcomes).statistic)
+        assert measured["low"] < measured["lds"] < measured["high"]
         assert compute_lds(predictions, -predictions)["lds"] == pytest.approx(-1)
         assert compute_lds(np.ones(50), outcomes) == {"lds": None, "low": None, "high": None}
 
@@ -237,7 +237,7 @@ class TestMeasures:
     def test_the_prediction_is_the_sum_over_what_is_kept(self, case):
         model, recording = case
         influence = attribute_round(model.policy, recording, target=Return())
-        kept = draw_subsets(64, 0.5, 3, drawn())
+        kept = draw_subsets(64, 0.5, 3, seeded())
         for mask, value in zip(kept, predict_outcomes(influence, kept), strict=True):
             assert value == pytest.approx(float(influence.scores[mask].double().sum()))
         with pytest.raises(WhenceError, match="of 63 records, the scores of 64"):
@@ -247,7 +247,7 @@ class TestMeasures:
         # Small steps of SGD are nearly linear in the weights: the exact derivative must rank subsets almost rightly.
         model = model_of("SGD", n_envs=4, batch_size=64, learning_rate=1e-3)
         recording = recorded(model)
-        kept = draw_subsets(128, 0.9, 60, drawn())
+        kept = draw_subsets(128, 0.9, 60, seeded())
         params = retrain(model.policy, recording, kept, dtype=torch.float64)
         round = open_round(model.policy, recording, dtype=torch.float64)
         target = Return()
@@ -294,13 +294,13 @@ class TestStudy:
     def test_scores_are_held_against_both_truths(self, case):
         model, recording = case
         before = state_of(model)
-        measured, told = [], []
+        repetitions, stages = [], []
 
         def evaluate(params, repetition):
-            measured.append(repetition)
+            repetitions.append(repetition)
             return float(params["action_net.weight"].sum())
 
-        made = study(
+        result = study(
             model.policy,
             recording,
             target=Return(),
@@ -308,40 +308,40 @@ class TestStudy:
             orders=2,
             methods=["trajectory", "unrolled"],
             evaluate=evaluate,
-            on_stage=on_stage.append,
+            on_stage=stages.append,
         )
         assert_untouched(before, state_of(model))
         methods = ["snapshot", "crossfit", "trajectory", "unrolled", "advantage", "td-error", "random"]
-        assert list(made.scores) == methods
-        assert made.table.height == 7 * 2 * 3
-        assert measured == [0] * 6 + [1] * 6 + [2] * 6
-        assert "training 6 times, reshuffled, order 2 of 2" in told
-        for row in made.table.to_dicts():
-            values = made.outcomes[row["truth"]][row["outcome"]]
+        assert list(result.scores) == methods
+        assert result.table.height == 7 * 2 * 3
+        assert repetitions == [0] * 6 + [1] * 6 + [2] * 6
+        assert "training 6 times, reshuffled, order 2 of 2" in stages
+        for row in result.table.to_dicts():
+            values = result.outcomes[row["truth"]][row["outcome"]]
             assert values.shape == ({"recorded": 1, "reshuffled": 2}[row["truth"]], 6)
-            sums = made.kept.double().numpy() @ made.scores[row["score"]]
+            sums = result.kept.double().numpy() @ result.scores[row["score"]]
             assert row["lds"] == pytest.approx(stats.spearmanr(sums, values.mean(axis=0)).statistic)
             certain = row["truth"] == "recorded" and row["outcome"] != "evaluated"
             assert (row["ceiling"] == 1) == certain
-        params = retrain(model.policy, recording, made.kept)
+        params = retrain(model.policy, recording, result.kept)
         round = open_round(model.policy, recording)
-        own = {name: tensor[3] for name, tensor in params.items()}
+        fourth = {name: tensor[3] for name, tensor in params.items()}
         with torch.no_grad():
-            assert made.outcomes["recorded"]["target"][0, 3] == pytest.approx(
-                float(Return()(round.view, own, round.records)), rel=1e-5
+            assert result.outcomes["recorded"]["target"][0, 3] == pytest.approx(
+                float(Return()(round.view, fourth, round.records)), rel=1e-5
             )
-            outputs = round.view(own, round.inputs)
+            outputs = round.view(fourth, round.inputs)
         ratio = (outputs.log_prob - round.records.log_probs).exp()
         surrogate = float((ratio * round.records.advantages).mean())
-        assert made.outcomes["recorded"]["surrogate"][0, 3] == pytest.approx(surrogate, rel=1e-4)
+        assert result.outcomes["recorded"]["surrogate"][0, 3] == pytest.approx(surrogate, rel=1e-4)
 
-    def test_scores_that_are_handed_in_are_not_made(self, case, monkeypatch):
+    def test_scores_that_are_passed_in_are_not_computed(self, case, monkeypatch):
         model, recording = case
         monkeypatch.setattr(study_module, "compute_scores", None)
-        own = {"mine": np.arange(64)}
-        made = study(model.policy, recording, target=Return(), count=4, orders=2, scores=own)
-        assert made.table["score"].unique().to_list() == ["mine"]
-        assert made.scores["mine"].tolist() == list(range(64))
+        scores = {"mine": np.arange(64)}
+        result = study(model.policy, recording, target=Return(), count=4, orders=2, scores=scores)
+        assert result.table["score"].unique().to_list() == ["mine"]
+        assert result.scores["mine"].tolist() == list(range(64))
         with pytest.raises(WhenceError, match=r"The scores 'mine' have shape \(63,\)"):
             study(model.policy, recording, target=Return(), scores={"mine": np.arange(63)})
 
@@ -350,18 +350,18 @@ class TestStudy:
         recording = recorded(model, IIF(drop=1.0))
         trained = set(recording.trained.tolist())
         assert 10 < len(trained) < 62
-        made = study(model.policy, recording, target=Return(), count=4, orders=2, scores={"mine": np.arange(64)})
-        assert made.kept.shape == (4, 64)
-        assert made.kept.sum(dim=1).tolist() == [len(trained) // 2] * 4
-        assert set(made.kept.any(dim=0).nonzero().flatten().tolist()) <= trained
+        result = study(model.policy, recording, target=Return(), count=4, orders=2, scores={"mine": np.arange(64)})
+        assert result.kept.shape == (4, 64)
+        assert result.kept.sum(dim=1).tolist() == [len(trained) // 2] * 4
+        assert set(result.kept.any(dim=0).nonzero().flatten().tolist()) <= trained
 
     @pytest.mark.parametrize("lost", [float("nan"), float("inf")])
     def test_an_outcome_that_is_no_number(self, case, lost):
         model, recording = case
-        asked = {"count": 4, "orders": 2, "scores": {"mine": np.arange(64)}}
+        settings = {"count": 4, "orders": 2, "scores": {"mine": np.arange(64)}}
         returns = iter([1.0, 2.0, 3.0, 4.0, 5.0, lost])
         with pytest.raises(NonFinite, match=f"'evaluated' of training 1, repetition 1, is {lost}"):
-            study(model.policy, recording, target=Return(), **asked, evaluate=lambda p, r: next(returns, 0.0))
+            study(model.policy, recording, target=Return(), **settings, evaluate=lambda p, r: next(returns, 0.0))
 
     def test_a_training_that_diverges(self, case):
         model, recording = case
@@ -378,48 +378,49 @@ class TestStudy:
     @pytest.mark.parametrize("share", [0.5, 0.9])
     def test_draws_and_share_are_those_of_smoothed(self, case, share):
         model, recording = case
-        asked = {"target": Return(), "count": 3, "orders": 2, "methods": ["smoothed"]}
-        drawn_by = {"draws": 3, "share": share, "seed": 5}
-        found = study(model.policy, recording, **asked, **drawn_by).scores["smoothed"]
-        known = attribute_round(model.policy, recording, target=Return(), method="smoothed", **drawn_by)
-        assert np.array_equal(found, known.scores.double().numpy())
+        settings = {"draws": 3, "share": share, "seed": 5}
+        result = study(model.policy, recording, target=Return(), count=3, orders=2, methods=["smoothed"], **settings)
+        expected = attribute_round(model.policy, recording, target=Return(), method="smoothed", **settings)
+        assert np.array_equal(result.scores["smoothed"], expected.scores.double().numpy())
 
     def test_too_few(self, case):
         model, recording = case
         with pytest.raises(WhenceError, match="at least 2 orders and 3 subsets"):
             study(model.policy, recording, target=Return(), orders=1)
 
-    def test_it_is_refused_at_the_door(self, case):
+    def test_it_is_refused_before_anything_is_scored(self, case):
         model, recording = case
-        told = []
+        stages = []
         with pytest.raises(WhenceError, match="The recording lacks action_masks"):
-            study(model.policy, recording, target=mean_of("action_masks"), on_stage=on_stage.append)
+            study(model.policy, recording, target=mean_of("action_masks"), on_stage=stages.append)
         with pytest.raises(WhenceError, match="memory is 1,000 bytes, but training round 2 100 times"):
-            study(model.policy, recording, target=Return(), memory=1000, on_stage=on_stage.append)
-        assert told == []
+            study(model.policy, recording, target=Return(), memory=1000, on_stage=stages.append)
+        assert stages == []
 
-    def test_trained_policies_are_measured_without_dropout_and_each_repetition_by_its_own_chance(self):
+    def test_policies_are_measured_in_eval_mode_and_repetitions_seed_generators(self):
         model = model_of("SGD")
         recording = recorded(model)
         trained = {name: torch.stack([p, p]) for name, p in recording.end.items()}
-        modes, chances = [], []
+        modes, numbers = [], []
 
         def target(view, params, records):
             modes.append(view.module.training)
             return Return()(view, params, records)
 
         def evaluate(params, repetition):
-            chances.append((float(torch.rand(())), float(np.random.random()), random.random()))
+            numbers.append((float(torch.rand(())), float(np.random.random()), random.random()))
             return 0.0
 
         model.policy.train()
         before = state_of(model)
-        found, _ = (measure_outcomes(model.policy, recording, trained, target, evaluate, number) for number in (1, 2))
+        outcomes, _ = (
+            measure_outcomes(model.policy, recording, trained, target, evaluate, number) for number in (1, 2)
+        )
         assert_untouched(before, state_of(model))
         assert model.policy.training
         assert modes == [False] * 4
-        one, same, other, again = chances
+        one, same, other, again = numbers
         assert one == same
         assert other == again
         assert not set(one) & set(other)
-        assert found["target"][0] == found["target"][1]
+        assert outcomes["target"][0] == outcomes["target"][1]

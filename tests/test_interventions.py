@@ -1,8 +1,10 @@
 """Single rounds trained again without the records that score below 0, and what the command makes of them."""
 
+import importlib
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -16,7 +18,7 @@ from whence import IIF, Influence, Return, RoundRecording, RunDirectory, WhenceE
 from whence.cli.options import parse_rounds
 from whence.counterfactual import intervene, interventions
 from whence.counterfactual.interventions import VARIANTS, mean_change
-from whence.counterfactual.retrain import NOBODY
+from whence.counterfactual.retrain import NOBODY, reshuffle
 from whence.errors import InvalidInfluence
 from whence.experiments import load_round
 from whence.experiments.rl.stored import measure_returns, read_run_config
@@ -26,6 +28,8 @@ from whence.sb3 import model_objective
 from whence.sb3 import replay_round as replay_sb3
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+
+command = importlib.import_module("whence.cli.intervene")
 
 
 @pytest.fixture(scope="module", params=["SGD", "Adam"])
@@ -37,36 +41,35 @@ def case(request):
     return model, recording, scores
 
 
-def scored(recording, scores):
-    """Scores of a round, as they are given."""
-    of_round = Provenance("given", "given", "given", "given", ())
-    return Influence(torch.as_tensor(scores, dtype=torch.float32), recording.records.ids.clone(), of_round)
+def make_influence(recording, scores):
+    """Return an influence with these scores of a round."""
+    provenance = Provenance("custom", "custom", "custom", "custom", ())
+    return Influence(torch.as_tensor(scores, dtype=torch.float32), recording.records.ids.clone(), provenance)
 
 
 def weight(params, order=0):
-    """A number that tells parameters apart, whatever their rounding."""
+    """Return a number that differs between parameters by more than rounding."""
     return float(sum(tensor.double().square().sum() for tensor in params.values()))
 
 
 @pytest.fixture
-def seen(monkeypatch):
-    """What each training kept, and its minibatches."""
-    found = []
+def trainings(monkeypatch):
+    """The mask and the minibatches of each training."""
+    pairs = []
 
-    def spied(kept, *arguments):
-        orders = reshuffled(kept, *arguments)
+    def spy(kept, *arguments):
+        orders = reshuffle(kept, *arguments)
         for row, mask in enumerate(kept):
             minibatches = [order[row][order[row] != NOBODY] for order in orders]
-            found.append((mask, [minibatch for minibatch in minibatches if len(minibatch)]))
+            pairs.append((mask, [minibatch for minibatch in minibatches if len(minibatch)]))
         return orders
 
-    reshuffled = interventions.reshuffled
-    monkeypatch.setattr(interventions, "reshuffled", spied)
-    return found
+    monkeypatch.setattr(interventions, "reshuffle", spy)
+    return pairs
 
 
 class TestIntervene:
-    def test_each_training_is_sb3s_of_the_same_minibatches(self, case, seen):
+    def test_each_training_is_sb3s_of_the_same_minibatches(self, case, trainings):
         model, recording, scores = case
         trained = []
 
@@ -76,8 +79,8 @@ class TestIntervene:
 
         table = intervene(model.policy, recording, scores, evaluate)
         assert table["variant"].to_list() == list(VARIANTS)
-        assert table["kept"].to_list() == [int(kept.sum()) for kept, _ in seen]
-        for (_, minibatches), params, outcome in zip(seen, trained, table["outcome"], strict=True):
+        assert table["kept"].to_list() == [int(kept.sum()) for kept, _ in trainings]
+        for (_, minibatches), params, outcome in zip(trainings, trained, table["outcome"], strict=True):
             epochs = [epoch for epoch in range(3) for _ in range(len(minibatches) // 3)]
             as_sb3 = replay_sb3(model, replace(recording, minibatches=minibatches, epochs=epochs))
             assert params.keys() == dict(model.policy.named_parameters()).keys()
@@ -85,18 +88,18 @@ class TestIntervene:
                 assert torch.allclose(tensor, as_sb3[name], rtol=0, atol=1e-6), name
             assert outcome == weight(params)
 
-    def test_what_is_kept(self, case, seen):
+    def test_what_is_kept(self, case, trainings):
         model, recording, _ = case
         values = torch.linspace(-1, 1, 64)[torch.randperm(64)]
         values[:5] = 0.0
-        intervene(model.policy, recording, scored(recording, values), weight)
-        full, filtered, random = (kept for kept, _ in seen)
+        intervene(model.policy, recording, make_influence(recording, values), weight)
+        full, filtered, random = (kept for kept, _ in trainings)
         assert full.all()
         assert torch.equal(filtered, values >= 0)
         assert int(random.sum()) == int(filtered.sum()) < 64
         assert not torch.equal(random, filtered)
 
-    def test_an_order_is_one_permutation_for_all(self, case, seen):
+    def test_an_order_is_one_permutation_for_all(self, case, trainings):
         model, recording, scores = case
         table = intervene(model.policy, recording, scores, weight, orders=2)
         assert table["order"].to_list() == [1, 1, 1, 2, 2, 2]
@@ -105,26 +108,26 @@ class TestIntervene:
             return torch.cat(minibatches).reshape(3, -1)
 
         for first in (0, 3):
-            whole = epochs(seen[first][1])
-            for kept, minibatches in seen[first : first + 3]:
-                own = torch.stack([permutation[kept[permutation]] for permutation in whole])
-                assert torch.equal(epochs(minibatches), own)
+            whole = epochs(trainings[first][1])
+            for kept, minibatches in trainings[first : first + 3]:
+                filtered = torch.stack([permutation[kept[permutation]] for permutation in whole])
+                assert torch.equal(epochs(minibatches), filtered)
                 assert len(minibatches[0]) == 16
-        assert not torch.equal(epochs(seen[0][1]), epochs(seen[3][1]))
-        assert torch.equal(seen[1][0], seen[4][0])
-        assert not torch.equal(seen[2][0], seen[5][0])
+        assert not torch.equal(epochs(trainings[0][1]), epochs(trainings[3][1]))
+        assert torch.equal(trainings[1][0], trainings[4][0])
+        assert not torch.equal(trainings[2][0], trainings[5][0])
 
     def test_training_on_all_does_not_depend_on_the_scores(self, case):
         model, recording, scores = case
-        turned = scored(recording, -scores.scores)
-        one, other = (intervene(model.policy, recording, own, weight, orders=2) for own in (scores, turned))
+        turned = make_influence(recording, -scores.scores)
+        one, other = (intervene(model.policy, recording, each, weight, orders=2) for each in (scores, turned))
         assert one["outcome"][0] == other["outcome"][0]
         assert one["outcome"][3] == other["outcome"][3]
         assert one["outcome"][1] != other["outcome"][1]
 
     def test_where_nothing_is_below_0_nothing_changes(self, case):
         model, recording, _ = case
-        table = intervene(model.policy, recording, scored(recording, np.zeros(64)), weight)
+        table = intervene(model.policy, recording, make_influence(recording, np.zeros(64)), weight)
         assert table["kept"].to_list() == [64] * 3
         assert table["change"].to_list() == [0.0] * 3
 
@@ -139,7 +142,7 @@ class TestIntervene:
         model, recording, _ = case
         values = -np.ones(64)
         values[:left] = 1
-        table = intervene(model.policy, recording, scored(recording, values), lambda *_: 7.0, orders=2)
+        table = intervene(model.policy, recording, make_influence(recording, values), lambda *_: 7.0, orders=2)
         assert table["kept"].to_list() == [64, left, left] * 2
         assert table["outcome"].to_list() == [7.0, None, None] * 2
         assert table["change"].to_list() == [0.0, None, None] * 2
@@ -147,18 +150,18 @@ class TestIntervene:
     def test_nothing_is_touched_and_each_test_of_an_order_draws_the_same(self, case):
         model, recording, scores = case
         before = state_of(model)
-        drawn, told = [], []
+        numbers, stages = [], []
 
         def evaluate(params, order):
-            drawn.append((order, float(torch.rand(())), float(np.random.random())))
+            numbers.append((order, float(torch.rand(())), float(np.random.random())))
             return 0.0
 
-        intervene(model.policy, recording, scores, evaluate, orders=2, on_stage=told.append)
+        intervene(model.policy, recording, scores, evaluate, orders=2, on_stage=stages.append)
         assert_untouched(before, state_of(model))
-        assert [order for order, *_ in drawn] == [1, 1, 1, 2, 2, 2]
-        assert len(set(drawn)) == 2
-        assert len({own[1:] for own in drawn}) == 2
-        assert told[:3] == [
+        assert [order for order, *_ in numbers] == [1, 1, 1, 2, 2, 2]
+        assert len(set(numbers)) == 2
+        assert len({values[1:] for values in numbers}) == 2
+        assert stages[:3] == [
             "training, order 1 of 2",
             "measuring full, order 1 of 2",
             "measuring filtered, order 1 of 2",
@@ -170,13 +173,13 @@ class TestIntervene:
         assert one.equals(same)
         assert not one.equals(other)
 
-    def test_minibatches_are_as_large_as_the_rounds(self, case, seen):
+    def test_minibatches_are_as_large_as_the_rounds(self, case, trainings):
         model, recording, scores = case
         update = replace(recording.update, batch_size=21)
         intervene(model.policy, replace(recording, update=update), scores, weight)
-        assert [len(minibatch) for minibatch in seen[0][1][:3]] == [21, 21, 22]
+        assert [len(minibatch) for minibatch in trainings[0][1][:3]] == [21, 21, 22]
 
-    def test_a_round_that_a_rule_selected_from_has_all_its_records(self, seen):
+    def test_a_round_that_a_rule_selected_from_has_all_its_records(self, trainings):
         model = model_of()
         recording = recorded(model, IIF(drop=1.0))
         assert len(torch.cat(list(recording.minibatches)).unique()) < 64
@@ -201,9 +204,9 @@ class TestIntervene:
 class TestMeanChange:
     def test_it_has_a_t_interval(self):
         changes = [1.0, 4.0, -2.0, 3.0]
-        found = mean_change(changes)
+        mean = mean_change(changes)
         low, high = stats.t.interval(0.95, 3, loc=1.5, scale=stats.sem(changes))
-        assert found == {
+        assert mean == {
             "mean": 1.5,
             "low": pytest.approx(low),
             "high": pytest.approx(high),
@@ -289,8 +292,8 @@ def stamps(run):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "cart"
-    found = whence("train", *CART, "--record-rounds", "1-3:2", "--run", path)
-    assert found.exit_code == 0, found.output
+    result = whence("train", *CART, "--record-rounds", "1-3:2", "--run", path)
+    assert result.exit_code == 0, result.output
     return path
 
 
@@ -307,28 +310,28 @@ class TestCommand:
         ]
 
     def test_it_intervenes_in_all_recorded_rounds(self, run):
-        found = whence("intervene", run, "--test-episodes", 3, "--orders", 2)
-        assert found.exit_code == 0, found.output
-        assert "CartPole-v1, ppo, seed 0: test returns, records scored by snapshot" in found.output
-        assert "Mean change, filtered: " in found.output
-        assert "of 2 rounds" in found.output
-        assert f"Numbers: {run / 'interventions'}" in found.output
+        result = whence("intervene", run, "--test-episodes", 3, "--orders", 2)
+        assert result.exit_code == 0, result.output
+        assert "CartPole-v1, ppo, seed 0: test returns, records scored by snapshot" in result.output
+        assert "Mean change, filtered: " in result.output
+        assert "of 2 rounds" in result.output
+        assert f"Numbers: {run / 'interventions'}" in result.output
         assert sorted(stamps(run)) == ["round_00001.json", "round_00003.json"]
         content = json.loads((run / "interventions" / "round_00003.json").read_text())
         assert (content["round"], content["target"], content["method"]) == (3, "Return()", "snapshot")
         assert len(content["rows"]) == 6
         scores = pl.DataFrame(content["rows"])
         again = whence("intervene", run, "--test-episodes", 3, "--orders", 2, "--json")
-        said = json.loads(again.stdout)
-        row = said["rounds"][1]
+        printed = json.loads(again.stdout)
+        row = printed["rounds"][1]
         assert (row["round"], row["records"]) == (3, 64)
         for variant in VARIANTS:
-            own = scores.filter(pl.col("variant") == variant)
-            assert row[variant] == pytest.approx(own["outcome"].mean())
+            rows = scores.filter(pl.col("variant") == variant)
+            assert row[variant] == pytest.approx(rows["outcome"].mean())
             if variant != "full":
-                assert row[f"change_{variant}"] == pytest.approx(own["change"].mean())
-                changes = [one[f"change_{variant}"] for one in said["rounds"]]
-                assert said["mean_change"][variant] == pytest.approx(mean_change(changes))
+                assert row[f"change_{variant}"] == pytest.approx(rows["change"].mean())
+                changes = [one[f"change_{variant}"] for one in printed["rounds"]]
+                assert printed["mean_change"][variant] == pytest.approx(mean_change(changes))
 
     def test_it_is_what_the_function_gives(self, run):
         assert whence("intervene", run, "--rounds", 3, "--test-episodes", 4, "--seed", 5).exit_code == 0
@@ -343,93 +346,95 @@ class TestCommand:
             assert intervene(model.policy, recording, scores, measure, seed=int(orders)).to_dicts() == rows
 
     def test_rounds_that_are_there_are_not_done_again(self, run):
-        asked = ["intervene", run, "--test-episodes", 2]
-        assert whence(*asked, "--rounds", 3).exit_code == 0
+        arguments = ["intervene", run, "--test-episodes", 2]
+        assert whence(*arguments, "--rounds", 3).exit_code == 0
         first = stamps(run)
-        assert whence(*asked).exit_code == 0
+        assert whence(*arguments).exit_code == 0
         both = stamps(run)
         assert both["round_00003.json"] == first["round_00003.json"]
         (run / "interventions" / "round_00001.json").write_text("{")
-        assert whence(*asked).exit_code == 0
-        mended = stamps(run)
-        assert mended["round_00003.json"] == first["round_00003.json"]
+        assert whence(*arguments).exit_code == 0
+        repaired = stamps(run)
+        assert repaired["round_00003.json"] == first["round_00003.json"]
         assert json.loads((run / "interventions" / "round_00001.json").read_text())["round"] == 1
-        assert whence(*asked, "--seed", 1).exit_code == 0
+        assert whence(*arguments, "--seed", 1).exit_code == 0
         assert stamps(run)["round_00003.json"] != first["round_00003.json"]
 
-    def test_a_run_that_was_started_over_is_not_what_it_was(self, run):
-        asked = ["intervene", run, "--test-episodes", 2, "--rounds", 1]
-        assert whence(*asked).exit_code == 0
+    def test_a_run_that_was_started_over_is_done_again(self, run):
+        arguments = ["intervene", run, "--test-episodes", 2, "--rounds", 1]
+        assert whence(*arguments).exit_code == 0
         file = run / "recordings" / "round_00001.safetensors"
         recording = RoundRecording.load(file)
         other = recording.records.with_advantages(recording.records.advantages + 1)
         replace(recording, records=other).save(file)
         before = stamps(run)
-        assert whence(*asked).exit_code == 0
+        assert whence(*arguments).exit_code == 0
         assert stamps(run) != before
 
     @pytest.mark.parametrize("method", ["trajectory", "unrolled"])
     def test_other_methods_and_targets(self, run, method):
         table = RunDirectory.open(run).round("records", 3)
-        asked = ["intervene", run, "--method", method, "--test-episodes", 2, "--rounds", 3, "--json"]
-        found = whence(*asked, "--target", "action", "--record", table["record_id"][0])
-        assert found.exit_code == 0, found.output
-        content = json.loads(found.stdout)
+        arguments = ["intervene", run, "--method", method, "--test-episodes", 2, "--rounds", 3, "--json"]
+        result = whence(*arguments, "--target", "action", "--record", table["record_id"][0])
+        assert result.exit_code == 0, result.output
+        content = json.loads(result.stdout)
         assert content["method"] == method
         assert content["target"].startswith("Action(")
 
-    def test_skipped_rounds_are_told_of(self, run, monkeypatch):
-        def all_negative(model, recording, target, method, limits):
-            return scored(recording, -np.ones(64))
+    def test_skipped_rounds_are_reported(self, run, monkeypatch):
+        def all_negative(policy, records, **settings):
+            return make_influence(SimpleNamespace(records=records), -np.ones(64))
 
-        monkeypatch.setattr(cli.interventions, "_scores", all_negative)
-        found = whence("intervene", run, "--test-episodes", 2)
-        assert found.exit_code == 0, found.output
-        assert "0 of 64" in found.output
-        assert "Skipped, since fewer than two records would be left: round 1, 3" in found.output
-        assert "Mean change" not in found.output
-        assert "In brackets" not in found.output
+        monkeypatch.setattr(command, "attribute", all_negative)
+        result = whence("intervene", run, "--test-episodes", 2)
+        assert result.exit_code == 0, result.output
+        assert "0 of 64" in result.output
+        assert "Skipped, since fewer than two records would be left: round 1, 3" in result.output
+        assert "Mean change" not in result.output
+        assert "In brackets" not in result.output
 
     def test_rounds_differ_in_what_scores_draw(self, run, monkeypatch):
-        own, seeds = cli.interventions._scores, []
+        seeds = []
 
-        def seen(model, recording, target, method, limits):
-            seeds.append((recording.number, limits["seed"]))
-            return own(model, recording, target, method, limits)
+        def spy(policy, recording, **settings):
+            seeds.append((recording.number, settings["seed"]))
+            return attribute_round(policy, recording, **settings)
 
-        monkeypatch.setattr(cli.interventions, "_scores", seen)
+        monkeypatch.setattr(command, "attribute_round", spy)
         for seed in (0, 0, 1):
             shutil.rmtree(run / "interventions", ignore_errors=True)
-            found = whence("intervene", run, "--test-episodes", 2, "--method", "smoothed", "--draws", 2, "--seed", seed)
-            assert found.exit_code == 0, found.output
+            result = whence(
+                "intervene", run, "--test-episodes", 2, "--method", "smoothed", "--draws", 2, "--seed", seed
+            )
+            assert result.exit_code == 0, result.output
         assert [number for number, _ in seeds] == [1, 3] * 3
         assert seeds[:2] == seeds[2:4]
         assert len({seed for _, seed in seeds}) == 4
 
     def test_memory_is_looked_at_before_anything_is_scored(self, run, monkeypatch):
-        monkeypatch.setattr(cli.interventions, "_scores", lambda *_: pytest.fail("scored"))
-        found = whence("intervene", run, "--memory", 1e-6)
-        assert "but training round 1 3 times takes about" in str(found.exception)
+        monkeypatch.setattr(command, "attribute", lambda *_, **__: pytest.fail("scored"))
+        result = whence("intervene", run, "--memory", 1e-6)
+        assert "but training round 1 3 times takes about" in str(result.exception)
 
     def test_the_figure(self, run, monkeypatch):
-        drawn = []
+        figures = []
         monkeypatch.setattr(
-            "plotly.graph_objects.Figure.to_image", lambda figure, format: drawn.append(figure) or b"<svg/>"
+            "plotly.graph_objects.Figure.to_image", lambda figure, format: figures.append(figure) or b"<svg/>"
         )
         file = run / "out" / "changes.svg"
-        found = whence("intervene", run, "--test-episodes", 2, "--figure", file)
-        assert found.exit_code == 0, found.output
-        assert f"Figure:  {file}" in found.output
+        result = whence("intervene", run, "--test-episodes", 2, "--figure", file)
+        assert result.exit_code == 0, result.output
+        assert f"Figure:  {file}" in result.output
         assert file.read_bytes() == b"<svg/>"
-        assert [len(box.y) for box in drawn[0].data] == [2, 2]
+        assert [len(box.y) for box in figures[0].data] == [2, 2]
 
         def missing(*_, **__):
             raise RuntimeError("Kaleido requires Google Chrome to be installed.")
 
         monkeypatch.setattr("plotly.graph_objects.Figure.to_image", missing)
-        refused = whence("intervene", run, "--test-episodes", 2, "--figure", file)
-        assert "changes.svg cannot be drawn: Kaleido requires" in str(refused.exception)
-        assert "leave --figure out. The numbers are written." in str(refused.exception)
+        failed = whence("intervene", run, "--test-episodes", 2, "--figure", file)
+        assert "changes.svg cannot be drawn: Kaleido requires" in str(failed.exception)
+        assert "leave --figure out. The numbers are written." in str(failed.exception)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -444,20 +449,20 @@ class TestCommand:
         ],
     )
     def test_what_is_refused(self, run, options, message):
-        found = whence("intervene", run, *options)
+        result = whence("intervene", run, *options)
         with pytest.raises(WhenceError, match=message):
-            raise found.exception
+            raise result.exception
         assert not (run / "interventions").exists()
 
     def test_a_run_without_recordings(self, run):
         shutil.rmtree(run / "recordings")
-        found = whence("intervene", run)
-        assert "No round of" in str(found.exception)
-        assert "--record-rounds 5,20" in str(found.exception)
+        result = whence("intervene", run)
+        assert "No round of" in str(result.exception)
+        assert "--record-rounds 5,20" in str(result.exception)
 
 
 def test_scores_that_are_no_numbers(case):
     model, recording, _ = case
-    broken = scored(recording, np.where(np.arange(64) == 5, np.nan, 1.0))
-    with pytest.raises(WhenceError, match="The scores 'given' hold nan for the record at position 5"):
+    broken = make_influence(recording, np.where(np.arange(64) == 5, np.nan, 1.0))
+    with pytest.raises(WhenceError, match="The scores 'custom' hold nan for the record at position 5"):
         intervene(model.policy, recording, broken, weight)

@@ -1,5 +1,6 @@
 """The highest and the lowest of a score left out: each training as if it were alone, and what its curve says."""
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from whence.sb3.buffer import cut_minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
+command = importlib.import_module("whence.cli.counterfactual")
+
 
 @pytest.fixture(scope="module", params=["SGD", "Adam"])
 def case(request: pytest.FixtureRequest) -> Any:
@@ -29,8 +32,8 @@ def case(request: pytest.FixtureRequest) -> Any:
     return model, recorded(model)
 
 
-class Watched:
-    """`retrain`, with its arguments noted."""
+class RetrainSpy:
+    """`retrain`, which also stores its arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Any, Any]] = []
@@ -45,7 +48,7 @@ def weight(params: Any, repetition: int) -> float:
     return float(params["action_net.weight"].sum()) + repetition * float(params["action_net.bias"][0])
 
 
-def came_to(model: Any, recording: Any, params: Any, repetition: int) -> dict[str, float]:
+def outcomes_of(model: Any, recording: Any, params: Any, repetition: int) -> dict[str, float]:
     """Return the outcomes of one training, by their definitions."""
     round = open_round(model.policy, recording)
     with torch.no_grad():
@@ -55,25 +58,25 @@ def came_to(model: Any, recording: Any, params: Any, repetition: int) -> dict[st
     return {"target": target, "surrogate": surrogate, "evaluated": weight(params, repetition)}
 
 
-def picked(table: pl.DataFrame, **wanted: Any) -> pl.DataFrame:
-    return table.filter(*(pl.col(name).eq_missing(value) for name, value in wanted.items()))
+def select_rows(table: pl.DataFrame, **columns: Any) -> pl.DataFrame:
+    return table.filter(*(pl.col(name).eq_missing(value) for name, value in columns.items()))
 
 
 def test_curves_are_those_of_one_training_at_a_time(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, recording = case
     rng = np.random.default_rng(0)
     scores = {"one": rng.normal(size=64), "two": rng.normal(size=64)}
-    watched, before, told = Watched(monkeypatch), state_of(model), []
-    asked = {"target": Return(), "shares": (0.5, 0.1, 0.11), "draws": 3, "orders": 2, "evaluate": weight}
-    table = leave_out(model.policy, recording, scores, **asked, on_stage=told.append)
+    spy, before, stages = RetrainSpy(monkeypatch), state_of(model), []
+    settings = {"target": Return(), "shares": (0.5, 0.1, 0.11), "draws": 3, "orders": 2, "evaluate": weight}
+    table = leave_out(model.policy, recording, scores, **settings, on_stage=stages.append)
     assert_untouched(before, state_of(model))
     assert dict(table.schema) == removals.SCHEMA
-    assert told[0] == "leaving out: training 22 times, recorded"
-    assert told[2] == "leaving out: training 22 times, reshuffled, order 2 of 2"
+    assert stages[0] == "leaving out: training 22 times, recorded"
+    assert stages[2] == "leaving out: training 22 times, reshuffled, order 2 of 2"
     sizes = [6, 7, 32]
     assert table.height == 2 * 3 * len(sizes) * (2 * len(scores) + 1)
 
-    (kept, none), *shuffled = watched.calls
+    (kept, none), *shuffled = spy.calls
     assert none is None
     assert bool(kept[0].all())
     at_random = {count: [mask for mask in kept[1:] if 64 - int(mask.sum()) == count][4:] for count in sizes}
@@ -87,36 +90,36 @@ def test_curves_are_those_of_one_training_at_a_time(case: Any, monkeypatch: pyte
         mask[ranked[-count:] if side == "top" else ranked[:count]] = False
         return [mask]
 
-    def along_the_recorded(mask: Any) -> dict[str, float]:
-        return came_to(model, recording, replay(model.policy, recording, weights=mask.float()), 0)
+    def train_recorded(mask: Any) -> dict[str, float]:
+        return outcomes_of(model, recording, replay(model.policy, recording, weights=mask.float()), 0)
 
-    def in_order(mask: Any, number: int) -> dict[str, float]:
-        """Train on what a mask keeps of the permutations that all records were trained in."""
+    def train_reshuffled(mask: Any, number: int) -> dict[str, float]:
+        """Train on the records that a mask keeps of the permutations of all records."""
         whole = orders[number - 1]
         epochs = [torch.cat([minibatch[0] for minibatch in whole[first : first + 4]]) for first in (0, 4, 8)]
         filtered = [permutation[mask[permutation]].numpy() for permutation in epochs]
-        cut = [torch.from_numpy(m) for own in filtered for m in cut_minibatches(own, 16, last="keep", join=True)]
-        own = replace(recording, minibatches=cut, epochs=[0] * len(cut), stopped=False)
-        return came_to(model, recording, replay(model.policy, own), number)
+        cut = [torch.from_numpy(m) for epoch in filtered for m in cut_minibatches(epoch, 16, last="keep", join=True)]
+        reshuffled = replace(recording, minibatches=cut, epochs=[0] * len(cut), stopped=False)
+        return outcomes_of(model, recording, replay(model.policy, reshuffled), number)
 
     everything = torch.ones(64, dtype=torch.bool)
     assert len(shuffled) == 2
     assert all(torch.equal(mask, kept) for mask, _ in shuffled)
-    orders = [[minibatch[:1] for minibatch in own] for _, own in shuffled]
+    orders = [[minibatch[:1] for minibatch in minibatches] for _, minibatches in shuffled]
     assert not torch.equal(orders[0][0], orders[1][0])
     ways: dict[str, list[Any]] = {
-        "recorded": [along_the_recorded],
-        "reshuffled": [lambda mask, number=number: in_order(mask, number) for number in (1, 2)],
+        "recorded": [train_recorded],
+        "reshuffled": [lambda mask, number=number: train_reshuffled(mask, number) for number in (1, 2)],
     }
-    wholes = {truth: [way(everything) for way in own] for truth, own in ways.items()}
+    wholes = {truth: [way(everything) for way in by_order] for truth, by_order in ways.items()}
     for (truth, score, side, count), rows in table.group_by("truth", "score", "side", "removed"):
-        found = [[way(mask) for mask in masks(score, side, count)] for way in ways[truth]]
+        outcomes = [[way(mask) for mask in masks(score, side, count)] for way in ways[truth]]
         for row in rows.to_dicts():
             outcome = row["outcome"]
             changes = np.array(
                 [
                     [one[outcome] - whole[outcome] for one in of_order]
-                    for of_order, whole in zip(found, wholes[truth], strict=True)
+                    for of_order, whole in zip(outcomes, wholes[truth], strict=True)
                 ]
             )
             repeated = changes.mean(axis=0) if side == "random" else changes[:, 0]
@@ -135,8 +138,10 @@ def test_the_lowest_left_out_raise_the_target_and_the_highest_lower_it() -> None
     table = leave_out(model.policy, recording, {"unrolled": scores}, target=Return(), shares=(0.05, 0.2), draws=6)
     for truth in ("recorded", "reshuffled"):
         for count in (6, 25):
-            rows = picked(table, truth=truth, outcome="target", removed=count)
-            top, bottom, random = (picked(rows, side=side).row(0, named=True) for side in ("top", "bottom", "random"))
+            rows = select_rows(table, truth=truth, outcome="target", removed=count)
+            top, bottom, random = (
+                select_rows(rows, side=side).row(0, named=True) for side in ("top", "bottom", "random")
+            )
             assert top["change"] < 0 < bottom["change"]
             assert top["change"] < random["change"] - 2 * random["spread"]
             assert bottom["change"] > random["change"] + 2 * random["spread"]
@@ -144,11 +149,11 @@ def test_the_lowest_left_out_raise_the_target_and_the_highest_lower_it() -> None
 
 def test_of_equal_scores_the_record_that_comes_first_is_left_out(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, recording = case
-    watched = Watched(monkeypatch)
+    spy = RetrainSpy(monkeypatch)
     scores = np.zeros(64)
     scores[[2, 60]] = -1, 1
     table = leave_out(model.policy, recording, {"flat": scores}, target=Return(), shares=(0.05,), draws=1, orders=1)
-    without = [(~mask).nonzero().flatten().tolist() for mask in watched.calls[0][0]]
+    without = [(~mask).nonzero().flatten().tolist() for mask in spy.calls[0][0]]
     assert without[:3] == [[], [0, 1, 60], [0, 1, 2]]
     assert table["spread"].null_count() == table.height
     assert table["score"].to_list() == ["flat", "flat", None] * 4
@@ -157,8 +162,8 @@ def test_of_equal_scores_the_record_that_comes_first_is_left_out(case: Any, monk
 
 def test_a_seed_gives_the_same_and_another_others(case: Any) -> None:
     model, recording = case
-    asked = {"target": Return(), "shares": (0.3,), "draws": 2, "orders": 1}
-    one, same, other = (leave_out(model.policy, recording, {}, **asked, seed=seed) for seed in (1, 1, 2))
+    settings = {"target": Return(), "shares": (0.3,), "draws": 2, "orders": 1}
+    one, same, other = (leave_out(model.policy, recording, {}, **settings, seed=seed) for seed in (1, 1, 2))
     assert one.equals(same)
     assert one["side"].unique().to_list() == ["random"]
     assert not one.equals(other)
@@ -172,7 +177,7 @@ def test_shares_that_cannot_be_left_out(case: Any, share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"shares": ()}, "shares is empty"),
         ({"draws": 0}, "draws is 0 and orders 4; at least 1 of each"),
@@ -183,34 +188,34 @@ def test_shares_that_cannot_be_left_out(case: Any, share: float) -> None:
         ({"memory": 1000}, "memory is 1,000 bytes, but training round 2"),
     ],
 )
-def test_what_is_refused_by_name(case: Any, changed: dict[str, Any], said: str) -> None:
+def test_what_is_refused(case: Any, changed: dict[str, Any], message: str) -> None:
     model, recording = case
-    asked = {"scores": {"zero": np.zeros(64)}, "target": Return(), "shares": (0.1,)} | changed
-    with pytest.raises(WhenceError, match=said):
-        leave_out(model.policy, recording, asked.pop("scores"), **asked)
+    settings = {"scores": {"zero": np.zeros(64)}, "target": Return(), "shares": (0.1,)} | changed
+    with pytest.raises(WhenceError, match=message):
+        leave_out(model.policy, recording, settings.pop("scores"), **settings)
 
 
-def test_memory_is_seen_to_before_anything_is_trained(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_checked_before_anything_is_trained(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, recording = case
-    watched = Watched(monkeypatch)
-    asked: dict[str, Any] = {"target": Return(), "shares": (0.1, 0.2), "draws": 3, "orders": 1}
+    spy = RetrainSpy(monkeypatch)
+    settings: dict[str, Any] = {"target": Return(), "shares": (0.1, 0.2), "draws": 3, "orders": 1}
     scores = {"zero": np.zeros(64)}
-    leave_out(model.policy, recording, scores, **asked)
-    kept, orders = watched.calls[1]
+    leave_out(model.policy, recording, scores, **settings)
+    kept, orders = spy.calls[1]
     assert len(kept) == 1 + 2 * (2 + 3)
 
-    def least(trainings: Any, along: Any) -> int:
-        with pytest.raises(WhenceError, match="takes about") as refused:
-            retrain(model.policy, recording, trainings, orders=along, memory=1000)
-        return int(str(refused.value).split("takes about ")[1].split()[0].replace(",", ""))
+    def least_memory(trainings: Any, minibatches: Any) -> int:
+        with pytest.raises(WhenceError, match="takes about") as refusal:
+            retrain(model.policy, recording, trainings, orders=minibatches, memory=1000)
+        return int(str(refusal.value).split("takes about ")[1].split()[0].replace(",", ""))
 
-    # The orders of the second truth are more than the first needs: it is not to be trained in vain.
-    enough = least(kept, None)
-    assert least(kept, orders) > enough
-    watched.calls.clear()
+    # The second truth needs more memory, for its orders: the first must not be trained in vain.
+    enough = least_memory(kept, None)
+    assert least_memory(kept, orders) > enough
+    spy.calls.clear()
     with pytest.raises(WhenceError, match=f"training round 2 {len(kept)} times takes about"):
-        leave_out(model.policy, recording, scores, **asked, memory=enough)
-    assert watched.calls == []
+        leave_out(model.policy, recording, scores, **settings, memory=enough)
+    assert spy.calls == []
 
 
 def test_the_command_sees_to_the_memory_of_the_curves_before_the_study(
@@ -219,20 +224,20 @@ def test_the_command_sees_to_the_memory_of_the_curves_before_the_study(
     def whence(*arguments: object) -> Any:
         return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
-    made: list[Any] = []
-    own = cli.rounds.study
-    monkeypatch.setattr(cli.rounds, "study", lambda *a, **k: made.append(own(*a, **k)) or made[-1])
+    studies: list[Any] = []
+    study = command.study
+    monkeypatch.setattr(command, "study", lambda *a, **k: studies.append(study(*a, **k)) or studies[-1])
     run = tmp_path / "run"
     lake = ["FrozenLake-v1", "--n-steps", 32, "--batch-size", 16, "--n-epochs", 1, "--selection", "ppo"]
     assert whence("train", *lake, "--rounds", 1, "--run", run, "--record-rounds", 1).exit_code == 0
-    asked = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2]
-    assert whence(*asked).exit_code == 0
-    assert len(made[0].scores) <= MOST
-    refused = whence(*asked, "--leave-out", "--memory", 1000 / 2**30).exception
-    assert isinstance(refused, WhenceError)
+    arguments = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2]
+    assert whence(*arguments).exit_code == 0
+    assert len(studies[0].scores) <= MOST
+    error = whence(*arguments, "--leave-out", "--memory", 1000 / 2**30).exception
+    assert isinstance(error, WhenceError)
     trainings = 1 + 4 * (2 * (MOST - 1) + 8)  # of a hundredth of 32 records there is none
-    assert f"memory is 1,000 bytes, but training round 1 {trainings} times" in str(refused)
-    assert len(made) == 1
+    assert f"memory is 1,000 bytes, but training round 1 {trainings} times" in str(error)
+    assert len(studies) == 1
 
 
 def test_a_round_that_was_not_trained_on(case: Any) -> None:
@@ -250,13 +255,13 @@ def test_the_command_adds_the_curves(tmp_path: Path, episodes: int) -> None:
     lake = ["FrozenLake-v1", "--n-steps", 32, "--batch-size", 16, "--n-epochs", 1, "--optimizer", "SGD"]
     trained = whence("train", *lake, "--n-envs", 2, "--rounds", 1, "--run", run, "--record-rounds", 1)
     assert trained.exit_code == 0, trained.output
-    asked = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2, "--test-episodes", episodes]
+    arguments = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2, "--test-episodes", episodes]
     file = run / "counterfactual" / "round_00001.json"
-    plain = whence(*asked)
+    plain = whence(*arguments)
     assert plain.exit_code == 0, plain.output
     assert "removals" not in json.loads(file.read_text())
     assert "by records removed" not in plain.output
-    shown = whence(*asked, "--leave-out")
+    shown = whence(*arguments, "--leave-out")
     assert shown.exit_code == 0, shown.output
     content = json.loads(file.read_text())
     table = pl.DataFrame(content["removals"], schema=removals.SCHEMA)
@@ -264,13 +269,13 @@ def test_the_command_adds_the_curves(tmp_path: Path, episodes: int) -> None:
     trained = len(RoundRecording.load(run / "recordings" / "round_00001.safetensors").trained)
     assert trained < 64  # the command trains by IIF
     assert sorted(set(table["removed"])) == [int(share * trained) for share in removals.SHARES if share * trained >= 1]
-    said = " ".join(shown.output.split())
+    text = " ".join(shown.output.split())
     for outcome in ["target", "surrogate"] + (["evaluated"] if episodes else []):
-        assert picked(table, outcome=outcome).height == 2 * 4 * (2 * (len(METHODS) + 4) + 1)
+        assert select_rows(table, outcome=outcome).height == 2 * 4 * (2 * (len(METHODS) + 4) + 1)
         for truth in ("recorded", "reshuffled"):
-            assert f"Round 1, change of the {outcome}, {truth} minibatches, by records removed" in said
-    first = picked(table, truth="recorded", outcome="target", score="unrolled", side="top")
-    assert f"{first['change'][0]:+.2g}" in said
+            assert f"Round 1, change of the {outcome}, {truth} minibatches, by records removed" in text
+    first = select_rows(table, truth="recorded", outcome="target", score="unrolled", side="top")
+    assert f"{first['change'][0]:+.2g}" in text
 
 
 def test_what_a_rule_dropped_is_not_left_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,15 +283,15 @@ def test_what_a_rule_dropped_is_not_left_out_again(monkeypatch: pytest.MonkeyPat
     recording = recorded(model, IIF(drop=1.0))
     dropped = set(range(64)) - set(recording.trained.tolist())
     assert dropped
-    watched = Watched(monkeypatch)
+    spy = RetrainSpy(monkeypatch)
     scores = {"mine": np.array([-1.0 if position in dropped else position for position in range(64)])}
     leave_out(model.policy, recording, scores, target=Return(), shares=(0.1,), draws=2, orders=1)
     share = len(recording.trained) // 10
-    for kept, _ in watched.calls:
+    for kept, _ in spy.calls:
         without = [set((~mask).nonzero().flatten().tolist()) for mask in kept]
         assert without[0] == dropped
-        assert all(dropped < own and len(own) == len(dropped) + share for own in without[1:])
-        top, bottom = (sorted(own - dropped) for own in without[1:3])
+        assert all(dropped < removed and len(removed) == len(dropped) + share for removed in without[1:])
+        top, bottom = (sorted(removed - dropped) for removed in without[1:3])
         assert bottom == recording.trained[:share].tolist()
         assert top == recording.trained[-share:].tolist()
 
@@ -297,15 +302,15 @@ def test_the_command_keeps_the_study_where_the_curves_are_broken_off(
     def whence(*arguments: object) -> Any:
         return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
-    def broken_off(*_: object, **__: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.rounds, "leave_out", broken_off)
+    monkeypatch.setattr(command, "leave_out", interrupt)
     run = tmp_path / "run"
     lake = ["FrozenLake-v1", "--n-steps", 32, "--batch-size", 16, "--n-epochs", 1, "--selection", "ppo"]
     assert whence("train", *lake, "--rounds", 1, "--run", run, "--record-rounds", 1).exit_code == 0
-    asked = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2, "--draws", 3, "--leave-out"]
-    assert whence(*asked).exit_code != 0
+    arguments = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2, "--draws", 3, "--leave-out"]
+    assert whence(*arguments).exit_code != 0
     content = json.loads((run / "counterfactual" / "round_00001.json").read_text())
     assert content["draws"] == 3
     assert content["rows"]

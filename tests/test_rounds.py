@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import gymnasium as gym
@@ -25,7 +26,7 @@ from whence.errors import NonFinite, RunDirectoryError, Unsupported
 from whence.policies import as_view
 from whence.rounds import METHODS, OptimizerState, attribute_round_by, optimizers, replay, schedule
 from whence.rounds.identity import compare_outputs
-from whence.rounds.replay import clip_factor, loss, open_round, points, step, values
+from whence.rounds.replay import clip_factor, iterate_points, minibatch_loss, objective_values, open_round, step
 from whence.rounds.schedule import SCHEDULED, target_gradient
 from whence.sb3 import InfluenceCallback
 from whence.sb3 import replay_round as replay_sb3
@@ -58,21 +59,21 @@ class Dicts(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self._steps = 0
-        return self._seen(), {}
+        return self._observe(), {}
 
     def step(self, action):
         self._steps += 1
-        return self._seen(), float(action[0] - action[1]), False, self._steps >= 7, {}
+        return self._observe(), float(action[0] - action[1]), False, self._steps >= 7, {}
 
-    def _seen(self):
+    def _observe(self):
         return {"where": self.np_random.uniform(-1, 1, 3).astype(np.float32), "what": int(self.np_random.integers(4))}
 
 
 def model_of(name="Adam", env="CartPole-v1", n_envs=2, algorithm=PPO, policy="MlpPolicy", **settings):
-    made = make_vec_env(env, n_envs=n_envs, seed=0)
+    vec_env = make_vec_env(env, n_envs=n_envs, seed=0)
     kwargs = {"optimizer_class": getattr(torch.optim, name.split()[0]), "optimizer_kwargs": dict(OPTIMIZERS[name])}
     kwargs |= {"net_arch": [8]} | settings.pop("policy_kwargs", {})
-    return algorithm(policy, made, seed=0, device="cpu", policy_kwargs=kwargs, **(SMALL | settings))
+    return algorithm(policy, vec_env, seed=0, device="cpu", policy_kwargs=kwargs, **(SMALL | settings))
 
 
 def rising(left):
@@ -124,10 +125,11 @@ def case(request):
 def state_of(model):
     tensors = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
     gradients = [None if p.grad is None else p.grad.clone() for p in model.policy.parameters()]
-    held = model.policy.optimizer
-    objects = [*map(id, held.param_groups), *(id(value) for own in held.state.values() for value in own.values())]
-    optimizer = str(held.state_dict()), objects, [module.training for module in model.policy.modules()]
-    return tensors, gradients, optimizer, dict(vars(model)), torch.get_rng_state(), np.random.get_state()[1].tolist()
+    optimizer = model.policy.optimizer
+    states = optimizer.state.values()
+    objects = [*map(id, optimizer.param_groups), *(id(value) for state in states for value in state.values())]
+    settings = str(optimizer.state_dict()), objects, [module.training for module in model.policy.modules()]
+    return tensors, gradients, settings, dict(vars(model)), torch.get_rng_state(), np.random.get_state()[1].tolist()
 
 
 def assert_untouched(before, after):
@@ -165,16 +167,16 @@ class TestReplay:
         model, recording = round
         replay_sb3(model, recording)
         assert caplog.records == []
-        own = recording.versions
-        replay_sb3(model, replace(recording, versions={**own, "whence": "0.0"}))
+        versions = recording.versions
+        replay_sb3(model, replace(recording, versions={**versions, "whence": "0.0"}))
         assert caplog.records == []
-        replay_sb3(model, replace(recording, versions={**own, "torch": "1.0", "stable-baselines3": "2.0"}))
-        replay_sb3(model, replace(recording, versions={"torch": own["torch"]}))
-        here = own["stable-baselines3"]
+        replay_sb3(model, replace(recording, versions={**versions, "torch": "1.0", "stable-baselines3": "2.0"}))
+        replay_sb3(model, replace(recording, versions={"torch": versions["torch"]}))
+        here = versions["stable-baselines3"]
         both, unknown = (entry.getMessage() for entry in caplog.records)
         assert {entry.levelname for entry in caplog.records} == {"WARNING"}
         assert "made with torch 1.0 and stable-baselines3 2.0" in both
-        assert f"here is torch {own['torch']} and stable-baselines3 {here}. " in both
+        assert f"here is torch {versions['torch']} and stable-baselines3 {here}. " in both
         assert "Install the recorded versions" in both
         assert f"made with stable-baselines3 of unknown version; here is stable-baselines3 {here}. " in unknown
 
@@ -217,7 +219,7 @@ class TestReplay:
         assert all(torch.equal(ended[name], alone[name]) for name in ended)
         assert any(not torch.equal(ended[name], recording.start[name]) for name in ended)
 
-    def test_the_run_directory_holds_the_recordings_asked_for(self, tmp_path):
+    def test_the_run_directory_has_the_chosen_recordings(self, tmp_path):
         model = model_of()
         callback = InfluenceCallback(IIF(), run=tmp_path / "run", recordings=[2])
         model.learn(3 * 64, callback=callback)
@@ -280,10 +282,10 @@ class TestScores:
         moved = step * torch.eye(n, dtype=torch.float64)
         ended = retrain(model.policy, recording, torch.cat([1 + moved, 1 - moved]), dtype=torch.float64)
         round = open_round(model.policy, recording, dtype=torch.float64)
-        of_one = ({name: own[row] for name, own in ended.items()} for row in range(2 * n))
+        by_row = ({name: tensor[row] for name, tensor in ended.items()} for row in range(2 * n))
         with torch.no_grad():
-            reached = torch.stack([target(round.view, params, round.records) for params in of_one])
-        numeric = (reached[:n] - reached[n:]) / (2 * step)
+            outcomes = torch.stack([target(round.view, params, round.records) for params in by_row])
+        numeric = (outcomes[:n] - outcomes[n:]) / (2 * step)
         assert float((scores - numeric).abs().max() / numeric.abs().max()) < 1e-6
 
     def test_trajectory_is_the_sum_of_what_the_loop_gives_each_step(self, small):
@@ -292,18 +294,20 @@ class TestScores:
         round = open_round(model.policy, recording, dtype=torch.float64)
         policy = model_of(n_envs=1).policy.double()
 
-        def raised(view, params, records):  # by the whole rollout, whichever records are scored
+        def target(view, params, records):  # of the whole rollout, whichever records are scored
             return Return()(view, params, round.records)
 
-        for number, point in zip(range(len(round)), points(round), strict=False):
-            policy.load_state_dict(round.named(point.params), strict=False)
+        for number, point in zip(range(len(round)), iterate_points(round), strict=False):
+            policy.load_state_dict(round.unflatten(point.params), strict=False)
             records = round.minibatch(number).records
             advantages = (records.advantages - records.advantages.mean()) / (records.advantages.std() + 1e-8)
-            asked = {"target": raised, "objective": recording.update.objective(), "engine": "loop"}
-            found = attribute(policy, records.with_advantages(advantages), **asked)
-            by_loop[recording.steps[number]] += found.scores
-        found = attribute_round(model.policy, recording, target=Return(), method="trajectory", dtype=torch.float64)
-        assert torch.allclose(found.scores, by_loop, rtol=0, atol=1e-9 * float(by_loop.abs().max()))
+            normalised = records.with_advantages(advantages)
+            by_step = attribute(
+                policy, normalised, target=target, objective=recording.update.objective(), engine="loop"
+            )
+            by_loop[recording.steps[number]] += by_step.scores
+        influence = attribute_round(model.policy, recording, target=Return(), method="trajectory", dtype=torch.float64)
+        assert torch.allclose(influence.scores, by_loop, rtol=0, atol=1e-9 * float(by_loop.abs().max()))
 
     @pytest.mark.parametrize(
         ("name", "rounds"),
@@ -316,8 +320,8 @@ class TestScores:
     def test_for_small_steps_momentum_gives_the_derivative_less_its_mean(self, name, rounds, monkeypatch):
         # A weight also makes the minibatch larger, which takes its mean from every record's share. And it changes
         # RMSprop's scale, which the scores take as it stood.
-        root = optimizers._root
-        monkeypatch.setattr(optimizers, "_root", lambda squares: root(squares).detach())
+        safe_sqrt = optimizers.safe_sqrt
+        monkeypatch.setattr(optimizers, "safe_sqrt", lambda squares: safe_sqrt(squares).detach())
         settings = {"n_envs": 1, "batch_size": 32, "normalize_advantage": False, "max_grad_norm": 1e9}
         model = model_of(name, learning_rate=1e-6, **settings)
         recording = recorded(model, rounds=rounds)
@@ -342,27 +346,28 @@ class TestScores:
         settings = recording.optimizer.settings
         first, second = settings["betas"]
         round = open_round(model.policy, recording, dtype=torch.float64)
-        raised = []
-        for before, after in pairwise(points(round)):
-            free = {name: p.detach().requires_grad_() for name, p in round.named(before.params).items()}
+        ascents = []
+        for before, after in pairwise(iterate_points(round)):
+            free = {name: p.detach().requires_grad_() for name, p in round.unflatten(before.params).items()}
             value = Return()(round.view, free, round.records)
-            found = torch.autograd.grad(value, list(free.values()), materialize_grads=True, allow_unused=True)
+            gradients = torch.autograd.grad(value, list(free.values()), materialize_grads=True, allow_unused=True)
             scaled, count = {}, after.state["step"]
-            squares = round.named(after.state["exp_avg_sq"])
-            for gradient, (name, square) in zip(found, squares.items(), strict=True):
+            squares = round.unflatten(after.state["exp_avg_sq"])
+            for gradient, (name, square) in zip(gradients, squares.items(), strict=True):
                 root = (square / (1 - second**count)).sqrt()
                 scaled[name] = gradient / (root + settings["eps"]) / (1 - first**count)
-            raised.append(scaled)
+            ascents.append(scaled)
         expected = torch.zeros(len(round.records), dtype=torch.float64)
-        for number, (index, point) in enumerate(zip(recording.steps, points(round), strict=False)):
-            given = round.minibatch(number), torch.ones(len(index), dtype=torch.float64)
-            params = round.named(point.params)
-            gradients = torch.func.grad(lambda p, given=given: loss(round, p, *given))(params)
-            own = torch.func.jacrev(lambda p, given=given: values(round, p, *given))(params)
+        for number, (index, point) in enumerate(zip(recording.steps, iterate_points(round), strict=False)):
+            minibatch, ones = round.minibatch(number), torch.ones(len(index), dtype=torch.float64)
+            params = round.unflatten(point.params)
+            arguments = {"minibatch": minibatch, "weights": ones}
+            gradients = torch.func.grad(partial(minibatch_loss, round, **arguments))(params)
+            jacobian = torch.func.jacrev(partial(objective_values, round, **arguments))(params)
             gradient = torch.cat([one.flatten() for one in gradients.values()])
             factor = settings["lr"] * clip_factor(gradient, recording.update.max_grad_norm) / len(index)
-            for ago, later in enumerate(raised[number:]):
-                products = sum((own[name].flatten(1) * g.flatten()).sum(1) for name, g in later.items())
+            for ago, later in enumerate(ascents[number:]):
+                products = sum((jacobian[name].flatten(1) * g.flatten()).sum(1) for name, g in later.items())
                 expected[index] += factor * (1 - first) * first**ago * products
         arguments = {"target": Return(), "method": "optimizer-momentum", "dtype": torch.float64}
         scores = attribute_round(model.policy, recording, **arguments).scores
@@ -370,29 +375,29 @@ class TestScores:
 
     def test_several_methods_share_the_targets_gradients(self, small, monkeypatch):
         _, model, recording = small
-        asked = {"target": Return(), "draws": 2, "seed": 3, "dtype": torch.float64}
-        alone = {method: attribute_round(model.policy, recording, method=method, **asked) for method in METHODS}
-        taken = []
-        monkeypatch.setattr(schedule, "target_gradient", lambda *args: taken.append(None) or target_gradient(*args))
-        together = attribute_round_by(model.policy, recording, METHODS[::-1], **asked)
+        settings = {"target": Return(), "draws": 2, "seed": 3, "dtype": torch.float64}
+        alone = {method: attribute_round(model.policy, recording, method=method, **settings) for method in METHODS}
+        gradients = []
+        monkeypatch.setattr(schedule, "target_gradient", lambda *args: gradients.append(None) or target_gradient(*args))
+        together = attribute_round_by(model.policy, recording, METHODS[::-1], **settings)
         assert list(together) == list(METHODS[::-1])
         for method, one in together.items():
             assert torch.allclose(one.scores, alone[method].scores, rtol=1e-9, atol=0)
             assert one.provenance == alone[method].provenance
-        # At each step and, measured, at one; unrolled asks at the end, and at that of a step measured.
-        assert len(taken) == len(recording.steps) + 1 + 2
-        epochs = attribute_round_by(model.policy, recording, ["trajectory", "optimizer"], per_epoch=True, **asked)
-        assert [len(own) for own in epochs.values()] == [2, 2]
+        # One at each step, and one where a step is measured; "unrolled" takes one at each of these two ends.
+        assert len(gradients) == len(recording.steps) + 1 + 2
+        epochs = attribute_round_by(model.policy, recording, ["trajectory", "optimizer"], per_epoch=True, **settings)
+        assert [len(influences) for influences in epochs.values()] == [2, 2]
 
     def test_no_method_is_begun_where_another_takes_too_much(self, long, monkeypatch):
         model, recording = long
-        begun = []
-        monkeypatch.setattr(schedule, "_totals", lambda *args: begun.append(None))
-        needed = least(model, recording, "smoothed")
+        started = []
+        monkeypatch.setattr(schedule, "_sum_by_epoch", lambda *args: started.append(None))
+        needed = least_memory(model, recording, "smoothed")
         for methods in (METHODS, ("optimizer", "smoothed")):
             with pytest.raises(WhenceError, match=rf"memory is {needed - 1:,} bytes, but scoring round 2 by "):
                 attribute_round_by(model.policy, recording, methods, target=Return(), memory=needed - 1)
-        assert begun == []
+        assert started == []
 
     @pytest.mark.parametrize("method", METHODS)
     def test_epochs_add_up(self, small, method):
@@ -403,7 +408,7 @@ class TestScores:
         assert torch.allclose(sum(one.scores for one in epochs), whole.scores, rtol=1e-4, atol=1e-7)
 
     @pytest.mark.parametrize("method", METHODS)
-    def test_nothing_of_the_users_is_changed(self, method):
+    def test_the_model_is_left_as_it_was(self, method):
         model = model_of()
         recording = recorded(model)
         before = state_of(model)
@@ -434,11 +439,11 @@ def long():
     return model, recorded(model)
 
 
-def least(model, recording, method):
-    """Return the memory that scoring asks for where it is refused."""
-    with pytest.raises(WhenceError, match=f"memory is 1,000 bytes, but scoring round 2 by {method} takes") as refused:
+def least_memory(model, recording, method):
+    """Return the least memory that scoring needs, as its refusal states it."""
+    with pytest.raises(WhenceError, match=f"memory is 1,000 bytes, but scoring round 2 by {method} takes") as refusal:
         attribute_round(model.policy, recording, target=Return(), method=method, memory=1000)
-    return int(re.search(r"takes about ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))
+    return int(re.search(r"takes about ([\d,]+) bytes", str(refusal.value))[1].replace(",", ""))
 
 
 class TestMemory:
@@ -447,19 +452,19 @@ class TestMemory:
         model, recording = long
         short = replace(recording, minibatches=recording.minibatches[:7], epochs=recording.epochs[:7])
         round = open_round(model.policy, short, dtype=torch.float64)
-        (own,) = schedule.passes([method])
-        whole = own.scores(round, Return(), 1)[method]
+        (one,) = schedule.plan_passes([method])
+        whole = one.scores(round, Return(), 1)[method]
         assert len(whole) == 7
-        for every in (2, 3, 6, 7, 8):
-            again = own.scores(round, Return(), every)[method]
-            assert all(torch.allclose(x, y, rtol=1e-9, atol=0) for x, y in zip(whole, again, strict=True)), every
+        for interval in (2, 3, 6, 7, 8):
+            again = one.scores(round, Return(), interval)[method]
+            assert all(torch.allclose(x, y, rtol=1e-9, atol=0) for x, y in zip(whole, again, strict=True)), interval
 
     @pytest.mark.parametrize("method", METHODS)
     def test_scores_are_the_same_in_the_least_memory(self, long, method):
         model, recording = long
         arguments = {"target": Return(), "method": method}
         plenty = attribute_round(model.policy, recording, **arguments).scores
-        needed = least(model, recording, method)
+        needed = least_memory(model, recording, method)
         scores = attribute_round(model.policy, recording, memory=needed, **arguments).scores
         assert torch.allclose(scores, plenty, rtol=0, atol=1e-6 * float(plenty.abs().max()))
         with pytest.raises(WhenceError, match=f"memory is {needed - 1:,} bytes"):
@@ -467,43 +472,43 @@ class TestMemory:
 
     @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
     @pytest.mark.parametrize("method", SCHEDULED)
-    def test_what_is_held_is_what_was_estimated(self, long, method, share, monkeypatch):
+    def test_the_estimated_memory_is_what_scoring_takes(self, long, method, share, monkeypatch):
         model, recording = long
         monkeypatch.setattr(schedule, "MARGIN", 1)
         round = open_round(model.policy, recording)
-        point, (own,) = round.start.nbytes, schedule.passes([method])
-        fewest = min(own.points_held(24, every) for every in range(1, 6))
-        more = int(share * (own.points_held(24, 1) - fewest)) * point
-        needed = least(model, recording, method) + more
-        every = schedule._kept_every(round, Return(), own, needed)
-        held = max(measure_bytes(lambda: own.scores(round, Return(), every)))
-        assert held <= needed
-        assert held > 0.75 * (needed - 2 * point), "the budget is hardly used"
+        point, (one,) = round.start.nbytes, schedule.plan_passes([method])
+        fewest = min(one.count_points(24, interval) for interval in range(1, 6))
+        more = int(share * (one.count_points(24, 1) - fewest)) * point
+        needed = least_memory(model, recording, method) + more
+        interval = schedule._choose_interval(round, Return(), one, needed)
+        peak = max(measure_bytes(lambda: one.scores(round, Return(), interval)))
+        assert peak <= needed
+        assert peak > 0.75 * (needed - 2 * point), "the budget is hardly used"
 
     def test_going_forwards_holds_as_much_however_many_the_steps(self, long):
         model, recording = long
         for method in ("trajectory", "optimizer"):
-            held = []
+            peaks = []
             for count in (6, 24):
                 short = replace(recording, minibatches=recording.minibatches[:count], epochs=recording.epochs[:count])
                 round = open_round(model.policy, short)
-                (own,) = schedule.passes([method])
-                held.append(max(measure_bytes(lambda round=round, own=own: own.scores(round, Return(), 1))))
-            assert held[1] < held[0] + round.start.nbytes
+                (one,) = schedule.plan_passes([method])
+                peaks.append(max(measure_bytes(lambda round=round, one=one: one.scores(round, Return(), 1))))
+            assert peaks[1] < peaks[0] + round.start.nbytes
 
     @pytest.mark.parametrize("method", ["optimizer-momentum", "unrolled"])
     def test_no_step_is_taken_twice_where_memory_is_plenty(self, long, method, monkeypatch):
         model, recording = long
-        taken = []
-        monkeypatch.setattr(schedule, "step", lambda *args: taken.append(None) or step(*args))
-        needed = least(model, recording, method)
-        taken.clear()
+        steps = []
+        monkeypatch.setattr(schedule, "step", lambda *args: steps.append(None) or step(*args))
+        needed = least_memory(model, recording, method)
+        steps.clear()
         for memory, again in ((2**31, 0), (needed, 24 - math.ceil(24 / 4))):
             attribute_round(model.policy, recording, target=Return(), method=method, memory=memory)
             # Going back takes every step once more, for its derivative; measuring takes one.
             back = 25 if method == "unrolled" else 0
-            assert len(taken) == again + back
-            taken.clear()
+            assert len(steps) == again + back
+            steps.clear()
 
     def test_the_refusal_says_what_to_do(self, long):
         model, recording = long
@@ -529,7 +534,7 @@ class Dropping(FlattenExtractor):
         return torch.nn.functional.dropout(super().forward(observations), 0.5, self.training)
 
 
-def test_a_policy_with_dropout_is_known_by_what_it_does_without():
+def test_a_policy_with_dropout_is_recognised_without_it():
     model = model_of(policy_kwargs={"features_extractor_class": Dropping})
     recording = recorded(model)
     model.policy.train()
@@ -547,9 +552,11 @@ def test_a_round_that_was_trained_with_dropout_is_none_to_step_through():
     model.policy.train()
     model.policy.mlp_extractor.eval()
     before = state_of(model)
-    scored = lambda: attribute_round(model.policy, recording, target=Return())  # noqa: E731
-    for refused in (lambda: replay(model.policy, recording), scored):
-        with pytest.raises(Unsupported, match=r"In train mode the policy's log_prob is another .*whence\.sb3\.replay"):
+    score = lambda: attribute_round(model.policy, recording, target=Return())  # noqa: E731
+    for refused in (lambda: replay(model.policy, recording), score):
+        with pytest.raises(
+            Unsupported, match=r"The policy's log_prob differs between train mode and eval mode.*whence\.sb3\.replay"
+        ):
             refused()
     assert_untouched(before, state_of(model))
     modes = {name: module.training for name, module in model.policy.named_children()}
@@ -573,7 +580,7 @@ class Counting(FlattenExtractor):
         return super().forward(observations)
 
 
-def test_what_layers_keep_of_train_mode_is_as_before():
+def test_buffers_that_train_mode_changes_are_restored():
     model = model_of(policy_kwargs={"features_extractor_class": Counting})
     recording = recorded(model)
     assert model.policy.features_extractor.count > recording.start["features_extractor.count"] > 0
@@ -605,11 +612,11 @@ def test_records_of_all_environments_are_looked_at_in_both_modes():
         recording.records.values[part] = outputs[0].flatten()
         recording.records.log_probs[part] = outputs[1]
     moved = replace(recording, records=recording.records.with_columns({"observations": where}))
-    with pytest.raises(Unsupported, match="In train mode"):
+    with pytest.raises(Unsupported, match="differs between train mode and eval mode"):
         attribute_round(model.policy, moved, target=Return())
 
 
-def test_records_that_did_not_train_are_none_that_a_training_keeps():
+def test_a_training_cannot_keep_only_records_that_did_not_train():
     model = model_of()
     recording = recorded(model, IIF(drop=1.0))
     dropped = torch.ones(64, dtype=torch.bool)
@@ -626,57 +633,57 @@ def test_rounds_that_diverge(which):
     recording = recorded(model)
     if which == "it begins":
         start = {**recording.start, "action_net.bias": torch.full((2,), float("nan"))}
-        broken, said = replace(recording, start=start), r"Round 2 began with `action_net\.bias` not finite"
+        broken, message = replace(recording, start=start), r"Round 2 began with `action_net\.bias` not finite"
     else:
         settings = {**recording.optimizer.settings, "lr": 1e38}
         optimizer = replace(recording.optimizer, settings=settings)
-        broken, said = replace(recording, optimizer=optimizer), "Training round 2 diverged: "
-    with pytest.raises(NonFinite, match=said):
+        broken, message = replace(recording, optimizer=optimizer), "Training round 2 diverged: "
+    with pytest.raises(NonFinite, match=message):
         replay(model.policy, broken)
-    with pytest.raises(NonFinite, match=said if which == "it begins" else "diverged"):
+    with pytest.raises(NonFinite, match=message if which == "it begins" else "diverged"):
         attribute_round(model.policy, broken, target=Return())
 
 
 @pytest.mark.parametrize("size", [0.1, 10.0])
 def test_outputs_are_compared_part_by_part(round, size):
     model, recording = round
-    opening = open_round(model.policy, recording)
-    params, moved = opening.named(opening.start.params), torch.arange(64) < 16
+    stepped = open_round(model.policy, recording)
+    params, moved = stepped.unflatten(stepped.start.params), torch.arange(64) < 16
     with torch.no_grad():
-        read = opening.view(params, opening.inputs)
-    columns = {"log_probs": read.log_prob + 0.01 * moved, "values": read.value + size * (moved * 2.0 - 0.5)}
-    records = opening.records.with_columns(columns)
+        outputs = stepped.view(params, stepped.inputs)
+    columns = {"log_probs": outputs.log_prob + 0.01 * moved, "values": outputs.value + size * (moved * 2.0 - 0.5)}
+    records = stepped.records.with_columns(columns)
     unit = max(1.0, float(records.values.abs().mean()))
     for at_once in (10, 64, 100):
-        apart = compare_outputs(opening.view, params, records, at_once)
-        assert apart == pytest.approx({"log-probs": 0.01 / 4, "values": size * 0.75 / unit}, rel=1e-4)
-    assert compare_outputs(opening.view, params, replace(records, values=None)).keys() == {"log-probs"}
+        differences = compare_outputs(stepped.view, params, records, at_once)
+        assert differences == pytest.approx({"log-probs": 0.01 / 4, "values": size * 0.75 / unit}, rel=1e-4)
+    assert compare_outputs(stepped.view, params, replace(records, values=None)).keys() == {"log-probs"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_is_torchs_also_where_parameters_have_been_stepped_on_unequally(name):
+def test_a_step_is_torchs_even_after_unequal_steps(name):
     shapes = {"one": (3, 2), "other": (4,)}
     parameters = {key: torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for key, shape in shapes.items()}
-    own = getattr(torch.optim, name.split()[0])(parameters.values(), lr=0.1, **OPTIMIZERS[name])
+    optimizer = getattr(torch.optim, name.split()[0])(parameters.values(), lr=0.1, **OPTIMIZERS[name])
 
-    def stepped(names):
+    def step_on(names):
         for parameter_name, parameter in parameters.items():
             parameter.grad = torch.randn_like(parameter) if parameter_name in names else None
-        own.step()
+        optimizer.step()
 
-    stepped(["one"])
+    step_on(["one"])
     for _ in range(2):
-        state = {key: dict(own.state[p]) for key, p in parameters.items() if p in own.state}
-        kept = {key: {k: v.clone() for k, v in of.items() if v is not None} for key, of in state.items()}
-        settings = {key: value for key, value in own.param_groups[0].items() if key != "params"}
-        recorded_state = OptimizerState(type(own).__name__, settings, kept)
-        begun = optimizers.begin(recorded_state, parameters)
+        tensors = {key: dict(optimizer.state[p]) for key, p in parameters.items() if p in optimizer.state}
+        copies = {key: {k: v.clone() for k, v in of.items() if v is not None} for key, of in tensors.items()}
+        settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        recorded_state = OptimizerState(type(optimizer).__name__, settings, copies)
+        state = optimizers.initial_state(recorded_state, parameters)
         before = torch.cat([p.detach().flatten() for p in parameters.values()])
-        stepped(parameters)
+        step_on(parameters)
         gradient = torch.cat([p.grad.flatten() for p in parameters.values()])
-        found, _ = optimizers.step(recorded_state, before, gradient, begun)
+        params, _ = optimizers.step(recorded_state, before, gradient, state)
         expected = torch.cat([p.detach().flatten() for p in parameters.values()])
-        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+        assert torch.allclose(params, expected, rtol=0, atol=1e-12)
 
 
 def test_parameters_of_several_dtypes_are_refused():
@@ -695,8 +702,8 @@ def test_adams_correction_is_its_own():
     model = model_of("AdamW")
     optimizer = recorded(model, rounds=1).optimizer
     state = {"step": torch.tensor(3.0)}
-    assert float(optimizers.correction(optimizer, state)) == pytest.approx(1 - 0.9**3)
-    assert float(optimizers.correction(replace(optimizer, name="SGD"), state)) == 1
+    assert float(optimizers.bias_correction(optimizer, state)) == pytest.approx(1 - 0.9**3)
+    assert float(optimizers.bias_correction(replace(optimizer, name="SGD"), state)) == 1
 
 
 @pytest.fixture(scope="module")
@@ -753,11 +760,11 @@ class TestTargets:
         with pytest.raises(WhenceError, match=r"^NoneType, by itself$"):
             attribute_round(model.policy, recording, target=refusing)
 
-    @pytest.mark.parametrize(("given", "said"), [(1.5, r"1\.5"), (torch.ones(3), r"a tensor of shape \(3,\)")])
-    def test_a_target_that_is_no_scalar(self, round, given, said):
+    @pytest.mark.parametrize(("value", "message"), [(1.5, r"1\.5"), (torch.ones(3), r"a tensor of shape \(3,\)")])
+    def test_a_target_that_is_no_scalar(self, round, value, message):
         model, recording = round
-        with pytest.raises(WhenceError, match=f"returned {said}; a scalar tensor is needed"):
-            attribute_round(model.policy, recording, target=lambda view, params, records: given)
+        with pytest.raises(WhenceError, match=f"returned {message}; a scalar tensor is needed"):
+            attribute_round(model.policy, recording, target=lambda view, params, records: value)
 
 
 class TestRefusals:
@@ -765,7 +772,7 @@ class TestRefusals:
         _, recording = round
         with pytest.raises(WhenceError, match=r"of another policy: `.*` has shape"):
             replay(model_of(policy_kwargs={"net_arch": [9]}).policy, recording)
-        with pytest.raises(WhenceError, match="of another policy: one of them alone has"):
+        with pytest.raises(WhenceError, match="of another policy: only one of the two has"):
             replay(model_of(policy_kwargs={"net_arch": [8, 8]}).policy, recording)
         with pytest.raises(WhenceError, match="its optimiser is Adam, the model's SGD"):
             replay_sb3(model_of("SGD"), recording)
@@ -776,12 +783,12 @@ class TestRefusals:
         recording = recorded(model_of(env=env, policy=kind))
         other = model_of(env=env, policy=kind, policy_kwargs={"activation_fn": torch.nn.ReLU})
         before = state_of(other)
-        said = "of another policy: at the parameters that round 2 began with, this policy's log-probs"
-        with pytest.raises(WhenceError, match=said):
+        message = "of another policy: at the parameters that round 2 began with, this policy's log-probs"
+        with pytest.raises(WhenceError, match=message):
             replay(other.policy, recording)
-        with pytest.raises(WhenceError, match=said):
+        with pytest.raises(WhenceError, match=message):
             attribute_round(other.policy, recording, target=Return(), dtype=torch.float64)
-        with pytest.raises(WhenceError, match=said):
+        with pytest.raises(WhenceError, match=message):
             replay_sb3(other, recording)
         assert_untouched(before, state_of(other))
 
@@ -789,10 +796,10 @@ class TestRefusals:
         recording = recorded(model_of())
         other = model_of()
         other.policy.mlp_extractor.value_net[1] = torch.nn.ReLU()
-        said = "of another policy: at the parameters that round 2 began with, this policy's values of the records"
-        for refused in (lambda: replay(other.policy, recording), lambda: replay_sb3(other, recording)):
-            with pytest.raises(WhenceError, match=said):
-                refused()
+        message = "of another policy: at the parameters that round 2 began with, this policy's values of the records"
+        for run in (lambda: replay(other.policy, recording), lambda: replay_sb3(other, recording)):
+            with pytest.raises(WhenceError, match=message):
+                run()
 
     def test_a_frozen_parameter_that_differs(self, round):
         _, recording = round
@@ -803,7 +810,7 @@ class TestRefusals:
             replay(other.policy, recording)
 
     @pytest.mark.parametrize(
-        ("weights", "said"),
+        ("weights", "message"),
         [
             (torch.ones(3), r"weights have shape \(3,\); one for each of the 64"),
             (torch.ones(2, 64), r"weights have shape \(2, 64\).*whence\.counterfactual\.retrain"),
@@ -813,9 +820,9 @@ class TestRefusals:
             (torch.eye(64)[3], "keeps 1 of 64 records .*, fewer than two.*at least two of them a weight above 0"),
         ],
     )
-    def test_weights_that_cannot_be(self, round, weights, said):
+    def test_weights_that_cannot_be(self, round, weights, message):
         model, recording = round
-        with pytest.raises(WhenceError, match=said):
+        with pytest.raises(WhenceError, match=message):
             replay(model.policy, recording, weights=weights)
 
     def test_a_method_that_is_not_known(self, round):
@@ -829,15 +836,15 @@ class TestRefusals:
             attribute_round(model.policy, recording, target=lambda view, params, records: torch.tensor(1.0))
 
     def test_an_optimiser_that_is_not_known(self):
-        class Own(torch.optim.SGD):
+        class Custom(torch.optim.SGD):
             pass
 
-        made = make_vec_env("CartPole-v1", n_envs=1, seed=0)
-        model = PPO("MlpPolicy", made, device="cpu", policy_kwargs={"optimizer_class": Own}, **SMALL)
+        vec_env = make_vec_env("CartPole-v1", n_envs=1, seed=0)
+        model = PPO("MlpPolicy", vec_env, device="cpu", policy_kwargs={"optimizer_class": Custom}, **SMALL)
         recording = recorded(model, rounds=1)
         again = replay_sb3(model, recording)
         assert all(torch.equal(again[name], recording.end[name]) for name in again)
-        with pytest.raises(Unsupported, match=r"The optimiser Own cannot be replayed step by step"):
+        with pytest.raises(Unsupported, match=r"The optimiser Custom cannot be replayed step by step"):
             replay(model.policy, recording)
 
     def test_files_that_are_none(self, tmp_path):
@@ -862,11 +869,11 @@ class TestRefusals:
 
     def test_observations_may_have_any_name(self, round, tmp_path):
         _, recording = round
-        seen = recording.records.observations
-        named = {"robot.pos": seen, "robot": {"a/b": 3 * seen}, "": 4 * seen}
-        asked = replace(recording, records=recording.records.with_columns({"observations": named}))
-        asked.save(tmp_path / "one.safetensors")
+        values = recording.records.observations
+        named = {"robot.pos": values, "robot": {"a/b": 3 * values}, "": 4 * values}
+        renamed = replace(recording, records=recording.records.with_columns({"observations": named}))
+        renamed.save(tmp_path / "one.safetensors")
         loaded = RoundRecording.load(tmp_path / "one.safetensors").records
         assert loaded.observations.keys() == named.keys()
-        assert torch.equal(loaded.observations["robot"]["a/b"], 3 * seen)
-        assert loaded.fingerprint == asked.records.fingerprint
+        assert torch.equal(loaded.observations["robot"]["a/b"], 3 * values)
+        assert loaded.fingerprint == renamed.records.fingerprint

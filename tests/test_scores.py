@@ -42,27 +42,27 @@ def case(request: pytest.FixtureRequest) -> Any:
     return request.param, model, recording, scores
 
 
-def same(scores: Any, expected: Any) -> bool:
+def agree(scores: Any, expected: Any) -> bool:
     return np.allclose(scores, expected.numpy(), rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_the_snapshot_is_what_iif_selects_by(case: Any) -> None:
-    of, model, recording, scores = case
-    asked = {"target": Return(), "objective": model_objective(model)}
-    assert same(scores["snapshot"], attribute(model.policy, recording.records, **asked).scores)
-    assert same(scores["crossfit"], attribute_crossfit(model.policy, recording.records, **asked).scores)
-    asked["objective"] = PPOClip(ent_coef=0.01, vf_coef=0.5)
-    with_values = attribute(model.policy, recording.records, **asked).scores
-    assert ("snapshot with values" in scores) == (of == "shared")
-    assert same(scores.get("snapshot with values", scores["snapshot"]), with_values)
+    extractor, model, recording, scores = case
+    settings = {"target": Return(), "objective": model_objective(model)}
+    assert agree(scores["snapshot"], attribute(model.policy, recording.records, **settings).scores)
+    assert agree(scores["crossfit"], attribute_crossfit(model.policy, recording.records, **settings).scores)
+    settings["objective"] = PPOClip(ent_coef=0.01, vf_coef=0.5)
+    with_values = attribute(model.policy, recording.records, **settings).scores
+    assert ("snapshot with values" in scores) == (extractor == "shared")
+    assert agree(scores.get("snapshot with values", scores["snapshot"]), with_values)
 
 
-def test_the_others_are_what_they_are_called(case: Any) -> None:
-    of, model, recording, scores = case
-    between = ["snapshot with values"] * (of == "shared")
+def test_the_other_scores_by_their_definitions(case: Any) -> None:
+    extractor, model, recording, scores = case
+    between = ["snapshot with values"] * (extractor == "shared")
     assert list(scores) == ["snapshot", *between, "crossfit", "trajectory", "advantage", "td-error", "random"]
     trajectory = attribute_round(model.policy, recording, target=Return(), method="trajectory").scores
-    assert same(scores["trajectory"], trajectory)
+    assert agree(scores["trajectory"], trajectory)
     records = recording.records
     assert scores["advantage"].tolist() == records.advantages.double().tolist()
     columns = (records.advantages.double(), records.episode_starts, records.env_index)
@@ -81,10 +81,10 @@ def test_where_no_other_can_judge_nothing_is_cross_fitted(case: Any) -> None:
 
 def test_what_is_refused_before_anything_is_scored(case: Any) -> None:
     _, model, recording, _ = case
-    told: list[str] = []
+    stages: list[str] = []
     without = replace(recording, records=replace(recording.records, env_index=None))
     with pytest.raises(WhenceError, match="TD errors cannot do without the columns env_index"):
-        compute_scores(model.policy, without, target=Return(), on_stage=told.append)
+        compute_scores(model.policy, without, target=Return(), on_stage=stages.append)
     with pytest.raises(WhenceError, match="memory is 1,000 bytes, but scoring round 2 by trajectory"):
         compute_scores(model.policy, recording, target=Return(), methods=["trajectory"], memory=1000)
-    assert told == []
+    assert stages == []

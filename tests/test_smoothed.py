@@ -16,7 +16,7 @@ from whence.engines.memory import measure_bytes
 from whence.policies import Outputs
 from whence.rounds import smoothed
 from whence.rounds.replay import Minibatch, open_round, step
-from whence.rounds.smoothed import SoftClip, derivatives, drawn, planned, softened
+from whence.rounds.smoothed import SoftClip, derivatives, draw_trainings, plan_scores, soften
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -40,37 +40,37 @@ def records_at(ratio, advantage):
 def test_the_soft_edge_by_hand(advantage, ratio):
     outputs, records = records_at(ratio, advantage)
     value = SoftClip(clip_range=0.2, advantage_norm="none", width=0.05)(outputs, records)
-    (found,) = torch.autograd.grad(value.sum(), outputs.log_prob)
+    (gradient,) = torch.autograd.grad(value.sum(), outputs.log_prob)
     past = (ratio - 1.2) if advantage > 0 else (0.8 - ratio)
-    assert float(found) == pytest.approx(advantage * ratio / (1 + np.exp(past / 0.05)), rel=1e-4, abs=1e-6)
+    assert float(gradient) == pytest.approx(advantage * ratio / (1 + np.exp(past / 0.05)), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("advantage", [2.0, -3.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.75, 0.85, 1.0, 1.15, 1.25])
 def test_a_narrow_edge_is_the_sharp_one(advantage, ratio):
-    found = []
+    gradients = []
     for objective in (SoftClip(advantage_norm="none", width=1e-4), PPOClip(advantage_norm="none")):
         outputs, records = records_at(ratio, advantage)
-        found.append(torch.autograd.grad(objective(outputs, records).sum(), outputs.log_prob)[0])
-    assert torch.allclose(*found, atol=1e-6)
+        gradients.append(torch.autograd.grad(objective(outputs, records).sum(), outputs.log_prob)[0])
+    assert torch.allclose(*gradients, atol=1e-6)
 
 
-def test_only_the_edge_is_softened():
+def test_only_the_edge_is_soften():
     sharp = PPOClip(clip_range=0.1, ent_coef=0.01, vf_coef=0.5, clip_range_vf=0.3, advantage_norm="none")
-    soft = softened(sharp)
+    soft = soften(sharp)
     assert vars(soft) == vars(sharp) | {"width": smoothed.WIDTH * 0.1}
     a2c = A2C()
-    assert softened(a2c) is a2c
-    assert softened(sharp, 0.0) is sharp
+    assert soften(a2c) is a2c
+    assert soften(sharp, 0.0) is sharp
 
 
-def test_what_is_drawn(gentle):
+def test_draws(gentle):
     model, recording = gentle
     round = open_round(model.policy, recording)
-    draws = drawn(round, 5, 0.5, torch.Generator().manual_seed(0))
+    draws = draw_trainings(round, 5, 0.5, torch.Generator().manual_seed(0))
     assert draws.weights.sum(dim=1).tolist() == [32.0] * 5
     assert len(draws.weights.unique(dim=0)) == 5
-    # Minibatches of twice as many, half of which weigh something: those of the round held 16.
+    # The round's minibatches had 16 records; these have twice as many, of which half have a weight.
     assert [positions.shape[1] for positions in draws.steps] == [32, 32] * 3
     assert list(draws.epochs) == [0, 0, 1, 1, 2, 2]
     for row in range(5):
@@ -81,16 +81,16 @@ def test_what_is_drawn(gentle):
     assert not torch.equal(draws.steps[0][0], draws.steps[2][0])
 
 
-def test_what_is_drawn_of_a_round_that_a_rule_filtered():
+def test_draws_of_a_round_that_a_rule_filtered():
     model = model_of(target_kl=1e-4, learning_rate=0.1)
     recording = recorded(model, IIF(drop=1.0))
     assert recording.stopped
     trained = set(torch.cat(list(recording.steps)).tolist())
-    # What was looked at and not stepped on did not train.
-    only_seen = set(torch.cat(list(recording.minibatches)).tolist()) - trained
-    assert only_seen
-    assert len(trained) < 64 - len(only_seen)
-    draws = drawn(open_round(model.policy, recording), 4, 0.5, torch.Generator().manual_seed(0))
+    # Records that were read and not stepped on did not train.
+    only_read = set(torch.cat(list(recording.minibatches)).tolist()) - trained
+    assert only_read
+    assert len(trained) < 64 - len(only_read)
+    draws = draw_trainings(open_round(model.policy, recording), 4, 0.5, torch.Generator().manual_seed(0))
     assert draws.weights.shape == (4, 64)
     assert draws.weights.sum(dim=1).tolist() == [len(trained) // 2] * 4
     assert set(draws.weights.any(dim=0).nonzero().flatten().tolist()) <= trained
@@ -100,15 +100,15 @@ def test_what_is_drawn_of_a_round_that_a_rule_filtered():
     } == dict.fromkeys(range(3), trained)
 
 
-def test_the_halves_are_not_those_that_test_them(gentle, monkeypatch):
+def test_the_halves_differ_from_those_of_studies(gentle, monkeypatch):
     model, recording = gentle
-    seen = []
-    monkeypatch.setattr(smoothed, "derivatives", lambda *args: seen.append(args[1].weights) or derivatives(*args))
+    weights = []
+    monkeypatch.setattr(smoothed, "derivatives", lambda *args: weights.append(args[1].weights) or derivatives(*args))
     for seed in (0, 1):
-        seen.clear()
+        weights.clear()
         attribute_round(model.policy, recording, target=Return(), method="smoothed", seed=seed)
         tested = draw_subsets(64, 0.5, 100, torch.Generator().manual_seed(seed))
-        halves = {tuple(row) for row in torch.cat(seen[1:]).bool().tolist()}  # the first is measured
+        halves = {tuple(row) for row in torch.cat(weights[1:]).bool().tolist()}  # the first is measured
         assert len(halves) == 16
         assert not halves & {tuple(row) for row in tested.tolist()}
 
@@ -116,7 +116,7 @@ def test_the_halves_are_not_those_that_test_them(gentle, monkeypatch):
 def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
     model, recording = gentle
     round = open_round(model.policy, recording, dtype=torch.float64)
-    draws = drawn(round, 3, 0.5, torch.Generator().manual_seed(1))
+    draws = draw_trainings(round, 3, 0.5, torch.Generator().manual_seed(1))
 
     def end(weights, row):
         point = round.start
@@ -125,18 +125,18 @@ def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
             records = round.records.take(index)
             inputs = {key: tensor[index] for key, tensor in round.inputs.items()}
             point = step(round, point, Minibatch(index, records, inputs), weights[index])
-        return Return()(round.view, round.named(point.params), round.records)
+        return Return()(round.view, round.unflatten(point.params), round.records)
 
-    known = []
+    expected = []
     for row in range(3):
         weights = draws.weights[row].clone().requires_grad_()
-        known.append(torch.autograd.grad(end(weights, row), weights)[0])
-    known = torch.stack(known)
-    for every in (1, 2, 4, 6):
-        found = derivatives(round, draws, Return(), every, 0.0)
-        assert found.shape == (3, 3, 64)  # epochs, trainings, records
-        assert torch.allclose(found.sum(dim=0), known, rtol=0, atol=1e-9 * float(known.abs().max()))
-    assert float(known.abs().max()) > 0
+        expected.append(torch.autograd.grad(end(weights, row), weights)[0])
+    expected = torch.stack(expected)
+    for interval in (1, 2, 4, 6):
+        by_epoch = derivatives(round, draws, Return(), interval, 0.0)
+        assert by_epoch.shape == (3, 3, 64)  # epochs, trainings, records
+        assert torch.allclose(by_epoch.sum(dim=0), expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
+    assert float(expected.abs().max()) > 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
@@ -144,28 +144,28 @@ def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
 def test_each_side_counts_by_its_standard_error(gentle, monkeypatch, count, noise):
     model, recording = gentle
     round, rng = open_round(model.policy, recording, dtype=torch.float64), np.random.default_rng(4)
-    draws = drawn(round, count, 0.5, smoothed._seeded(0))
+    draws = draw_trainings(round, count, 0.5, smoothed._make_generator(0))
     inside = draws.weights.numpy() > 0
     values = rng.normal(size=(3, count, 64)) * np.where(inside, 1.0, noise)
-    taken = iter(np.split(values, [2, 4, 6], axis=1))
-    monkeypatch.setattr(smoothed, "derivatives", lambda *args: torch.from_numpy(next(taken)))
-    found = smoothed.averaged(round, Return(), draws, 1, 2).numpy()
+    parts = iter(np.split(values, [2, 4, 6], axis=1))
+    monkeypatch.setattr(smoothed, "derivatives", lambda *args: torch.from_numpy(next(parts)))
+    scores = smoothed.average_derivatives(round, Return(), draws, 1, 2).numpy()
 
-    def error(those):
+    def error(mask):
         errors = []
         for record in range(64):
-            own = values[:, those[:, record], record].sum(axis=0)
-            if len(own) > 1:
-                errors.append(own.var(ddof=1) / len(own))
+            of_record = values[:, mask[:, record], record].sum(axis=0)
+            if len(of_record) > 1:
+                errors.append(of_record.var(ddof=1) / len(of_record))
         return np.mean(errors) if errors else None
 
     errors = [error(inside), error(~inside)]
     weights = [1.0, 1.0] if None in errors else [one**-0.5 for one in errors]
     for record in range(64):
-        sides = [(w, those[:, record]) for w, those in zip(weights, (inside, ~inside), strict=True)]
-        parts = [(w, values[:, own, record].mean(axis=1)) for w, own in sides if own.any()]
-        known = sum(w * mean for w, mean in parts) / sum(w for w, _ in parts)
-        assert np.allclose(found[:, record], known, rtol=1e-9)
+        sides = [(w, mask[:, record]) for w, mask in zip(weights, (inside, ~inside), strict=True)]
+        means = [(w, values[:, mask, record].mean(axis=1)) for w, mask in sides if mask.any()]
+        expected = sum(w * mean for w, mean in means) / sum(w for w, _ in means)
+        assert np.allclose(scores[:, record], expected, rtol=1e-9)
 
 
 def test_seed_and_draws(gentle):
@@ -180,25 +180,25 @@ def test_seed_and_draws(gentle):
     assert not torch.allclose(plain, scores(draws=5))
     with pytest.raises(WhenceError, match=r"draws is 0, share 0.5 and seed 0; at least 1 training"):
         scores(draws=0)
-    with pytest.raises(WhenceError, match=r"draws is 2, share 0.5 and seed -1; .* a seed from 0 on"):
+    with pytest.raises(WhenceError, match=r"draws is 2, share 0.5 and seed -1; .* a seed of at least 0"):
         scores(draws=2, seed=-1)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.9, 1.0])
-def test_the_subsets_are_of_the_share_asked_for(gentle, monkeypatch, share):
+def test_the_subsets_have_the_given_share(gentle, monkeypatch, share):
     model, recording = gentle
-    seen = []
-    monkeypatch.setattr(smoothed, "derivatives", lambda *args: seen.append(args[1]) or derivatives(*args))
-    asked = {"target": Return(), "method": "smoothed", "draws": 3, "share": share}
-    found = attribute_round(model.policy, recording, **asked)
-    assert seen[-1].weights.sum(dim=1).tolist() == [int(64 * share)] * 3
-    known = smoothed.averaged(open_round(model.policy, recording), Return(), seen[-1], 1, 3).sum(dim=0)
-    assert torch.allclose(found.scores, known, rtol=1e-4, atol=1e-6 * float(known.abs().max()))
-    assert bool(found.scores.all())
+    draws = []
+    monkeypatch.setattr(smoothed, "derivatives", lambda *args: draws.append(args[1]) or derivatives(*args))
+    settings = {"target": Return(), "method": "smoothed", "draws": 3, "share": share}
+    influence = attribute_round(model.policy, recording, **settings)
+    assert draws[-1].weights.sum(dim=1).tolist() == [int(64 * share)] * 3
+    expected = smoothed.average_derivatives(open_round(model.policy, recording), Return(), draws[-1], 1, 3).sum(dim=0)
+    assert torch.allclose(influence.scores, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+    assert bool(influence.scores.all())
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
-def test_shares_of_nothing(gentle, share):
+def test_shares_out_of_range(gentle, share):
     model, recording = gentle
     with pytest.raises(WhenceError, match=f"share {share} and seed 0; .* a share above 0 and at most 1"):
         attribute_round(model.policy, recording, target=Return(), method="smoothed", share=share)
@@ -208,52 +208,54 @@ def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
     model, recording = gentle
     sizes = []
 
-    def counting(round, draws, target, every, width=smoothed.WIDTH):
+    def count_trainings(round, draws, target, interval, width=smoothed.WIDTH):
         sizes.append(len(draws.weights))
-        return derivatives(round, draws, target, every, width)
+        return derivatives(round, draws, target, interval, width)
 
-    monkeypatch.setattr(smoothed, "derivatives", counting)
-    with pytest.raises(WhenceError, match="smoothed takes about") as refused:
+    monkeypatch.setattr(smoothed, "derivatives", count_trainings)
+    with pytest.raises(WhenceError, match="smoothed takes about") as refusal:
         attribute_round(model.policy, recording, target=Return(), method="smoothed", memory=1000)
-    needed = int(str(refused.value).split("takes about ")[1].split()[0].replace(",", ""))
+    needed = int(str(refusal.value).split("takes about ")[1].split()[0].replace(",", ""))
     sizes.clear()
-    asked = {"target": Return(), "method": "smoothed", "draws": 5}
-    parts = attribute_round(model.policy, recording, memory=2 * needed, **asked).scores
+    settings = {"target": Return(), "method": "smoothed", "draws": 5}
+    parts = attribute_round(model.policy, recording, memory=2 * needed, **settings).scores
     assert sizes[1:] == [2, 2, 1]  # the first is measured
-    plain = attribute_round(model.policy, recording, **asked).scores
+    plain = attribute_round(model.policy, recording, **settings).scores
     assert torch.allclose(parts, plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_what_is_held_is_what_was_estimated(gentle, at_once, monkeypatch):
+def test_the_estimated_memory_is_what_scoring_takes(gentle, at_once, monkeypatch):
     monkeypatch.setattr(smoothed, "MARGIN", 1)
     model, recording = gentle
-    asked = {"target": Return(), "draws": 200}
+    settings = {"target": Return(), "draws": 200}
     round = open_round(model.policy, recording)
-    with pytest.raises(WhenceError, match=r"for subsets and orders of 200 .* take fewer draws") as refused:
-        planned(round, Return(), 1000, draws=200)
-    needed, everything = (
-        int(re.search(said, str(refused.value))[1].replace(",", ""))
-        for said in (r"takes about ([\d,]+) bytes", r"([\d,]+) for subsets")
+    with pytest.raises(WhenceError, match=r"for subsets and orders of 200 .* take fewer draws") as refusal:
+        plan_scores(round, Return(), 1000, draws=200)
+    needed, fixed = (
+        int(re.search(number, str(refusal.value))[1].replace(",", ""))
+        for number in (r"takes about ([\d,]+) bytes", r"([\d,]+) for subsets")
     )
-    assert everything > 200 * 64 * (4 + 3 * 8)
-    memory = needed + (at_once - 1) * (needed - everything)
-    seen = []
+    assert fixed > 200 * 64 * (4 + 3 * 8)
+    memory = needed + (at_once - 1) * (needed - fixed)
+    calls = []
 
-    def first(round, draws, *rest):
-        """Later trainings hold what the first do, and counting each of their tensors takes long."""
-        seen.append(draws)
-        few = len(seen) <= 4
+    def run_first(round, draws, *rest):
+        """Later trainings take what the first do, and counting each of their tensors takes long."""
+        calls.append(draws)
+        few = len(calls) <= 4
         return derivatives(round, draws, *rest) if few else torch.zeros(draws.epochs[-1] + 1, *draws.weights.shape)
 
     with monkeypatch.context() as short:
-        short.setattr(smoothed, "derivatives", first)
-        held = max(measure_bytes(lambda: planned(round, Return(), memory, draws=200)()))
-    assert len(seen) > 60
-    assert 0.5 * memory < held <= memory
-    monkeypatch.setattr(smoothed, "drawn", lambda round, count, *rest: drawn(round, min(count, 1), *rest))
+        short.setattr(smoothed, "derivatives", run_first)
+        peak = max(measure_bytes(lambda: plan_scores(round, Return(), memory, draws=200)()))
+    assert len(calls) > 60
+    assert 0.5 * memory < peak <= memory
+    monkeypatch.setattr(
+        smoothed, "draw_trainings", lambda round, count, *rest: draw_trainings(round, min(count, 1), *rest)
+    )
     with pytest.raises(WhenceError, match="memory is"):
-        attribute_round(model.policy, recording, method="smoothed", memory=needed - 1, **asked)
+        attribute_round(model.policy, recording, method="smoothed", memory=needed - 1, **settings)
 
 
 def test_it_sees_the_edge_that_the_derivative_does_not():
@@ -262,12 +264,12 @@ def test_it_sees_the_edge_that_the_derivative_does_not():
     recording = recorded(model)
     generator = torch.Generator().manual_seed(3)
     kept = draw_subsets(256, 0.5, 60, generator)
-    found = []
+    surrogates = []
     for _ in range(4):
         orders = reshuffle(kept, 32, 10, generator)
         trained = retrain(model.policy, recording, kept, orders=orders)
-        found.append(measure_outcomes(model.policy, recording, trained, Return(), None)["surrogate"])
-    truth = np.mean(found, axis=0)
+        surrogates.append(measure_outcomes(model.policy, recording, trained, Return(), None)["surrogate"])
+    truth = np.mean(surrogates, axis=0)
     rank = {}
     for method in ("unrolled", "smoothed"):
         scores = attribute_round(model.policy, recording, target=Return(), method=method).scores
@@ -287,7 +289,7 @@ def test_an_advantage_far_from_the_others():
     trained = retrain(model.policy, recording, kept)
     truth = measure_outcomes(model.policy, recording, trained, Return(), None)["target"]
     round = open_round(model.policy, recording)
-    draws = drawn(round, 16, 0.5, smoothed._seeded(0))
+    draws = draw_trainings(round, 16, 0.5, smoothed._make_generator(0))
     alike = derivatives(round, draws, Return(), 4).sum(dim=0).mean(dim=0)
     scores = attribute_round(model.policy, recording, target=Return(), method="smoothed").scores
     rank = [stats.spearmanr(kept.double().numpy() @ s.double().numpy(), truth).statistic for s in (alike, scores)]
@@ -298,21 +300,21 @@ def test_an_advantage_far_from_the_others():
 def test_a_round_on_fewer_epochs_scores_by_epoch(gentle):
     model, recording = gentle
     short = replace(recording, update=replace(recording.update, n_epochs=2))
-    asked = {"target": Return(), "method": "smoothed", "draws": 2}
-    epochs = attribute_round(model.policy, short, per_epoch=True, **asked)
+    settings = {"target": Return(), "method": "smoothed", "draws": 2}
+    epochs = attribute_round(model.policy, short, per_epoch=True, **settings)
     assert len(epochs) == 2
-    whole = attribute_round(model.policy, short, **asked)
+    whole = attribute_round(model.policy, short, **settings)
     assert torch.allclose(sum(one.scores for one in epochs), whole.scores, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("lost", [0, 29, 40])
 def test_a_short_last_minibatch_joins_the_one_before(gentle, lost):
-    # Of 3 positions one alone may weigh something; its raw advantage would then be what the step goes by.
+    # Among 3 positions just one may have a weight, and the step would then use its raw advantage.
     model, recording = gentle
     trained = 67 - 32 if lost == 29 else 64 - lost
     minibatches = [part[part < trained] for part in recording.minibatches]
     some = replace(recording, minibatches=minibatches)
-    draws = drawn(open_round(model.policy, some), 2, 0.5, torch.Generator().manual_seed(0))
+    draws = draw_trainings(open_round(model.policy, some), 2, 0.5, torch.Generator().manual_seed(0))
     sizes = {0: [32, 32], 29: [35], 40: [24]}[lost]
     assert [positions.shape[1] for positions in draws.steps] == sizes * 3
     for row in range(2):

@@ -1,4 +1,4 @@
-"""What would have come of a round without some of its records: ground truth by training it again."""
+"""What a round would have done without some of its records: ground truth, by training it again."""
 
 from whence.counterfactual.gains import measure_gains as measure_gains
 from whence.counterfactual.interventions import intervene as intervene

@@ -1,4 +1,4 @@
-"""What training on a selection gains on records that it has not seen: by how far it goes, and by which way."""
+"""What training on a selection gains on fresh records: by the length of the update, and by its direction."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ from whence.rounds.identity import SAME, compare_outputs
 from whence.rounds.replay import SteppedRound, open_round
 
 ALL = "all"
-"""What the selection of every record is called."""
+"""The name of the selection of all records."""
 
 SCHEMA = {
     "order": pl.Int64,
@@ -48,41 +48,43 @@ def measure_gains(
     memory: int = 2**31,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> pl.DataFrame:
-    """Train a recorded round on selections of its records, and judge the policies by records that none was trained on.
+    """Train a recorded round on selections of its records, and measure the policies on fresh records.
 
-    The gain of an update is the rise of `mean(rho A)` on the fresh records, their advantages centred. To first order in
-    the update it is in proportion to what the policy's expected return gains, free of what was fitted to the rollout's
-    chance. An update in a good direction gains more the further it goes, up to a point. So beside each gain stands what
-    training on everything gains when its update is stretched or shrunk: to the norm of this one, over the parameters
-    that log-probs depend on; and until the policy diverges from the round's as much as by this one. What is left is the
-    direction's. All epochs are trained, also where `target_kl` had ended the round before.
+    The gain of an update is the rise of `mean(rho A)` on the fresh records, with centred advantages. To first order in
+    the update it is proportional to the gain in expected return, without the part that was fitted to the rollout's
+    noise. An update in a good direction gains more the longer it is, up to a point. So each gain is compared with that
+    of training on everything, with its update scaled in two ways: to the norm of this one, over the parameters that
+    log-probs depend on; and to the same divergence from the round's policy. The rest of the difference is due to the
+    direction. All `n_epochs` are trained, even if `target_kl` ended the round early.
 
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.
-        recording: of the round.
-        selections: which records train, by name; training on everything ("all") is always there.
-        fresh: records that the round's policy collected as it was before the round.
-        advantages: of the fresh records, by name; None: their own, called "own".
-        orders: trainings of each selection; in one order all share the permutations.
-        seed: of these.
+        recording: the recorded round.
+        selections: (n,) masks of the records that train, by name; training on everything ("all") is always included.
+        fresh: records that the policy collected as it was before the round.
+        advantages: (f,) advantages of the fresh records, by name; None: the recorded ones, under the name "own".
+        orders: the number of trainings of each selection; in one order all share the permutations.
+        seed: the seed of the permutations.
         memory: bytes that training may hold at a time; see `retrain`.
         on_stage: called with the name of each stage as it begins.
 
     Returns:
-        A row for each order, selection and kind of advantages: `order` (from 1), `selection`, `kept` (records),
-        `advantages`, `norm` (of the update), `kl` (from the round's policy, mean of `rho - 1 - log rho` on the fresh
-        records), `entropy` (its rise there, by what the policy states of it; null where it states none), `trained` (the
-        gain on the recorded rollout, with its raw advantages), `gain`, `all_as_long` (to its norm), `all_as_far` (to
-        its divergence, within a hundredth; null where no length of that update diverges so).
+        A row for each order, selection and kind of advantages: `order` (from 1), `selection`, `kept` (the number
+        of records), `advantages`, `norm` (of the update), `kl` (from the round's policy, the mean of
+        `rho - 1 - log rho` on the fresh records), `entropy` (its rise there; null if the policy gives none), `trained`
+        (the gain on the recorded rollout, with its raw advantages), `gain`, `all_as_long` (the gain of "all", scaled to
+        the same norm) and `all_as_far` (the gain of "all", scaled to the same divergence within a hundredth; null if no
+        scale reaches it).
 
     Raises:
-        WhenceError: a selection called "all", of another number of records or that keeps fewer than two; no order;
-            advantages of another number of records or not finite; fresh records of another policy; or see `retrain`.
+        WhenceError: a selection is called "all", has another number of records or keeps fewer than two; `orders` is
+            below 1; advantages have another number of records or are not finite; the fresh records are of another
+            policy; or see `retrain`.
     """
     if orders < 1 or ALL in selections:
         raise WhenceError(
-            f"orders is {orders} and selections are {', '.join(selections)}; at least 1 order is needed, and training "
-            f"on {ALL!r} is there by itself."
+            f"orders is {orders} and selections are {', '.join(selections)}; at least 1 order is needed, and "
+            f"{ALL!r} is always included: give no selection that name."
         )
     n, size = len(recording.records), read_batch_size(recording)
     for name, mask in selections.items():
@@ -92,62 +94,72 @@ def measure_gains(
                 "each record that trains."
             )
     advantages = {"own": fresh.advantages} if advantages is None else advantages
-    for name, own in advantages.items():
-        if own.shape != (len(fresh),) or not bool(torch.isfinite(own).all()):
+    for name, values in advantages.items():
+        if values.shape != (len(fresh),) or not bool(torch.isfinite(values).all()):
             raise WhenceError(
-                f"The advantages {name!r} have shape {tuple(own.shape)}; ({len(fresh)},) of finite numbers is needed."
+                f"The advantages {name!r} have shape {tuple(values.shape)}; ({len(fresh)},) of finite numbers is "
+                "needed."
             )
     round = open_round(policy, recording)
     masks = torch.stack([torch.ones(n, dtype=torch.bool), *selections.values()])
     generator = torch.Generator().manual_seed(seed)
     rows: list[dict[str, object]] = []
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        if not (apart := compare_outputs(round.view, round.named(round.start.params), fresh)["log-probs"]) <= SAME:
+        start = round.unflatten(round.start.params)
+        difference = compare_outputs(round.view, start, fresh)["log-probs"]
+        if not difference <= SAME:
             raise WhenceError(
                 f"The fresh records were not collected by the policy of round {recording.number} as it was before the "
-                f"round: log-probs are {apart:.2g} apart on average. Collect them with the recorded parameters."
+                f"round: log-probs are {difference:.2g} apart on average. Collect them with the recorded parameters."
             )
-        judge = _Judge(round, fresh, advantages)
-        rollout = _Judge(round, round.records, {"raw": round.records.advantages})
+        on_fresh = _Evaluator(round, fresh, advantages)
+        on_rollout = _Evaluator(round, round.records, {"raw": round.records.advantages})
         for order in range(1, orders + 1):
             on_stage(f"training on {len(masks)} selections" + (f", order {order} of {orders}" if orders > 1 else ""))
             minibatches = reshuffle(masks, size, recording.update.n_epochs, generator)
             trained = retrain(policy, recording, masks, orders=minibatches, memory=memory)
-            updates = [judge.update({name: own[row] for name, own in trained.items()}) for row in range(len(masks))]
+            updates = [
+                on_fresh.get_update({name: tensor[row] for name, tensor in trained.items()})
+                for row in range(len(masks))
+            ]
             for selection, mask, update in zip((ALL, *selections), masks, updates, strict=True):
                 about = {"order": order, "selection": selection, "kept": int(mask.sum())}
-                rows += [about | row for row in _rows(judge, rollout, updates[0], update)]
+                rows += [about | row for row in _gain_rows(on_fresh, on_rollout, updates[0], update)]
     return pl.DataFrame(rows, schema=SCHEMA)
 
 
-def _rows(judge: "_Judge", rollout: "_Judge", whole: Params, update: Params) -> Iterator[dict[str, object]]:
-    """Yield what is to be said of an update, for each kind of advantages; `whole` is that of all records."""
-    found, seen, entropy = judge(update), rollout(update).gains["raw"], judge.before.entropy
-    norm, of_whole = _norm(update), _norm(whole)
-    long = judge(whole, norm / of_whole if of_whole > 0 else 1.0)
-    far = found if update is whole else _as_far(judge, whole, found.kl)
-    for kind, gain in found.gains.items():
+def _gain_rows(
+    on_fresh: "_Evaluator", on_rollout: "_Evaluator", whole: Params, update: Params
+) -> Iterator[dict[str, object]]:
+    """Yield the row of an update for each kind of advantages; `whole` is the update of all records."""
+    measured, trained, entropy = on_fresh(update), on_rollout(update).gains["raw"], on_fresh.before.entropy
+    norm, whole_norm = _update_norm(update), _update_norm(whole)
+    as_long = on_fresh(whole, norm / whole_norm if whole_norm > 0 else 1.0)
+    as_far = measured if update is whole else _scale_to_divergence(on_fresh, whole, measured.kl)
+    for kind, gain in measured.gains.items():
         yield {
             "advantages": kind,
             "norm": norm,
-            "kl": found.kl,
-            "entropy": None if found.entropy is None or entropy is None else found.entropy - entropy,
-            "trained": seen,
+            "kl": measured.kl,
+            "entropy": None if measured.entropy is None or entropy is None else measured.entropy - entropy,
+            "trained": trained,
             "gain": gain,
-            "all_as_long": long.gains[kind],
-            "all_as_far": None if far is None else far.gains[kind],
+            "all_as_long": as_long.gains[kind],
+            "all_as_far": None if as_far is None else as_far.gains[kind],
         }
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _Measured:
+    """What an update does on some records: the gain for each kind of advantages, divergence and entropy."""
+
     gains: Mapping[str, float]
     kl: float
     entropy: float | None
 
 
-class _Judge:
-    """Measures updates of a round's policy on records that it collected as it was before."""
+class _Evaluator:
+    """Measures updates of a round's policy on records that the policy collected as it was before the round."""
 
     def __init__(
         self, round: SteppedRound, records: RecordBatch, advantages: Mapping[str, Tensor], at_once: int = 10_000
@@ -156,48 +168,48 @@ class _Judge:
         parts = [slice(first, first + at_once) for first in range(0, len(records), at_once)]
         self._inputs = [round.view.prepare(records.take(part)) for part in parts]
         self._log_probs = records.log_probs.cpu().double()
-        doubles = {kind: own.cpu().double() for kind, own in advantages.items()}
-        # Centred, since the mean ratio is 1 but for chance, which a large mean advantage would make much of.
-        self._advantages = {kind: own - own.mean() for kind, own in doubles.items()}
-        self._params = round.named(round.start.params)
+        doubles = {kind: values.cpu().double() for kind, values in advantages.items()}
+        # Centred, since the mean ratio is 1 except for noise, which a large mean advantage would amplify.
+        self._advantages = {kind: values - values.mean() for kind, values in doubles.items()}
+        self._params = round.unflatten(round.start.params)
         self._moving = find_acting_parameters(round.view, round.records)
         self.before = self({})
 
-    def update(self, trained: Params) -> Params:
-        """Return by how much training has moved the parameters that log-probs depend on."""
+    def get_update(self, trained: Params) -> Params:
+        """Return the differences that training made to the parameters that log-probs depend on."""
         return {name: trained[name] - self._params[name] for name in self._moving}
 
-    def __call__(self, update: Params, scale: float = 1.0) -> _Verdict:
-        """Return the verdict on an update made `scale` times as long."""
-        moved = {name: self._params[name] + scale * own for name, own in update.items()}
-        outputs = list(self._outputs({**self._params, **moved}))
+    def __call__(self, update: Params, scale: float = 1.0) -> _Measured:
+        """Measure an update made `scale` times as long."""
+        moved = {name: self._params[name] + scale * difference for name, difference in update.items()}
+        outputs = list(self._compute_outputs({**self._params, **moved}))
         log_ratio = torch.cat([one.log_prob for one in outputs]).cpu().double() - self._log_probs
-        less = log_ratio.expm1()  # the ratio less 1
+        ratio_less_1 = log_ratio.expm1()
         entropies = [one.entropy for one in outputs if one.entropy is not None]
-        return _Verdict(
-            {kind: float((less * own).mean()) for kind, own in self._advantages.items()},
-            float((less - log_ratio).mean()),
+        return _Measured(
+            {kind: float((ratio_less_1 * values).mean()) for kind, values in self._advantages.items()},
+            float((ratio_less_1 - log_ratio).mean()),
             float(torch.cat(entropies).double().mean()) if entropies else None,
         )
 
-    def _outputs(self, params: Params) -> Iterator[Outputs]:
+    def _compute_outputs(self, params: Params) -> Iterator[Outputs]:
         for inputs in self._inputs:
             yield compute_outputs(self._view, {"log_prob", "entropy"}, params, inputs)
 
 
-def _norm(update: Params) -> float:
-    return float(torch.stack([own.double().square().sum() for own in update.values()]).sum().sqrt())
+def _update_norm(update: Params) -> float:
+    return float(torch.stack([tensor.double().square().sum() for tensor in update.values()]).sum().sqrt())
 
 
-def _as_far(judge: _Judge, update: Params, kl: float) -> _Verdict | None:
-    """Judge an update stretched or shrunk until the divergence is `kl`, within a hundredth; None where that fails."""
+def _scale_to_divergence(evaluator: _Evaluator, update: Params, kl: float) -> _Measured | None:
+    """Measure an update scaled until the divergence is `kl`, within a hundredth; return None if no scale reaches it."""
     scale = 1.0
     for _ in range(20):
-        found = judge(update, scale)
-        if min(found.kl, kl) <= 0 or not math.isfinite(found.kl):
+        measured = evaluator(update, scale)
+        if min(measured.kl, kl) <= 0 or not math.isfinite(measured.kl):
             return None
-        if abs(found.kl / kl - 1) < 0.01:
-            return found
-        # To lowest order, divergence grows with the square.
-        scale *= min(4.0, max(0.25, math.sqrt(kl / found.kl)))
+        if abs(measured.kl / kl - 1) < 0.01:
+            return measured
+        # To lowest order, divergence grows with the square of the scale.
+        scale *= min(4.0, max(0.25, math.sqrt(kl / measured.kl)))
     return None

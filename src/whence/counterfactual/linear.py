@@ -1,4 +1,4 @@
-"""The best that scores could do: linear predictors fitted to many trainings (datamodels), and what bounds them."""
+"""How well any scores could predict: linear predictors fitted to many trainings (datamodels), and their ceiling."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from whence.intervals import interval_from_error
 Vector = NDArray[np.float64]
 
 BLOCKS = 20
-"""Of trainings, one of which is left out at a time for an interval."""
+"""The number of blocks of trainings, one of which is left out at a time to estimate an interval."""
 
 _PENALTIES = np.logspace(-4, 7, 45)
 
 
 @dataclass(frozen=True, eq=False)
 class Datamodel:
-    """A linear predictor of what training on a subset comes to.
+    """A linear predictor of the outcome of training on a subset.
 
     Attributes:
         scores: (n,) one for each record; their sum over a subset predicts its outcome, up to a constant.
-        lds: of predictions for trainings that were held out of the fit.
-        low: end of the 95% interval of `lds`.
-        high: the other end.
-        penalty: of the ridge, as fitted to all trainings; infinite where the prior alone predicts best.
+        lds: the LDS of predictions for trainings that were held out of the fit.
+        low: the lower end of the 95% interval of `lds`.
+        high: the upper end.
+        penalty: the penalty of the ridge regression on all trainings; infinite if the prior alone predicts best.
     """
 
     scores: Vector
-    compute_lds: float | None
+    lds: float | None
     low: float | None
     high: float | None
     penalty: float
@@ -43,18 +43,18 @@ class Datamodel:
 def fit_datamodel(kept: Tensor, outcomes: Vector, *, prior: Vector | None = None, folds: int = 5) -> Datamodel:
     """Fit a linear predictor to trainings on subsets, by ridge regression, cross-validated.
 
-    Without a prior this is the best additive score that so many trainings can find; where there are fewer trainings
-    than records, a prior (scores from gradients) says where to look: its multiple that fits best is taken, and the
-    ridge is fitted to what is left. The penalty is the one of least leave-one-out error, found anew in each fold.
+    Without a prior this estimates the best additive score from these trainings alone. With fewer trainings than
+    records, a prior (scores from gradients) helps: its best-fitting multiple is subtracted first, and the ridge is
+    fitted to the residual. The penalty has the least leave-one-out error, chosen in each fold by itself.
 
     Args:
         kept: (m, n) which records each training kept.
-        outcomes: (m,) what it came to.
+        outcomes: (m,) the outcome of each training.
         prior: (n,) scores to begin with.
-        folds: of the cross-validation that measures the fit.
+        folds: the number of folds of the cross-validation that measures the fit.
 
     Raises:
-        WhenceError: shapes that do not fit, outcomes that are not finite, or fewer than two trainings in a fold.
+        WhenceError: the shapes do not fit, an outcome is not finite, or a fold has fewer than two trainings.
     """
     x, y = kept.double().numpy(), np.asarray(outcomes, dtype=np.float64)
     if y.shape != (len(x),) or (prior is not None and prior.shape != x.shape[1:]):
@@ -63,66 +63,69 @@ def fit_datamodel(kept: Tensor, outcomes: Vector, *, prior: Vector | None = None
             f"{None if prior is None else prior.shape}; ({x.shape[0]},) and ({x.shape[1]},) are needed."
         )
     if not np.isfinite(y).all():
-        raise WhenceError("Outcomes have to be finite: leave trainings of others out.")
+        raise WhenceError("Outcomes have to be finite: leave out trainings whose outcome is not.")
     if folds < 2 or len(x) < 2 * folds:
         raise WhenceError(f"{len(x)} trainings in {folds} folds; at least 2 folds of at least 2 are needed.")
     fold = np.arange(len(x)) % folds
     predictions = np.empty_like(y)
     for number in range(folds):
-        held = fold == number
-        scores, _ = _fit(x[~held], y[~held], prior)
-        # Without the others' mean outcome, which is low where the held-out ones are high.
-        predictions[held] = (x[held] - x[~held].mean(axis=0)) @ scores
-    scores, penalty = _fit(x, y, prior)
-    found = compute_lds(predictions, y)
-    return Datamodel(scores, found["lds"], found["low"], found["high"], penalty)
+        held_out = fold == number
+        scores, _ = _fit_ridge(x[~held_out], y[~held_out], prior)
+        # Without the others' mean outcome, which is low if the held-out outcomes are high.
+        predictions[held_out] = (x[held_out] - x[~held_out].mean(axis=0)) @ scores
+    scores, penalty = _fit_ridge(x, y, prior)
+    measured = compute_lds(predictions, y)
+    return Datamodel(scores, measured["lds"], measured["low"], measured["high"], penalty)
 
 
-def _fit(x: Vector, y: Vector, prior: Vector | None) -> tuple[Vector, float]:
-    centred, wanted = x - x.mean(axis=0), y - y.mean()
-    base = np.zeros(x.shape[1]) if prior is None else prior * _multiple(centred @ prior, wanted)
-    left = wanted - centred @ base
-    values, vectors = np.linalg.eigh(centred @ centred.T)
+def _fit_ridge(x: Vector, y: Vector, prior: Vector | None) -> tuple[Vector, float]:
+    """Return the scores and the penalty of least leave-one-out error; infinite if the prior alone predicts best."""
+    centred_x, centred_y = x - x.mean(axis=0), y - y.mean()
+    base = np.zeros(x.shape[1]) if prior is None else prior * _best_multiple(centred_x @ prior, centred_y)
+    residual = centred_y - centred_x @ base
+    values, vectors = np.linalg.eigh(centred_x @ centred_x.T)
     values = np.clip(values, 0.0, None)
-    turned = vectors.T @ left
-    # Of a constant alone: what is left out is no part of the mean that it is held against.
-    best, weights = (left @ left * len(left) / (len(left) - 1) ** 2, np.inf), np.zeros_like(left)
+    rotated = vectors.T @ residual
+    # The error of a constant alone: the mean is that of the others, without the outcome that is left out.
+    count = len(residual)
+    best, weights = (residual @ residual * count / (count - 1) ** 2, np.inf), np.zeros_like(residual)
     for penalty in _PENALTIES:
         shrunk = 1.0 / (values + penalty)
-        # Of ridge regression, a = (K + penalty)^-1 y, the leave-one-out error is a_i / ((K + penalty)^-1)_ii, less what
-        # the constant takes of that. Were it kept, the others' means would tell what was left out, the more surely
-        # the smaller the penalty.
-        dual = vectors @ (shrunk * turned)
-        diagonal = (vectors**2) @ shrunk - 1.0 / (len(left) * penalty)
+        # With a = (K + penalty)^-1 y, the leave-one-out error of ridge regression is a_i / ((K + penalty)^-1)_ii. The
+        # constant's part is subtracted from the diagonal: with it, the others' means would reveal the outcome that is
+        # left out, the more so the smaller the penalty.
+        dual = vectors @ (shrunk * rotated)
+        diagonal = (vectors**2) @ shrunk - 1.0 / (count * penalty)
         error = float(np.mean((dual / diagonal) ** 2))
         if error < best[0]:
             best, weights = (error, float(penalty)), dual
-    return base + centred.T @ weights, best[1]
+    return base + centred_x.T @ weights, best[1]
 
 
-def _multiple(predicted: Vector, wanted: Vector) -> float:
+def _best_multiple(predicted: Vector, outcomes: Vector) -> float:
+    """Return the multiple of the predictions that fits the outcomes best, by least squares."""
     square = float(predicted @ predicted)
-    return float(predicted @ wanted) / square if square > 0 else 0.0
+    return float(predicted @ outcomes) / square if square > 0 else 0.0
 
 
 def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -> Mapping[str, float]:
-    """Return the LDS that the best sum of scores would have, without looking for that sum.
+    """Return the LDS that the best sum of scores would have, without fitting that sum.
 
     Over random subsets of one size, records are in or out almost independently of each other, so the share of the
     outcomes' variance that a sum can explain is a sum over records of squared covariances. The products of pairs of
-    different trainings estimate these without bias, also where there are fewer trainings than records; a predictor
-    fitted to as many falls short of it. Outcomes count by rank, as normal scores.
+    different trainings estimate these without bias, even with fewer trainings than records; a predictor fitted to the
+    same trainings falls short of the ceiling. Outcomes count by rank, as normal scores.
 
     Args:
-        kept: which records each training kept, as many in all; records that none kept do not count.
-        outcomes: what it came to.
+        kept: (m, n) which records each training kept, the same number in each; records that none kept do not count.
+        outcomes: (m,) the outcome of each training.
 
     Returns:
-        "lds", and "low" and "high" of its 95% interval, which the jackknife over blocks of trainings makes rather wide.
+        "lds", and "low" and "high" of its 95% interval, by a jackknife over blocks of trainings, which is rather wide.
 
     Raises:
-        WhenceError: shapes that do not fit, fewer than 40 trainings, subsets of several sizes, or outcomes that are not
-            finite or all the same.
+        WhenceError: the shapes do not fit, there are fewer than 40 trainings, subsets differ in size, or outcomes are
+            not finite or all the same.
     """
     x, m = kept.double().numpy(), len(outcomes)
     if outcomes.shape != x.shape[:1] or m < 2 * BLOCKS:
@@ -133,7 +136,7 @@ def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -
     x = x[:, x.any(axis=0)]
     n, share = x.shape[1], float(x[0].mean())
     if np.ptp(x.sum(axis=1)) > 0 or not 0 < share < 1:
-        raise WhenceError("All subsets have to be of one size, neither none of the records nor all.")
+        raise WhenceError("All subsets have to be of one size, with at least one record and not all of them.")
     if not np.isfinite(outcomes).all() or np.ptp(outcomes) == 0:
         raise WhenceError("Outcomes have to be finite, and not all the same.")
     x = (x - share) / np.sqrt(share * (1 - share))
@@ -141,18 +144,19 @@ def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -
     y /= y.std()
     block = np.arange(m) % BLOCKS
     products = np.stack([y[block == number] @ x[block == number] for number in range(BLOCKS)])
-    own = n * np.array([(y[block == number] ** 2).sum() for number in range(BLOCKS)])  # a training's with itself
+    squares = n * np.array([(y[block == number] ** 2).sum() for number in range(BLOCKS)])  # of a training with itself
     sizes = np.bincount(block)
 
-    def explained(products: Vector, own: float, count: int) -> float:
+    def explain(products: Vector, squares: float, count: int) -> float:
         # Records of subsets of one size are correlated by -1 / (n - 1).
-        return float((products @ products - own) / (count * (count - 1)) * (n - 1) / n)
+        return float((products @ products - squares) / (count * (count - 1)) * (n - 1) / n)
 
-    whole = explained(products.sum(axis=0), own.sum(), m)
-    without = [explained(products.sum(axis=0) - products[b], own.sum() - own[b], m - sizes[b]) for b in range(BLOCKS)]
+    total, total_squares = products.sum(axis=0), squares.sum()
+    whole = explain(total, total_squares, m)
+    without = [explain(total - products[b], total_squares - squares[b], m - sizes[b]) for b in range(BLOCKS)]
     error = float(np.sqrt((BLOCKS - 1) * np.var(without)))
-    found = interval_from_error(whole, error, BLOCKS - 1)
-    ends = np.clip([found["mean"], found["low"], found["high"]], 0.0, 1.0)
+    interval = interval_from_error(whole, error, BLOCKS - 1)
+    explained = np.clip([interval["mean"], interval["low"], interval["high"]], 0.0, 1.0)
     # Spearman's correlation of two normal variables whose Pearson's is the root of the share.
-    reached = 6 / np.pi * np.arcsin(np.sqrt(ends) / 2)
-    return dict(zip(("lds", "low", "high"), reached.tolist(), strict=True))
+    correlations = 6 / np.pi * np.arcsin(np.sqrt(explained) / 2)
+    return dict(zip(("lds", "low", "high"), correlations.tolist(), strict=True))

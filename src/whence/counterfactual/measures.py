@@ -13,19 +13,19 @@ from whence.influence import Influence
 
 
 def predict_outcomes(influence: Influence, kept: Tensor) -> NDArray[np.float64]:
-    """Return the sum of the scores of what each subset keeps, (m,): what a linear model makes of it.
+    """Return the sum of the scores of each subset's records, (m,): a linear model's prediction of its outcome.
 
     Args:
-        influence: scores of the round, in the order of its records.
+        influence: the scores of the round, in the order of its records.
         kept: (m, n) which records each subset keeps.
 
     Raises:
-        WhenceError: the scores are of another number of records.
+        WhenceError: the number of scores differs from the number of records.
     """
     if kept.shape[-1] != len(influence):
         raise WhenceError(f"The subsets are of {kept.shape[-1]} records, the scores of {len(influence)}.")
-    found: NDArray[np.float64] = (kept.double() @ influence.scores.double()).numpy()
-    return found
+    predictions: NDArray[np.float64] = (kept.double() @ influence.scores.double()).numpy()
+    return predictions
 
 
 def compute_lds(
@@ -38,16 +38,16 @@ def compute_lds(
     """Return the linear datamodelling score: Spearman's correlation of prediction and outcome over subsets.
 
     Args:
-        predictions: of each subset; see `predicted`.
-        outcomes: what training on each subset came to.
-        resamples: of the percentile bootstrap over subsets.
-        seed: of the bootstrap.
+        predictions: (m,) the prediction for each subset; see `predict_outcomes`.
+        outcomes: (m,) the outcome of training on each subset.
+        resamples: the number of resamples of the percentile bootstrap over subsets.
+        seed: the seed of the bootstrap.
 
     Returns:
-        "lds", and "low" and "high" of its 95% interval; all None where all predictions or all outcomes are equal.
+        "lds", and "low" and "high" of its 95% interval; all None if all predictions or all outcomes are equal.
 
     Raises:
-        WhenceError: fewer than three subsets, as many predictions as outcomes are not there, or one is not finite.
+        WhenceError: there are fewer than three subsets, shapes differ, or a number is not finite.
     """
     if predictions.shape != outcomes.shape or predictions.ndim != 1 or len(outcomes) < 3:
         raise WhenceError(
@@ -58,30 +58,30 @@ def compute_lds(
     if np.ptp(predictions) == 0 or np.ptp(outcomes) == 0:
         return {"lds": None, "low": None, "high": None}
     generator = np.random.default_rng(seed)
-    drawn = generator.integers(len(outcomes), size=(resamples, len(outcomes)))
-    # Ranks anew in every resample, ties shared: Pearson's correlation of these is Spearman's.
-    ranks = stats.rankdata(predictions[drawn], axis=1), stats.rankdata(outcomes[drawn], axis=1)
+    resampled = generator.integers(len(outcomes), size=(resamples, len(outcomes)))
+    # Every resample is ranked by itself, with ties shared: Pearson's correlation of these ranks is Spearman's.
+    ranks = stats.rankdata(predictions[resampled], axis=1), stats.rankdata(outcomes[resampled], axis=1)
     centred = [one - one.mean(axis=1, keepdims=True) for one in ranks]
     with np.errstate(invalid="ignore"):
-        found = (centred[0] * centred[1]).sum(1) / np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
-    low, high = np.nanquantile(found, [0.025, 0.975])
+        correlations = (centred[0] * centred[1]).sum(1) / np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
+    low, high = np.nanquantile(correlations, [0.025, 0.975])
     return {"lds": float(stats.spearmanr(predictions, outcomes).statistic), "low": float(low), "high": float(high)}
 
 
 def measure_agreement(values: Float[NDArray[np.float64], "orders m"]) -> float | None:
-    """Return what the best predictor of outcomes could reach, given how well repeated outcomes agree.
+    """Return the highest rank correlation that a predictor could reach, given how well repeated outcomes agree.
 
     The mean of k repetitions whose mean rank correlation is r has the reliability `k r / (1 + (k - 1) r)`
-    (Spearman-Brown); a predictor of what they share correlates with it by at most the root.
+    (Spearman-Brown); a predictor of the shared part correlates with it by at most the root.
 
     Args:
-        values: of at least two repetitions, each of m subsets.
+        values: (orders, m) the outcomes of m subsets in at least two repetitions.
 
     Returns:
-        The ceiling, 0 where repetitions do not agree at all; None where a repetition has the same outcome everywhere.
+        The ceiling, 0 if repetitions do not agree at all; None if all outcomes of a repetition are equal.
 
     Raises:
-        WhenceError: fewer than two repetitions, or a value that is not finite.
+        WhenceError: there are fewer than two repetitions, or a value is not finite.
     """
     k = len(values)
     if k < 2:
@@ -100,28 +100,28 @@ def _check_finite(name: str, values: NDArray[np.float64]) -> None:
         first = tuple(np.argwhere(~np.isfinite(values))[0].tolist())
         raise WhenceError(
             f"{name} hold {values[first]} at position {first[0] if len(first) == 1 else first}, which has no rank: "
-            "leave that subset out, or find where the value arises."
+            "leave that subset out, or find where the value comes from."
         )
 
 
 def check_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.float64]:
-    """Return scores of n records by which they can be ranked.
+    """Return scores by which n records can be ranked, as float64.
 
     Args:
-        name: of the scores.
-        scores: (n,) in the order of the records.
-        n: records.
+        name: the name of the scores, for messages.
+        scores: (n,) the scores, in the order of the records.
+        n: the number of records.
 
     Raises:
-        WhenceError: scores of another shape, or not finite.
+        WhenceError: the scores have another shape, or one is not finite.
     """
-    found = np.asarray(scores, dtype=np.float64)
-    if found.shape != (n,):
-        raise WhenceError(f"The scores {name!r} have shape {found.shape}; one for each of the {n} records is needed.")
-    if not np.isfinite(found).all():
-        first = int(np.flatnonzero(~np.isfinite(found))[0])
+    checked = np.asarray(scores, dtype=np.float64)
+    if checked.shape != (n,):
+        raise WhenceError(f"The scores {name!r} have shape {checked.shape}; one for each of the {n} records is needed.")
+    if not np.isfinite(checked).all():
+        first = int(np.flatnonzero(~np.isfinite(checked))[0])
         raise WhenceError(
-            f"The scores {name!r} hold {found[first]} for the record at position {first}, which has no rank: leave "
-            "these scores out, or find where the value arises."
+            f"The scores {name!r} hold {checked[first]} for the record at position {first}, which has no rank: leave "
+            "these scores out, or find where the value comes from."
         )
-    return found
+    return checked

@@ -1,4 +1,4 @@
-"""What trainings of a round came to, by the measures that scores are held against."""
+"""The outcomes of trainings of a round, which scores are to predict."""
 
 import math
 import random
@@ -18,15 +18,15 @@ from whence.rounds.replay import SteppedRound, open_round
 from whence.targets import Target
 
 Evaluate = Callable[[Mapping[str, Tensor], int], float]
-"""`evaluate(params, repetition)` measures trained parameters, given by name: for instance their test return.
+"""`evaluate(params, repetition)` measures trained parameters, a mapping by name: for instance their test return.
 
-What is compared within a repetition is measured by the same chance, so that a difference is not one of chance. Each
-repetition needs chance of its own, as from a seed that it is part of: what repetitions share of it would pass for
-something that they agree on. What is drawn from global generators is so by itself.
+Within a repetition all trainings should be measured with the same random numbers, so that they differ in the training
+alone. Repetitions need different random numbers, for example by a seed that depends on the repetition: random numbers
+that they share would pass for agreement. Global generators are seeded accordingly before each call.
 """
 
 Outcomes = Mapping[str, NDArray[np.float64]]
-"""What each training came to, (m,), by name."""
+"""The outcomes of m trainings, (m,), by the outcome's name."""
 
 
 def measure_outcomes(
@@ -37,46 +37,46 @@ def measure_outcomes(
     evaluate: Evaluate | None,
     repetition: int = 0,
 ) -> Outcomes:
-    """Return what trainings came to: "target" and "surrogate" on the round's own records, and "evaluated" where asked.
+    """Return the outcomes of trainings: "target" and "surrogate" on the round's own records, and "evaluated".
 
     The surrogate is `mean(rho A)`, with raw advantages. The policy and every random generator are left as they are.
 
     Args:
         policy: the policy that was trained, or one built like it.
-        recording: of the round.
-        trained: parameters by name, each (m, ...), as `retrain` returns them.
-        target: to measure.
-        evaluate: measures the parameters of one training; None: nothing is.
-        repetition: by whose chance it measures all of them.
+        recording: the recorded round.
+        trained: the trained parameters by name, each (m, ...), as `retrain` returns them.
+        target: the target to measure.
+        evaluate: measures the parameters of one training; None: "evaluated" is left out.
+        repetition: the repetition, which seeds `evaluate` and the global generators.
 
     Raises:
         NonFinite: names the outcome and the training.
     """
     round = open_round(policy, recording)
     modules = list(round.view.module.modules())
-    found: dict[str, list[float]] = {"target": [], "surrogate": []}
+    outcomes: dict[str, list[float]] = {"target": [], "surrogate": []}
     if evaluate is not None:
-        found["evaluated"] = []
+        outcomes["evaluated"] = []
     for number in range(len(next(iter(trained.values())))):
-        own = {name: tensor[number] for name, tensor in trained.items()}
+        params = {name: tensor[number] for name, tensor in trained.items()}
         with seed_outcomes(repetition), torch.no_grad():
             with eval_mode(modules):
-                found["target"].append(float(target(round.view, own, round.records)))
-                found["surrogate"].append(_surrogate(round, own))
+                outcomes["target"].append(float(target(round.view, params, round.records)))
+                outcomes["surrogate"].append(_mean_surrogate(round, params))
             if evaluate is not None:
-                found["evaluated"].append(evaluate(own, repetition))
-    for name, values in found.items():
+                outcomes["evaluated"].append(evaluate(params, repetition))
+    for name, values in outcomes.items():
         if lost := [number for number, value in enumerate(values) if not math.isfinite(value)]:
             raise NonFinite(
                 f"The outcome {name!r} of training {lost[0]}, repetition {repetition}, is {values[lost[0]]}, which has "
-                "no rank among the others: look at what measures it, or at whether the round diverges."
+                "no rank among the others: check the function that measures it, and whether the round diverges."
             )
-    return {name: np.array(values) for name, values in found.items()}
+    return {name: np.array(values) for name, values in outcomes.items()}
 
 
 @contextmanager
 def seed_outcomes(repetition: int) -> Iterator[None]:
-    """Let global generators draw what they draw in this repetition; on exit they are as before."""
+    """Seed global generators by the repetition; on exit they are as before."""
     with preserve_rng_state():
         random.seed(repetition)
         np.random.seed(repetition)  # noqa: NPY002
@@ -84,6 +84,6 @@ def seed_outcomes(repetition: int) -> Iterator[None]:
         yield
 
 
-def _surrogate(round: SteppedRound, params: Params) -> float:
+def _mean_surrogate(round: SteppedRound, params: Params) -> float:
     log_prob = compute_outputs(round.view, {"log_prob"}, params, round.inputs).log_prob
     return float(((log_prob - round.records.log_probs).exp() * round.records.advantages).mean())

@@ -1,4 +1,4 @@
-"""What leaving out the records that score highest or lowest does to a round, beside leaving out others at random."""
+"""What leaving out the records that score highest or lowest does to a round, compared with random records."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -19,10 +19,10 @@ from whence.rounds.replay import check_target, open_round
 from whence.targets import Target
 
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
-"""Of the records that are left out, where nothing else is asked for."""
+"""The shares of the records that are left out, by default."""
 
 DRAWS = 8
-"""Random removals of each share."""
+"""The number of random removals of each share."""
 
 SCHEMA = {
     "score": pl.String,
@@ -36,7 +36,7 @@ SCHEMA = {
 
 
 class _Removal(NamedTuple):
-    """What a training leaves out: `removed` records from a side of a score, or at random."""
+    """The `removed` records that a training leaves out, from one side of a score or at random."""
 
     score: str | None
     side: str
@@ -58,73 +58,74 @@ def leave_out(
     memory: int = 2**31,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> pl.DataFrame:
-    """Train a round without the records that a score holds for the best or the worst, more and more of them.
+    """Train a round without growing shares of the records that a score ranks highest or lowest.
 
-    The two truths and the outcomes are those of `study`. A score that tells which records help makes the target fall
-    where its highest are left out, and rise where its lowest are, by more than leaving out as many at random does.
+    The two truths and the outcomes are those of `study`. If a score shows which records help, leaving out its highest
+    lowers the target, and leaving out its lowest raises it, by more than leaving out as many at random does.
 
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.
-        recording: of the round.
-        scores: (n,) by name, in the order of the records; a positive one says that its record raised the target.
-        target: what is measured, beside the surrogate.
-        shares: of the records that the round trained on, to leave out; each rounded down to whole records.
-        draws: random removals of each share.
-        orders: in which "reshuffled" trains each removal.
-        evaluate: measures trained parameters; None: nothing is. The recorded truth is its repetition 0, the orders are
-            the repetitions from 1.
-        seed: of random removals and orders.
-        memory: bytes that training may hold at a time; see `retrain`. That it fits is known before anything is trained.
+        recording: the recorded round.
+        scores: (n,) scores by name, in the order of the records; a positive one says that its record raised the target.
+        target: the target to measure, besides the surrogate.
+        shares: the shares to leave out of the records that the round trained on; rounded down to whole records.
+        draws: the number of random removals of each share.
+        orders: the number of orders in which "reshuffled" trains each removal.
+        evaluate: measures trained parameters; None: "evaluated" is left out. The recorded truth is its repetition 0,
+            the orders are the repetitions from 1.
+        seed: the seed of random removals and orders.
+        memory: bytes that training may hold at a time; see `retrain`. It is checked before anything is trained.
         on_stage: called with the name of each stage as it begins.
 
     Returns:
         A row for each truth, outcome, score, side and number removed: `score` (null at random), `side` ("top": the
-        highest were left out; "bottom": the lowest; "random"; of equal scores the record that comes first), `removed`
-        (records), `truth`, `outcome`, `change` (the outcome less that of training on everything, under "reshuffled" in
-        the same order) and `spread` (the standard error of the change: at random over draws, else over orders; null
-        where there is one).
+        highest were left out; "bottom": the lowest; "random"; ties are broken by position), `removed` (the number of
+        records), `truth`, `outcome`, `change` (the outcome minus that of training on everything, under "reshuffled" in
+        the same order) and `spread` (the standard error of the change: over draws for "random", otherwise over orders;
+        null if there is only one).
 
     Raises:
-        NonFinite: a training diverged, or an outcome is no number.
-        WhenceError: a share that leaves out no record or keeps fewer than two, scores of another shape or not finite,
-            no draw or order, a round that was not trained on, or a target that reads what the recording lacks; or see
-            `retrain`.
+        NonFinite: a training diverged, or an outcome is not finite.
+        WhenceError: a share leaves out no record or keeps fewer than two, scores have another shape or are not finite,
+            `draws` or `orders` is below 1, the round was not trained on, or the target reads a column that the
+            recording lacks; or see `retrain`.
     """
     n, trained_on = len(recording.records), recording.trained
     if draws < 1 or orders < 1:
         raise WhenceError(f"draws is {draws} and orders {orders}; at least 1 of each is needed.")
     size = read_batch_size(recording)
-    counts = _counts(shares, len(trained_on))
+    counts = _count_removed(shares, len(trained_on))
     target = check_target(target, open_round(policy, recording))
     generator = torch.Generator().manual_seed(seed)
-    checked = {name: check_scores(name, own, n) for name, own in scores.items()}
+    checked = {name: check_scores(name, values, n) for name, values in scores.items()}
     check_removals(policy, recording, len(checked), shares=shares, draws=draws, memory=memory)
-    everything = _everything(recording)
-    removals = _removals(checked, everything, counts, draws, generator)
-    shuffles = torch.randint(2**62, (orders,), generator=generator).tolist()
+    everything = _mask_trained(recording)
+    removals = _draw_removals(checked, everything, counts, draws, generator)
+    shuffle_seeds = torch.randint(2**62, (orders,), generator=generator).tolist()
 
-    kept = torch.stack([everything, *(one.kept for one in removals)])
+    kept = torch.stack([everything, *(removal.kept for removal in removals)])
 
-    def trained(minibatches: Orders | None, repetition: int) -> Outcomes:
+    def train_and_measure(minibatches: Orders | None, repetition: int) -> Outcomes:
         params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
         return measure_outcomes(policy, recording, params, target, evaluate, repetition)
 
     on_stage(f"leaving out: training {len(removals) + 1} times, recorded")
-    together = trained(None, 0)
-    changes = {"recorded": {name: values[None, 1:] - values[0] for name, values in together.items()}}
+    recorded = train_and_measure(None, 0)
+    changes = {"recorded": {name: values[None, 1:] - values[0] for name, values in recorded.items()}}
     by_order: list[dict[str, NDArray[np.float64]]] = []
-    for number, shuffle in enumerate(shuffles, start=1):
+    for number, shuffle_seed in enumerate(shuffle_seeds, start=1):
         on_stage(f"leaving out: training {len(removals) + 1} times, reshuffled, order {number} of {orders}")
-        # One training's permutations are another's, so that a change is not one of order.
-        drawn = torch.Generator().manual_seed(shuffle)
-        own = trained(reshuffle(kept, size, recording.update.n_epochs, drawn), number)
-        by_order.append({name: values[1:] - values[0] for name, values in own.items()})
-    changes["reshuffled"] = {name: np.stack([own[name] for own in by_order]) for name in by_order[0]}
+        # All trainings of an order share its permutations, so that a change is not one of order.
+        permutations = torch.Generator().manual_seed(shuffle_seed)
+        minibatches = reshuffle(kept, size, recording.update.n_epochs, permutations)
+        outcomes = train_and_measure(minibatches, number)
+        by_order.append({name: values[1:] - values[0] for name, values in outcomes.items()})
+    changes["reshuffled"] = {name: np.stack([order[name] for order in by_order]) for name in by_order[0]}
     rows = [
         {**row, "truth": truth, "outcome": outcome}
-        for truth, found in changes.items()
-        for outcome, values in found.items()
-        for row in _curves(removals, values)
+        for truth, by_outcome in changes.items()
+        for outcome, values in by_outcome.items()
+        for row in _curve_rows(removals, values)
     ]
     return pl.DataFrame(rows, schema=SCHEMA)
 
@@ -138,75 +139,75 @@ def check_removals(
     draws: int = DRAWS,
     memory: int = 2**31,
 ) -> None:
-    """Refuse what `leave_out` of so many scores will not have the memory for; nothing is trained.
+    """Refuse removals by a number of scores that do not fit into memory, before `leave_out`; nothing is trained.
 
     Raises:
         WhenceError: see `retrain`.
     """
     trainings = 1 + len(shares) * (2 * scores + draws)
-    check_memory(policy, recording, _everything(recording).expand(trainings, -1), memory)
+    check_memory(policy, recording, _mask_trained(recording).expand(trainings, -1), memory)
 
 
-def _everything(recording: RoundRecording) -> Bool[Tensor, " n"]:
-    kept = torch.zeros(len(recording.records), dtype=torch.bool)
-    kept[recording.trained] = True
-    return kept
+def _mask_trained(recording: RoundRecording) -> Bool[Tensor, " n"]:
+    mask = torch.zeros(len(recording.records), dtype=torch.bool)
+    mask[recording.trained] = True
+    return mask
 
 
-def _counts(shares: Sequence[float], n: int) -> list[int]:
+def _count_removed(shares: Sequence[float], n: int) -> list[int]:
     if len(shares) == 0:
         raise WhenceError("shares is empty; name at least one share of the records to leave out, such as 0.1.")
     for share in shares:
         count = int(share * n) if 0 < share < 1 else 0
         if count < 1 or n - count < 2:
             raise WhenceError(
-                f"A share of {share} of {n} records was to be left out; it has to be above 0 and below 1, come to at "
-                f"least one record and leave at least two: from 1/{n} to {n - 2}/{n}."
+                f"A share of {share} of {n} records cannot be left out; a share has to remove at least one record and "
+                f"leave at least two: from 1/{n} to {n - 2}/{n}."
             )
     return sorted({int(share * n) for share in shares})
 
 
-def _removals(
+def _draw_removals(
     scores: Mapping[str, NDArray[np.float64]],
     everything: Bool[Tensor, " n"],
     counts: Sequence[int],
     draws: int,
     generator: torch.Generator,
 ) -> list[_Removal]:
-    """Return every removal from `everything`."""
+    """Return every removal from the records in `everything`."""
     positions = everything.nonzero()[:, 0]
-    # Stable, so that of equal scores the record that comes first is left out first.
+    # The sort is stable, so that of equal scores the first record is left out first.
     ranked = {
-        (name, side): positions[np.argsort(sign * own[positions.numpy()], kind="stable")]
-        for name, own in scores.items()
+        (name, side): positions[np.argsort(sign * values[positions.numpy()], kind="stable")]
+        for name, values in scores.items()
         for side, sign in (("top", -1), ("bottom", 1))
     }
 
-    def without(dropped: Tensor) -> Bool[Tensor, " n"]:
+    def keep_all_but(dropped: Tensor) -> Bool[Tensor, " n"]:
         kept = everything.clone()
         kept[dropped] = False
         return kept
 
-    found = []
+    removals = []
     for count in counts:
         for (name, side), order in ranked.items():
-            found.append(_Removal(name, side, count, without(order[:count])))
+            removals.append(_Removal(name, side, count, keep_all_but(order[:count])))
         for _ in range(draws):
-            drawn = positions[torch.randperm(len(positions), generator=generator)[:count]]
-            found.append(_Removal(None, "random", count, without(drawn)))
-    return found
+            dropped = positions[torch.randperm(len(positions), generator=generator)[:count]]
+            removals.append(_Removal(None, "random", count, keep_all_but(dropped)))
+    return removals
 
 
-def _curves(
+def _curve_rows(
     removals: Sequence[_Removal], changes: Float[NDArray[np.float64], "orders m"]
 ) -> Iterator[Mapping[str, object]]:
-    """Yield a row for each score, side and number removed; those of one curve together."""
+    """Yield a row for each score, side and number removed, curve by curve."""
     places: dict[tuple[str | None, str, int], list[int]] = {}
-    for place, one in enumerate(removals):
-        places.setdefault((one.score, one.side, one.removed), []).append(place)
+    for place, removal in enumerate(removals):
+        places.setdefault((removal.score, removal.side, removal.removed), []).append(place)
     curves = list(dict.fromkeys((score, side) for score, side, _ in places))
-    for (score, side, count), own in sorted(places.items(), key=lambda entry: curves.index(entry[0][:2])):
-        values = changes[:, own]
+    for (score, side, count), columns in sorted(places.items(), key=lambda entry: curves.index(entry[0][:2])):
+        values = changes[:, columns]
         repeated = values.mean(axis=0) if side == "random" else values[:, 0]
         error = float(np.std(repeated, ddof=1) / np.sqrt(len(repeated))) if len(repeated) > 1 else None
         yield {"score": score, "side": side, "removed": count, "change": float(values.mean()), "spread": error}

@@ -1,8 +1,7 @@
-"""The scores of a round that are held against training it without records."""
+"""The scores of a round that studies compare with training it without records."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +12,16 @@ from whence.heuristics import compute_td_errors
 from whence.influence import Influence
 from whence.rounds import DRAWS, METHODS, SHARE, RoundRecording, attribute_round_by
 from whence.rounds.replay import SteppedRound, check_target, open_round
-from whence.rounds.schedule import snapshot
+from whence.rounds.schedule import snapshot_scores
 from whence.targets import BatchTarget, Target
 
 Vector = NDArray[np.float64]
 
 FOLDS = 2
-"""Into which "crossfit" deals episodes."""
+"""The number of parts into which "crossfit" splits episodes."""
 
 MOST = len(METHODS) + 6
-"""Scores that `compute_scores` makes of a round, where all that it knows can be made."""
+"""The largest number of scores that `compute_scores` returns."""
 
 
 def compute_scores(
@@ -37,68 +36,72 @@ def compute_scores(
     memory: int = 2**31,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Vector]:
-    """Score every record of a round in all ways that are to be compared; a positive score says that it helps.
+    """Score every record of a round by all methods that are compared; a positive score says that the record helps.
 
-    - "snapshot": `<grad f, grad l_i>` at the policy that collected the round, without the value term, by which `IIF`
-      selects; "snapshot with values": with that term, where this makes a difference.
-    - "crossfit": the snapshot, each record judged by the other half of the episodes; where the target is made of the
+    - "snapshot": `<grad f, grad l_i>` at the policy that collected the round, without the value term, as `IIF` uses it;
+      "snapshot with values": with that term, if it makes a difference.
+    - "crossfit": the snapshot, each record scored by the other half of the episodes; only if the target is made of the
       scored records, and these have episode ids.
-    - `methods` of `attribute_round`.
-    - "advantage"; "td-error": the size of the TD error, by which `TDErrorPriority` trains on some more than on others;
-      "random".
+    - The `methods` of `attribute_round`.
+    - "advantage"; "td-error": the size of the TD error, by which `TDErrorPriority` weighs records; "random".
 
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.
-        recording: of the round.
+        recording: the recorded round.
         target: what to raise.
-        methods: see above.
+        methods: methods of `attribute_round`.
         draws: see `attribute_round`.
-        share: see there.
-        seed: of the random scores, and of what `methods` draw.
+        share: see `attribute_round`.
+        seed: the seed of the random scores and of `methods`.
         memory: bytes that `methods` may hold at a time; see `attribute_round`.
         on_stage: called with the name of each stage as it begins.
 
     Returns:
-        (n,) of each score, in the order of the records.
+        (n,) scores by name, in the order of the records.
 
     Raises:
-        InvalidRecords: records without what TD errors are made of.
-        WhenceError: a target that reads what the recording lacks; or see `attribute_round`.
+        InvalidRecords: the records lack a column that TD errors need.
+        WhenceError: the target reads a column that the recording lacks; or see `attribute_round`.
     """
     records = recording.records
-    simple = {
+    baselines = {
         "advantage": records.advantages.double().cpu().numpy(),
         "td-error": np.abs(compute_td_errors(records)),
         "random": np.random.default_rng(seed).normal(size=len(records)),
     }
-    whole: dict[str, Vector] = {}
+    by_method: dict[str, Vector] = {}
     if methods:  # first, since they may not fit into memory
         on_stage(f"scores: {', '.join(methods)}")
-        asked: dict[str, Any] = {"draws": draws, "share": share, "seed": seed, "memory": memory}
-        by_method = attribute_round_by(policy, recording, methods, target=target, **asked)
-        # One influence each, since none is asked for by epoch.
-        whole = {name: own.scores.double().numpy() for name, own in by_method.items() if isinstance(own, Influence)}
+        influences = attribute_round_by(
+            policy, recording, methods, target=target, draws=draws, share=share, seed=seed, memory=memory
+        )
+        # One influence each, not one for each epoch.
+        by_method = {
+            name: influence.scores.double().numpy()
+            for name, influence in influences.items()
+            if isinstance(influence, Influence)
+        }
     with_values = open_round(policy, recording)
     without = open_round(policy, replace(recording, update=replace(recording.update, vf_coef=0.0)))
     target = check_target(target, without)
     on_stage("scores: snapshot")
-    found = {"snapshot": _snapshot(without, target)}
-    other = _snapshot(with_values, target)
-    if not np.allclose(found["snapshot"], other, rtol=1e-4, atol=1e-6 * np.abs(other).max()):
-        found["snapshot with values"] = other
+    scores = {"snapshot": _score_by_snapshot(without, target)}
+    other = _score_by_snapshot(with_values, target)
+    if not np.allclose(scores["snapshot"], other, rtol=1e-4, atol=1e-6 * np.abs(other).max()):
+        scores["snapshot with values"] = other
     if isinstance(target, BatchTarget) and records.episode_ids is not None and len(records) >= FOLDS:
         on_stage("scores: crossfit")
-        found["crossfit"] = _crossfit(without, target)
-    return found | whole | simple
+        scores["crossfit"] = _score_by_crossfitting(without, target)
+    return scores | by_method | baselines
 
 
-def _snapshot(round: SteppedRound, target: Target) -> Vector:
-    found: Vector = snapshot(round, target).double().cpu().numpy()
-    return found
+def _score_by_snapshot(round: SteppedRound, target: Target) -> Vector:
+    scores: Vector = snapshot_scores(round, target).double().cpu().numpy()
+    return scores
 
 
-def _crossfit(round: SteppedRound, target: Target) -> Vector:
-    fold, judges = score_fold(target, round.records, FOLDS)
-    scores = torch.stack([snapshot(round, judge) for judge in judges])
-    own: Vector = scores.gather(0, fold[None])[0].double().cpu().numpy()
-    return own
+def _score_by_crossfitting(round: SteppedRound, target: Target) -> Vector:
+    fold, targets = score_fold(target, round.records, FOLDS)
+    by_target = torch.stack([snapshot_scores(round, other) for other in targets])
+    scores: Vector = by_target.gather(0, fold[None])[0].double().cpu().numpy()
+    return scores

@@ -1,7 +1,6 @@
 """What a record did to the whole round: all epochs, the real optimiser (LDA §3.1, and beyond it)."""
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -39,32 +38,33 @@ def attribute_round(
     A positive score says that the record raised the target. Methods, in the order of their cost:
 
     - "trajectory": `sum_j <grad f(theta_j), grad l_i(theta_j)>` over the steps j that trained on the record (LDA §3.1).
-    - "optimizer": the same with what the optimiser made of each gradient: learning rate, minibatch, clipping, and
-      Adam's or RMSprop's scale as it stood. To first order, what the record's own gradient added to the target.
-    - "optimizer-momentum": with the share of each gradient that momentum carries into the steps after.
+    - "optimizer": the same products, scaled as the optimiser scaled each gradient: by learning rate, minibatch,
+      clipping, and Adam's or RMSprop's scale at that step. To first order, this is what the record's own gradient added
+      to the target.
+    - "optimizer-momentum": the same, with the share of each gradient that momentum carries into later steps.
     - "unrolled": the exact derivative of the target at the round's end by the record's weight, through every step,
-      normalisation and clipping; see `whence.rounds.replay` for what a weight is. It does not see that a record may
-      move others over the edge at which their ratios are clipped.
+      normalisation and clipping; see `whence.rounds.replay` for what a weight is. It cannot see that a record may move
+      the ratios of others past the edge of the clip range.
     - "smoothed": that derivative across an edge of some width, averaged over trainings on random subsets of the records
-      in random orders, for rounds in which many ratios are clipped. All epochs that were asked for are trained, also
-      where `target_kl` ended the round before.
+      in random orders. It is meant for rounds in which many ratios are clipped. It trains all `n_epochs`, even if
+      `target_kl` ended the round early.
 
     The policy and every random generator are left as they are.
 
     Args:
         policy: the policy that was trained, or one built like it; its parameters are not read.
-        recording: of the round.
+        recording: the recorded round.
         target: what to raise; see `attribute`. It reads the recorded rollout, with raw advantages.
-        method: see above.
-        per_epoch: return one influence for each epoch; they add up to the whole.
-        draws: trainings that "smoothed" averages; the others draw nothing.
-        share: of the records that the round trained on, above 0 and at most 1, in each of these; it foretells best what
-            comes of keeping about so many.
-        seed: of these, at least 0.
-        memory: bytes that scoring may hold at a time, beside the policy and the records. One step is measured before
-            the start. Methods that go back through the steps keep the points of as many as fit, and make the
-            others again; "smoothed" has as many trainings side by side as fit. Scores do not depend on it.
-        dtype: to compute in; None: the recorded one.
+        method: one of `METHODS`.
+        per_epoch: whether to return one influence for each epoch; they add up to the whole.
+        draws: the number of trainings that "smoothed" averages; the other methods draw nothing.
+        share: the share of the trained records that each of these trainings keeps, above 0 and at most 1. The scores
+            predict best what keeping about that share does.
+        seed: the seed of these trainings, at least 0.
+        memory: bytes that scoring may hold at a time, besides the policy and the records. One step is measured before
+            the start. Methods that go back through the steps keep as many points as fit and compute the others again;
+            "smoothed" runs as many trainings side by side as fit. Scores do not depend on it.
+        dtype: the dtype to compute in; None: the recorded one.
 
     Returns:
         The `Influence`, or a list of them; a record that the round did not train on scores 0.
@@ -72,13 +72,22 @@ def attribute_round(
     Raises:
         Unsupported: see `whence.rounds.replay`.
         NonFinite: a score is not finite.
-        WhenceError: a method that is not known, no draw, a share of nothing, a negative seed, a target that depends on
-            no parameter or reads what the recording lacks, a recording of another policy, or more memory needed than
-            allowed.
+        WhenceError: the method is unknown, `draws`, `share` or `seed` is out of range, the target depends on no
+            parameter or reads what the recording lacks, the recording is of another policy, or scoring needs more
+            memory than allowed.
     """
-    options: dict[str, Any] = {"per_epoch": per_epoch, "draws": draws, "share": share, "seed": seed}
-    options |= {"memory": memory, "dtype": dtype}
-    return attribute_round_by(policy, recording, [method], target=target, **options)[method]
+    return attribute_round_by(
+        policy,
+        recording,
+        [method],
+        target=target,
+        per_epoch=per_epoch,
+        draws=draws,
+        share=share,
+        seed=seed,
+        memory=memory,
+        dtype=dtype,
+    )[method]
 
 
 def attribute_round_by(
@@ -96,23 +105,23 @@ def attribute_round_by(
 ) -> dict[str, Influence | list[Influence]]:
     """Score every record of a round by several methods, as `attribute_round` does by each, in less time.
 
-    "trajectory", "optimizer" and "optimizer-momentum" share the target's gradient at every step, which is most of what
-    they cost. Whether there is memory for all methods is known before any is begun.
+    "trajectory", "optimizer" and "optimizer-momentum" share the target's gradient at every step, which is most of their
+    cost. All methods are checked against `memory` before the first one starts.
 
     Args:
         policy: the policy that was trained, or one built like it; its parameters are not read.
-        recording: of the round.
-        methods: of `METHODS`.
+        recording: the recorded round.
+        methods: some of `METHODS`.
         target: see `attribute_round`.
-        per_epoch: see there.
-        draws: see there.
-        share: see there.
-        seed: see there.
-        memory: see there; methods that go along the steps together hold somewhat more.
-        dtype: see there.
+        per_epoch: see `attribute_round`.
+        draws: see `attribute_round`.
+        share: see `attribute_round`.
+        seed: see `attribute_round`.
+        memory: see `attribute_round`; methods that share the steps hold somewhat more together.
+        dtype: see `attribute_round`.
 
     Returns:
-        What `attribute_round` returns, by method, in the order asked for.
+        What `attribute_round` returns, by method, in the order of `methods`.
 
     Raises:
         WhenceError: see `attribute_round`.
@@ -130,16 +139,18 @@ def attribute_round_by(
         raise_on_divergence(round),
     ):
         target = check_target(target, round)
-        plans = schedule.planned(round, target, methods, memory)
+        plans = schedule.plan_scores(round, target, methods, memory)
         if SMOOTHED in methods:
-            plans.append(smoothed.planned(round, target, memory, draws=draws, share=share, seed=seed))
+            plans.append(smoothed.plan_scores(round, target, memory, draws=draws, share=share, seed=seed))
         for plan in plans:
             totals |= plan()
-    found = {method: _influences(totals[method], round, target, method, per_epoch=per_epoch) for method in methods}
-    return {method: own if per_epoch else own[0] for method, own in found.items()}
+    by_method = {
+        method: _make_influences(totals[method], round, target, method, per_epoch=per_epoch) for method in methods
+    }
+    return {method: influences if per_epoch else influences[0] for method, influences in by_method.items()}
 
 
-def _influences(
+def _make_influences(
     totals: Float[Tensor, "epochs n"], round: SteppedRound, target: Target, method: str, *, per_epoch: bool
 ) -> list[Influence]:
     if not torch.isfinite(totals).all():
@@ -148,10 +159,10 @@ def _influences(
             "or the target has no derivative there. Look at the learning rate, and try method='trajectory' or "
             "dtype=float64."
         )
-    return [_influence(one, round, target, method) for one in (totals if per_epoch else [totals.sum(dim=0)])]
+    return [_make_influence(scores, round, target, method) for scores in (totals if per_epoch else [totals.sum(dim=0)])]
 
 
-def _influence(scores: Float[Tensor, " n"], round: SteppedRound, target: Target, method: str) -> Influence:
+def _make_influence(scores: Float[Tensor, " n"], round: SteppedRound, target: Target, method: str) -> Influence:
     recording = round.recording
     return Influence(
         scores=scores,

@@ -1,4 +1,4 @@
-"""Whether a policy is the one that a recording is of: by names and shapes, and by what it says of the records."""
+"""Whether a policy is the one that a recording is of: by names, shapes, and its outputs on the records."""
 
 from collections.abc import Mapping
 
@@ -12,35 +12,35 @@ from whence.records import RecordBatch, check_one_per_record
 from whence.rounds.recording import RoundRecording
 
 SAME = 1e-3
-"""Up to how far apart what one policy says of records may be on average; see `compare_outputs` for the units.
+"""How far apart outputs of the same policy may be on average; see `compare_outputs` for the units.
 
-Float32 rounds to 1e-6 or so; convolutions on a GPU, which round to 10 bits, differ from a CPU's by up to 1e-3 on
+Float32 rounds to 1e-6 or so. Convolutions on a GPU, which round to 10 bits, differ from a CPU's by up to 1e-3 on
 average, and by several times that on single records.
 """
 
 
-def check_policy(view: PolicyView, own: Mapping[str, Tensor], recording: RoundRecording) -> None:
+def check_policy(view: PolicyView, trainable: Mapping[str, Tensor], recording: RoundRecording) -> None:
     """Refuse a policy whose parameters and buffers are not those of a recording.
 
     Args:
-        view: of the policy.
-        own: its trainable parameters.
-        recording: of a round.
+        view: the policy.
+        trainable: the policy's trainable parameters, by name.
+        recording: the recorded round.
 
     Raises:
-        WhenceError: a name or a shape differs, or what is not trained has another value.
+        WhenceError: a name or a shape differs, or a tensor that is not trained has another value.
     """
-    here = {**dict(view.module.named_parameters()), **dict(view.module.named_buffers())}
-    if differing := sorted(here.keys() ^ recording.start.keys()):
-        raise WhenceError(f"The recording is of another policy: one of them alone has `{differing[0]}`.")
-    for name, tensor in here.items():
+    tensors = {**dict(view.module.named_parameters()), **dict(view.module.named_buffers())}
+    if differing := sorted(tensors.keys() ^ recording.start.keys()):
+        raise WhenceError(f"The recording is of another policy: only one of the two has `{differing[0]}`.")
+    for name, tensor in tensors.items():
         recorded = recording.start[name]
         if tensor.shape != recorded.shape:
             raise WhenceError(
                 f"The recording is of another policy: `{name}` has shape {tuple(recorded.shape)} there and "
                 f"{tuple(tensor.shape)} here. Pass the policy that was trained, or one built with the same settings."
             )
-        if name not in own and not torch.equal(tensor.cpu(), recorded.to(tensor.dtype).cpu()):
+        if name not in trainable and not torch.equal(tensor.cpu(), recorded.to(tensor.dtype).cpu()):
             raise WhenceError(
                 f"`{name}` is not trained and differs from the recording, so the round would not be the same. Load "
                 "the recorded policy into this one first."
@@ -48,40 +48,40 @@ def check_policy(view: PolicyView, own: Mapping[str, Tensor], recording: RoundRe
 
 
 def check_collected(view: PolicyView, params: Params, records: RecordBatch, number: int) -> None:
-    """Refuse a policy that is not the one that collected a round, whatever its parameters are called.
+    """Refuse a policy that did not collect a round, even if all its names and shapes are the same.
 
     Args:
-        view: of the policy.
-        params: that the round began with.
-        records: of the round.
-        number: of the round.
+        view: the policy.
+        params: the parameters at the beginning of the round.
+        records: the round's records.
+        number: the round's number.
 
     Raises:
         WhenceError: its log-probs or its values are not those of the records.
     """
-    for name, apart in compare_outputs(view, params, records).items():
-        if not apart <= SAME:
+    for name, difference in compare_outputs(view, params, records).items():
+        if not difference <= SAME:
             raise WhenceError(
                 f"The recording is of another policy: at the parameters that round {number} began with, this policy's "
-                f"{name} of the records are {apart:.2g} from the recorded ones on average, though all names and shapes "
-                "are the same. Build it with the settings of the run that was recorded, such as activation_fn, "
+                f"{name} of the records are {difference:.2g} from the recorded ones on average, though all names and "
+                "shapes are the same. Build it with the settings of the run that was recorded, such as activation_fn, "
                 "normalize_images and use of action masks."
             )
 
 
 def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
-    """Refuse a policy that says something else in train mode, in which SB3 trains, than in eval mode, in which it acts.
+    """Refuse a policy whose outputs differ between train mode, in which SB3 trains, and eval mode, in which it acts.
 
     Args:
-        view: of the policy.
-        params: of the policy.
-        records: of the round; a few are looked at.
+        view: the policy.
+        params: the policy's parameters.
+        records: the round's records; up to 64 of them are read.
 
     Raises:
-        Unsupported: what it says in the two modes differs, as by dropout or running statistics.
+        Unsupported: the outputs differ, for example because of dropout or running statistics.
     """
-    spread = torch.linspace(0, len(records) - 1, min(64, len(records))).long()  # over all environments
-    inputs = view.prepare(records.take(spread))
+    positions = torch.linspace(0, len(records) - 1, min(64, len(records))).long()  # over all environments
+    inputs = view.prepare(records.take(positions))
     with preserve_rng_state(), preserve_buffers(view.module), torch.no_grad():
         with eval_mode(list(view.module.modules())):
             acting = view(params, inputs)
@@ -90,38 +90,38 @@ def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
     for name, one, other in zip(acting._fields, acting, training, strict=True):
         if one is not None and other is not None and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
             raise Unsupported(
-                f"In train mode the policy's {name} is another than in eval mode, as with dropout or with a layer that "
-                "keeps running statistics: what it was trained by was another thing at each step, and cannot be "
-                "stepped through again. Train without such layers or score by the snapshot, whence.attribute; a "
-                "recorded round SB3's own train() replays: whence.sb3.replay_round."
+                f"The policy's {name} differs between train mode and eval mode, as with dropout or with a layer that "
+                "keeps running statistics. SB3 trained it in train mode, so its steps cannot be repeated in eval mode. "
+                "Train without such layers, or score by the snapshot (whence.attribute). SB3's own train() can repeat "
+                "the round: whence.sb3.replay_round."
             )
 
 
 def compare_outputs(view: PolicyView, params: Params, records: RecordBatch, at_once: int = 2048) -> dict[str, float]:
-    """Return how far what a policy says of records is from what was recorded, on average.
+    """Return how far a policy's outputs on records are from the recorded ones, on average.
 
     Modes and generators are left as they are.
 
     Args:
-        view: of the policy, on the device of the parameters.
-        params: of the policy.
-        records: whose log-probs are those of the policy that collected them.
-        at_once: records that are read in one pass.
+        view: the policy, on the device of the parameters.
+        params: the policy's parameters.
+        records: records with the log-probs of the policy that collected them.
+        at_once: the number of records in one pass.
 
     Returns:
-        `log-probs` in nats; and `values`, where policy and records have them, in units of the recorded ones' mean size
-        where that is above 1.
+        `log-probs` in nats. If both the policy and the records have values, also `values`, divided by the mean size of
+        the recorded values if that is above 1.
     """
     totals: dict[str, float] = {}
     with preserve_rng_state(), eval_mode(list(view.module.modules())), torch.no_grad():
         for first in range(0, len(records), at_once):
             part = records.take(slice(first, first + at_once))
-            read = compute_outputs(view, {"log_prob", "value"}, params, view.prepare(part))
-            pairs = {"log-probs": (check_one_per_record("log_prob", read.log_prob), part.log_probs)}
-            if read.value is not None and part.values is not None:
-                pairs["values"] = (check_one_per_record("value", read.value), part.values)
-            for name, (found, recorded) in pairs.items():
-                apart = (found.double() - recorded.to(found.device).double()).abs().sum()
-                totals[name] = totals.get(name, 0.0) + float(apart)
+            outputs = compute_outputs(view, {"log_prob", "value"}, params, view.prepare(part))
+            pairs = {"log-probs": (check_one_per_record("log_prob", outputs.log_prob), part.log_probs)}
+            if outputs.value is not None and part.values is not None:
+                pairs["values"] = (check_one_per_record("value", outputs.value), part.values)
+            for name, (computed, recorded) in pairs.items():
+                difference = (computed.double() - recorded.to(computed.device).double()).abs().sum()
+                totals[name] = totals.get(name, 0.0) + float(difference)
     size = 1.0 if records.values is None else max(1.0, float(records.values.double().abs().mean()))
     return {name: total / len(records) / (size if name == "values" else 1.0) for name, total in totals.items()}

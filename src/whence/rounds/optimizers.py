@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from whence.errors import Unsupported, suggest
+from whence.rounds.numerics import safe_sqrt
 from whence.rounds.recording import OptimizerState
 
 State = Mapping[str, Tensor]
-"""What an optimiser keeps of all parameters, laid end to end, by its names in torch."""
+"""An optimiser's state of all parameters, flattened into one vector for each of torch's names."""
 
 
 def check_optimizer(optimizer: OptimizerState) -> None:
@@ -29,62 +30,62 @@ def check_optimizer(optimizer: OptimizerState) -> None:
             raise Unsupported(f"{optimizer.name} with {name}=True cannot be replayed step by step; train without it.")
 
 
-def begin(optimizer: OptimizerState, parameters: Mapping[str, Tensor]) -> State:
-    """Return the state before the round, zeros where the optimiser had not stepped on a parameter yet.
+def initial_state(optimizer: OptimizerState, parameters: Mapping[str, Tensor]) -> State:
+    """Return the state before the round, zeros for parameters that the optimiser had not stepped on yet.
 
     Args:
-        optimizer: the recorded one.
-        parameters: of the policy, whose order, dtype and device the state takes.
+        optimizer: the recorded optimiser.
+        parameters: the policy's parameters; the state takes their order, dtype and device.
 
     Returns:
-        A vector for each of the optimiser's tensors, and `step`: one number, or, where parameters have been stepped on
-        a different number of times, a vector as well.
+        A vector for each of the optimiser's tensors, and `step`: one number, or a vector if parameters have been
+        stepped on a different number of times.
     """
     keys = _KEYS[optimizer.name](optimizer.settings)
-    known = [(parameter, optimizer.state.get(name, {})) for name, parameter in parameters.items()]
-    found = {
-        key: torch.cat([own[key].to(p).flatten() if key in own else torch.zeros_like(p).flatten() for p, own in known])
+    pairs = [(parameter, optimizer.state.get(name, {})) for name, parameter in parameters.items()]
+    vectors = {
+        key: torch.cat([old[key].to(p).flatten() if key in old else torch.zeros_like(p).flatten() for p, old in pairs])
         for key in keys
     }
-    counts = [_count(optimizer, own).to(parameter) for parameter, own in known]
+    counts = [_step_count(optimizer, old).to(parameter) for parameter, old in pairs]
     if all(bool(count == counts[0]) for count in counts):
-        return {"step": counts[0], **found}
-    of_each = [count.expand(p.numel()) for count, p in zip(counts, parameters.values(), strict=True)]
-    return {"step": torch.cat(of_each), **found}
+        return {"step": counts[0], **vectors}
+    by_parameter = [count.expand(p.numel()) for count, p in zip(counts, parameters.values(), strict=True)]
+    return {"step": torch.cat(by_parameter), **vectors}
 
 
-def _count(optimizer: OptimizerState, own: Mapping[str, Tensor]) -> Tensor:
+def _step_count(optimizer: OptimizerState, state: Mapping[str, Tensor]) -> Tensor:
     if optimizer.name == "SGD":  # keeps no count, and begins its momentum with the first gradient
-        return torch.ones(()) if "momentum_buffer" in own else torch.zeros(())
-    return own.get("step", torch.zeros(()))
+        return torch.ones(()) if "momentum_buffer" in state else torch.zeros(())
+    return state.get("step", torch.zeros(()))
 
 
 def step(optimizer: OptimizerState, params: Tensor, gradient: Tensor, state: State) -> tuple[Tensor, State]:
-    """Return parameters, laid end to end, and state after one step; what came is left as it is."""
+    """Return the parameters, flattened, and the state after one step; the arguments are left as they are."""
     return _STEPS[optimizer.name](optimizer.settings, params, gradient, state)
 
 
 def preconditioner(optimizer: OptimizerState, state: State) -> Tensor:
-    """Return what a gradient is multiplied by, beside the learning rate, given the state after the step."""
+    """Return what a gradient is multiplied by, besides the learning rate, given the state after the step."""
     settings = optimizer.settings
     if optimizer.name in ("Adam", "AdamW"):
-        root = _root(state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"]))
+        root = safe_sqrt(state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"]))
     elif optimizer.name == "RMSprop":
-        root = _rms(settings, state)
+        root = _rmsprop_root(settings, state)
     else:
         return torch.ones_like(state["step"])
     eps: float = settings["eps"]
     return (root + eps).reciprocal()
 
 
-def momentum(optimizer: OptimizerState, state: State) -> tuple[float, float | Tensor, float]:
+def momentum_weights(optimizer: OptimizerState, state: State) -> tuple[float, float | Tensor, float]:
     """Return (now, a, b): a gradient enters the m-th update after its own with `a b^m`, and its own with `now` more.
 
-    Adam's are before the correction of its bias; see `correction`.
+    Adam's weights are those before the correction of its bias; see `bias_correction`.
 
     Args:
-        optimizer: the recorded one.
-        state: before the gradient's own step.
+        optimizer: the recorded optimiser.
+        state: the state before the gradient's own step.
     """
     settings = optimizer.settings
     if optimizer.name in ("Adam", "AdamW"):
@@ -94,29 +95,23 @@ def momentum(optimizer: OptimizerState, state: State) -> tuple[float, float | Te
         return 1.0, decay, decay
     if not decay or not settings.get("dampening"):
         return 0.0, 1.0, decay
-    # Momentum begins with its first gradient as it is.
+    # The first gradient enters the momentum undamped.
     return 0.0, torch.where(state["step"] > 0, 1 - settings["dampening"], 1.0), decay
 
 
-def gathers_scaled(optimizer: OptimizerState) -> bool:
-    """Return whether momentum gathers gradients that are scaled already, as RMSprop's does.
+def accumulates_scaled_gradients(optimizer: OptimizerState) -> bool:
+    """Return whether momentum accumulates gradients that are scaled already, as RMSprop's does.
 
-    Adam's is scaled as it stands at each update, by what `preconditioner` says of that one; SGD scales nothing.
+    Adam scales its momentum at each update, by the `preconditioner` of that update; SGD scales nothing.
     """
     return optimizer.name == "RMSprop"
 
 
-def correction(optimizer: OptimizerState, state: State) -> Tensor:
-    """Return what an update divides the gradients it carries by, given the state after the step: 1 but for Adam."""
+def bias_correction(optimizer: OptimizerState, state: State) -> Tensor:
+    """Return what an update divides its momentum by, given the state after the step: 1 except for Adam."""
     if optimizer.name in ("Adam", "AdamW"):
         return 1 - torch.as_tensor(optimizer.settings["betas"][0] ** state["step"])
     return torch.ones_like(state["step"])
-
-
-def _root(squares: Tensor) -> Tensor:
-    # The root's derivative at 0 is infinite; where all gradients were 0 so is what it is multiplied by.
-    positive = squares > 0
-    return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
 
 
 def _adam(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
@@ -134,38 +129,38 @@ def _adam_step(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) 
     count = state["step"] + 1
     mean, square = state["exp_avg"].lerp(g, 1 - b1), b2 * state["exp_avg_sq"] + (1 - b2) * g * g
     size = settings["lr"] / (1 - b1**count)
-    scale = _root(square) / (1 - b2**count).sqrt() + settings["eps"]
+    scale = safe_sqrt(square) / (1 - b2**count).sqrt() + settings["eps"]
     return p - size * mean / scale, {"step": count, "exp_avg": mean, "exp_avg_sq": square}
 
 
 def _sgd(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
     if settings["weight_decay"]:
         g = g + settings["weight_decay"] * p
-    kept = dict(state)
+    after = {**state, "step": state["step"] + 1}
     if settings["momentum"]:
         later = settings["momentum"] * state["momentum_buffer"] + (1 - settings["dampening"]) * g
         buffer = torch.where(state["step"] > 0, later, g)
         g = g + settings["momentum"] * buffer if settings["nesterov"] else buffer
-        kept["momentum_buffer"] = buffer
-    return p - settings["lr"] * g, {**kept, "step": state["step"] + 1}
+        after["momentum_buffer"] = buffer
+    return p - settings["lr"] * g, after
 
 
 def _rmsprop(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
     if settings["weight_decay"]:
         g = g + settings["weight_decay"] * p
     alpha = settings["alpha"]
-    kept = {**state, "step": state["step"] + 1, "square_avg": alpha * state["square_avg"] + (1 - alpha) * g * g}
+    after = {**state, "step": state["step"] + 1, "square_avg": alpha * state["square_avg"] + (1 - alpha) * g * g}
     if settings["centered"]:
-        kept["grad_avg"] = state["grad_avg"].lerp(g, 1 - alpha)
-    move = g / (_rms(settings, kept) + settings["eps"])
+        after["grad_avg"] = state["grad_avg"].lerp(g, 1 - alpha)
+    move = g / (_rmsprop_root(settings, after) + settings["eps"])
     if settings["momentum"]:
-        move = kept["momentum_buffer"] = settings["momentum"] * state["momentum_buffer"] + move
-    return p - settings["lr"] * move, kept
+        move = after["momentum_buffer"] = settings["momentum"] * state["momentum_buffer"] + move
+    return p - settings["lr"] * move, after
 
 
-def _rms(settings: Mapping[str, Any], state: State) -> Tensor:
+def _rmsprop_root(settings: Mapping[str, Any], state: State) -> Tensor:
     centre = state["grad_avg"] ** 2 if settings["centered"] else 0.0
-    return _root(state["square_avg"] - centre)
+    return safe_sqrt(state["square_avg"] - centre)
 
 
 _Step = Callable[[Mapping[str, Any], Tensor, Tensor, State], tuple[Tensor, State]]

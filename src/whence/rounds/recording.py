@@ -1,4 +1,4 @@
-"""One round's optimisation as it was: where it began, what it trained on, in which order, and where it ended."""
+"""One recorded round of optimisation: its start, its minibatches in their order, and its end."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,19 +24,19 @@ Algorithm: TypeAlias = Literal["ppo", "a2c"]
 
 @dataclass(frozen=True)
 class Update:
-    """What a round raises and how its gradients are treated.
+    """What a round maximises and how its gradients are treated.
 
     Attributes:
         algorithm: "ppo" or "a2c".
-        clip_range: PPO's, at this round.
+        clip_range: PPO's clip range in this round.
         clip_range_vf: the range in which values may move, or None.
         normalize_advantage: whether each minibatch's advantages are normalised.
         ent_coef: weight of the entropy.
         vf_coef: weight of the value loss.
-        max_grad_norm: gradients are clipped to it; may be infinite.
+        max_grad_norm: the norm that gradients are clipped to; may be infinite.
         target_kl: the divergence at which the round stopped, or None.
-        n_epochs: passes over the records that were asked for.
-        batch_size: records in a minibatch that were asked for; None: all.
+        n_epochs: passes over the records, as configured; `target_kl` may end the round earlier.
+        batch_size: records in a full minibatch, as configured; None: all.
     """
 
     algorithm: Algorithm
@@ -51,14 +51,18 @@ class Update:
     batch_size: int | None
 
     def objective(self) -> Objective:
-        """Return what is raised, one value per record whose advantage is normalised already."""
-        shared: dict[str, Any] = {
-            "ent_coef": self.ent_coef,
-            "vf_coef": self.vf_coef,
-            "clip_range_vf": self.clip_range_vf,
-            "advantage_norm": "none",
-        }
-        return PPOClip(clip_range=self.clip_range, **shared) if self.algorithm == "ppo" else A2C(**shared)
+        """Return the objective, one value per record, for records whose advantages are normalised already."""
+        if self.algorithm == "ppo":
+            return PPOClip(
+                clip_range=self.clip_range,
+                ent_coef=self.ent_coef,
+                vf_coef=self.vf_coef,
+                clip_range_vf=self.clip_range_vf,
+                advantage_norm="none",
+            )
+        return A2C(
+            ent_coef=self.ent_coef, vf_coef=self.vf_coef, clip_range_vf=self.clip_range_vf, advantage_norm="none"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +70,9 @@ class OptimizerState:
     """An optimiser of torch.optim with one group of parameters.
 
     Attributes:
-        name: its class.
-        settings: the group's: `lr`, `betas`, ...; numbers, booleans and lists of numbers.
-        state: the tensors of each parameter by their names in torch; empty before the first step.
+        name: the name of its class.
+        settings: the group's settings: `lr`, `betas`, ...; numbers, booleans and lists of numbers.
+        state: for each parameter, its tensors by torch's names; empty before the first step.
     """
 
     name: str
@@ -81,17 +85,17 @@ class RoundRecording:
     """One round's optimisation, enough to do it again.
 
     Attributes:
-        number: of the round, from 1.
-        records: the rollout, all of it; in the order of the flattened buffer.
-        start: parameters and buffers of the policy that collected it, by name.
+        number: the round's number, from 1.
+        records: the whole rollout, in the order of the flattened buffer.
+        start: the parameters and buffers of the policy that collected it, by name.
         end: the same after the round.
         optimizer: the optimiser before the round, with the learning rate of the round.
         minibatches: positions in `records` of each minibatch, in their order.
         epochs: the epoch of each minibatch, from 0.
-        stopped: whether the last minibatch was looked at but not stepped on, since `target_kl` was exceeded.
-        update: what was raised.
-        generator: state of torch's CPU generator before the round.
-        versions: of the libraries.
+        stopped: whether the last minibatch was read but not stepped on, because `target_kl` was exceeded.
+        update: the objective and its settings.
+        generator: the state of torch's CPU generator before the round.
+        versions: the versions of the libraries.
     """
 
     number: int
@@ -113,22 +117,22 @@ class RoundRecording:
 
     @property
     def trained(self) -> Int[Tensor, " trained"]:
-        """The positions of the records that were stepped on, in order; those that a rule dropped are not among them."""
-        found: Tensor = torch.cat([*self.steps, torch.zeros(0, dtype=torch.int64)]).cpu().unique()
-        return found
+        """The positions of the records that were stepped on, in order, without those that a rule dropped."""
+        positions: Tensor = torch.cat([*self.steps, torch.zeros(0, dtype=torch.int64)]).cpu().unique()
+        return positions
 
     def save(self, path: str | Path) -> None:
-        """Write the recording to one safetensors file, atomically; what is no tensor goes into its JSON header."""
+        """Write the recording to one safetensors file, atomically; everything but tensors goes into its JSON header."""
         columns = dict(self.records.columns)
-        observations = list(_branches(columns.pop("observations")))
+        observations = list(_iterate_leaves(columns.pop("observations")))
         tensors = {f"records/{name}": tensor for name, tensor in columns.items()}
         tensors |= {f"observations/{number}": tensor for number, (_, tensor) in enumerate(observations)}
         tensors |= {f"start/{name}": tensor for name, tensor in self.start.items()}
         tensors |= {f"end/{name}": tensor for name, tensor in self.end.items()}
         tensors |= {
             f"optimizer/{name}/{key}": tensor
-            for name, own in self.optimizer.state.items()
-            for key, tensor in own.items()
+            for name, state in self.optimizer.state.items()
+            for key, tensor in state.items()
         }
         tensors["minibatches"] = torch.cat([*self.minibatches, torch.zeros(0, dtype=torch.int64)])
         tensors["generator"] = self.generator
@@ -155,10 +159,10 @@ class RoundRecording:
         """Read what `save` wrote.
 
         Raises:
-            RunDirectoryError: the file is missing, or is none that this version reads.
+            RunDirectoryError: the file is missing, or this version cannot read it.
         """
         try:
-            opened = safe_open(path, framework="pt")
+            handle = safe_open(path, framework="pt")
         except FileNotFoundError:
             raise RunDirectoryError(
                 f"{path} is not there. Record rounds with InfluenceCallback(recordings=[5, 20]) or whence train "
@@ -166,7 +170,7 @@ class RoundRecording:
             ) from None
         except (SafetensorError, OSError) as broken:
             raise RunDirectoryError(f"{path} cannot be read as safetensors: {broken}") from None
-        with opened as file:
+        with handle as file:
             metadata = file.metadata() or {}
             marks = metadata.get("format"), metadata.get("version")
             if marks != (FORMAT, VERSION) or "about" not in metadata:
@@ -177,19 +181,19 @@ class RoundRecording:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about = json.loads(metadata["about"])
         state: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in _below("optimizer/", tensors).items():
+        for name, tensor in _select_prefixed("optimizer/", tensors).items():
             parameter, _, key = name.rpartition("/")
             state.setdefault(parameter, {})[key] = tensor
         return cls(
             number=about["number"],
             records=RecordBatch(
-                observations=_tree(about["observations"], _below("observations/", tensors)),
-                **_below("records/", tensors),
+                observations=_build_tree(about["observations"], _select_prefixed("observations/", tensors)),
+                **_select_prefixed("records/", tensors),
                 gamma=about["gamma"],
                 gae_lambda=about["gae_lambda"],
             ),
-            start=_below("start/", tensors),
-            end=_below("end/", tensors),
+            start=_select_prefixed("start/", tensors),
+            end=_select_prefixed("end/", tensors),
             optimizer=OptimizerState(about["optimizer"]["name"], about["optimizer"]["settings"], state),
             minibatches=tensors["minibatches"].split(about["sizes"]),
             epochs=about["epochs"],
@@ -206,20 +210,22 @@ class RoundRecording:
         )
 
 
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _select_prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _branches(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield a tree's tensors with the keys that lead to them, which may hold any character."""
+def _iterate_leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield a tree's tensors with their paths of keys; a key may hold any character."""
     if isinstance(tree, Mapping):
         for key, branch in tree.items():
-            yield from _branches(branch, (*path, key))
+            yield from _iterate_leaves(branch, (*path, key))
     else:
         yield path, tree
 
 
-def _tree(paths: Sequence[Sequence[str]], tensors: Mapping[str, Tensor]) -> Tree:
+def _build_tree(paths: Sequence[Sequence[str]], tensors: Mapping[str, Tensor]) -> Tree:
+    """Return the tree whose leaves `_iterate_leaves` yielded; `tensors` are named by their number."""
     tree: dict[str, Any] = {}
     for number, path in enumerate(paths):
         branch = tree

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.crossfitting import score_fold
+from whence.crossfitting import split_target
 from whence.heuristics import compute_td_errors
 from whence.influence import Influence
 from whence.rounds import DRAWS, METHODS, SHARE, RoundRecording, attribute_round_by
@@ -98,7 +98,7 @@ def _snapshot(round: SteppedRound, target: Target) -> Vector:
 
 
 def _crossfit(round: SteppedRound, target: Target) -> Vector:
-    fold, judges = score_fold(target, round.records, FOLDS)
+    fold, judges = split_target(target, round.records, FOLDS)
     scores = torch.stack([snapshot(round, judge) for judge in judges])
     own: Vector = scores.gather(0, fold[None])[0].double().cpu().numpy()
     return own

@@ -201,7 +201,7 @@ def values(
     """Return what the round raises of each record of a minibatch, whose advantages are normalised with the weights."""
     records = minibatch.records
     if round.recording.update.normalize_advantage:
-        records = records.with_advantages(normalised(records.advantages, weights))
+        records = records.with_columns({"advantages": normalised(records.advantages, weights)})
     return round.objective(_outputs(round, params, minibatch.inputs), records)
 
 

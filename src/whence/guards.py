@@ -33,7 +33,7 @@ def preserve_rng_state() -> Iterator[None]:
 
 @contextmanager
 def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules in eval mode, and restore each one's mode on exit. List submodules too: only listed modules change."""
+    """Put modules in eval mode, and restore each one's mode on exit. Submodules count only if listed."""
     training = [module for module in modules if module.training]
     try:
         for module in training:

@@ -259,20 +259,19 @@ def summarise(
     per_seed: the mean over standard seeds, for each method seed in sorted order.
     null, null_low, null_high: the same for standard seeds against other standard seeds, which an arm without effect
         would show and which need not be zero. No seed is paired with itself, so low and high need three seeds.
-    against_null: mean, low, high of the share of rounds, or seconds, that the arm does without of those that other
-        standard seeds take to the same levels: 1 - (1 - mean) / (1 - null), pairs of one seed left out of both. An arm
-        that takes half of the rounds has a half here, and one that does nothing has 0.
-    The standard arm's own figures are that null: a seed against itself would be zero and say nothing.
-
+    against_null: mean, low, high of the share of rounds, or seconds, that the arm saves compared with other standard
+        seeds on the same levels: 1 - (1 - mean) / (1 - null), without pairs of one seed. An arm that takes half of the
+        rounds has 0.5; an arm without effect has 0.
+    The standard arm's own entry is that null, since each seed would save nothing against itself.
     An entry of `CURVE_METRICS` holds, in units of return:
-    mean, low, high, per_seed: over seeds; no low and high with one seed.
-    iqm: the mean without int(n / 4) of n seeds at either end: the plain mean where n < 4.
-    differences: by each other arm, mean, low, high of the differences from it over the seeds that both have; no low
-        and high with one such seed, no mean with none.
-    null: 0.0, the null of `differences` and not of `mean`: an arm that does nothing differs by 0 on average.
+    mean, low, high, per_seed: over seeds; low and high are None for one seed.
+    iqm: the mean without int(n / 4) of n seeds at either end; the plain mean if n < 4.
+    differences: for each other arm, mean, low, high of the differences from it over the seeds of both; low and high
+        are None for one such seed, all three for none.
+    null: 0.0, the null of `differences` (not of `mean`): an arm without effect differs by 0 on average.
 
-    What is not there is None. No figure of an arm depends on which others are there, but for `differences` from them.
-    Raises WhenceError where the standard arm is missing, an arm has no run, or a run has another R than the standard's.
+    No figure of an arm depends on the other arms, except `differences` from them.
+    Raises WhenceError if the standard arm is missing, an arm has no run, or a run's R is not the standard's.
     Source: LDA §5.2, Table 3.
     """
     _check_arms(curves, standard)
@@ -284,10 +283,8 @@ def summarise(
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for arm, by_seed in runs.items():
         pairs = null if arm == standard else _pair_tables(by_seed, runs[standard])
-        seeds_differ = np.array([[seed != other for other in runs[standard]] for seed in by_seed])
-        summary[arm] = {
-            name: _pair_entry(pairs[name], null[name], seeds_differ, pairs is null) for name in PAIR_METRICS
-        }
+        differ = np.array([[seed != other for other in runs[standard]] for seed in by_seed])
+        summary[arm] = {name: _pair_entry(pairs[name], null[name], differ, pairs is null) for name in PAIR_METRICS}
         summary[arm] |= {name: _curve_entry(name, arm, alone) for name in CURVE_METRICS}
     return summary
 
@@ -322,7 +319,7 @@ def _pair_tables(
 def _pair_entry(
     values: Float64[np.ndarray, "methods standards"],
     null: Float64[np.ndarray, "standards standards"],
-    seeds_differ: Bool[np.ndarray, "methods standards"],
+    differ: Bool[np.ndarray, "methods standards"],
     of_standard: bool,
 ) -> dict[str, Any]:
     """Return the entry of one of `PAIR_METRICS`.
@@ -330,10 +327,10 @@ def _pair_entry(
     Args:
         values: the metric of every pair of a method seed and a standard seed.
         null: the metric of every pair of standard seeds; NaN for a seed with itself.
-        seeds_differ: whether the two seeds of a pair differ.
+        differ: whether the two seeds of a pair differ.
         of_standard: whether the arm is the standard arm, whose method seeds are standard seeds.
     """
-    other_seeds = np.where(seeds_differ, values, np.nan)
+    other_seeds = np.where(differ, values, np.nan)
     methods, standards = (np.ones(count, dtype=bool) for count in values.shape)
 
     def null_mean(standards: Bool[np.ndarray, " standards"]) -> float | None:
@@ -342,9 +339,7 @@ def _pair_entry(
     def arm_mean(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
         return null_mean(standards) if of_standard else _mean(values[np.ix_(methods, standards)])
 
-    def mean_against_null(
-        methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]
-    ) -> float | None:
+    def saving(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
         of_null = null_mean(standards)
         of_arm = of_null if of_standard else _mean(other_seeds[np.ix_(methods, standards)])
         return None if of_arm is None or of_null is None or of_null == 1 else 1 - (1 - of_arm) / (1 - of_null)
@@ -358,7 +353,7 @@ def _pair_entry(
         "null": null_entry["mean"],
         "null_low": null_entry["low"],
         "null_high": null_entry["high"],
-        "against_null": _jackknife(mean_against_null, [methods, standards]),
+        "against_null": _jackknife(saving, [methods, standards]),
     }
 
 
@@ -386,7 +381,7 @@ def _mean(values: Float64[np.ndarray, "..."]) -> float | None:
 def _jackknife(
     statistic: Callable[..., float | None], groups: Sequence[Bool[np.ndarray, " seeds"]]
 ) -> dict[str, float | None]:
-    """Return a statistic of groups of seeds, which are masks, with its jackknife interval as "mean", "low" and "high"."""
+    """Return a statistic of groups of seeds (masks) and its jackknife interval as "mean", "low" and "high"."""
     mean = statistic(*groups)
     mean_alone = {"mean": mean, "low": None, "high": None}
     if mean is None:

@@ -163,7 +163,7 @@ def _swap_in(slots: Sequence[_Slot], params: Params) -> Iterator[None]:
             slot.holder[slot.key] = slot.parameter
 
 
-# Engines' notes on a view, by the view itself or by its module. An entry dies with its key, which it must not reference.
+# Engines' notes on a view, by the view or its module. An entry dies with its key, which it must not reference.
 _NOTES: "weakref.WeakKeyDictionary[Any, dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
 
 

@@ -305,8 +305,8 @@ def _check_names(observations: Tree) -> None:
     counts = Counter(name for name, _ in named_leaves(observations, "observations"))
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise InvalidRecords(
-            f"Two observations are both named `{repeated[0]}`: the keys of nested dicts are joined by dots. Rename one, or "
-            "use keys without dots."
+            f"Two observations are both named `{repeated[0]}`: the keys of nested dicts are joined by dots. "
+            "Rename one, or use keys without dots."
         )
 
 

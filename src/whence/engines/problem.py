@@ -211,7 +211,9 @@ def plain_target_gradient(problem: Problem, target: Target) -> Gradient:
     for part in target.parts() if isinstance(target, SummedTarget) else [target]:
         value = _check_scalar(part(problem.view, problem.params, problem.records), target)
         if value.requires_grad:
-            derivatives = list(torch.autograd.grad(value, list(problem.params.values()), allow_unused=True))
+            derivatives: list[Tensor | None] = list(
+                torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)
+            )
             _move_into(total, problem, derivatives)
         del value  # free its graph before the next part builds one
     return complete_gradient(problem, total, target)

@@ -440,8 +440,8 @@ def hooked() -> nn.Module:
 
 def overridden() -> nn.Module:
     network = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3))
-    own = network[0].forward
-    network[0].forward = lambda x: own(x).relu()  # type: ignore[method-assign]
+    forward = network[0].forward
+    network[0].forward = lambda x: forward(x).relu()  # type: ignore[method-assign]
     return network
 
 

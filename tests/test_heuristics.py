@@ -43,8 +43,8 @@ def test_returns_to_go_by_hand() -> None:
 def test_monte_carlo_advantages_by_hand() -> None:
     # State 7: action 0 returns 1 and 3, action 1 returns 8; their mean is 4. State 2 has one action.
     returns = np.array([1.0, 3.0, 8.0, 5.0])
-    found = monte_carlo_advantages(returns, np.array([7, 7, 7, 2]), np.array([0, 0, 1, 1]))
-    assert found.tolist() == [2 - 4, 2 - 4, 8 - 4, 0]
+    estimates = monte_carlo_advantages(returns, np.array([7, 7, 7, 2]), np.array([0, 0, 1, 1]))
+    assert estimates.tolist() == [2 - 4, 2 - 4, 8 - 4, 0]
 
 
 @pytest.mark.parametrize("n_envs", [1, 3])
@@ -64,8 +64,8 @@ def test_sb3s_advantages_are_made_of_these_td_errors(n_envs: int) -> None:
     records = collect(toy)
     columns = {name: getattr(records, name).double().numpy() for name in ("advantages", "rewards", "values")}
     starts, envs = records.episode_starts.numpy(), records.env_index.numpy()
-    found = returns_to_go(columns["rewards"], columns["advantages"], columns["values"], starts, envs, 0.9)
-    np.testing.assert_allclose(found, columns["advantages"] + columns["values"], atol=1e-4)
+    returns = returns_to_go(columns["rewards"], columns["advantages"], columns["values"], starts, envs, 0.9)
+    np.testing.assert_allclose(returns, columns["advantages"] + columns["values"], atol=1e-4)
 
 
 def batch(**changed: Any) -> RecordBatch:

@@ -107,8 +107,8 @@ def test_a_target_of_ones_own_is_not_run_on_a_few_records() -> None:
 
 def test_the_cost_is_measured_once_per_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    own = memory._measure_cost
-    monkeypatch.setattr(memory, "_measure_cost", lambda *args: measured.append(None) or own(*args))
+    measure = memory._measure_cost
+    monkeypatch.setattr(memory, "_measure_cost", lambda *args: measured.append(None) or measure(*args))
     view = mlp_view()
     for count in (40, 80, 120):
         attribute(view, records_for(view, count), target=Return())
@@ -121,8 +121,8 @@ def test_the_cost_is_measured_once_for_a_policy_whose_view_is_made_for_every_cal
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured = []
-    own = memory._measure_cost
-    monkeypatch.setattr(memory, "_measure_cost", lambda *args: measured.append(None) or own(*args))
+    measure = memory._measure_cost
+    monkeypatch.setattr(memory, "_measure_cost", lambda *args: measured.append(None) or measure(*args))
     toy = model()
     for _ in range(2):
         attribute(toy.policy, collect(toy), target=Return())
@@ -165,17 +165,17 @@ def test_views_and_objectives_have_costs_of_their_own(heavy: str, engine: str) -
 def test_views_share_notes_where_their_functions_are_the_same() -> None:
     network, toy = mlp_view().module, model()
 
-    def made_with(function: Callable[..., Tensor]) -> dict[object, object]:
+    def notes_with(function: Callable[..., Tensor]) -> dict[object, object]:
         return notes_on(whence.ModuleView(network, function))
 
-    assert made_with(greedy) is made_with(greedy)
-    assert made_with(greedy) is not made_with(lambda module, inputs: inputs["observations"])
-    assert made_with(greedy) is not notes_on(whence.ModuleView(network, greedy, lambda records: records.actions))
+    assert notes_with(greedy) is notes_with(greedy)
+    assert notes_with(greedy) is not notes_with(lambda module, inputs: inputs["observations"])
+    assert notes_with(greedy) is not notes_on(whence.ModuleView(network, greedy, lambda records: records.actions))
     assert notes_on(as_view(toy.policy)) is notes_on(as_view(toy.policy))
     one, other = repeating(network, 1), repeating(network, 2)
     assert notes_on(one) is notes_on(one)
     assert notes_on(one) is not notes_on(other)
-    by_default = [made_with(lambda module, inputs, times=times: inputs * times) for times in (1, 2)]
+    by_default = [notes_with(lambda module, inputs, times=times: inputs * times) for times in (1, 2)]
     assert by_default[0] is not by_default[1]
 
 

@@ -53,11 +53,11 @@ def run(tmp_path):
 
 class TestRoundTrips:
     def test_what_create_wrote_open_reads(self, tmp_path):
-        made = RunDirectory.create(tmp_path / "a" / "b", CONFIG, versions={"torch": "2.6"})
-        opened = RunDirectory.open(tmp_path / "a" / "b")
-        assert opened.config == made.config == CONFIG
-        assert opened.versions == made.versions == {"torch": "2.6"}
-        assert opened.path == tmp_path / "a" / "b"
+        created = RunDirectory.create(tmp_path / "a" / "b", CONFIG, versions={"torch": "2.6"})
+        reopened = RunDirectory.open(tmp_path / "a" / "b")
+        assert reopened.config == created.config == CONFIG
+        assert reopened.versions == created.versions == {"torch": "2.6"}
+        assert reopened.path == tmp_path / "a" / "b"
 
     def test_config_json_is_marked_and_readable_without_whence(self, tmp_path):
         RunDirectory.create(tmp_path, CONFIG, versions={"torch": "2.6"})
@@ -65,8 +65,8 @@ class TestRoundTrips:
         assert document == {"format": "whence-run", "version": 1, "config": CONFIG, "versions": {"torch": "2.6"}}
 
     def test_the_config_is_kept_as_it_comes_back_from_json(self, tmp_path):
-        made = RunDirectory.create(tmp_path, {"net_arch": (64, 64)})
-        assert made.config == RunDirectory.open(tmp_path).config == {"net_arch": [64, 64]}
+        created = RunDirectory.create(tmp_path, {"net_arch": (64, 64)})
+        assert created.config == RunDirectory.open(tmp_path).config == {"net_arch": [64, 64]}
 
     def test_every_appended_row_is_on_disk_at_once(self, run):
         for number in (1, 2, 3):
@@ -75,9 +75,9 @@ class TestRoundTrips:
 
     def test_a_run_that_is_opened_goes_on_where_it_was(self, run):
         run.append("metrics", {"round": 1})
-        opened = RunDirectory.open(run.path)
+        reopened = RunDirectory.open(run.path)
         for number in (2, 3):
-            opened.append("metrics", {"round": number, "kept": 10 * number})
+            reopened.append("metrics", {"round": number, "kept": 10 * number})
         assert RunDirectory.open(run.path).table("metrics").rows() == [(1, None), (2, 20), (3, 30)]
 
     @pytest.mark.parametrize(("name", "other"), [("lake[1]", "lake1"), ("l?ke", "lake"), ("l*ke", "lake")])
@@ -125,9 +125,9 @@ class TestRoundTrips:
     def test_rounds_of_records_and_episodes(self, run):
         run.write_round("records", 12, records())
         run.write_round("episodes", 12, records(2))
-        opened = RunDirectory.open(run.path)
-        assert_frame_equal(opened.round("records", 12), records(), check_exact=True)
-        assert_frame_equal(opened.round("episodes", 12), records(2), check_exact=True)
+        reopened = RunDirectory.open(run.path)
+        assert_frame_equal(reopened.round("records", 12), records(), check_exact=True)
+        assert_frame_equal(reopened.round("episodes", 12), records(2), check_exact=True)
         assert files(run.path) == ["config.json", "episodes/round_00012.parquet", "records/round_00012.parquet"]
 
     def test_rounds_are_those_with_records_in_order(self, run):
@@ -152,12 +152,12 @@ class TestRoundTrips:
         weight = torch.randn(3, 4, requires_grad=True)
         tensors = {"w": weight, "turned": weight.detach().clone().T, "n": torch.tensor(3), "d": torch.randn(2).double()}
         run.write_policy(7, tensors)
-        found = RunDirectory.open(run.path).policy(7)
-        assert set(found) == set(tensors)
+        tensors_read = RunDirectory.open(run.path).policy(7)
+        assert set(tensors_read) == set(tensors)
         for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor)
-            assert not found[name].requires_grad
+            assert tensors_read[name].dtype == tensor.dtype
+            assert torch.equal(tensors_read[name], tensor)
+            assert not tensors_read[name].requires_grad
 
 
 class TestCreate:
@@ -591,12 +591,12 @@ class TestInfluenceOnDisk:
             versions={"torch": "2.6"},
         )
         saved.save(tmp_path / "new" / "round.safetensors")
-        found = Influence.load(tmp_path / "new" / "round.safetensors")
-        assert found.provenance == saved.provenance
-        assert isinstance(found.provenance.parameters, tuple)
-        assert found.scores.dtype == dtype
-        assert torch.equal(found.scores, saved.scores)
-        assert torch.equal(found.record_ids, saved.record_ids)
+        loaded = Influence.load(tmp_path / "new" / "round.safetensors")
+        assert loaded.provenance == saved.provenance
+        assert isinstance(loaded.provenance.parameters, tuple)
+        assert loaded.scores.dtype == dtype
+        assert torch.equal(loaded.scores, saved.scores)
+        assert torch.equal(loaded.record_ids, saved.record_ids)
         assert files(tmp_path) == ["new/round.safetensors"]
 
     def test_what_was_loaded_still_adds_to_what_was_not(self, tmp_path):

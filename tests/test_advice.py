@@ -1,4 +1,4 @@
-"""What a run's metrics give reason to say, and that it is said once."""
+"""Advice from a run's metrics, each kind once."""
 
 import logging
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ SGD = {"optimizer": "SGD"}
 def kinds(config: dict[str, Any] | None = None, **columns: list[Any]) -> dict[str, int]:
     count = len(next(iter(columns.values())))
     table = pl.DataFrame({"round": list(range(1, count + 1)), **columns})
-    return {one.kind: one.round for one in give_advice(table, config or SGD)}
+    return {advice.kind: advice.round for advice in give_advice(table, config or SGD)}
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "RMSprop"])
@@ -31,19 +31,19 @@ def test_scores_under_an_adaptive_optimiser(optimizer: str) -> None:
     assert kinds(config, mean=[None, 0.1, 0.2]) == {"adaptive optimiser": 2}
     assert kinds(config, mean=[None, None]) == {}  # nothing was scored
     assert kinds(SGD, mean=[0.1, 0.2]) == {}
-    assert kinds(config | {"score": "crossfit"}, mean=[0.1]) == {"adaptive optimiser": 1}
-    for score in METHODS:  # which go through the optimiser's own steps
-        assert kinds(config | {"score": score}, mean=[0.1, 0.2]) == {}
+    assert kinds(config | {"method": "crossfit"}, mean=[0.1]) == {"adaptive optimiser": 1}
+    for method in METHODS:  # these follow the optimiser's own steps
+        assert kinds(config | {"method": method}, mean=[0.1, 0.2]) == {}
 
 
-def test_a_page_knows_what_an_arm_scores_by() -> None:
-    def said(config: dict[str, Any]) -> list[str]:
+def test_a_page_knows_an_arms_method() -> None:
+    def list_kinds(config: dict[str, Any]) -> list[str]:
         table = pl.DataFrame({"round": [1], "mean": [0.1]})
         return list(advised({("arm", 0): SimpleNamespace(config=config, table=lambda name: table)}))  # type: ignore[dict-item]
 
-    assert said({"arm": "iif", "optimizer": "Adam"}) == ["adaptive optimiser"]
-    assert said({"arm": "iif-smoothed", "optimizer": "Adam"}) == []
-    assert said({"score": "unrolled", "optimizer": "Adam"}) == []
+    assert list_kinds({"arm": "iif", "optimizer": "Adam"}) == ["adaptive optimiser"]
+    assert list_kinds({"arm": "iif-smoothed", "optimizer": "Adam"}) == []
+    assert list_kinds({"method": "unrolled", "optimizer": "Adam"}) == []
 
 
 def test_nearly_all_dropped() -> None:
@@ -80,6 +80,50 @@ def test_returns_that_do_not_rise() -> None:
     assert kinds(episode_return=[5.0] * 20) == {"does not improve": 20}
 
 
+# A run whose model came to repeat one word: 16 tokens a response, all of them the same.
+COLLAPSE: dict[str, list[Any]] = {
+    "train/entropy_loss": [-3.35, -2.9, -1.2, -0.15, -0.008],
+    "kl": [0.0, 1.5, 11.0, 31.0, 43.0],
+    "length": [12.0, 13.0, 15.0, 16.0, 16.0],
+    "ended_share": [0.9, 0.8, 0.4, 0.05, 0.0],
+    "dropped_share": [0.0] * 5,
+}
+
+
+def test_a_language_model_that_collapses() -> None:
+    expected = {"responses become alike": 4, "leaves the start model": 4, "responses do not end": 4}
+    assert kinds(**COLLAPSE) == expected
+    table = pl.DataFrame({"round": range(1, 6), **COLLAPSE})
+    texts = {advice.kind: advice.text for advice in give_advice(table, SGD)}
+    assert "31 nats a response on responses of 16 tokens" in texts["leaves the start model"]
+    assert "fell from 3.35 in the first round to 0.15" in texts["responses become alike"]
+    assert "5% end before the length limit, 90% did" in texts["responses do not end"]
+    for text in texts.values():
+        assert "KL coefficient (`init_kl_coef`), lower `learning_rate`" in text
+        assert "reward pays for" in text
+
+
+def test_columns_that_a_language_models_run_lacks_are_passed_over() -> None:
+    for name in COLLAPSE:
+        kinds(**{column: values for column, values in COLLAPSE.items() if column != name})
+    assert kinds(kl=COLLAPSE["kl"]) == {"leaves the start model": 4}  # more than 20 nats
+    assert kinds(length=COLLAPSE["length"], dropped_share=[0.5] * 5) == {}  # as GRPO's and RLOO's runs
+    unknown = [None, *COLLAPSE["kl"][1:]]
+    assert kinds(**{**COLLAPSE, "kl": unknown})["leaves the start model"] == 4
+
+
+def test_a_language_model_that_learns_is_left_alone() -> None:
+    learning = {
+        "train/entropy_loss": [-3.35, -2.9, -2.0, -1.1, -0.6],
+        "kl": [0.0, 1.5, 2.5, 3.3, 3.7],
+        "length": [12.4, 13.0, 14.5, 11.0, 10.2],
+        "ended_share": [0.9, 0.9, 0.95, 0.5, 0.6],
+        "dropped_share": [0.5] * 5,
+    }
+    assert kinds(**learning) == {}
+    assert kinds(**{**learning, "ended_share": [0.2, 0.1, 0.0, 0.0, 0.0]}) == {}  # it never did end
+
+
 def test_nothing_is_said_of_no_rounds() -> None:
     assert give_advice(pl.DataFrame(), SGD) == []
 
@@ -97,10 +141,10 @@ def test_the_callback_says_each_thing_once(caplog: pytest.LogCaptureFixture) -> 
     callback = InfluenceCallback(DropMost())
     with caplog.at_level(logging.WARNING, logger="whence"):
         toy.learn(4 * 32, callback=callback)
-    said = [record.getMessage() for record in caplog.records if record.name == "whence"]
-    assert len(said) == 2
-    assert said[0].startswith("round 1: Scores describe one plain gradient step, but Adam rescales")
-    assert said[1].startswith("round 1: 97% of the records were dropped")
+    messages = [record.getMessage() for record in caplog.records if record.name == "whence"]
+    assert len(messages) == 2
+    assert messages[0].startswith("round 1: Scores describe one plain gradient step, but Adam rescales")
+    assert messages[1].startswith("round 1: 97% of the records were dropped")
     assert [row["round"] for row in callback.metrics] == [1, 2, 3, 4]
 
 

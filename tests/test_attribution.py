@@ -1,17 +1,33 @@
 """What a score is, held against arithmetic on paper, against training without a record, and against misuse."""
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sb3_contrib import MaskablePPO
+from stable_baselines3 import A2C as A2C_OF_SB3
+from stable_baselines3 import PPO
 from torch import Tensor, nn
 
 import whence
 from toys import Softmax, categorical_view, difference, mlp_view, model, records_for, softmax_view
-from whence import A2C, Action, NonFinite, PPOClip, RecordBatch, Return, Unsupported, WhenceError, attribute
+from whence import (
+    A2C,
+    Action,
+    InvalidRecords,
+    NonFinite,
+    PPOClip,
+    RecordBatch,
+    Return,
+    Unsupported,
+    WhenceError,
+    attribute,
+)
 from whence.sb3 import collect
 
 ENGINES = ["loop", "ghost", "forward"]
@@ -200,8 +216,10 @@ def test_a_sequence_policy_scores_one_record_per_sequence(embedding: bool) -> No
     objective = PPOClip()
     prepared = objective.prepare(records)
     wanted = torch.autograd.grad((sequence_log_prob(policy, columns) * records.advantages).mean(), policy.parameters())
-    own = torch.autograd.grad(sequence_log_prob(policy, {k: v[5:6] for k, v in columns.items()}), policy.parameters())
-    product = sum((a * b).sum() for a, b in zip(wanted, own, strict=True)) * prepared.advantages[5]
+    of_sequence = torch.autograd.grad(
+        sequence_log_prob(policy, {k: v[5:6] for k, v in columns.items()}), policy.parameters()
+    )
+    product = sum((a * b).sum() for a, b in zip(wanted, of_sequence, strict=True)) * prepared.advantages[5]
     assert float(influence.scores[5]) == pytest.approx(float(product), rel=1e-4)
 
 
@@ -348,7 +366,14 @@ def test_a_target_that_depends_on_no_parameter_is_refused(engine: str) -> None:
         ({"target": {}}, "empty mapping"),
         ({"target": lambda v, p, r: p["0.weight"]}, r"returned a tensor of shape \(8, 5\); a scalar"),
         ({"target": lambda v, p, r: 3.0}, "returned 3.0; a scalar tensor"),
-        ({"target": Return(), "engine": "gost"}, "engine is 'gost'. Did you mean ghost"),
+        (
+            {"target": Return(), "engine": "gost"},
+            "engine is 'gost'; it has to be one of auto, ghost, forward, vmap, loop",
+        ),
+        (
+            {"target": Return(), "engine": "fast"},
+            "engine is 'fast'; it has to be one of auto, ghost, forward, vmap, loop",
+        ),
         ({"target": Return(), "chunk_size": 0}, "chunk_size is 0"),
         ({"target": Return(), "objective": lambda o, r: o.log_prob.mean()}, "one value per record"),
         ({"target": Return(), "objective": PPOClip(vf_coef=0.5)}, "needs `values` and `returns`"),
@@ -372,6 +397,41 @@ def test_policies_that_cannot_be_read_are_refused() -> None:
     wide = whence.ModuleView(nn.Linear(5, 3), lambda module, inputs: module(inputs["observations"]))
     with pytest.raises(WhenceError, match=r"`log_prob` of shape \(\d+, 3\) for \d+ records; one number"):
         attribute(wide, records, target=Return())
+
+
+@pytest.mark.parametrize("algorithm", [PPO, A2C_OF_SB3, MaskablePPO])
+def test_an_algorithm_in_the_place_of_its_policy_is_refused(algorithm: Any) -> None:
+    toy = model(algorithm)
+    records = collect(toy)
+    with pytest.raises(Unsupported, match=rf"a {algorithm.__name__} algorithm.*Pass its policy: model\.policy"):
+        attribute(toy, records, target=Return())
+
+
+def test_a_subclass_of_an_algorithm_in_the_place_of_its_policy_is_refused() -> None:
+    class Mine(PPO):
+        pass
+
+    toy = model(Mine)
+    with pytest.raises(Unsupported, match=r"a Mine algorithm.*Pass its policy"):
+        attribute(toy, collect(toy), target=Return())
+
+
+@pytest.mark.parametrize("observation", ["vector", "dict"])
+def test_a_rollout_buffer_in_the_place_of_records_is_refused(observation: str) -> None:
+    toy = model(observation=observation)
+    kind = "DictRolloutBuffer" if observation == "dict" else "RolloutBuffer"
+    remedy = r"whence\.sb3\.collect\(model\).*whence\.sb3\.snapshot\(model\)"
+    for call in (attribute, whence.attribute_crossfit):
+        with pytest.raises(InvalidRecords, match=rf"records is a stable_baselines3.*\.{kind}; .*{remedy}"):
+            call(toy.policy, toy.rollout_buffer, target=Return())
+    with pytest.raises(InvalidRecords, match=r"records is a builtins\.dict; a RecordBatch is needed: make one"):
+        attribute(toy.policy, {"observations": []}, target=Return())  # type: ignore[call-overload]
+
+
+def test_scoring_is_imported_without_tables_and_statistics() -> None:
+    # Together they take a fifth as long to import as torch.
+    check = "import sys, whence; whence.attribute; sys.exit(bool({'polars', 'scipy'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", check], check=True)
 
 
 def test_frozen_parameters_are_left_out() -> None:

@@ -331,7 +331,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attribute(mlp_view(), scored()[0], target=Return(), objective=PPOClip),  # type: ignore[arg-type]
         r"pass an instance: PPOClip\(\)",
     ),
-    "an engine there is not": (lambda: attribute(mlp_view(), scored()[0], target=Return(), engine="fast"), "engine is"),
+    "an engine there is not": (
+        lambda: attribute(mlp_view(), scored()[0], target=Return(), engine="fast"),
+        "one of auto, ghost",
+    ),
     "a chunk of none": (lambda: attribute(mlp_view(), scored()[0], target=Return(), chunk_size=0), "chunk_size is 0"),
     "too little memory": (lambda: attribute(mlp_view(), scored()[0], target=Return(), memory=99), "memory is 99 bytes"),
     "a frozen policy": (

@@ -65,14 +65,14 @@ def test_all_engines_cover_an_sb3_policy(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_wrong_rule_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = whence.engines.rules
-    own = rules._RULES[nn.Linear]
-    wrong = whence.engines.LayerRule(lambda *args: 1.1 * own.product(*args), own.gradient)
+    rule = rules._RULES[nn.Linear]
+    wrong = whence.engines.LayerRule(lambda *args: 1.1 * rule.product(*args), rule.gradient)
     monkeypatch.setitem(rules._RULES, nn.Linear, wrong)
     view = mlp_view()
     table = check_engines(view, records_for(view), engines=["ghost"], verbose=False)
     assert table["difference"].to_list() == [pytest.approx(0.1, rel=1e-4)]
     # The half of a rule that only several targets use shows as well.
-    half = whence.engines.LayerRule(own.product, lambda *args: {k: 5 * v for k, v in own.gradient(*args).items()})
+    half = whence.engines.LayerRule(rule.product, lambda *args: {k: 5 * v for k, v in rule.gradient(*args).items()})
     monkeypatch.setitem(rules._RULES, nn.Linear, half)
     assert check_engines(view, records_for(view), engines=["ghost"], verbose=False)["difference"].item() > 1
 
@@ -97,9 +97,9 @@ def test_the_target_is_the_users() -> None:
 
 
 def test_an_engine_of_ones_own() -> None:
-    own = dict(whence.engines.auto._ENGINES)
+    engines = dict(whence.engines.auto._ENGINES)
     try:
-        whence.engines.register_engine("twice", lambda problem: 2 * own["loop"](problem))
+        whence.engines.register_engine("twice", lambda problem: 2 * engines["loop"](problem))
         view = mlp_view()
         records = records_for(view, 40)
         truth = attribute(view, records, target=Return(), engine="loop")
@@ -109,8 +109,8 @@ def test_an_engine_of_ones_own() -> None:
         assert check_engines(view, records, engines=["twice"], verbose=False)["difference"].item() == pytest.approx(1)
         for taken in ("twice", "auto", "ghost"):
             with pytest.raises(WhenceError, match=f"There is an engine '{taken}' already"):
-                whence.engines.register_engine(taken, own["loop"])
+                whence.engines.register_engine(taken, engines["loop"])
     finally:
         del whence.engines.auto._ENGINES["twice"]
-    with pytest.raises(WhenceError, match=r"engine is 'twice'\. Known: auto"):
+    with pytest.raises(WhenceError, match=r"engine is 'twice'; it has to be one of auto, ghost"):
         attribute(view, records, target=Return(), engine="twice")

@@ -381,7 +381,7 @@ def test_batch_norm_in_training_mode_is_refused_with_the_reason(engine: str) -> 
     view = categorical_view(batch_normed().eval())
     records = records_for(view, features=(4, 5))
     view.module.train()
-    message = r"`0\.1` \(BatchNorm1d\) is in training mode: what it makes of a record depends on the other records"
+    message = r"`0\.1` \(BatchNorm1d\) is in training mode: its output for a record depends on the other records"
     with pytest.raises(whence.Unsupported, match=message):
         attribute(view, records, target=Return(), engine=engine)
     without = categorical_view(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, track_running_stats=False)).eval())
@@ -440,8 +440,8 @@ def hooked() -> nn.Module:
 
 def overridden() -> nn.Module:
     network = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3))
-    own = network[0].forward
-    network[0].forward = lambda x: own(x).relu()  # type: ignore[method-assign]
+    forward = network[0].forward
+    network[0].forward = lambda x: forward(x).relu()  # type: ignore[method-assign]
     return network
 
 
@@ -523,5 +523,5 @@ def test_auto_goes_on_where_ghost_needs_forward_mode_and_there_is_none() -> None
     influence = attribute(view, records, target=Return())
     assert influence.engine == "vmap"
     against_loop(view, records, "auto")
-    with pytest.raises(Refused, match="`scale` belongs to no layer, and forward mode"):
+    with pytest.raises(Refused, match="`scale` belongs to no layer, so its part of the products needs forward mode"):
         attribute(view, records, target=Return(), engine="ghost")

@@ -10,7 +10,7 @@ import whence
 from toys import model
 from whence import AdvantageMismatch, InvalidRecords, RecordBatch, TDErrorPriority, WhenceError
 from whence.advantages import monte_carlo_advantages, returns_to_go, td_errors
-from whence.heuristics import states
+from whence.heuristics import number_states
 from whence.sb3 import InfluenceCallback, collect
 
 # Two environments of three steps; the first begins a second episode at its last step.
@@ -28,7 +28,7 @@ def test_td_errors_by_hand() -> None:
 def test_states_of_bfloat16_observations() -> None:
     zeros = torch.zeros(3)
     observations = torch.tensor([[1.0, 0.5], [1.0, 0.0], [1.0, 0.5]], dtype=torch.bfloat16)
-    numbers = states(RecordBatch(observations=observations, actions=zeros, log_probs=zeros, advantages=zeros))
+    numbers = number_states(RecordBatch(observations=observations, actions=zeros, log_probs=zeros, advantages=zeros))
     assert numbers[0] == numbers[2] != numbers[1]
 
 
@@ -43,8 +43,8 @@ def test_returns_to_go_by_hand() -> None:
 def test_monte_carlo_advantages_by_hand() -> None:
     # State 7: action 0 returns 1 and 3, action 1 returns 8; their mean is 4. State 2 has one action.
     returns = np.array([1.0, 3.0, 8.0, 5.0])
-    found = monte_carlo_advantages(returns, np.array([7, 7, 7, 2]), np.array([0, 0, 1, 1]))
-    assert found.tolist() == [2 - 4, 2 - 4, 8 - 4, 0]
+    estimates = monte_carlo_advantages(returns, np.array([7, 7, 7, 2]), np.array([0, 0, 1, 1]))
+    assert estimates.tolist() == [2 - 4, 2 - 4, 8 - 4, 0]
 
 
 @pytest.mark.parametrize("n_envs", [1, 3])
@@ -64,8 +64,8 @@ def test_sb3s_advantages_are_made_of_these_td_errors(n_envs: int) -> None:
     records = collect(toy)
     columns = {name: getattr(records, name).double().numpy() for name in ("advantages", "rewards", "values")}
     starts, envs = records.episode_starts.numpy(), records.env_index.numpy()
-    found = returns_to_go(columns["rewards"], columns["advantages"], columns["values"], starts, envs, 0.9)
-    np.testing.assert_allclose(found, columns["advantages"] + columns["values"], atol=1e-4)
+    returns = returns_to_go(columns["rewards"], columns["advantages"], columns["values"], starts, envs, 0.9)
+    np.testing.assert_allclose(returns, columns["advantages"] + columns["values"], atol=1e-4)
 
 
 def batch(**changed: Any) -> RecordBatch:
@@ -115,9 +115,9 @@ def test_td_errors_rank_the_records() -> None:
 def test_states_are_told_apart_by_their_bytes() -> None:
     image = torch.tensor([[1, 2], [1, 2], [1, 3]], dtype=torch.uint8)
     base = {"actions": torch.zeros(3), "log_probs": torch.zeros(3), "advantages": torch.zeros(3)}
-    numbers = states(RecordBatch(observations={"image": image, "id": torch.tensor([5, 5, 5])}, **base))
+    numbers = number_states(RecordBatch(observations={"image": image, "id": torch.tensor([5, 5, 5])}, **base))
     assert numbers[0] == numbers[1] != numbers[2]
-    numbers = states(RecordBatch(observations=torch.tensor([3, 4, 3]), **base))
+    numbers = number_states(RecordBatch(observations=torch.tensor([3, 4, 3]), **base))
     assert numbers[0] == numbers[2] != numbers[1]
 
 

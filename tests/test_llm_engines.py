@@ -351,7 +351,7 @@ def test_a_small_budget_gives_the_same_scores() -> None:
         assert max(difference(found[name], one) for name, one in expected.items()) <= EXACT
     costs = [note for note in notes_on(language_view(model)).values() if isinstance(note, memory._Cost)]
     assert len(costs) == 3, "views of one model share what was measured"
-    assert {cost.kept for cost in costs} == {64 * 4}
+    assert {cost.lasting for cost in costs} == {64 * 4}
 
 
 def test_engines_can_be_checked_and_rows_cross_fitted() -> None:

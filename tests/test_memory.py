@@ -44,10 +44,10 @@ def test_the_meter_counts_what_lives() -> None:
 def test_what_is_held_stays_within_the_budget_for_tensors(engine: str, budget: int) -> None:
     wide = categorical_view(nn.Sequential(nn.Linear(5, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 3)))
     records = records_for(wide, 3000)
-    allowed = (budget * MIB - memory._KEPT * len(records)) / memory._MARGIN
+    allowed = (budget * MIB - memory._BYTES_PER_NUMBER * len(records)) / memory._MARGIN
     held = most_held(wide, records, engine=engine, memory=budget * MIB)
     # What is kept for all records has its own share of the budget.
-    assert held <= allowed + memory._KEPT * len(records)
+    assert held <= allowed + memory._BYTES_PER_NUMBER * len(records)
     assert held > 0.5 * allowed, "the budget is hardly used"
 
 
@@ -107,8 +107,8 @@ def test_a_target_of_ones_own_is_not_run_on_a_few_records() -> None:
 
 def test_the_cost_is_measured_once_per_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    own = memory._measured
-    monkeypatch.setattr(memory, "_measured", lambda *args: measured.append(None) or own(*args))
+    measure = memory._measure_cost
+    monkeypatch.setattr(memory, "_measure_cost", lambda *args: measured.append(None) or measure(*args))
     view = mlp_view()
     for count in (40, 80, 120):
         attribute(view, records_for(view, count), target=Return())
@@ -121,8 +121,8 @@ def test_the_cost_is_measured_once_for_a_policy_whose_view_is_made_for_every_cal
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured = []
-    own = memory._measured
-    monkeypatch.setattr(memory, "_measured", lambda *args: measured.append(None) or own(*args))
+    measure = memory._measure_cost
+    monkeypatch.setattr(memory, "_measure_cost", lambda *args: measured.append(None) or measure(*args))
     toy = model()
     for _ in range(2):
         attribute(toy.policy, collect(toy), target=Return())
@@ -157,23 +157,25 @@ def test_views_and_objectives_have_costs_of_their_own(heavy: str, engine: str) -
     view = repeating(light.module, 400) if heavy == "view" else light
     objective = greedy if heavy == "objective" else frugal
     held = most_held(view, records, objective=objective, engine=engine, memory=2 * MIB)
-    assert held <= (2 * MIB - memory._KEPT * len(records)) / memory._MARGIN + memory._KEPT * len(records)
+    assert held <= (
+        2 * MIB - memory._BYTES_PER_NUMBER * len(records)
+    ) / memory._MARGIN + memory._BYTES_PER_NUMBER * len(records)
 
 
 def test_views_share_notes_where_their_functions_are_the_same() -> None:
     network, toy = mlp_view().module, model()
 
-    def made_with(function: Callable[..., Tensor]) -> dict[object, object]:
+    def notes_with(function: Callable[..., Tensor]) -> dict[object, object]:
         return notes_on(whence.ModuleView(network, function))
 
-    assert made_with(greedy) is made_with(greedy)
-    assert made_with(greedy) is not made_with(lambda module, inputs: inputs["observations"])
-    assert made_with(greedy) is not notes_on(whence.ModuleView(network, greedy, lambda records: records.actions))
+    assert notes_with(greedy) is notes_with(greedy)
+    assert notes_with(greedy) is not notes_with(lambda module, inputs: inputs["observations"])
+    assert notes_with(greedy) is not notes_on(whence.ModuleView(network, greedy, lambda records: records.actions))
     assert notes_on(as_view(toy.policy)) is notes_on(as_view(toy.policy))
     one, other = repeating(network, 1), repeating(network, 2)
     assert notes_on(one) is notes_on(one)
     assert notes_on(one) is not notes_on(other)
-    by_default = [made_with(lambda module, inputs, times=times: inputs * times) for times in (1, 2)]
+    by_default = [notes_with(lambda module, inputs, times=times: inputs * times) for times in (1, 2)]
     assert by_default[0] is not by_default[1]
 
 

@@ -43,13 +43,13 @@ METHOD = curve([0, 8, 3, 21, 2, 2], errors=1.0, seconds=[2, 2, 2, 2, 2])
 class TestCurve:
     def test_it_keeps_a_float64_copy_that_nobody_can_change(self):
         returns = np.array([1.0, 2.0, 3.0])
-        kept = Curve(returns=returns, standard_errors=np.zeros(3, dtype=np.float32), seconds=[1, 1])
+        stored = Curve(returns=returns, standard_errors=np.zeros(3, dtype=np.float32), seconds=[1, 1])
         returns[0] = 99.0
-        assert kept.standard_errors.dtype == kept.seconds.dtype == np.float64
-        assert kept.returns.tolist() == [1.0, 2.0, 3.0]
-        assert kept.rounds == 2
+        assert stored.standard_errors.dtype == stored.seconds.dtype == np.float64
+        assert stored.returns.tolist() == [1.0, 2.0, 3.0]
+        assert stored.rounds == 2
         with pytest.raises(ValueError, match="read-only"):
-            kept.returns[0] = 5.0
+            stored.returns[0] = 5.0
 
     @pytest.mark.parametrize(
         ("returns", "errors", "seconds", "message"),
@@ -131,9 +131,9 @@ class TestLevels:
     @pytest.mark.parametrize("returns", [[5, 1, 2, 4], [3, 3, 3], [0, 1, 2]])
     def test_there_may_be_none(self, returns):
         # Worse than untrained; flat; a rise of no more than 2 SE = 2.
-        found = levels(curve(returns, errors=1.0))
-        assert found.shape == (0,)
-        assert found.dtype == np.float64
+        result = levels(curve(returns, errors=1.0))
+        assert result.shape == (0,)
+        assert result.dtype == np.float64
 
     def test_literal_levels_start_with_the_first_round_however_poor(self):
         assert literal_levels(STANDARD).tolist() == [1.0, 6.0, 7.0, 20.0]
@@ -506,13 +506,15 @@ class TestSummarise:
         # are skewed, which costs a few.
         generator = np.random.default_rng(0)
         truth = summarise(random_arms(generator, 60, 60))["iif"]
-        held = Counter()
+        covered = Counter()
         for _ in range(100):
-            found = summarise(random_arms(generator, 5, 5))["iif"]
+            summary = summarise(random_arms(generator, 5, 5))["iif"]
             for name in ("se_ave", "auc"):
-                held[name] += found[name]["low"] <= truth[name]["mean"] <= found[name]["high"]
-            held["null"] += found["se_ave"]["null_low"] <= truth["se_ave"]["null"] <= found["se_ave"]["null_high"]
-        assert all(85 <= count <= 99 for count in held.values()), held
+                covered[name] += summary[name]["low"] <= truth[name]["mean"] <= summary[name]["high"]
+            covered["null"] += (
+                summary["se_ave"]["null_low"] <= truth["se_ave"]["null"] <= summary["se_ave"]["null_high"]
+            )
+        assert all(85 <= count <= 99 for count in covered.values()), covered
 
     def test_an_arm_does_not_depend_on_the_others(self):
         arms = {"ppo": {0: FIRST, 1: SECOND}, "random": {0: SECOND, 4: FOURTH}, "iif": {0: FIRST, 1: FOURTH}}
@@ -553,8 +555,8 @@ some_seconds = st.integers(1, 80).map(lambda n: n / 8)
 def several_curves(draw, count):
     rounds = draw(st.integers(1, 12))
     columns = ((eighths, rounds + 1), (some_errors, rounds + 1), (some_seconds, rounds))
-    drawn = [[draw(st.lists(v, min_size=n, max_size=n)) for v, n in columns] for _ in range(count)]
-    return [Curve(*(np.array(column) for column in run)) for run in drawn]
+    columns_of_runs = [[draw(st.lists(v, min_size=n, max_size=n)) for v, n in columns] for _ in range(count)]
+    return [Curve(*(np.array(column) for column in run)) for run in columns_of_runs]
 
 
 class TestProperties:
@@ -582,13 +584,13 @@ class TestProperties:
     @given(several_curves(1))
     def test_levels_are_literal_levels_apart_from_noise(self, runs):
         run = runs[0]
-        found, literal = levels(run).tolist(), literal_levels(run).tolist()
-        at = [run.returns[1:].tolist().index(level) + 1 for level in found]
+        robust, literal = levels(run).tolist(), literal_levels(run).tolist()
+        at = [run.returns[1:].tolist().index(level) + 1 for level in robust]
         gaps = [2 * max(run.standard_errors[[k, before]]) for before, k in itertools.pairwise([0, *at])]
-        assert set(found) <= set(literal)
-        assert all(b - a >= gap for (a, b), gap in zip(itertools.pairwise(found), gaps[1:], strict=True))
+        assert set(robust) <= set(literal)
+        assert all(b - a >= gap for (a, b), gap in zip(itertools.pairwise(robust), gaps[1:], strict=True))
         assert all(
-            level > run.returns[0] + 2 * run.standard_errors[[0, k]].max() for k, level in zip(at, found, strict=True)
+            level > run.returns[0] + 2 * run.standard_errors[[0, k]].max() for k, level in zip(at, robust, strict=True)
         )
         assert literal[0] == run.returns[1]
         assert literal[-1] == run.returns[1:].max()

@@ -103,8 +103,35 @@ def test_keys_may_hold_a_dot_where_the_joined_names_stay_apart() -> None:
     table = RecordBatch(**columns(observations={"a.b": zeros, "a": {"c": zeros + 1}})).to_polars(observations=True)
     assert table["observation.a.b"].to_list() == [0] * 4
     assert table["observation.a.c"].to_list() == [1] * 4
-    with pytest.raises(InvalidRecords, match=r"Two observations come out as `observations\.a\.b`"):
+    with pytest.raises(InvalidRecords, match=r"Two observations are both named `observations\.a\.b`"):
         RecordBatch(**columns(observations={"a.b": zeros, "a": {"b": zeros}}))
+
+
+def test_other_advantages_are_taken_as_they_are() -> None:
+    batch = RecordBatch(**columns(record_ids=[10, 20, 30, 40]))
+    weights = torch.ones(4, requires_grad=True)
+    other = batch.with_advantages(2 * weights)
+    assert other.advantages.requires_grad
+    assert other.ids.tolist() == [10, 20, 30, 40]
+    assert batch.with_advantages(np.array([1, 2, 3, 4])).advantages.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert batch.with_advantages([1, 2, 3, 4]).advantages.is_floating_point()
+
+
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        (torch.zeros(1), r"shape \(1,\) for 4 records; one number per record is needed, shape \(4,\)"),
+        (torch.zeros(5), r"shape \(5,\) for 4 records"),
+        (torch.zeros(4, 1), r"shape \(4, 1\) for 4 records"),
+        (torch.tensor(0.5), r"shape \(\) for 4 records"),
+        (torch.tensor([0, 1, float("nan"), 0]), r"`advantages` is nan at record 30 \(1 of 4"),
+        (np.array([0, np.inf, 1, -np.inf]), r"`advantages` is inf at record 20 \(2 of 4"),
+    ],
+)
+def test_other_advantages_that_do_not_fit_are_refused(advantages: object, message: str) -> None:
+    batch = RecordBatch(**columns(record_ids=[10, 20, 30, 40]))
+    with pytest.raises(InvalidRecords, match=message):
+        batch.with_advantages(advantages)
 
 
 @pytest.mark.parametrize("name", ["advantages", "rewards", "log_probs", "values", "returns", "observations", "actions"])

@@ -1,11 +1,16 @@
+import errno
 import json
 import math
 import os
 import random
+import re
+import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -48,11 +53,11 @@ def run(tmp_path):
 
 class TestRoundTrips:
     def test_what_create_wrote_open_reads(self, tmp_path):
-        made = RunDirectory.create(tmp_path / "a" / "b", CONFIG, versions={"torch": "2.6"})
-        opened = RunDirectory.open(tmp_path / "a" / "b")
-        assert opened.config == made.config == CONFIG
-        assert opened.versions == made.versions == {"torch": "2.6"}
-        assert opened.path == tmp_path / "a" / "b"
+        created = RunDirectory.create(tmp_path / "a" / "b", CONFIG, versions={"torch": "2.6"})
+        reopened = RunDirectory.open(tmp_path / "a" / "b")
+        assert reopened.config == created.config == CONFIG
+        assert reopened.versions == created.versions == {"torch": "2.6"}
+        assert reopened.path == tmp_path / "a" / "b"
 
     def test_config_json_is_marked_and_readable_without_whence(self, tmp_path):
         RunDirectory.create(tmp_path, CONFIG, versions={"torch": "2.6"})
@@ -60,8 +65,8 @@ class TestRoundTrips:
         assert document == {"format": "whence-run", "version": 1, "config": CONFIG, "versions": {"torch": "2.6"}}
 
     def test_the_config_is_kept_as_it_comes_back_from_json(self, tmp_path):
-        made = RunDirectory.create(tmp_path, {"net_arch": (64, 64)})
-        assert made.config == RunDirectory.open(tmp_path).config == {"net_arch": [64, 64]}
+        created = RunDirectory.create(tmp_path, {"net_arch": (64, 64)})
+        assert created.config == RunDirectory.open(tmp_path).config == {"net_arch": [64, 64]}
 
     def test_every_appended_row_is_on_disk_at_once(self, run):
         for number in (1, 2, 3):
@@ -70,9 +75,9 @@ class TestRoundTrips:
 
     def test_a_run_that_is_opened_goes_on_where_it_was(self, run):
         run.append("metrics", {"round": 1})
-        opened = RunDirectory.open(run.path)
+        reopened = RunDirectory.open(run.path)
         for number in (2, 3):
-            opened.append("metrics", {"round": number, "kept": 10 * number})
+            reopened.append("metrics", {"round": number, "kept": 10 * number})
         assert RunDirectory.open(run.path).table("metrics").rows() == [(1, None), (2, 20), (3, 30)]
 
     @pytest.mark.parametrize(("name", "other"), [("lake[1]", "lake1"), ("l?ke", "lake"), ("l*ke", "lake")])
@@ -120,9 +125,9 @@ class TestRoundTrips:
     def test_rounds_of_records_and_episodes(self, run):
         run.write_round("records", 12, records())
         run.write_round("episodes", 12, records(2))
-        opened = RunDirectory.open(run.path)
-        assert_frame_equal(opened.round("records", 12), records(), check_exact=True)
-        assert_frame_equal(opened.round("episodes", 12), records(2), check_exact=True)
+        reopened = RunDirectory.open(run.path)
+        assert_frame_equal(reopened.round("records", 12), records(), check_exact=True)
+        assert_frame_equal(reopened.round("episodes", 12), records(2), check_exact=True)
         assert files(run.path) == ["config.json", "episodes/round_00012.parquet", "records/round_00012.parquet"]
 
     def test_rounds_are_those_with_records_in_order(self, run):
@@ -147,12 +152,12 @@ class TestRoundTrips:
         weight = torch.randn(3, 4, requires_grad=True)
         tensors = {"w": weight, "turned": weight.detach().clone().T, "n": torch.tensor(3), "d": torch.randn(2).double()}
         run.write_policy(7, tensors)
-        found = RunDirectory.open(run.path).policy(7)
-        assert set(found) == set(tensors)
+        tensors_read = RunDirectory.open(run.path).policy(7)
+        assert set(tensors_read) == set(tensors)
         for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor)
-            assert not found[name].requires_grad
+            assert tensors_read[name].dtype == tensor.dtype
+            assert torch.equal(tensors_read[name], tensor)
+            assert not tensors_read[name].requires_grad
 
 
 class TestCreate:
@@ -358,8 +363,10 @@ class TestWrittenAtomically:
             temporary.write_text("new")
         assert [entry.name for entry in tmp_path.iterdir()] == ["b"]
 
-    @pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
-    def test_a_run_keeps_its_tables_when_a_write_fails(self, run, monkeypatch, failure):
+    @pytest.mark.parametrize(
+        ("failure", "raised"), [(OSError, RunDirectoryError), (KeyboardInterrupt, KeyboardInterrupt)]
+    )
+    def test_a_run_keeps_its_tables_when_a_write_fails(self, run, monkeypatch, failure, raised):
         run.append("metrics", {"round": 1})
         run.write_round("records", 1, records())
         before = files(run.path)
@@ -374,14 +381,18 @@ class TestWrittenAtomically:
                 lambda: run.append("metrics", {"round": 2}),
                 lambda: run.write_round("records", 1, records(2)),
             ):
-                with pytest.raises(failure):
+                with pytest.raises(raised):
                     write()
         assert files(run.path) == before
         assert run.table("metrics").rows() == [(1,)]
+        run.append("metrics", {"round": 2})
+        assert run.table("metrics").rows() == [(1,), (2,)]  # the row that failed is not written twice
         assert_frame_equal(run.round("records", 1), records())
 
-    @pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
-    def test_a_run_and_an_influence_keep_their_tensors_when_a_write_fails(self, run, monkeypatch, failure):
+    @pytest.mark.parametrize(
+        ("failure", "raised"), [(OSError, RunDirectoryError), (KeyboardInterrupt, KeyboardInterrupt)]
+    )
+    def test_a_run_and_an_influence_keep_their_tensors_when_a_write_fails(self, run, monkeypatch, failure, raised):
         run.write_policy(1, {"w": torch.ones(1)})
         influence(torch.ones(1)).save(run.path / "round.influence")
         before = files(run.path)
@@ -392,13 +403,85 @@ class TestWrittenAtomically:
 
         monkeypatch.setattr(whence.runs, "save_file", write_half)
         monkeypatch.setattr(whence.influence, "save_file", write_half)
-        with pytest.raises(failure):
+        with pytest.raises(raised):
             run.write_policy(1, {"w": torch.zeros(1)})
         with pytest.raises(failure):
             influence(torch.zeros(1)).save(run.path / "round.influence")
         assert files(run.path) == before
         assert run.policy(1)["w"].item() == 1
         assert Influence.load(run.path / "round.influence").scores.item() == 1
+
+
+class TestRefusedWrites:
+    WRITES = (
+        lambda run: RunDirectory.create(run.path, CONFIG),
+        lambda run: run.append("metrics", {"round": 1, "note": "x" * 10_000}),
+        lambda run: run.write_round("records", 1, records(2000)),
+        lambda run: run.write_policy(1, {"w": torch.zeros(10_000)}),
+    )
+
+    @pytest.mark.parametrize("write", WRITES[1:])
+    def test_a_full_disk_is_named_with_what_to_do(self, run, write):
+        before = files(run.path)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # the system refuses longer files, as a quota does
+        try:
+            with pytest.raises(RunDirectoryError) as raised:
+                write(run)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert re.match(rf"{run.path}/.* cannot be written: File too large \(EFBIG\)\. Free space", str(raised.value))
+        assert files(run.path) == before
+
+    @pytest.mark.parametrize("write", WRITES)
+    @pytest.mark.parametrize(
+        ("number", "message"),
+        [
+            (errno.EACCES, r"Permission denied \(PermissionError\)\. Choose a directory that you may write to"),
+            (errno.EROFS, r"Read-only file system \(EROFS\)\. Choose a directory"),
+            (errno.ENOSPC, r"No space left on device \(ENOSPC\)\. Free space on that disk, or choose"),
+        ],
+    )
+    def test_a_directory_that_may_not_be_written(self, run, monkeypatch, write, number, message):
+        def refuse(path, *options, **more):
+            raise OSError(number, os.strerror(number), str(path))
+
+        monkeypatch.setattr(Path, "touch", refuse)
+        with pytest.raises(RunDirectoryError, match=rf"{run.path}/.* cannot be written: {message}"):
+            write(run)
+
+    def test_a_directory_that_may_not_be_made_or_read(self, tmp_path, monkeypatch):
+        def refuse(path, *options, **more):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", refuse)
+            with pytest.raises(RunDirectoryError, match=r"run/config\.json cannot be written: Permission denied"):
+                RunDirectory.create(tmp_path / "run", CONFIG)
+        RunDirectory.create(tmp_path, CONFIG)
+        monkeypatch.setattr(Path, "read_text", refuse)
+        with pytest.raises(RunDirectoryError, match=r"config\.json cannot be read: Permission denied \(Perm"):
+            RunDirectory.open(tmp_path)
+
+    def test_an_error_that_is_not_the_systems_stays_what_it_is(self, run):
+        with pytest.raises(RuntimeError, match="share memory"):
+            run.write_policy(1, dict.fromkeys(("a", "b"), torch.ones(3)))
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_have_the_mode_that_the_umask_gives(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        run = RunDirectory.create(tmp_path / "run", CONFIG)
+        run.append("metrics", {"round": 1})
+        run.write_round("records", 1, records())
+        run.write_policy(1, {"w": torch.ones(3)})
+        influence(torch.ones(1)).save(run.path / "influence.safetensors")
+    finally:
+        os.umask(before)
+    written = [file for file in run.path.rglob("*") if file.is_file()]
+    assert len(written) == 5
+    assert {stat.S_IMODE(file.stat().st_mode) for file in written} == {mode}
 
 
 # Big files, so that most moments are in the middle of writing one.
@@ -508,12 +591,12 @@ class TestInfluenceOnDisk:
             versions={"torch": "2.6"},
         )
         saved.save(tmp_path / "new" / "round.safetensors")
-        found = Influence.load(tmp_path / "new" / "round.safetensors")
-        assert found.provenance == saved.provenance
-        assert isinstance(found.provenance.parameters, tuple)
-        assert found.scores.dtype == dtype
-        assert torch.equal(found.scores, saved.scores)
-        assert torch.equal(found.record_ids, saved.record_ids)
+        loaded = Influence.load(tmp_path / "new" / "round.safetensors")
+        assert loaded.provenance == saved.provenance
+        assert isinstance(loaded.provenance.parameters, tuple)
+        assert loaded.scores.dtype == dtype
+        assert torch.equal(loaded.scores, saved.scores)
+        assert torch.equal(loaded.record_ids, saved.record_ids)
         assert files(tmp_path) == ["new/round.safetensors"]
 
     def test_what_was_loaded_still_adds_to_what_was_not(self, tmp_path):

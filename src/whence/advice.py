@@ -1,4 +1,4 @@
-"""What a practitioner should know of a run while it trains: read from its metrics, said once each."""
+"""Advice on a run while it trains: rules that read its metrics, each reported once."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Any
 import polars as pl
 
 _WINDOW = 10
-"""Rounds that a trend is read from."""
+"""Number of rounds from which a trend is read."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to know.
+    """One piece of advice.
 
     Attributes:
-        kind: a short name, the same whenever this is said.
-        round: the round at which it showed first.
+        kind: the short name of its rule.
+        round: the first round that showed it.
         text: what was seen, what it means, what to do.
     """
 
@@ -26,59 +26,71 @@ class Advice:
 
 
 def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice]:
-    """Return what the rounds so far give reason to say, each kind once, in the order in which it showed.
+    """Return the advice on the rounds so far, at most one of each kind, in the order of the rounds.
 
     Args:
-        metrics: a run directory's table of that name, one row a round; columns that are missing are passed over.
-        config: of the run; `optimizer` and `method` are read, which is taken for "snapshot" where it is not there.
+        metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
+        config: the run's configuration; `optimizer` and `method` are read, by default "snapshot".
     """
     if metrics.is_empty():
         return []
-    rules = (_adaptive_optimizer(metrics, config), _drops_nearly_all(metrics), _kept_share_collapses(metrics))
-    found = [one for rule in (*rules, _entropy_collapses(metrics), _does_not_improve(metrics)) for one in rule]
-    return sorted(found, key=lambda one: one.round)
+    advice = [
+        *_adaptive_optimizer(metrics, config),
+        *_drops_nearly_all(metrics),
+        *_kept_share_collapses(metrics),
+        *(_responses_become_alike(metrics) if "length" in metrics.columns else _entropy_collapses(metrics)),
+        *_leaves_start_model(metrics),
+        *_responses_do_not_end(metrics),
+        *_does_not_improve(metrics),
+    ]
+    return sorted(advice, key=lambda each: each.round)
 
 
 def _column(metrics: pl.DataFrame, name: str) -> list[float | None]:
     return metrics[name].to_list() if name in metrics.columns else [None] * metrics.height
 
 
+def _known(metrics: pl.DataFrame, name: str) -> list[tuple[int, float]]:
+    """Return the rounds that have a value in a column, each with its value."""
+    rounds = zip(metrics["round"], _column(metrics, name), strict=True)
+    return [(int(number), value) for number, value in rounds if value is not None]
+
+
 def _adaptive_optimizer(metrics: pl.DataFrame, config: Mapping[str, Any]) -> Iterator[Advice]:
     optimizer = str(config.get("optimizer", ""))
-    scored = [row for row in zip(metrics["round"], _column(metrics, "mean"), strict=True) if row[1] is not None]
+    scored = _known(metrics, "mean")
     one_step = config.get("method", "snapshot") in ("snapshot", "crossfit")
     if scored and one_step and optimizer in ("Adam", "AdamW", "RMSprop"):
         yield Advice(
             "adaptive optimiser",
-            int(scored[0][0]),
-            f"Scores describe one plain gradient step, but {optimizer} rescales every parameter by what it has seen "
-            "before, so they say less of what training on a record does. Compare with a run without selection, "
-            "and with one of a higher learning rate.",
+            scored[0][0],
+            f"Scores describe one plain gradient step, but {optimizer} rescales every parameter by its earlier "
+            "gradients, so scores say less about the effect of training on a record. Compare with a run without "
+            "selection, and with one of a higher learning rate.",
         )
 
 
 def _drops_nearly_all(metrics: pl.DataFrame) -> Iterator[Advice]:
-    for number, share in zip(metrics["round"], _column(metrics, "dropped_share"), strict=True):
-        if share is not None and share >= 0.95:
+    for number, share in _known(metrics, "dropped_share"):
+        if share >= 0.95:
             yield Advice(
                 "drops nearly all",
-                int(number),
-                f"{share:.0%} of the records were dropped: what is left is a small sample, and its gradient is noisy. "
+                number,
+                f"{share:.0%} of the records were dropped: the rest is a small sample, and its gradient is noisy. "
                 "Lower `drop`, or use a rule with a bounded share, such as IIF.",
             )
             return
 
 
 def _kept_share_collapses(metrics: pl.DataFrame) -> Iterator[Advice]:
-    shares = [None if share is None else 1 - share for share in _column(metrics, "dropped_share")]
-    known = [(int(number), kept) for number, kept in zip(metrics["round"], shares, strict=True) if kept is not None]
-    for at in range(2 * _WINDOW, len(known) + 1):
-        first = sum(kept for _, kept in known[:_WINDOW]) / _WINDOW
-        last = sum(kept for _, kept in known[at - _WINDOW : at]) / _WINDOW
+    shares = [(number, 1 - share) for number, share in _known(metrics, "dropped_share")]
+    for at in range(2 * _WINDOW, len(shares) + 1):
+        first = sum(share for _, share in shares[:_WINDOW]) / _WINDOW
+        last = sum(share for _, share in shares[at - _WINDOW : at]) / _WINDOW
         if last < 0.5 * first:
             yield Advice(
                 "kept share collapses",
-                known[at - 1][0],
+                shares[at - 1][0],
                 f"The share of records kept fell from {first:.0%} in the first {_WINDOW} rounds to {last:.0%}. Fewer "
                 "records score above 0 as a policy converges; if the return still rises, lower `drop` as training "
                 "goes on (a schedule), or stop.",
@@ -93,32 +105,80 @@ def _entropy_collapses(metrics: pl.DataFrame) -> Iterator[Advice]:
         for number, loss, share in zip(metrics["round"], losses, _column(metrics, "dropped_share"), strict=True)
         if loss is not None
     ]
-    begun = next((at for at, (_, _, share) in enumerate(rows) if share > 0), None)
-    if begun is None:
+    start = next((at for at, (_, _, share) in enumerate(rows) if share > 0), None)
+    if start is None:
         return
-    before = rows[max(0, begun - 1)][1]
-    for number, entropy, _ in rows[begun + 1 : begun + 1 + _WINDOW]:
+    before = rows[max(0, start - 1)][1]
+    for number, entropy, _ in rows[start + 1 : start + 1 + _WINDOW]:
         if before > 0 and entropy < 0.5 * before:
             yield Advice(
                 "entropy collapses",
                 number,
-                f"The policy's entropy fell from {before:.3g} to {entropy:.3g} within {number - rows[begun][0]} rounds "
-                "of the first selection: the records that explore may be those that are dropped. Add warm-up rounds, "
+                f"The policy's entropy fell from {before:.3g} to {entropy:.3g} within {number - rows[start][0]} rounds "
+                "of the first selection: the rule may drop the records that explore. Add warm-up rounds, "
                 "lower `drop`, or raise `ent_coef`.",
             )
             return
 
 
+_MOST_NATS_PER_TOKEN, _MOST_NATS = 1.0, 20.0
+"""Divergence from the start model that useful training stays far below: per token, and per response."""
+
+
+def _leaves_start_model(metrics: pl.DataFrame) -> Iterator[Advice]:
+    lengths = dict(_known(metrics, "length"))
+    for number, divergence in _known(metrics, "kl"):
+        most = _MOST_NATS_PER_TOKEN * lengths[number] if number in lengths else _MOST_NATS
+        if divergence > most:
+            tokens = f" on responses of {lengths[number]:.0f} tokens" if number in lengths else ""
+            yield Advice(
+                "leaves the start model",
+                number,
+                f"The divergence from the start model is {divergence:.3g} nats a response{tokens}: the model writes "
+                "text that the start model would hardly ever write, so it may earn its reward by a trick. Read the "
+                "responses. Raise the KL coefficient (`init_kl_coef`), lower `learning_rate`, and look at what the "
+                "reward pays for.",
+            )
+            return
+
+
+def _responses_become_alike(metrics: pl.DataFrame) -> Iterator[Advice]:
+    entropies = [(number, -loss) for number, loss in _known(metrics, "train/entropy_loss")]
+    for number, entropy in entropies[1:]:
+        first = entropies[0][1]
+        if first > 0 and entropy < 0.05 * first:
+            yield Advice(
+                "responses become alike",
+                number,
+                f"The entropy of the model's tokens fell from {first:.3g} in the first round to {entropy:.3g}: it "
+                "writes nearly the same tokens whatever is drawn, so rounds teach it little more. If the responses "
+                "repeat a word, raise the KL coefficient (`init_kl_coef`), lower `learning_rate`, and look at what the "
+                "reward pays for; if they are right and differ with the prompt, stop training.",
+            )
+            return
+
+
+def _responses_do_not_end(metrics: pl.DataFrame) -> Iterator[Advice]:
+    shares = _known(metrics, "ended_share")
+    for number, share in shares[1:]:
+        first = shares[0][1]
+        if first >= 0.5 and share < 0.1 * first:
+            yield Advice(
+                "responses do not end",
+                number,
+                f"Of the responses {share:.0%} end before the length limit, {first:.0%} did in the first round: the "
+                "model runs on, often by repeating itself. Read the responses. Raise `missing_eos_penalty` or the KL "
+                "coefficient (`init_kl_coef`), lower `learning_rate`, and look at whether the reward pays for length.",
+            )
+            return
+
+
 def _does_not_improve(metrics: pl.DataFrame) -> Iterator[Advice]:
-    returns = [
-        (int(number), value)
-        for number, value in zip(metrics["round"], _column(metrics, "episode_return"), strict=True)
-        if value is not None
-    ]
+    returns = _known(metrics, "episode_return")
     for at in range(2 * _WINDOW, len(returns) + 1):
-        seen = [value for _, value in returns[:at]]
-        before, last = seen[-2 * _WINDOW : -_WINDOW], seen[-_WINDOW:]
-        if sum(last) / _WINDOW <= sum(before) / _WINDOW + 0.02 * (max(seen) - min(seen)):
+        values = [value for _, value in returns[:at]]
+        before, last = values[-2 * _WINDOW : -_WINDOW], values[-_WINDOW:]
+        if sum(last) / _WINDOW <= sum(before) / _WINDOW + 0.02 * (max(values) - min(values)):
             yield Advice(
                 "does not improve",
                 returns[at - 1][0],

@@ -1,4 +1,4 @@
-"""A check for users: every engine against the plain loop, on their own policy."""
+"""A check of every engine against the plain loop, on the user's own policy."""
 
 import time
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ def check_engines(
     engines: Sequence[str] | None = None,
     verbose: bool = True,
 ) -> pl.DataFrame:
-    """Score the records with every engine, and hold each against `loop`, which differentiates record by record.
+    """Score the records with every engine, and compare each with `loop`, which differentiates record by record.
 
-    Use it on a policy of your own, with a hundred records or so: the loop takes about a millisecond for each.
+    Use it on your own policy, with about a hundred records: the loop takes about a millisecond for each.
 
     Args:
         policy: see `attribute`.
@@ -35,12 +35,12 @@ def check_engines(
         target: what to raise; None: `Return()`.
         objective: what the optimisation raises; None: `PPOClip()`.
         engines: names of engines; None: all.
-        verbose: print the table.
+        verbose: whether to print the table.
 
     Returns:
-        One row an engine: `engine`; `difference`, the largest difference from `loop` over the largest score's size
-        (rounding leaves about 1e-6 in float32); `seconds` of a second scoring, the first one warming caches up;
-        `refused`, why it cannot score this policy, else null.
+        A table with a row for each engine: `engine`; `difference`, the largest difference from `loop` divided by the
+        largest absolute score (rounding causes about 1e-6 in float32); `seconds` of a second scoring, after a first
+        one has filled caches; `refused`, why the engine cannot score this policy, or null.
 
     Raises:
         WhenceError: an engine is unknown, or `loop` itself fails.
@@ -49,15 +49,15 @@ def check_engines(
     if unknown := [name for name in names if name not in ENGINES]:
         raise WhenceError(f"engines holds {unknown[0]!r}.{suggest(unknown[0], ENGINES)}")
 
-    asked = target or Return()
+    target = target or Return()
 
     def score(engine: str) -> Tensor:
-        return attribute(policy, records, target=asked, objective=objective, engine=engine).scores.double()
+        return attribute(policy, records, target=target, objective=objective, engine=engine).scores.double()
 
-    def score_beside_another(engine: str) -> Tensor:
-        # Several targets take another way through the ghost engine, by its rules' other half.
-        both: dict[str, Target] = {"asked": asked, "another": _MeanLogProb()}
-        return attribute(policy, records, target=both, objective=objective, engine=engine)["asked"].scores.double()
+    def score_with_another(engine: str) -> Tensor:
+        # For several targets the ghost engine also uses `gradient` of its rules.
+        both: dict[str, Target] = {"this": target, "another": _MeanLogProb()}
+        return attribute(policy, records, target=both, objective=objective, engine=engine)["this"].scores.double()
 
     start = time.perf_counter()
     truth = score("loop")
@@ -70,14 +70,14 @@ def check_engines(
             row |= {"difference": 0.0, "seconds": seconds_of_loop}
         else:
             try:
-                beside_another = score_beside_another(name)
+                with_another = score_with_another(name)
                 start = time.perf_counter()
                 scores = score(name)
                 row |= {"seconds": time.perf_counter() - start}
-                apart = max(float((found - truth).abs().max()) for found in (scores, beside_another))
-                row |= {"difference": apart / largest if largest else apart}
+                difference = max(float((each - truth).abs().max()) for each in (scores, with_another))
+                row |= {"difference": difference / largest if largest else difference}
             except (Refused, NotImplementedError, RuntimeError) as refusal:
-                # functorch has no other word than RuntimeError for what it cannot do.
+                # functorch raises nothing more specific than RuntimeError for what it cannot do.
                 if isinstance(refusal, torch.OutOfMemoryError) or (type(refusal) is RuntimeError and name != "vmap"):
                     raise
                 row |= {"refused": str(refusal)}
@@ -93,7 +93,7 @@ def check_engines(
 
 
 class _MeanLogProb:
-    """A target that any view has, also one with several log-probs a record."""
+    """A target for any view, including one with several log-probs per record."""
 
     reads = frozenset(["log_prob"])
 

@@ -1,37 +1,41 @@
-"""What whence raises: every message says what came, what is needed and how to fix it."""
+"""The errors that whence raises. Every message says what came, what is needed and how to fix it."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class WhenceError(ValueError):
-    """Base of every error that whence raises on purpose."""
+    """Base class of every error that whence raises on purpose."""
 
 
 class InvalidRecords(WhenceError):
-    """Records that cannot be scored: lengths that differ, a value that is not finite, a buffer not full."""
+    """Records that cannot be scored: lengths differ, a value is not finite, a buffer is not full."""
 
 
 class Unsupported(WhenceError):
-    """An algorithm, policy, space or layer that whence does not cover; the message names it and says why."""
+    """whence does not cover this algorithm, policy, space or layer; the message names it and says why."""
 
 
 class NonFinite(WhenceError):
-    """A gradient or a score that is NaN or infinite; the message names the record and the parameter."""
+    """A gradient or a score is NaN or infinite; the message names the record and the parameter."""
 
 
 class InvalidInfluence(WhenceError):
-    """Scores used with records, or with other scores, that they do not belong to."""
+    """Scores are used with records, or with other scores, that they do not belong to."""
 
 
 class RunDirectoryError(WhenceError):
-    """A run directory that cannot be read, or that holds a run of another configuration."""
+    """A run directory cannot be read or written, or holds a run of another configuration."""
 
 
 def suggest(name: str, known: Iterable[str], *, limit: int = 3, otherwise: str | None = None) -> str:
-    """Return ' Did you mean ...?' with the known names nearest to `name`.
+    """Return ' Did you mean ...?' with the known names most similar to `name`.
 
-    Where none is near: `otherwise`, or where that is None the known names.
+    Args:
+        name: the unknown name.
+        known: the known names.
+        limit: the most names to suggest.
+        otherwise: returned if no known name is similar; None: a list of the known names, in alphabetical order.
     """
     names = sorted(known)
     by_lower = {known_name.lower(): known_name for known_name in names}

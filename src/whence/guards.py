@@ -1,7 +1,8 @@
-"""Context managers that keep what is there: generators, module modes and buffers, files; also when something raises."""
+"""Context managers that restore generators, module modes and buffers on exit, and write files whole or not at all."""
 
 import os
 import random
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,17 +23,17 @@ def preserve_rng_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(array)  # noqa: NPY002
-        seeded = torch.initial_seed() != seed
+        reseeded = torch.initial_seed() != seed
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
-        elif seeded or torch.cuda.is_initialized():  # a seed waits for CUDA to begin, or has just begun it
+        elif reseeded or torch.cuda.is_initialized():  # torch stores a seed for CUDA until CUDA is initialised
             torch.cuda.manual_seed_all(seed)
 
 
 @contextmanager
 def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules in eval mode, and each back in its own mode on exit. Submodules have to be listed too."""
+    """Put modules in eval mode, and restore each one's mode on exit. Submodules count only if listed."""
     training = [module for module in modules if module.training]
     try:
         for module in training:
@@ -45,39 +46,43 @@ def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def train_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module in train mode as `train()` of its own does, and each of its submodules back on exit."""
-    before = {own: own.training for own in module.modules()}
+    """Put a module in train mode by its own `train()`, and restore the mode of each submodule on exit."""
+    modes = {submodule: submodule.training for submodule in module.modules()}
     try:
         module.train()
         yield
     finally:
-        for own, training in before.items():
-            own.training = training
+        for submodule, training in modes.items():
+            submodule.training = training
 
 
 @contextmanager
 def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore a module's buffers, such as the running statistics that some layers take in train mode, on exit."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    """Restore a module's buffers on exit, such as the running statistics that some layers update in train mode."""
+    copies = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, own in before:
-                buffer.copy_(own)
+            for buffer, copy in copies:
+                buffer.copy_(copy)
 
 
 @contextmanager
 def write_atomically(path: str | Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`; on a clean exit it takes the name, else it is removed.
+    """Yield a temporary path next to `path`; rename it to `path` on a clean exit, remove it if something raises.
 
-    A reader sees the old file or the whole new one, whenever the process is killed.
+    A reader sees the old file or the whole new one, whenever the process is killed. The new file has the mode that the
+    process's umask gives, whichever mode its writer chose.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
+        temporary.chmod(mode)  # safetensors makes its files readable by their owner only
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

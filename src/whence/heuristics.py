@@ -1,4 +1,4 @@
-"""Selections that need no influence: baselines that judge records by advantages and TD errors (LDA §C.4, C.5)."""
+"""Selection rules without influence: baselines by advantages and TD errors (LDA §C.4, C.5)."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -18,16 +18,16 @@ Order: TypeAlias = Literal["distance", "product"]
 
 @dataclass(frozen=True)
 class AdvantageMismatch:
-    """Drop records whose advantage has another sign than a Monte-Carlo estimate of it (LDA §C.4).
+    """Drop records whose advantage and its Monte-Carlo estimate differ in sign (LDA §C.4).
 
-    The estimate is the mean discounted return of a record's state and action over the rollout, less that of its
-    state: it means something where states come again, so for discrete states (bytes of the observation tell them
-    apart) and actions. Of the m records that disagree, `floor(drop * m)` are dropped.
+    The estimate is the mean discounted return of a record's state and action over the rollout, minus that of its
+    state. It needs states that occur again, so discrete states (compared by the bytes of the observation) and discrete
+    actions. Of the m records that disagree, `floor(drop * m)` are dropped.
 
     Attributes:
-        order: "distance" drops those furthest from the estimate (LDA's Advantage 1), "product" those whose product
-            with it is lowest (Advantage 2).
-        drop: as in `IIF`, of the records that disagree.
+        order: "distance" drops the records furthest from the estimate (LDA's Advantage 1), "product" those whose
+            product with the estimate is lowest (Advantage 2).
+        drop: as in `IIF`, but of the records that disagree.
         warmup: as in `IIF`.
     """
 
@@ -36,7 +36,7 @@ class AdvantageMismatch:
     warmup: int = 0
     needs_influence = False
     needs_discrete = True
-    """States have to come again, and actions to be single numbers; floats would make each record a state of its own."""
+    """Whether the rule needs observations that occur again and actions that are single integers."""
 
     def __post_init__(self) -> None:
         check_share(self.drop, self.warmup)
@@ -44,10 +44,10 @@ class AdvantageMismatch:
             raise WhenceError(f"order is {self.order!r}.{suggest(str(self.order), get_args(Order))}")
 
     def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
-        """Drop those that disagree most.
+        """Drop the records that disagree most.
 
         Raises:
-            InvalidRecords: a column is missing, or actions are no single numbers.
+            InvalidRecords: a column is missing, or an action is not a single integer.
         """
         _check_columns(type(self).__name__, records, ("rewards", "values", "episode_starts", "env_index"))
         if records.gamma is None:
@@ -57,22 +57,15 @@ class AdvantageMismatch:
                 f"{type(self).__name__} needs discrete actions, one number a record; these have shape "
                 f"{tuple(records.actions.shape)} and {records.actions.dtype}."
             )
-        given = _numbers(records, "advantages")
-        starts, envs = records.episode_starts, records.env_index
-        assert starts is not None
-        assert envs is not None
+        advantages = _read_column(records, "advantages")
+        starts, envs = _read_episodes(records)
         returns = returns_to_go(
-            _numbers(records, "rewards"),
-            given,
-            _numbers(records, "values"),
-            starts.cpu().numpy(),
-            envs.cpu().numpy(),
-            records.gamma,
+            _read_column(records, "rewards"), advantages, _read_column(records, "values"), starts, envs, records.gamma
         )
-        estimate = monte_carlo_advantages(returns, states(records), records.actions.reshape(-1).cpu().numpy())
-        disagree = np.flatnonzero(np.sign(estimate) != np.sign(given))
-        worst_first = -np.abs(estimate - given) if self.order == "distance" else estimate * given
-        order = np.lexsort((records.ids.cpu().numpy()[disagree], worst_first[disagree]))
+        estimate = monte_carlo_advantages(returns, number_states(records), records.actions.reshape(-1).cpu().numpy())
+        disagree = np.flatnonzero(np.sign(estimate) != np.sign(advantages))
+        agreement = -np.abs(estimate - advantages) if self.order == "distance" else estimate * advantages
+        order = np.lexsort((records.ids.cpu().numpy()[disagree], agreement[disagree]))
         count = count_to_drop(share_at(self.drop, self.warmup, progress), len(disagree))
         keep = torch.ones(len(records), dtype=torch.bool)
         keep[torch.from_numpy(disagree[order[:count]])] = False
@@ -81,12 +74,12 @@ class AdvantageMismatch:
 
 @dataclass(frozen=True)
 class TDErrorPriority:
-    """Keep every record, and weigh it by the rank of its TD error's size: `(1 / rank) ** exponent` (LDA §C.5).
+    """Keep every record, with a weight by the rank of its TD error's size: `(1 / rank) ** exponent` (LDA §C.5).
 
-    On Stable-Baselines3 weights become sampling probabilities.
+    `whence.sb3` turns weights into sampling probabilities.
 
     Attributes:
-        exponent: 0 weighs all alike.
+        exponent: at least 0; 0 gives all records the same weight.
     """
 
     exponent: float = 0.6
@@ -97,7 +90,7 @@ class TDErrorPriority:
             raise WhenceError(f"exponent is {self.exponent}; it is 0 or more (prioritised replay's usual value: 0.6).")
 
     def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
-        """Weigh by rank.
+        """Weight records by rank.
 
         Raises:
             InvalidRecords: a column is missing, or gamma or GAE's lambda.
@@ -110,7 +103,7 @@ class TDErrorPriority:
 
 
 def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:
-    """Return records' TD errors, (n,); see `td_errors`.
+    """Return the records' TD errors, (n,); see `td_errors`.
 
     Raises:
         InvalidRecords: a column is missing, or gamma or GAE's lambda.
@@ -118,15 +111,12 @@ def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:
     _check_columns("TD errors", records, ("episode_starts", "env_index"))
     if records.gamma is None or records.gae_lambda is None:
         raise InvalidRecords("TD errors need gamma and gae_lambda: pass both to RecordBatch.")
-    starts, envs = records.episode_starts, records.env_index
-    assert starts is not None
-    assert envs is not None
-    own = _numbers(records, "advantages"), starts.cpu().numpy(), envs.cpu().numpy()
-    return td_errors(*own, records.gamma, records.gae_lambda)
+    starts, envs = _read_episodes(records)
+    return td_errors(_read_column(records, "advantages"), starts, envs, records.gamma, records.gae_lambda)
 
 
-def states(records: RecordBatch) -> NDArray[np.int64]:
-    """Number the records' states, (n,): equal observations, byte by byte, are one state."""
+def number_states(records: RecordBatch) -> NDArray[np.int64]:
+    """Return a number for each record's state, (n,); observations with equal bytes are one state."""
     rows = [
         np.ascontiguousarray(to_numpy(leaf)).reshape(len(records), -1).view(np.uint8).reshape(len(records), -1)
         for _, leaf in named_leaves(records.observations)
@@ -135,9 +125,17 @@ def states(records: RecordBatch) -> NDArray[np.int64]:
     return numbers.reshape(-1).astype(np.int64)
 
 
-def _numbers(records: RecordBatch, name: str) -> NDArray[np.float64]:
+def _read_column(records: RecordBatch, name: str) -> NDArray[np.float64]:
     column: torch.Tensor = getattr(records, name)
     return column.double().cpu().numpy()
+
+
+def _read_episodes(records: RecordBatch) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return the columns `episode_starts` and `env_index`, which must not be None."""
+    starts, envs = records.episode_starts, records.env_index
+    assert starts is not None
+    assert envs is not None
+    return starts.cpu().numpy(), envs.cpu().numpy()
 
 
 def _check_columns(what: str, records: RecordBatch, names: tuple[str, ...]) -> None:

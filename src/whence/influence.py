@@ -1,11 +1,10 @@
-"""The scores of one round for one target, with what is needed to know where they come from."""
+"""The scores of one round's records for one target, and how they were computed."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import polars as pl
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
@@ -16,17 +15,20 @@ from whence.errors import InvalidInfluence
 from whence.guards import write_atomically
 from whence.records import to_numpy
 
+if TYPE_CHECKING:
+    import polars as pl
+
 
 @dataclass(frozen=True)
 class Provenance:
-    """What scores were computed from and with; two influences combine only where these agree."""
+    """What scores were computed from and how. Two influences can be added only if these agree."""
 
     target: str
     objective: str
     engine: str
     engine_reason: str
     parameters: tuple[str, ...]
-    records: str | None = None  # RecordBatch.fingerprint of the whole batch
+    records: str | None = None  # the whole batch's RecordBatch.fingerprint
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -37,7 +39,7 @@ class Influence:
     Attributes:
         scores: (n,) float, on the CPU, in the order of `record_ids`.
         record_ids: (n,) int64.
-        provenance: target, objective, engine and why it was taken, parameters covered, records, versions.
+        provenance: target, objective, engine and why it was chosen, parameters covered, records, versions.
     """
 
     scores: Float[Tensor, " n"]
@@ -66,29 +68,31 @@ class Influence:
 
     @property
     def engine_reason(self) -> str:
-        """Why that engine was taken."""
+        """Why that engine was chosen."""
         return self.provenance.engine_reason
 
     def top(self, k: int = 10) -> Self:
-        """Return the k records that help most, the best first; of equal scores the lower record id first."""
+        """Return the k records that help most, best first; among equal scores the lower record id comes first."""
         return self._lowest(-self.scores, k)
 
     def bottom(self, k: int = 10) -> Self:
-        """Return the k records that harm most, the worst first; of equal scores the lower record id first."""
+        """Return the k records that harm most, worst first; among equal scores the lower record id comes first."""
         return self._lowest(self.scores, k)
 
     def _lowest(self, keys: Tensor, k: int) -> Self:
         if k < 1:
-            raise InvalidInfluence(f"k is {k}; ask for at least one record.")
+            raise InvalidInfluence(f"k is {k}; it is a number of records, 1 or more.")
         chosen = argsort_ascending(keys, self.record_ids)[:k]
         return replace(self, scores=self.scores[chosen], record_ids=self.record_ids[chosen])
 
-    def to_polars(self) -> pl.DataFrame:
-        """Return one row a record: `record_id`, `score`. Join it with `RecordBatch.to_polars()` on `record_id`."""
+    def to_polars(self) -> "pl.DataFrame":
+        """Return a table of `record_id` and `score`. Join it with `RecordBatch.to_polars()` on `record_id`."""
+        import polars as pl
+
         return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": to_numpy(self.scores)})
 
     def __add__(self, other: "Influence") -> Self:
-        """Add two influences of the same records: the influence on the sum of both targets."""
+        """Return the influence of the same records on the sum of both targets."""
         mine, theirs = self.provenance, other.provenance
         for name in ("records", "objective", "parameters"):
             if getattr(mine, name) != getattr(theirs, name):
@@ -115,12 +119,16 @@ class Influence:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote.
+
+        Raises:
+            InvalidInfluence: the file is damaged, or `save` did not write it.
+        """
         try:
-            opened = safe_open(path, framework="pt")
+            reader = safe_open(path, framework="pt")
         except SafetensorError as broken:
             raise InvalidInfluence(f"{path} cannot be read as safetensors: {broken}") from None
-        with opened as file:
+        with reader as file:
             metadata = file.metadata() or {}
             marks = metadata.get("format"), metadata.get("version")
             if marks != ("whence-influence", "1") or "provenance" not in metadata:
@@ -139,6 +147,6 @@ class Influence:
 
 
 def argsort_ascending(keys: Float[Tensor, " n"], record_ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Return the positions that sort `keys` upwards, the lower record id first among equals."""
+    """Return the positions that sort `keys` in ascending order; among equal keys the lower record id comes first."""
     by_id = record_ids.argsort()
     return by_id[keys[by_id].argsort(stable=True)]

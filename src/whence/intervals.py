@@ -1,4 +1,4 @@
-"""Intervals of 95% by Student's t."""
+"""95% confidence intervals by Student's t."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from scipy import stats
 
 
 def t_interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Return the "mean" of independent values, and "low" and "high" of its interval.
+    """Return the "mean" of independent values, and the ends "low" and "high" of its interval.
 
-    All None without a value; no interval of fewer than two.
+    All three are None if there is no value; "low" and "high" are None if there is one.
     """
     if len(values) < 2:
         return {"mean": float(np.mean(values)) if len(values) else None, "low": None, "high": None}
@@ -18,14 +18,14 @@ def t_interval(values: Sequence[float]) -> dict[str, float | None]:
     )
 
 
-def interval_from_error(mean: float, standard_error: float, freedom: float) -> dict[str, float | None]:
-    """Return a "mean" with the ends of its interval, "low" and "high".
+def interval_from_error(mean: float, standard_error: float, degrees_of_freedom: float) -> dict[str, float | None]:
+    """Return `mean` and the ends of its interval as "mean", "low" and "high".
 
     Args:
-        mean: of whatever.
-        standard_error: of it.
-        freedom: degrees of it, which need not be whole.
+        mean: the estimate.
+        standard_error: the estimate's standard error, at least 0.
+        degrees_of_freedom: may be fractional.
     """
-    # By hand, since scipy's interval is NaN where there is no spread.
-    half = float(stats.t.ppf(0.975, freedom)) * standard_error
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+    # scipy's own `interval` is NaN if the standard error is 0.
+    half_width = float(stats.t.ppf(0.975, degrees_of_freedom)) * standard_error
+    return {"mean": mean, "low": mean - half_width, "high": mean + half_width}

@@ -1,7 +1,7 @@
-"""How much sooner an arm gets where standard training gets, and how much seeds alone would make of it.
+"""Comparison of arms: how much sooner an arm reaches standard training's returns, with a null from seeds alone.
 
-A *level* is a return that standard training reached; a *reduction* is the share of standard training's
-rounds, or seconds, that another arm does without to reach the same level (LDA §5.2, Table 3).
+A *level* is a return that standard training reached. A *reduction* is the share of standard training's rounds, or
+seconds, that another arm saves in reaching the same level (LDA §5.2, Table 3).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,16 +33,16 @@ CURVE_METRICS = ("final_return", "peak_return", "auc")
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """One run's test returns and times, kept as read-only float64 copies.
+    """One run's test returns and times, as read-only float64 copies.
 
     returns: (R+1,) mean test return after round k = 0..R; index 0 is the untrained policy.
-    standard_errors: (R+1,) standard error of each of these evaluations, in units of return, at least 0.
-    seconds: (R,) process CPU seconds of each round's collection, scoring and optimisation, no evaluation.
-    evaluated: (R+1,) whether the policy was evaluated then; where it was not, its return is that of the evaluation
-        before, and nothing is reached. None: it always was.
+    standard_errors: (R+1,) standard error of each evaluation, in units of return, at least 0.
+    seconds: (R,) process CPU seconds of each round's collection, scoring and optimisation, without evaluation.
+    evaluated: (R+1,) whether the policy was evaluated after the round; if not, its return repeats the last evaluation
+        and reaches no level. None: it was evaluated after every round.
 
-    Raises WhenceError where lengths disagree, R < 1, a value is not finite, an error or a time is negative, or the
-    untrained policy or every trained one was not evaluated.
+    Raises WhenceError if lengths disagree, R < 1, a value is not finite, an error or a time is negative, or the
+    untrained policy or no trained policy was evaluated.
     Source: LDA §5.2.
     """
 
@@ -66,14 +66,14 @@ class Curve:
                     f"`{name}` has length {length}, but the R = {self.rounds} rounds of `seconds` need "
                     f"R+1 = {self.rounds + 1}; evaluate the untrained policy and then after every round."
                 )
-        there = np.ones(self.rounds + 1, bool) if self.evaluated is None else np.array(self.evaluated, dtype=bool)
-        if there.shape != (self.rounds + 1,) or not (there[0] and there[1:].any()):
+        mask = np.ones(self.rounds + 1, bool) if self.evaluated is None else np.array(self.evaluated, dtype=bool)
+        if mask.shape != (self.rounds + 1,) or not (mask[0] and mask[1:].any()):
             raise WhenceError(
-                f"`evaluated` is {there.astype(int).tolist()}; R+1 = {self.rounds + 1} of true or false are needed, "
+                f"`evaluated` is {mask.astype(int).tolist()}; R+1 = {self.rounds + 1} of true or false are needed, "
                 "true for the untrained policy and for at least one that is trained."
             )
-        there.flags.writeable = False
-        object.__setattr__(self, "evaluated", there)
+        mask.flags.writeable = False
+        object.__setattr__(self, "evaluated", mask)
 
     @property
     def rounds(self) -> int:
@@ -88,11 +88,11 @@ class Curve:
 
 
 def make_curve(rounds: int, evaluations: pl.DataFrame, seconds: Float64[np.ndarray, " rounds"]) -> Curve:
-    """Return a run's learning curve; between evaluations it stays at the last one, and reaches nothing.
+    """Return a run's learning curve; between evaluations it repeats the last one, and reaches no level.
 
     Args:
-        rounds: how many the run has.
-        evaluations: a row for each, with "round", "test_return" and "standard_error", in order.
+        rounds: number of the run's rounds.
+        evaluations: a row for each evaluation, with "round", "test_return" and "standard_error", in order.
         seconds: (rounds,) seconds of each round.
     """
     evaluated = evaluations["round"].to_numpy()
@@ -105,9 +105,9 @@ def make_curve(rounds: int, evaluations: pl.DataFrame, seconds: Float64[np.ndarr
     )
 
 
-def _finite_column(name: str, given: object, *, signed: bool) -> Float64[np.ndarray, " n"]:
+def _finite_column(name: str, values: object, *, signed: bool) -> Float64[np.ndarray, " n"]:
     try:
-        column = np.array(given, dtype=np.float64)
+        column = np.array(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise WhenceError(f"`{name}` is no array of numbers ({error}); give a one-dimensional one.") from error
     if column.ndim != 1:
@@ -124,45 +124,45 @@ def _finite_column(name: str, given: object, *, signed: bool) -> Float64[np.ndar
 
 
 def levels(standard: Curve) -> Float64[np.ndarray, " levels"]:
-    """Return the levels of a standard run that the noise of its evaluations lets one tell apart.
+    """Return the levels of a standard run that differ by more than the noise of its evaluations.
 
-    Running maxima strictly above v_0 + max(2 SE, 5% of (peak - v_0)), each at least 2 SE above the last one
-    taken; SE is the larger of the standard errors of the two evaluations that are told apart, since no one figure is
-    that of all: it may be 0 where every episode ends alike. Increasing, in units of return; shape (levels,), which may
-    be (0,). Source: LDA §5.2, without the levels that are noise.
+    They are the running maxima strictly above v_0 + max(2 SE, 5% of (peak - v_0)), each at least 2 SE above the level
+    before. SE is the larger standard error of the two evaluations compared: one figure for all would not do, since it
+    may be 0 if every episode ends alike. Increasing, in units of return; shape (levels,), which may be (0,).
+    Source: LDA §5.2, without the levels that are noise.
     """
     returns, errors = standard.returns, standard.standard_errors
     rise = 0.05 * float(returns.max() - returns[0])
-    taken: list[int] = []
-    # A maximum over k >= 1 that exceeds the floor exceeds v_0 too, so that it is one over k >= 0.
-    for k in _highs(standard):
+    chosen: list[int] = []
+    # A maximum over k >= 1 above the floor exceeds v_0 too, so it is also a maximum over k >= 0.
+    for k in _running_maxima(standard):
         above = returns[k] > returns[0] + max(2 * max(errors[k], errors[0]), rise)
-        if above and (not taken or returns[k] >= returns[taken[-1]] + 2 * max(errors[k], errors[taken[-1]])):
-            taken.append(k)
-    return np.asarray(returns[taken])
+        if above and (not chosen or returns[k] >= returns[chosen[-1]] + 2 * max(errors[k], errors[chosen[-1]])):
+            chosen.append(k)
+    return np.asarray(returns[chosen])
 
 
 def literal_levels(standard: Curve) -> Float64[np.ndarray, " levels"]:
-    """Return the levels of a standard run as the paper words them: every strictly larger maximum, k >= 1.
+    """Return the levels of a standard run by the paper's definition: every strictly larger maximum, k >= 1.
 
-    The first is v_1, even where v_1 is no better than the untrained policy, so there is always one.
+    The first is v_1, even if v_1 is no better than the untrained policy, so there is always one.
     Increasing, in units of return; shape (levels,). Source: LDA §5.2.
     """
-    return np.asarray(standard.returns[_highs(standard)])
+    return np.asarray(standard.returns[_running_maxima(standard)])
 
 
-def _highs(curve: Curve) -> list[int]:
-    """Return the rounds, from 1 on, whose evaluation is above every one before it but that of the untrained policy."""
+def _running_maxima(curve: Curve) -> list[int]:
+    """Return the rounds from 1 on whose evaluation exceeds those of all earlier trained policies."""
     trained = curve.returns[curve.evaluations]
     best_before = np.concatenate(([-np.inf], np.maximum.accumulate(trained)[:-1]))
-    found: list[int] = curve.evaluations[trained > best_before].tolist()
-    return found
+    rounds: list[int] = curve.evaluations[trained > best_before].tolist()
+    return rounds
 
 
 def rounds_to(curve: Curve, level: float) -> int:
-    """Return the first round k >= 1 whose test return is at least `level`, or R+1 where none is.
+    """Return the first round k >= 1 whose test return is at least `level`, or R+1 if none is.
 
-    Raises WhenceError where `level` is not finite. Source: LDA §5.2.
+    Raises WhenceError if `level` is not finite. Source: LDA §5.2.
     """
     if not np.isfinite(level):
         raise WhenceError(f"The level is {level}, but must be finite; take it from `levels` of a standard run.")
@@ -173,8 +173,8 @@ def rounds_to(curve: Curve, level: float) -> int:
 def seconds_to(curve: Curve, level: float) -> float:
     """Return the seconds until the end of the round in which `level` is first reached.
 
-    Where it never is: the seconds of all rounds and of one mean round more, for R+1 rounds.
-    Raises WhenceError where `level` is not finite. Source: LDA §5.2, Table 3.
+    If it never is, return the seconds of R+1 rounds: of all rounds and one mean round more.
+    Raises WhenceError if `level` is not finite. Source: LDA §5.2, Table 3.
     """
     rounds = rounds_to(curve, level)
     total = float(curve.seconds[:rounds].sum())
@@ -187,13 +187,13 @@ def pair_metrics(method: Curve, standard: Curve) -> dict[str, float | None]:
     se_ave, se_peak: 1 - rounds_to(method) / rounds_to(standard), averaged over `levels`, and at the highest.
     rt_peak: 1 - seconds_to(method) / seconds_to(standard), both to the highest level.
     se_ave_literal, se_peak_literal: as se_ave and se_peak, over `literal_levels`.
-    rt_peak_paper: 1 - seconds_to(method) to the highest of `literal_levels` / seconds of *all* standard rounds,
-        which is what the paper's RT_peak is (Acrobot: 1 - 35.80 / 79.87 = 55.2%): only this one belongs beside
-        its figures. Standard training itself scores above zero, unless it peaks in its last round.
+    rt_peak_paper: 1 - seconds_to(method) to the highest of `literal_levels` / seconds of *all* standard rounds. This
+        is the paper's RT_peak (Acrobot: 1 - 35.80 / 79.87 = 55.2%), so compare only this one with the paper's
+        figures. Standard training itself scores above zero, unless it peaks in its last round.
     unreached: the share of `levels` that the method never reached; these count as R+1 rounds.
 
-    Reductions are shares, at most 1, negative where the method is slower. None where the standard run has no
-    level, and for times where the standard's are zero. Raises WhenceError where the runs differ in R.
+    Reductions are shares, at most 1, and negative if the method is slower. They are None if the standard run has no
+    level, and those of time if the standard's times are zero. Raises WhenceError if the runs differ in R.
     Source: LDA §5.2, Table 3.
     """
     if method.rounds != standard.rounds:
@@ -250,42 +250,41 @@ def summarise(
 
     curves: for each arm, its run of each seed; `standard` names the arm that the others are compared with.
 
-    All intervals are 95% t intervals over seeds. Where pairs of seeds are compared, each seed is left out in turn (the
-    jackknife), method seeds and standard seeds apart, with Welch and Satterthwaite's degrees of freedom.
+    All intervals are 95% t intervals over seeds. For pairs of seeds they come from leaving out each seed in turn (the
+    jackknife), separately for method seeds and standard seeds, with Welch and Satterthwaite's degrees of freedom.
 
     An entry of `PAIR_METRICS` holds, as shares:
-    mean, low, high: over the pairs of a method seed and a standard seed that have a value; no low and high where
+    mean, low, high: over the pairs of a method seed and a standard seed that have a value; low and high are None if
         leaving out one seed leaves no pair.
     per_seed: the mean over standard seeds, for each method seed in sorted order.
-    null, null_low, null_high: the same of standard seeds against other standard seeds, which an arm that does
-        nothing would show and which need not be zero. A seed never meets itself, so ends take three seeds.
-    against_null: mean, low, high of the share of rounds, or seconds, that the arm does without of those that other
-        standard seeds take to the same levels: 1 - (1 - mean) / (1 - null), pairs of one seed left out of both. An arm
-        that takes half of the rounds has a half here, and one that does nothing has 0.
-    The standard arm's own figures are that null: a seed against itself would be zero and say nothing.
-
+    null, null_low, null_high: the same for standard seeds against other standard seeds, which an arm without effect
+        would show and which need not be zero. No seed is paired with itself, so low and high need three seeds.
+    against_null: mean, low, high of the share of rounds, or seconds, that the arm saves compared with other standard
+        seeds on the same levels: 1 - (1 - mean) / (1 - null), without pairs of one seed. An arm that takes half of the
+        rounds has 0.5; an arm without effect has 0.
+    The standard arm's own entry is that null, since each seed would save nothing against itself.
     An entry of `CURVE_METRICS` holds, in units of return:
-    mean, low, high, per_seed: over seeds; no low and high with one seed.
-    iqm: the mean without int(n / 4) of n seeds at either end: the plain mean where n < 4.
-    differences: by each other arm, mean, low, high of the differences from it over the seeds that both have; no low
-        and high with one such seed, no mean with none.
-    null: 0.0, the null of `differences` and not of `mean`: an arm that does nothing differs by 0 on average.
+    mean, low, high, per_seed: over seeds; low and high are None for one seed.
+    iqm: the mean without int(n / 4) of n seeds at either end; the plain mean if n < 4.
+    differences: for each other arm, mean, low, high of the differences from it over the seeds of both; low and high
+        are None for one such seed, all three for none.
+    null: 0.0, the null of `differences` (not of `mean`): an arm without effect differs by 0 on average.
 
-    What is not there is None. No figure of an arm depends on which others are there, but for `differences` from them.
-    Raises WhenceError where the standard arm is missing, an arm has no run, or a run has another R than the standard's.
+    No figure of an arm depends on the other arms, except `differences` from them.
+    Raises WhenceError if the standard arm is missing, an arm has no run, or a run's R is not the standard's.
     Source: LDA §5.2, Table 3.
     """
     _check_arms(curves, standard)
-    runs = {arm: dict(sorted(own.items())) for arm, own in curves.items()}
-    alone = {arm: {s: curve_metrics(run) for s, run in own.items()} for arm, own in runs.items()}
+    runs = {arm: dict(sorted(by_seed.items())) for arm, by_seed in curves.items()}
+    alone = {arm: {s: curve_metrics(run) for s, run in by_seed.items()} for arm, by_seed in runs.items()}
     null = _pair_tables(runs[standard], runs[standard])
     for table in null.values():
         np.fill_diagonal(table, np.nan)
     summary: dict[str, dict[str, dict[str, Any]]] = {}
-    for arm, own in runs.items():
-        pairs = null if arm == standard else _pair_tables(own, runs[standard])
-        apart = np.array([[seed != other for other in runs[standard]] for seed in own])
-        summary[arm] = {name: _pair_entry(pairs[name], null[name], apart, pairs is null) for name in PAIR_METRICS}
+    for arm, by_seed in runs.items():
+        pairs = null if arm == standard else _pair_tables(by_seed, runs[standard])
+        differ = np.array([[seed != other for other in runs[standard]] for seed in by_seed])
+        summary[arm] = {name: _pair_entry(pairs[name], null[name], differ, pairs is null) for name in PAIR_METRICS}
         summary[arm] |= {name: _curve_entry(name, arm, alone) for name in CURVE_METRICS}
     return summary
 
@@ -311,7 +310,7 @@ def _check_arms(curves: Mapping[str, Mapping[int, Curve]], standard: str) -> Non
 def _pair_tables(
     methods: Mapping[int, Curve], standards: Mapping[int, Curve]
 ) -> dict[str, Float64[np.ndarray, "methods standards"]]:
-    """Return each of `PAIR_METRICS` for every pair; NaN where a pair has no value."""
+    """Return a table of each of `PAIR_METRICS` over all pairs; NaN if a pair has no value."""
     pairs = [[pair_metrics(method, other) for other in standards.values()] for method in methods.values()]
     # As float64, None is NaN.
     return {name: np.array([[pair[name] for pair in row] for row in pairs], dtype=np.float64) for name in PAIR_METRICS}
@@ -320,47 +319,47 @@ def _pair_tables(
 def _pair_entry(
     values: Float64[np.ndarray, "methods standards"],
     null: Float64[np.ndarray, "standards standards"],
-    apart: Bool[np.ndarray, "methods standards"],
-    own: bool,
+    differ: Bool[np.ndarray, "methods standards"],
+    of_standard: bool,
 ) -> dict[str, Any]:
     """Return the entry of one of `PAIR_METRICS`.
 
     Args:
-        values: of every pair of a method's seed and a standard seed.
-        null: of every pair of standard seeds; NaN for a seed with itself.
-        apart: which of the pairs are of two seeds.
-        own: whether these are the standard arm's, whose methods are standards.
+        values: the metric of every pair of a method seed and a standard seed.
+        null: the metric of every pair of standard seeds; NaN for a seed with itself.
+        differ: whether the two seeds of a pair differ.
+        of_standard: whether the arm is the standard arm, whose method seeds are standard seeds.
     """
-    other_seeds = np.where(apart, values, np.nan)
+    other_seeds = np.where(differ, values, np.nan)
     methods, standards = (np.ones(count, dtype=bool) for count in values.shape)
 
-    def of_null(standards: Bool[np.ndarray, " standards"]) -> float | None:
+    def null_mean(standards: Bool[np.ndarray, " standards"]) -> float | None:
         return _mean(null[np.ix_(standards, standards)])
 
-    def of_arm(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
-        return of_null(standards) if own else _mean(values[np.ix_(methods, standards)])
+    def arm_mean(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
+        return null_mean(standards) if of_standard else _mean(values[np.ix_(methods, standards)])
 
-    def against(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
-        beside = of_null(standards)
-        arm = beside if own else _mean(other_seeds[np.ix_(methods, standards)])
-        return None if arm is None or beside is None or beside == 1 else 1 - (1 - arm) / (1 - beside)
+    def saving(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
+        of_null = null_mean(standards)
+        of_arm = of_null if of_standard else _mean(other_seeds[np.ix_(methods, standards)])
+        return None if of_arm is None or of_null is None or of_null == 1 else 1 - (1 - of_arm) / (1 - of_null)
 
-    beside = _jackknife(of_null, [standards])
-    # Standard seeds against one another are one group of seeds, not two.
-    arm = beside if own else _jackknife(of_arm, [methods, standards])
+    null_entry = _jackknife(null_mean, [standards])
+    # Pairs of standard seeds depend on one group of seeds, not two.
+    entry = null_entry if of_standard else _jackknife(arm_mean, [methods, standards])
     return {
-        **arm,
+        **entry,
         "per_seed": [_mean(row) for row in values],
-        "null": beside["mean"],
-        "null_low": beside["low"],
-        "null_high": beside["high"],
-        "against_null": _jackknife(against, [methods, standards]),
+        "null": null_entry["mean"],
+        "null_low": null_entry["low"],
+        "null_high": null_entry["high"],
+        "against_null": _jackknife(saving, [methods, standards]),
     }
 
 
 def _curve_entry(name: str, arm: str, alone: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, Any]:
-    own = {run_seed: metrics[name] for run_seed, metrics in alone[arm].items()}
-    values = list(own.values())
+    by_seed = {run_seed: metrics[name] for run_seed, metrics in alone[arm].items()}
+    values = list(by_seed.values())
     others = {other: {s: metrics[name] for s, metrics in runs.items()} for other, runs in alone.items() if other != arm}
     return {
         **t_interval(values),
@@ -368,7 +367,8 @@ def _curve_entry(name: str, arm: str, alone: Mapping[str, Mapping[int, Mapping[s
         "iqm": float(stats.trim_mean(values, 0.25)),
         "null": 0.0,
         "differences": {
-            other: t_interval([own[s] - theirs[s] for s in own if s in theirs]) for other, theirs in others.items()
+            other: t_interval([by_seed[s] - theirs[s] for s in by_seed if s in theirs])
+            for other, theirs in others.items()
         },
     }
 
@@ -381,19 +381,19 @@ def _mean(values: Float64[np.ndarray, "..."]) -> float | None:
 def _jackknife(
     statistic: Callable[..., float | None], groups: Sequence[Bool[np.ndarray, " seeds"]]
 ) -> dict[str, float | None]:
-    """Return a statistic of groups of seeds, given as masks, with the ends that leaving out each seed in turn gives."""
+    """Return a statistic of groups of seeds (masks) and its jackknife interval as "mean", "low" and "high"."""
     mean = statistic(*groups)
-    without_ends = {"mean": mean, "low": None, "high": None}
+    mean_alone = {"mean": mean, "low": None, "high": None}
     if mean is None:
-        return without_ends
+        return mean_alone
     variances = []
     for place, group in enumerate(groups):
         without = [statistic(*groups[:place], group & ~seed, *groups[place + 1 :]) for seed in np.eye(len(group)) > 0]
         known = [value for value in without if value is not None]
         if len(known) < len(without):
-            return without_ends
+            return mean_alone
         variances.append((len(group) - 1) * float(np.var(known)))
-    # Welch and Satterthwaite's, by shares of the whole, which squares of small variances are too small for.
+    # Welch and Satterthwaite's formula in shares of the total variance, since squares of small variances underflow.
     shares = [variance / (sum(variances) or 1) for variance in variances]
-    freedom = 1 / (sum(s**2 / (len(group) - 1) for s, group in zip(shares, groups, strict=True)) or 1)
-    return interval_from_error(mean, float(np.sqrt(sum(variances))), freedom)
+    degrees_of_freedom = 1 / (sum(s**2 / (len(group) - 1) for s, group in zip(shares, groups, strict=True)) or 1)
+    return interval_from_error(mean, float(np.sqrt(sum(variances))), degrees_of_freedom)

@@ -1,4 +1,4 @@
-"""What a round's optimisation raises, one value per record (LDA §2.1, eq. 1; PPO's clipped objective)."""
+"""Objectives: what a round's optimisation raises, one value per record (LDA §2.1, eq. 1)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +19,12 @@ AdvantageNorm: TypeAlias = Literal["none", "buffer", "chunk"]
 
 @runtime_checkable
 class Objective(Protocol):
-    """One value per record, to be raised. Reduction over records happens elsewhere, visibly.
+    """One value per record, to be raised; the engines sum over records.
 
-    The value of a record may depend on that record's outputs only; what depends on the whole buffer (normalised
-    advantages) belongs into `prepare`, which is called once. The call is on any part of the prepared records, down to a
-    single one: engines go in chunks, and measure their memory on a few records first. What it needs of a record, it
-    therefore reads from the records it is given. An attribute `reads`, where there is one, names the outputs that are
-    read; without it all are computed.
+    A record's value may depend on that record's outputs only. What depends on the whole buffer, such as normalised
+    advantages, belongs into `prepare`, which is called once. Engines call the objective on any part of the prepared
+    records, down to a single one, so it must read all it needs about a record from the records it is called with. An
+    optional attribute `reads` names the outputs that the objective reads; without it all are computed.
     """
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
@@ -33,18 +32,18 @@ class Objective(Protocol):
         ...
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
-        """Return the objective of each of the records, which may be any part of the prepared ones."""
+        """Return the objective of each record; `records` may be any part of the prepared records."""
         ...
 
 
 @dataclass(frozen=True)
 class FunctionObjective:
-    """A plain function `function(outputs, records) -> (n,)` as an objective, with nothing to prepare."""
+    """A plain function `function(outputs, records) -> (n,)` as an objective that prepares nothing."""
 
     function: Callable[["Outputs", RecordBatch], Tensor]
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
-        """Return the records as they are."""
+        """Return the records unchanged."""
         return records
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
@@ -53,9 +52,9 @@ class FunctionObjective:
 
 
 class _ActorCritic:
-    """What PPO and A2C share: normalised advantages, entropy and value terms."""
+    """The common part of PPO and A2C: normalised advantages, entropy and value terms."""
 
-    # Declared again as fields below, where their order is the signature's.
+    # The dataclasses below declare them again, in the order of their signatures.
     ent_coef: float
     vf_coef: float
     clip_range_vf: float | None
@@ -71,7 +70,7 @@ class _ActorCritic:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The outputs of the policy that the objective reads; the others need not be computed."""
+        """The policy's outputs that the objective reads; the others need not be computed."""
         value, entropy = ["value"] if self.vf_coef else [], ["entropy"] if self.ent_coef else []
         return frozenset(["log_prob", *value, *entropy])
 
@@ -85,13 +84,13 @@ class _ActorCritic:
         if self.advantage_norm == "none":
             return records
         if self.advantage_norm == "buffer":
-            return records.with_advantages(_normalised(records.advantages))
+            return records.with_columns({"advantages": _normalise(records.advantages)})
         chunks = records.advantages.split(self.chunk_size)
-        return records.with_advantages(torch.cat([_normalised(chunk) for chunk in chunks]))
+        return records.with_columns({"advantages": torch.cat([_normalise(chunk) for chunk in chunks])})
 
-    def _with_further_terms(self, values: Tensor, outputs: "Outputs", records: RecordBatch) -> Tensor:
+    def _add_entropy_and_value(self, values: Tensor, outputs: "Outputs", records: RecordBatch) -> Tensor:
         if self.ent_coef:
-            # Where no closed form is given, -log pi of the action taken is the one-sample estimate SB3 uses.
+            # SB3 estimates an entropy without closed form by -log pi of the action taken.
             entropy = -outputs.log_prob if outputs.entropy is None else check_one_per_record("entropy", outputs.entropy)
             values = values + self.ent_coef * entropy
         if self.vf_coef:
@@ -104,12 +103,25 @@ class _ActorCritic:
         return values
 
 
-def _normalised(advantages: Tensor) -> Tensor:
-    # One record has no standard deviation; SB3 leaves its advantage as it is.
+def _normalise(advantages: Tensor) -> Tensor:
+    # One record has no standard deviation; SB3 does not change its advantage.
     if len(advantages) < 2:
         return advantages
     std, mean = torch.std_mean(advantages, correction=1)
     return (advantages - mean) / (std + 1e-8)
+
+
+def mean_surrogate(
+    log_probs: Float[Tensor, " n"], records: RecordBatch, advantages: Float[Tensor, " n"]
+) -> Float[Tensor, ""]:
+    """Return `mean(rho A)`, the surrogate of the expected return without clipping (LDA §2.1).
+
+    Args:
+        log_probs: (n,) log-probabilities of the records' actions under the policy to judge.
+        records: n records, with the log-probabilities under the policy that collected them.
+        advantages: (n,) the advantages A: the records' own, or centred ones.
+    """
+    return ((log_probs - records.log_probs).exp() * advantages).mean()
 
 
 @dataclass(frozen=True)
@@ -120,12 +132,12 @@ class PPOClip(_ActorCritic):
     probability to the recorded one and `A` the normalised advantage.
 
     Attributes:
-        clip_range: eps: how far the ratio may move from 1 before it is clipped.
-        ent_coef: weight of the entropy; -log pi of the action stands in where the policy gives none.
-        vf_coef: weight of the squared value error; 0 leaves it out, as LDA does.
-        clip_range_vf: range in which the value may move from the recorded one, or None.
+        clip_range: eps, how far the ratio may move from 1 before it is clipped.
+        ent_coef: weight of the entropy; if the policy returns no entropy, -log pi of the action replaces it.
+        vf_coef: weight of the squared value error; 0 omits it, as LDA does.
+        clip_range_vf: how far the value may move from the recorded one; None: any distance.
         advantage_norm: "none"; "buffer": mean 0 and standard deviation 1 (Bessel's correction) over the whole
-            buffer; "chunk": the same over consecutive chunks of `chunk_size`, which depends on the order.
+            buffer; "chunk": the same over consecutive chunks of `chunk_size`, which depend on the records' order.
         chunk_size: records in a chunk.
     """
 
@@ -146,7 +158,7 @@ class PPOClip(_ActorCritic):
         ratio = (check_one_per_record("log_prob", outputs.log_prob) - records.log_probs).exp()
         clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
         surrogate = torch.minimum(ratio * records.advantages, clipped * records.advantages)
-        return self._with_further_terms(surrogate, outputs, records)
+        return self._add_entropy_and_value(surrogate, outputs, records)
 
 
 @dataclass(frozen=True)
@@ -164,13 +176,17 @@ class A2C(_ActorCritic):
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""
-        return self._with_further_terms(
+        return self._add_entropy_and_value(
             records.advantages * check_one_per_record("log_prob", outputs.log_prob), outputs, records
         )
 
 
 def as_objective(objective: Objective | Callable[["Outputs", RecordBatch], Tensor] | None) -> Objective:
-    """Return `objective`; a plain function wrapped; `PPOClip()` for None."""
+    """Return `objective` as an `Objective`: a plain function is wrapped, None becomes `PPOClip()`.
+
+    Raises:
+        WhenceError: it is a class, or cannot be called.
+    """
     if objective is None:
         return PPOClip()
     if isinstance(objective, type):

@@ -1,4 +1,4 @@
-"""How log-probabilities, values and entropies are read from a policy, as a function of its parameters."""
+"""Views of policies: log-probabilities, values and entropies as functions of the parameters."""
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ Params: TypeAlias = Mapping[str, Tensor]
 
 
 class Outputs(NamedTuple):
-    """What a policy says of n records: `log_prob` (n,), `value` (n,) or None, `entropy` (n,) or None.
+    """A policy's outputs for n records: `log_prob` (n,), `value` (n,) or None, `entropy` (n,) or None.
 
-    A record that holds several actions, as a language model's row holds tokens, may have a number for each: (n, R).
-    Objective and target then have to know of it, as those of `whence.llm` do.
+    A record of several actions, such as a language model's row of tokens, may have a number for each: (n, R).
+    Objective and target then have to read such outputs, as those of `whence.llm` do.
     """
 
     log_prob: Float[Tensor, "n ..."]
@@ -32,7 +32,7 @@ class Outputs(NamedTuple):
 
 
 class LazyOutputs(NamedTuple):
-    """`Outputs` of which value and entropy are computed only where something reads them."""
+    """`Outputs` whose value and entropy are computed only if something reads them."""
 
     log_prob: Float[Tensor, "n ..."]
     value: Callable[[], Tensor | None]
@@ -44,12 +44,11 @@ COLUMNS = frozenset(Outputs._fields)
 
 @runtime_checkable
 class PolicyView(Protocol):
-    """A policy as engines see it.
+    """A policy as a function of its parameters, which engines differentiate.
 
-    `prepare` does what needs no derivative (one-hot, image scaling, device), once; the call is what engines
-    differentiate. Each output has the records first, and what it says of a record may depend on that record's inputs
-    only. An attribute `action_space`, where there is one, is a space as Gymnasium has them; targets refuse actions that
-    it does not hold.
+    `prepare` runs once and does what needs no derivative (one-hot, image scaling, device). The first axis of each
+    output is the records', and a record's outputs may depend on that record's inputs only. An optional attribute
+    `action_space` is a Gymnasium space; targets refuse actions outside it.
     """
 
     module: nn.Module
@@ -59,7 +58,7 @@ class PolicyView(Protocol):
         ...
 
     def prepare(self, records: RecordBatch) -> Tree:
-        """Turn records into inputs: tensors, or nested dicts and tuples of them, records first."""
+        """Return the inputs of the records: tensors, or nested dicts and tuples of tensors, records first."""
         ...
 
     def __call__(self, params: Params, inputs: Tree) -> Outputs:
@@ -73,9 +72,9 @@ class ModuleView:
     Args:
         module: the policy. Its trainable parameters are those with `requires_grad`.
         outputs: `outputs(module, inputs)` returns `Outputs`, `LazyOutputs`, or the log-probs alone, (n,) or (n, R). It
-            may call the module and its submodules in any way, but must not keep tensors on them.
-        prepare: `prepare(records)` returns the inputs, records first. Default: a dict of `observations`,
-            `actions` and, where there are, `action_masks`.
+            may call the module and its submodules in any way, but must not store tensors on them.
+        prepare: `prepare(records)` returns the inputs, records first. Default: a dict of `observations`, `actions`
+            and, if the records have them, `action_masks`.
     """
 
     def __init__(
@@ -86,17 +85,17 @@ class ModuleView:
     ) -> None:
         self.module = module
         self._outputs = outputs
-        self._prepare = prepare or _plain_inputs
+        self._prepare = prepare or _default_inputs
         self._slots: list[_Slot] | None = None
 
     @property
     def action_space(self) -> Any:
-        """The module's own `action_space`, as SB3's policies have one; None where there is none."""
+        """The module's `action_space`, which SB3's policies have; None if it has none."""
         return getattr(self.module, "action_space", None)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters with `requires_grad`, by the first name the module gives them."""
-        self._slots = _slots(self.module)  # anew, since modules may have been added or unfrozen
+        """The parameters with `requires_grad`; one with several names goes by the module's first."""
+        self._slots = _list_slots(self.module)  # listed again: modules may have been added or unfrozen
         return {slot.name: slot.parameter for slot in self._slots}
 
     def prepare(self, records: RecordBatch) -> Tree:
@@ -111,28 +110,28 @@ class ModuleView:
     def only(self, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
         """Evaluate the policy at `params`; lazy columns outside `columns` are None."""
         if self._slots is None:
-            self._slots = _slots(self.module)
-        with _swapped(self._slots, params):
-            found = self._outputs(self.module, inputs)
-            if isinstance(found, LazyOutputs):
-                value = found.value() if "value" in columns else None
-                entropy = found.entropy() if "entropy" in columns else None
-                return Outputs(found.log_prob, value, entropy)
-        return Outputs(found) if isinstance(found, Tensor) else found
+            self._slots = _list_slots(self.module)
+        with _swap_in(self._slots, params):
+            outputs = self._outputs(self.module, inputs)
+            if isinstance(outputs, LazyOutputs):
+                value = outputs.value() if "value" in columns else None
+                entropy = outputs.entropy() if "entropy" in columns else None
+                return Outputs(outputs.log_prob, value, entropy)
+        return Outputs(outputs) if isinstance(outputs, Tensor) else outputs
 
 
 def compute_outputs(view: PolicyView, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
-    """Evaluate a view of any kind at `params`; what is costly and outside `columns` may be None."""
+    """Evaluate any view at `params`; outputs outside `columns` may be None."""
     return view.only(columns, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
 
 
-def _plain_inputs(records: RecordBatch) -> Tree:
+def _default_inputs(records: RecordBatch) -> Tree:
     inputs = {"observations": records.observations, "actions": records.actions}
     return inputs if records.action_masks is None else inputs | {"action_masks": records.action_masks}
 
 
 class _Slot(NamedTuple):
-    """A place where a module keeps a parameter: `holder[key]` is `parameter`, which the view calls `name`."""
+    """A place where a module stores a parameter: `holder[key]` is `parameter`, which the view calls `name`."""
 
     holder: dict[str, Any]
     key: str
@@ -140,10 +139,10 @@ class _Slot(NamedTuple):
     name: str
 
 
-def _slots(module: nn.Module) -> list[_Slot]:
-    # torch.func.functional_call swaps a parameter once per name it can be reached under, and puts the wrong tensor
-    # back where a submodule has several names, as SB3's shared features extractor has. Here each place is listed
-    # once and named by the identity of its parameter, so aliases and tied weights come out as they went in.
+def _list_slots(module: nn.Module) -> list[_Slot]:
+    # torch.func.functional_call swaps a parameter once for each of its names, and restores the wrong tensor if a
+    # submodule has several names, such as SB3's shared features extractor. Here each place is listed once and named
+    # by the identity of its parameter, which restores aliases and tied weights correctly.
     names: dict[int, str] = {}
     return [
         _Slot(submodule._parameters, key, p, names.setdefault(id(p), f"{path}.{key}" if path else key))
@@ -154,7 +153,7 @@ def _slots(module: nn.Module) -> list[_Slot]:
 
 
 @contextmanager
-def _swapped(slots: Sequence[_Slot], params: Params) -> Iterator[None]:
+def _swap_in(slots: Sequence[_Slot], params: Params) -> Iterator[None]:
     try:
         for slot in slots:
             slot.holder[slot.key] = params.get(slot.name, slot.parameter)
@@ -164,27 +163,27 @@ def _swapped(slots: Sequence[_Slot], params: Params) -> Iterator[None]:
             slot.holder[slot.key] = slot.parameter
 
 
-# What engines noted of a view, by the view itself or by its module. An entry goes with its key, which it must not hold.
+# Engines' notes on a view, by the view or its module. An entry dies with its key, which it must not reference.
 _NOTES: "weakref.WeakKeyDictionary[Any, dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
 
 
 def notes_on(view: PolicyView) -> dict[Hashable, Any]:
-    """Return what engines have noted of a view, to be read and added to; a note must not hold the view.
+    """Return the engines' notes on a view, a dict to read and to add to; a note must not reference the view.
 
-    Views of one module share their notes where they are made of the same functions: `as_view` makes one for each call.
+    Views of one module with the same functions share their notes, since `as_view` makes a view for each call.
     """
     functions = (view._outputs, view._prepare) if type(view) is ModuleView else ()
-    codes = tuple(_code_alone(function, view.module) for function in functions)
+    codes = tuple(_identify_function(function, view.module) for function in functions)
     if codes and None not in codes:
         return _NOTES.setdefault(view.module, {}).setdefault(codes, {})  # type: ignore[no-any-return]
     try:
         return _NOTES.setdefault(view, {})
-    except TypeError:  # no hash, or no weak references
+    except TypeError:  # the view has no hash, or allows no weak references
         return {}
 
 
-def _code_alone(function: Callable[..., Any], module: nn.Module) -> Hashable:
-    """Return a function's code where it says all there is to it, given the module; else None."""
+def _identify_function(function: Callable[..., Any], module: nn.Module) -> Hashable:
+    """Return a key of a function's code if code and module determine what it computes; else None."""
     if is_dataclass(function) and not isinstance(function, type):
         plain = all(isinstance(value, int | float | str) for value in vars(function).values())
         return (type(function), *astuple(function)) if plain else None
@@ -199,15 +198,15 @@ _VIEWS: dict[str, Callable[[Any], PolicyView]] = {}
 
 
 def register_view(package: str, make: Callable[[Any], PolicyView]) -> None:
-    """Let `as_view` turn policies whose class, or a base of it, comes from the top-level `package` into views.
+    """Register a function that makes views of policies whose class, or a base of it, is from the package `package`.
 
-    An installed package registers its own by an entry point of the group "whence.views", named after `package`.
+    An installed package can register its function by an entry point of the group "whence.views" with its own name.
     """
     _VIEWS[package] = make
 
 
 def _find_view(package: str) -> Callable[[Any], PolicyView] | None:
-    """Return what makes views of a package's policies; an entry point is loaded once one of its policies arrives."""
+    """Return the function that makes views of a package's policies, loaded from its entry point at first use."""
     if package not in _VIEWS and (points := entry_points(group="whence.views", name=package)):
         _VIEWS[package] = next(iter(points)).load()
     return _VIEWS.get(package)
@@ -218,11 +217,16 @@ def _viewable_packages() -> list[str]:
 
 
 def as_view(policy: object) -> PolicyView:
-    """Return `policy` if it is a view, else the view registered for its class's package.
+    """Return `policy` if it is a view, else a view by the function registered for its class's package.
 
     Raises:
-        Unsupported: no view is known for the policy's class.
+        Unsupported: no function is registered for the policy's class, or `policy` is an algorithm of SB3.
     """
+    if any(base.__module__ == "stable_baselines3.common.base_class" for base in type(policy).__mro__):
+        raise Unsupported(
+            f"policy is a {type(policy).__name__} algorithm of Stable-Baselines3; a policy is needed. Pass its policy: "
+            "model.policy."
+        )
     if not isinstance(policy, nn.Module) and isinstance(policy, PolicyView):
         return policy
     for base in type(policy).__mro__:
@@ -239,26 +243,26 @@ def find_acting_parameters(view: PolicyView, records: RecordBatch) -> frozenset[
     """Return the names of the parameters that log-probs depend on.
 
     Args:
-        view: of the policy.
-        records: at least one that the policy can read.
+        view: the policy's view.
+        records: records that the policy can read; the first is used.
     """
     with torch.enable_grad():
-        free = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
-        total = view(free, view.prepare(records.take(slice(0, 1)))).log_prob.sum()
-        gradients = torch.autograd.grad(total, list(free.values()), allow_unused=True)
-    return frozenset(name for name, gradient in zip(free, gradients, strict=True) if gradient is not None)
+        params = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
+        total = view(params, view.prepare(records.take(slice(0, 1)))).log_prob.sum()
+        gradients = torch.autograd.grad(total, list(params.values()), allow_unused=True)
+    return frozenset(name for name, gradient in zip(params, gradients, strict=True) if gradient is not None)
 
 
 def check_batch_norm(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse BatchNorm layers that normalise by the statistics of the records at hand.
+    """Refuse BatchNorm layers that normalise by the statistics of the present records.
 
     Raises:
-        Unsupported: naming the layer.
+        Unsupported: there is such a layer; the message names it.
     """
     for path, module in modules.items():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise Unsupported(
-                f"The layer `{path}` ({type(module).__name__}) is in training mode: what it makes of a record depends "
+                f"The layer `{path}` ({type(module).__name__}) is in training mode: its output for a record depends "
                 "on the other records of the minibatch, so no record has an objective of its own. Put it in eval "
                 "mode, where its statistics are constants, if it is trained so; or use LayerNorm or GroupNorm."
             )

@@ -1,14 +1,13 @@
-"""The records of one round as columns, each record with an id that stays with it."""
+"""The records of one round as columns; each record has an id that never changes."""
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
-import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
@@ -16,10 +15,13 @@ from torch import Tensor
 
 from whence.errors import InvalidRecords
 
-Tree: TypeAlias = Any  # a tensor, or a (nested) dict, tuple or list of trees, all with the records' axis first
+if TYPE_CHECKING:
+    import polars as pl  # `to_polars` imports it when called: importing it takes a tenth as long as importing torch
+
+Tree: TypeAlias = Any  # a tensor, or a (nested) dict, tuple or list of trees; the first axis is the records'
 Array: TypeAlias = Any  # anything torch.as_tensor takes
 
-UNKNOWN = -1  # in the integer columns: not known; null in tables
+UNKNOWN = -1  # stands for an unknown number in integer columns; null in tables
 
 
 def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
@@ -48,10 +50,14 @@ def take(tree: Tree, index: Tensor | slice) -> Tree:
 
 
 def check_one_per_record(name: str, column: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
-    """Return a column of a policy's outputs where it holds one number per record, (n,).
+    """Return `column` if it holds one number per record, shape (n,).
+
+    Args:
+        name: the column's name among a policy's outputs, for the message.
+        column: the column, (n, ...).
 
     Raises:
-        InvalidRecords: it holds several.
+        InvalidRecords: it holds several numbers per record.
     """
     if column.ndim != 1:
         raise InvalidRecords(
@@ -62,8 +68,27 @@ def check_one_per_record(name: str, column: Float[Tensor, "n ..."]) -> Float[Ten
     return column
 
 
+def check_records(records: object) -> None:
+    """Refuse anything but a `RecordBatch`, and say how to make one.
+
+    Raises:
+        InvalidRecords: it is none.
+    """
+    if isinstance(records, RecordBatch):
+        return
+    kind = f"{type(records).__module__}.{type(records).__qualname__}"
+    from_sb3 = any(base.__module__.startswith(("stable_baselines3.", "sb3_contrib.")) for base in type(records).__mro__)
+    remedy = (
+        "pass whence.sb3.collect(model), which collects a rollout, or in a callback whence.sb3.snapshot(model), which "
+        "reads the rollout buffer of the model"
+        if from_sb3
+        else "make one: whence.RecordBatch(observations=..., actions=..., log_probs=..., advantages=...)"
+    )
+    raise InvalidRecords(f"records is a {kind}; a RecordBatch is needed: {remedy}.")
+
+
 def to_numpy(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as an array; bfloat16, which numpy lacks, as float32."""
+    """Return a tensor as an array; bfloat16, which NumPy lacks, becomes float32."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
 
 
@@ -71,19 +96,19 @@ def to_numpy(tensor: Tensor) -> NDArray[Any]:
 class RecordBatch:
     """The n records of one round (LDA §2.1), as columns on the records' axis.
 
-    Every column is copied on the way in, so a batch never aliases a live buffer. Arrays and tensors are taken;
-    floating columns keep their dtype.
+    Columns are arrays or tensors. Each is copied, so a batch never aliases a live buffer; floating columns keep their
+    dtype.
 
     Attributes:
         observations: (n, ...) tensor, or a nested dict of such.
         actions: (n, ...).
         log_probs: (n,) log-probability of the action under the policy that took it.
-        advantages: (n,) advantage estimates as they came, not normalised.
+        advantages: (n,) advantage estimates, not normalised.
         values: (n,) value estimates, or None.
         returns: (n,) targets of the value function, or None.
-        rewards: (n,), or None. As SB3 stores them, they hold the bootstrap of a time limit.
+        rewards: (n,), or None. Rewards that SB3 stored include the bootstrap value at a time limit.
         episode_starts: (n,) whether the record is the first of its episode, or None.
-        record_ids: (n,) distinct integers >= 0; 0 ... n-1 where not given.
+        record_ids: (n,) distinct integers >= 0; None numbers the records from 0.
         env_index: (n,) index of the environment, -1 where unknown, or None.
         episode_ids: (n,) integer id of the episode, -1 where unknown, or None.
         steps: (n,) position in the episode, counted from 0, -1 where unknown, or None.
@@ -92,8 +117,8 @@ class RecordBatch:
         gae_lambda: lambda of the advantage estimator, or None.
 
     Raises:
-        InvalidRecords: lengths that differ, no record at all, a repeated or negative record id, observations of one
-            dotted name, or a value that is not finite (the message names the record).
+        InvalidRecords: lengths differ, there is no record, a record id is negative or occurs twice, two observations
+            have the same dotted name, or a value is not finite (the message names the record).
     """
 
     _: KW_ONLY
@@ -116,13 +141,13 @@ class RecordBatch:
     def __post_init__(self) -> None:
         for name in _COLUMNS:
             if (column := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _copied(name, column))
+                object.__setattr__(self, name, _copy_column(name, column))
         _check_names(self.observations)
         _check_lengths(self)
         if self.record_ids is None:
             object.__setattr__(self, "record_ids", torch.arange(len(self.log_probs)))
         _check_ids(self.ids)
-        _check_finite(self)
+        _check_finite(self, (*_FLOATING, "observations", "actions"))
 
     def __len__(self) -> int:
         return len(self.log_probs)
@@ -141,36 +166,53 @@ class RecordBatch:
         """Return the records at `index` (positions, mask or slice), each with its id.
 
         Raises:
-            InvalidRecords: there is none.
+            InvalidRecords: `index` selects no record.
         """
-        taken = self.with_columns(take(self.columns, index))
-        if len(taken) == 0:
+        part = self.with_columns(take(self.columns, index))
+        if len(part) == 0:
             raise InvalidRecords(
                 f"take() was to leave none of the {len(self)} records; a RecordBatch holds at least one. Pass "
                 "positions, a mask or a slice that takes some."
             )
-        return taken
+        return part
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the records on a device; these same where they are there already."""
-        wanted = torch.device(device)
-        if all(tensor.device == wanted for _, tensor in named_leaves(self.columns)):
+        """Return the records on a device; the same object if all columns are on it already."""
+        target = torch.device(device)
+        if all(tensor.device == target for _, tensor in named_leaves(self.columns)):
             return self
         return self.with_columns(map_tree(lambda t: t.to(device), self.columns))
 
     def with_advantages(self, advantages: Float[Tensor, " n"]) -> Self:
-        """Return the same records with other advantages, (n,)."""
-        return self.with_columns({"advantages": advantages})
+        """Return the same records with other advantages; a tensor is not copied, and keeps its graph.
+
+        Args:
+            advantages: (n,) one finite number per record.
+
+        Raises:
+            InvalidRecords: the number of advantages differs, a record has several, or one is not finite.
+        """
+        column = advantages if isinstance(advantages, Tensor) else _as_tensor(advantages)
+        if not column.is_floating_point():
+            column = column.to(torch.get_default_dtype())
+        if column.shape != (len(self),):
+            raise InvalidRecords(
+                f"with_advantages() got advantages of shape {tuple(column.shape)} for {len(self)} records; one number "
+                f"per record is needed, shape ({len(self)},), in the order of the records."
+            )
+        records = self.with_columns({"advantages": column})
+        _check_finite(records, ("advantages",))
+        return records
 
     @property
     def columns(self) -> dict[str, Tree]:
-        """The columns that are there, by name."""
+        """The columns that are not None, by name."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
         return {name: column for name, column in columns.items() if column is not None}
 
     def with_columns(self, columns: Mapping[str, Tree]) -> Self:
-        """Return the records with these columns in the place of theirs, neither copied nor checked."""
-        # Past __post_init__: columns were copied and checked once, and `loop` takes records one by one.
+        """Return the records with these columns instead of their own; the columns are neither copied nor checked."""
+        # This skips __post_init__: columns were copied and checked once, and `loop` takes records one by one.
         batch = object.__new__(type(self))
         batch.__dict__.update(self.__dict__, **columns)
         batch.__dict__.pop("fingerprint", None)
@@ -178,34 +220,38 @@ class RecordBatch:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of ids, log-probs and advantages: tells two rounds apart even where their ids agree."""
+        """Digest of ids, log-probs and advantages; it differs between rounds even if their ids agree."""
         digest = hashlib.sha256()
         for column in (self.ids, self.log_probs, self.advantages):
             digest.update(column.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def to_polars(self, *, observations: bool = False) -> pl.DataFrame:
-        """Return one row a record: ids, episode, action, log-prob, value, advantage, return, reward.
+    def to_polars(self, *, observations: bool = False) -> "pl.DataFrame":
+        """Return a table with a row for each record: ids, episode, action, log-prob, value, advantage, return, reward.
 
-        Columns of more than one number a record become fixed-size arrays; -1 in the integer columns becomes null;
+        Columns with several numbers per record become fixed-size arrays; -1 in the integer columns becomes null;
         bfloat16 becomes float32.
 
         Args:
-            observations: add the observations, where a record's take no more than 4 KiB in all.
+            observations: add the observations, unless those of one record take more than 4 KiB.
         """
+        import polars as pl
+
         series = [pl.Series("record_id", self.ids.cpu().numpy())]
         for name, singular in _IN_TABLES.items():
             if (column := getattr(self, name)) is not None:
-                one = _series(singular, column)
-                series.append(one.set(one == UNKNOWN, None) if name in _INTEGER else one)
+                values = _make_series(singular, column)
+                series.append(values.set(values == UNKNOWN, None) if name in _INTEGER else values)
         if observations:
-            parts = named_leaves(self.observations, "observation")
-            if sum(tensor[0].nbytes for _, tensor in parts) <= 4096:
-                series += [_series(name, tensor) for name, tensor in parts]
+            leaves = named_leaves(self.observations, "observation")
+            if sum(tensor[0].nbytes for _, tensor in leaves) <= 4096:
+                series += [_make_series(name, tensor) for name, tensor in leaves]
         return pl.DataFrame(series)
 
 
-def _series(name: str, column: Tensor) -> pl.Series:
+def _make_series(name: str, column: Tensor) -> "pl.Series":
+    import polars as pl
+
     array = to_numpy(column).reshape(len(column), -1)
     return pl.Series(name, array[:, 0] if array.shape[1] == 1 else array)
 
@@ -229,9 +275,9 @@ _IN_TABLES = {
 }
 
 
-def _copied(name: str, column: Array) -> Tree:
+def _copy_column(name: str, column: Array) -> Tree:
     if name == "observations":
-        return _copied_tree(column)
+        return _copy_tree(column)
     tensor = _as_tensor(column)
     if name in _INTEGER:
         return tensor.to(torch.int64, copy=True)
@@ -242,25 +288,25 @@ def _copied(name: str, column: Array) -> Tree:
     return tensor.clone()
 
 
-def _copied_tree(tree: Array) -> Tree:
+def _copy_tree(tree: Array) -> Tree:
     if isinstance(tree, Mapping):
-        return {key: _copied_tree(branch) for key, branch in tree.items()}
+        return {key: _copy_tree(branch) for key, branch in tree.items()}
     return _as_tensor(tree).clone()
 
 
 def _as_tensor(array: Array) -> Tensor:
-    # torch warns of arrays that cannot be written to, such as those of a table, although it would only read them.
-    readable = array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array
-    return torch.as_tensor(readable).detach()
+    # torch warns about read-only arrays, such as those of a table, although it would only read them.
+    writeable = array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array
+    return torch.as_tensor(writeable).detach()
 
 
 def _check_names(observations: Tree) -> None:
-    # In tables and messages the keys of nested dicts are joined, which a key that holds a dot can make ambiguous.
+    # Tables and messages join the keys of nested dicts by dots, so a key with a dot in it can make two names equal.
     counts = Counter(name for name, _ in named_leaves(observations, "observations"))
-    if twice := [name for name, count in counts.items() if count > 1]:
+    if repeated := [name for name, count in counts.items() if count > 1]:
         raise InvalidRecords(
-            f"Two observations come out as `{twice[0]}`: the keys of nested dicts are joined by dots. Rename one, or "
-            "use keys without dots."
+            f"Two observations are both named `{repeated[0]}`: the keys of nested dicts are joined by dots. "
+            "Rename one, or use keys without dots."
         )
 
 
@@ -294,12 +340,12 @@ def _check_ids(ids: Tensor) -> None:
     if (counts > 1).any():
         raise InvalidRecords(
             f"record_ids holds {int(values[counts > 1][0])} {int(counts.max())} times; each record needs an id "
-            "of its own. Leave record_ids out to number the records."
+            "that no other has. Leave record_ids out to number the records."
         )
 
 
-def _check_finite(batch: RecordBatch) -> None:
-    for name in (*_FLOATING, "observations", "actions"):
+def _check_finite(batch: RecordBatch, names: Sequence[str]) -> None:
+    for name in names:
         if (column := getattr(batch, name)) is None:
             continue
         for leaf, tensor in named_leaves(column, name):
@@ -312,5 +358,5 @@ def _check_finite(batch: RecordBatch) -> None:
                 f"`{leaf}` is {float(value[~torch.isfinite(value)][0])} at record {int(batch.ids[first])} "
                 f"({int(bad.sum())} of {len(batch)} records are not finite). Scores of such records mean "
                 "nothing: find where the value arises (reward, observation or a diverged policy), or leave "
-                "the records out with `records.take(mask)` if they are yours to leave out."
+                "the records out with `records.take(mask)`."
             )

@@ -1,9 +1,12 @@
-"""A run on disk: typed, versioned files, each written atomically, none of them a pickle."""
+"""A run on disk: typed, versioned files, each written atomically, no pickles."""
 
+import errno
 import json
+import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -13,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from whence.errors import RunDirectoryError
+from whence.errors import RunDirectoryError, first_line
 from whence.guards import write_atomically
 
 FORMAT, VERSION = "whence-run", 1
@@ -21,10 +24,10 @@ FORMAT, VERSION = "whence-run", 1
 _ROUND = re.compile(r"round_(\d+)")
 
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
-"""Tables of one row a round. Timings live apart: results are reproducible, timings are not."""
+"""Tables with one row a round. Timings have a table of their own, because only they differ between equal runs."""
 
 PerRound: TypeAlias = Literal["records", "episodes"]
-"""Tables of which each round has its own."""
+"""Tables that each round has one of."""
 
 
 @dataclass(eq=False)
@@ -39,15 +42,16 @@ class RunDirectory:
     records/round_00005.parquet        the records of round 5: score, kept or not, why
     episodes/round_00005.parquet       the episodes that began in round 5: what is needed to play them again
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
-    recordings/round_00005.safetensors what round 5's optimisation did, where it was asked for
+    recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
     ```
 
-    A file is there as a whole or not at all, whenever the process is killed. Make one with `create` or `open`.
+    Each file is complete or absent, whenever the process is killed. Make a `RunDirectory` with `create` or `open`.
+    Every method that writes raises `RunDirectoryError` if the system refuses, with the path and the reason.
 
     Attributes:
         path: the directory.
-        config: what was run, JSON types only.
-        versions: of the libraries it was run with.
+        config: the run's configuration, JSON types only.
+        versions: versions of the libraries it was run with.
     """
 
     path: Path
@@ -57,16 +61,16 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any], *, versions: Mapping[str, str] | None = None) -> Self:
-        """Start a run. A directory that holds a run of the same configuration is started over.
+        """Start a run. If the directory holds a run of the same configuration, that run is deleted first.
 
         Args:
-            path: the directory; made where missing.
-            config: what is run, in JSON types.
-            versions: of the libraries in use; told, but not compared.
+            path: the directory; made if it is missing.
+            config: the run's configuration, in JSON types.
+            versions: versions of the libraries in use; stored, not compared.
 
         Raises:
-            RunDirectoryError: the directory holds a run of another configuration, or files that are no run; or the
-                configuration is not JSON.
+            RunDirectoryError: the directory holds a run of another configuration, or files that are no run; the
+                configuration is not JSON; or the directory cannot be written.
         """
         path = Path(path)
         try:
@@ -75,34 +79,33 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"The configuration is not JSON ({wrong}): {config}. Write numbers like inf as text."
             ) from None
-        if (path / "config.json").exists():
-            cls.open(path).check_same(plain)
-            for name in (*get_args(PerRound), "policies", "recordings"):
-                shutil.rmtree(path / name, ignore_errors=True)
-            for name in get_args(Table):
-                (path / f"{name}.parquet").unlink(missing_ok=True)
-        elif path.exists() and (not path.is_dir() or any(not _is_leftover(file) for file in path.iterdir())):
-            raise RunDirectoryError(
-                f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
-            )
-        made = cls(path, plain, dict(versions or {}))
-        made._write_config()
-        return made
+        with _explain_write_errors(path):
+            if (path / "config.json").exists():
+                cls.open(path).check_same(plain)
+                _remove_rounds(path)
+            elif path.exists() and (not path.is_dir() or any(not _is_leftover(file) for file in path.iterdir())):
+                raise RunDirectoryError(
+                    f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty "
+                    "directory."
+                )
+        run = cls(path, plain, dict(versions or {}))
+        run._write_config()
+        return run
 
     @classmethod
     def resume(
         cls, path: str | Path, config: Mapping[str, Any], *, rounds: int, may_change: Collection[str] = ()
     ) -> Self:
-        """Go on with a run after some round, and forget what came later.
+        """Continue a run after one of its rounds, and delete what later rounds wrote.
 
         Args:
             path: the directory.
-            config: what is run, in JSON types.
-            rounds: how many are kept.
-            may_change: what in the configuration need not be as it was; of nested settings, `outer.inner`.
+            config: the run's configuration, in JSON types.
+            rounds: number of rounds to keep.
+            may_change: names of settings that may differ from the stored ones; `outer.inner` for nested settings.
 
         Raises:
-            RunDirectoryError: no run is there, or one of another configuration.
+            RunDirectoryError: the directory holds no run, or one of another configuration; or it cannot be written.
         """
         old = cls.open(path)
         old.check_same(config, but=may_change)
@@ -113,12 +116,14 @@ class RunDirectory:
                 _write(table.filter(pl.col("round") <= rounds), run.path / f"{name}.parquet")
         for number in run.rounds():
             if number > rounds:
-                run._of_round("records", number, "parquet").unlink()
+                file = run._round_path("records", number, "parquet")
+                with _explain_write_errors(file):
+                    file.unlink()
         return run
 
     def _write_config(self) -> None:
         document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
-        with write_atomically(self.path / "config.json") as temporary:
+        with write_run_file(self.path / "config.json") as temporary:
             temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -126,7 +131,7 @@ class RunDirectory:
         """Open a run, finished or not.
 
         Raises:
-            RunDirectoryError: no run is there, or one of a format this version does not read.
+            RunDirectoryError: the directory holds no run, one that may not be read, or one of another format.
         """
         path = Path(path)
         try:
@@ -135,15 +140,19 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{path} holds no config.json, so it is no run directory. Give the directory that was passed as `run`."
             ) from None
+        except OSError as refusal:
+            raise RunDirectoryError(
+                f"{path / 'config.json'} cannot be read: {_system_reason(refusal)}. Give yourself the right to read it."
+            ) from refusal
         except (json.JSONDecodeError, UnicodeDecodeError) as broken:
             raise RunDirectoryError(
                 f"{path / 'config.json'} is not readable as JSON: {broken}. whence writes this file whole, so "
                 "something else changed it: restore it, or run again into a new directory."
             ) from None
-        found = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
-        if found != (FORMAT, VERSION):
+        marks = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
+        if marks != (FORMAT, VERSION):
             raise RunDirectoryError(
-                f"{path / 'config.json'} is marked {found[0]!r}, version {found[1]!r}; this version of whence reads "
+                f"{path / 'config.json'} is marked {marks[0]!r}, version {marks[1]!r}; this version of whence reads "
                 f"{FORMAT!r}, version {VERSION}."
             )
         config, versions = document.get("config"), document.get("versions")
@@ -155,17 +164,17 @@ class RunDirectory:
         return cls(path, config, versions)
 
     def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
-        """Refuse a configuration, in JSON types, that is not this run's, whatever stands at the names in `but`.
+        """Refuse a configuration, in JSON types, that differs from this run's in any setting except those in `but`.
 
         Raises:
-            RunDirectoryError: names what differs.
+            RunDirectoryError: a setting differs; the message names it.
         """
-        mine, config = _flat(self.config), _flat(json.loads(json.dumps(config)))  # in which tuples are lists
-        differing = [
-            name for name in sorted((mine.keys() | config.keys()) - set(but)) if mine.get(name) != config.get(name)
-        ]
+        before = _flatten_settings(self.config)
+        now = _flatten_settings(json.loads(json.dumps(config)))  # JSON turns tuples into lists
+        names = sorted((before.keys() | now.keys()) - set(but))
+        differing = [name for name in names if before.get(name) != now.get(name)]
         if differing:
-            changes = (f"{name} was {mine.get(name)!r}, now {config.get(name)!r}" for name in differing[:3])
+            changes = (f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differing[:3])
             raise RunDirectoryError(
                 f"{self.path} holds a run of another configuration ({'; '.join(changes)}). Choose another directory, "
                 "or delete this one."
@@ -175,42 +184,42 @@ class RunDirectory:
         """Add a row to a table and write the table."""
         if table not in self._rows:
             self._rows[table] = self.table(table).to_dicts()
-        rows = self._rows[table]
-        rows.append(dict(row))
+        rows = [*self._rows[table], dict(row)]
         _write(pl.DataFrame(rows, infer_schema_length=None), self.path / f"{table}.parquet")
+        self._rows[table] = rows
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records or episodes."""
-        _write(table, self._of_round(name, number, "parquet"))
+        _write(table, self._round_path(name, number, "parquet"))
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
-        with write_atomically(self._of_round("policies", number, "safetensors")) as temporary:
+        with write_run_file(self._round_path("policies", number, "safetensors")) as temporary:
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
 
     def recording_path(self, number: int) -> Path:
-        """Return the file of what round `number`'s optimisation did; see `whence.RoundRecording`."""
-        return self._of_round("recordings", number, "safetensors")
+        """Return the path of round `number`'s recording; see `whence.RoundRecording`."""
+        return self._round_path("recordings", number, "safetensors")
 
     def table(self, name: Table) -> pl.DataFrame:
-        """Read a table; without rows where nothing was written yet."""
+        """Read a table; it is empty if nothing was written yet."""
         return self._read(self.path / f"{name}.parquet", missing_ok=True)
 
     def round(self, name: PerRound, number: int) -> pl.DataFrame:
         """Read one round's records or episodes."""
-        return self._read(self._of_round(name, number, "parquet"))
+        return self._read(self._round_path(name, number, "parquet"))
 
     def policy(self, number: int) -> dict[str, Tensor]:
         """Read the policy that collected round `number`."""
-        path = self._of_round("policies", number, "safetensors")
-        self._check_there(path)
+        path = self._round_path("policies", number, "safetensors")
+        self._check_exists(path)
         try:
             return load_file(path)
         except SafetensorError as broken:
             raise RunDirectoryError(f"{path} cannot be read as safetensors: {broken}") from None
 
     def rounds(self) -> list[int]:
-        """List the rounds whose records are there."""
+        """List the rounds whose records were written."""
         return self._numbers("records", "parquet")
 
     def recorded_rounds(self) -> list[int]:
@@ -218,47 +227,98 @@ class RunDirectory:
         return self._numbers("recordings", "safetensors")
 
     def _numbers(self, folder: str, suffix: str) -> list[int]:
-        named = (_ROUND.fullmatch(file.stem) for file in (self.path / folder).glob(f"*.{suffix}"))
-        return sorted(int(found[1]) for found in named if found)
+        matches = (_ROUND.fullmatch(file.stem) for file in (self.path / folder).glob(f"*.{suffix}"))
+        return sorted(int(match[1]) for match in matches if match)
 
-    def _of_round(self, folder: str, number: int, suffix: str) -> Path:
+    def _round_path(self, folder: str, number: int, suffix: str) -> Path:
         return self.path / folder / f"round_{number:05d}.{suffix}"
 
     def _read(self, path: Path, *, missing_ok: bool = False) -> pl.DataFrame:
         if missing_ok and not path.exists():
             return pl.DataFrame()
-        self._check_there(path)
+        self._check_exists(path)
         try:
             return pl.read_parquet(path, glob=False)
         except pl.exceptions.PolarsError as broken:
             raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
 
-    def _check_there(self, path: Path) -> None:
+    def _check_exists(self, path: Path) -> None:
         if not path.exists():
             rounds = self.rounds()
-            there = f"rounds {rounds[0]} to {rounds[-1]}" if rounds else "no rounds"
-            raise RunDirectoryError(f"{path} is not there; {self.path} holds {there}.")
+            written = f"rounds {rounds[0]} to {rounds[-1]}" if rounds else "no rounds"
+            raise RunDirectoryError(f"{path} is not there; {self.path} holds {written}.")
 
 
 def strip_addresses(text: str) -> str:
-    """Return the text of an object without its place in memory, which differs from run to run."""
+    """Return an object's text without memory addresses, which differ from run to run."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
-def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+@contextmanager
+def write_run_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, which becomes the run's file `path` on a clean exit; see `write_atomically`.
+
+    Raises:
+        RunDirectoryError: the system refuses to write; the message says why and what to do.
+    """
+    with _explain_write_errors(path), write_atomically(path) as temporary:
+        yield temporary
+
+
+@contextmanager
+def _explain_write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, pl.exceptions.PolarsError) as refusal:
+        number = _system_error_number(refusal)
+        if number is None and not isinstance(refusal, OSError):
+            raise
+        remedy = (
+            "Free space on that disk, or choose a directory on another one."
+            if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            else "Choose a directory that you may write to, or change the permissions of this one."
+        )
+        raise RunDirectoryError(f"{path} cannot be written: {_system_reason(refusal)}. {remedy}") from refusal
+
+
+def _system_error_number(error: Exception) -> int | None:
+    """Return the system's number of an error; safetensors and Polars mention it in the text of their own errors."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
+
+
+def _system_reason(error: Exception) -> str:
+    number = _system_error_number(error)
+    if number is None:
+        return first_line(error)
+    kind = type(OSError(number, ""))  # such as PermissionError
+    return f"{os.strerror(number)} ({errno.errorcode.get(number, number) if kind is OSError else kind.__name__})"
+
+
+def _remove_rounds(path: Path) -> None:
+    """Delete everything that a run wrote except its configuration."""
+    for name in (*get_args(PerRound), "policies", "recordings"):
+        shutil.rmtree(path / name, ignore_errors=True)
+    for name in get_args(Table):
+        (path / f"{name}.parquet").unlink(missing_ok=True)
+
+
+def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings under names such as `outer.inner`."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         nested = isinstance(value, Mapping) and value
-        found |= _flat(value, f"{before}{name}.") if nested else {f"{before}{name}": value}
-    return found
+        flat |= _flatten_settings(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
 
 
 def _is_leftover(file: Path) -> bool:
-    # Of a process that was killed while it wrote; see `write_atomically`.
+    """Return whether a file was left by a process that was killed inside `write_atomically`."""
     return file.name.startswith(".") and file.name.endswith(".tmp")
 
 
 def _write(table: pl.DataFrame, path: Path) -> None:
-    with write_atomically(path) as temporary:
+    with write_run_file(path) as temporary:
         table.write_parquet(temporary, compression="zstd")

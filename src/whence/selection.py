@@ -1,4 +1,4 @@
-"""Which records of a round train, and how much (LDA §5.1)."""
+"""Selection rules: which records of a round train, and with which weights (LDA §5.1)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from whence.records import RecordBatch
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What a rule decided for the n records of a round.
+    """A rule's decision on the n records of a round.
 
     Attributes:
         keep: (n,) bool, True where the record trains.
-        weights: (n,) float >= 0, how much it trains; 0 where dropped.
-        reasons: n entries, why the record was dropped; None where it was kept.
+        weights: (n,) float >= 0, how much the record counts; 0 for dropped records.
+        reasons: n entries, why the record was dropped; None for kept records.
     """
 
     keep: Bool[Tensor, " n"]
@@ -47,14 +47,14 @@ class Selection:
 
     @property
     def uniform(self) -> bool:
-        """Whether all kept records weigh the same."""
-        kept = self.weights[self.keep]
-        return len(kept) == 0 or bool((kept == kept[0]).all())
+        """Whether all kept records have the same weight."""
+        weights = self.weights[self.keep]
+        return len(weights) == 0 or bool((weights == weights[0]).all())
 
     @classmethod
     def dropping(cls, keep: Bool[Tensor, " n"], reason: str) -> "Selection":
-        """Return a selection that drops the records with `keep` False, all for one reason, and weighs the rest 1."""
-        return cls(keep, keep.float(), [None if kept else reason for kept in keep.tolist()])
+        """Return a selection that drops the records with `keep` False for one reason, and gives the rest weight 1."""
+        return cls(keep, keep.float(), [None if trains else reason for trains in keep.tolist()])
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Progress:
     """How far training has come.
 
     Attributes:
-        round: the round under way, from 1.
-        remaining: the share of all time steps that lies ahead, from 1 down to 0: what SB3's schedules are given.
+        round: number of the present round, from 1.
+        remaining: the share of all time steps still to come, from 1 down to 0, as SB3 passes it to its schedules.
     """
 
     round: int = 1
@@ -71,16 +71,16 @@ class Progress:
 
 
 Share: TypeAlias = float | Callable[[float], float]
-"""A share in [0, 1], or a schedule that makes one of `Progress.remaining`."""
+"""A share in [0, 1], or a schedule that returns one for `Progress.remaining`."""
 
 
 @runtime_checkable
 class SelectionRule(Protocol):
-    """Decides which records train. Nothing is scored for a rule that does not need it."""
+    """Decides which records train. Records are scored only if the rule needs it."""
 
     @property
     def needs_influence(self) -> bool:
-        """Whether `select` reads the influence; if not, it is None."""
+        """Whether `select` reads the influence; if not, it is called with None."""
         ...
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress) -> Selection:
@@ -93,26 +93,26 @@ START = Progress()
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Keep every record: training as it is without a rule."""
+    """Keep every record, as training without a rule does."""
 
     needs_influence = False
 
     def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
         """Keep all."""
-        return _dropping([], len(records), "")
+        return _drop_positions([], len(records), "")
 
 
 @dataclass(frozen=True)
 class IIF:
     """Iterative influence-based filtering: drop the `floor(drop * m)` lowest of the m negative scores (LDA Alg. 1).
 
-    Of equal scores the record with the lower id is dropped first.
+    Among equal scores the record with the lower id is dropped first.
 
     Attributes:
-        drop: share of the negatively scored records to drop, in (0, 1]; or a function of the progress remaining, as
-            SB3's schedules are. LDA's best: 0.5 for FrozenLake, Acrobot and Highway, 0.125 for MiniGrid and
+        drop: share of the negatively scored records to drop, in (0, 1]; or a function of the remaining progress, like
+            SB3's schedules. LDA's best: 0.5 for FrozenLake, Acrobot and Highway, 0.125 for MiniGrid and
             LunarLander, 0.0625 for BipedalWalker.
-        warmup: rounds at the start in which nothing is dropped; they are scored all the same.
+        warmup: number of rounds at the start in which records are scored and none is dropped.
     """
 
     drop: Share = 0.5
@@ -126,15 +126,15 @@ class IIF:
         """Drop the lowest."""
         scores, share = read_scores(records, influence), share_at(self.drop, self.warmup, progress)
         lowest = argsort_ascending(scores, records.ids.cpu())[: count_to_drop(share, int((scores < 0).sum()))]
-        return _dropping(lowest, len(records), f"influence among the lowest {share:g} of the negative")
+        return _drop_positions(lowest, len(records), f"influence among the lowest {share:g} of the negative")
 
 
 @dataclass(frozen=True)
 class BelowMean:
     """IIF with another threshold: drop the `floor(drop * m)` lowest of the m scores below the mean score.
 
-    With the mean loss PPO uses, leaving a record out of one SGD step raises the target if it scores below the mean,
-    not below 0.
+    PPO's loss is a mean over records, so leaving a record out of one SGD step raises the target if the record scores
+    below the mean, not below 0.
 
     Attributes:
         drop: as in `IIF`, of the records below the mean.
@@ -154,7 +154,7 @@ class BelowMean:
         lowest = argsort_ascending(scores, records.ids.cpu())[
             : count_to_drop(share, int((scores < scores.mean()).sum()))
         ]
-        return _dropping(lowest, len(records), f"influence among the lowest {share:g} of those below the mean")
+        return _drop_positions(lowest, len(records), f"influence among the lowest {share:g} of those below the mean")
 
 
 @dataclass(frozen=True)
@@ -172,21 +172,21 @@ class NonPositive:
         check_share(1.0, self.warmup)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
-        """Drop what is not positive."""
+        """Drop the records whose score is not positive."""
         scores = read_scores(records, influence)
         warm = progress.round <= self.warmup
         dropped = [] if warm else (scores <= 0).nonzero().flatten().tolist()
-        return _dropping(dropped, len(records), "influence not above 0")
+        return _drop_positions(dropped, len(records), "influence not above 0")
 
 
 @dataclass(frozen=True)
 class IPPO:
-    """Drop every record that does not score above 0, and weigh the others by their scores (I-PPO).
+    """Drop every record that does not score above 0, and weight the others by their scores (I-PPO).
 
-    A kept record weighs its score over the mean of the kept scores, so that weights are 1 on average.
+    A kept record's weight is its score divided by the mean of the kept scores, so that weights are 1 on average.
 
     Attributes:
-        weighted: False weighs all kept records alike.
+        weighted: False gives all kept records the same weight.
         warmup: as in `IIF`.
     """
 
@@ -198,24 +198,24 @@ class IPPO:
         check_share(1.0, self.warmup)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
-        """Drop what is not positive, and weigh what is."""
-        kept = NonPositive(self.warmup).select(records, influence, progress)
-        if not self.weighted or progress.round <= self.warmup or not kept.keep.any():
-            return kept
-        scores = read_scores(records, influence).double() * kept.keep
-        weights = scores / scores[kept.keep].mean()
-        return Selection(kept.keep, weights.float(), kept.reasons)
+        """Drop the records whose score is not positive, and weight the others."""
+        positive = NonPositive(self.warmup).select(records, influence, progress)
+        if not self.weighted or progress.round <= self.warmup or not positive.keep.any():
+            return positive
+        scores = read_scores(records, influence).double() * positive.keep
+        weights = scores / scores[positive.keep].mean()
+        return Selection(positive.keep, weights.float(), positive.reasons)
 
 
 @dataclass(frozen=True)
 class RandomDrop:
-    """The control for IIF: drop as many records as IIF would, drawn at random from all (LDA §5.2).
+    """The control for IIF: drop as many records as IIF would, chosen at random from all (LDA §5.2).
 
     Attributes:
         drop: IIF's share, which sets how many to drop.
-        seed: of the rule's own generator; no global generator is used. Rounds differ by their record ids.
+        seed: seed of the rule's generator; no global generator is used. Rounds differ through their record ids.
         warmup: as in `IIF`.
-        zeros: whether scores of 0 count too, as they do for `NonPositive`.
+        zeros: whether to count scores of 0 as negative, as `NonPositive` does.
     """
 
     drop: Share = 0.5
@@ -229,15 +229,15 @@ class RandomDrop:
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random."""
-        chosen = _drawn(self, records, influence, progress, from_negative=False)
-        return _dropping(chosen, len(records), "drawn at random")
+        chosen = _draw_records(self, records, influence, progress, from_negative=False)
+        return _drop_positions(chosen, len(records), "drawn at random")
 
 
 @dataclass(frozen=True)
 class NegativeRandom:
-    """The control between IIF and chance: drop as many as IIF would, drawn at random from the negatively scored.
+    """The control between IIF and chance: drop as many as IIF would, chosen at random from the negatively scored.
 
-    It keeps the sign of the score and throws its rank away.
+    It uses the score's sign and ignores its rank.
 
     Attributes:
         drop: IIF's share.
@@ -255,20 +255,22 @@ class NegativeRandom:
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random among the negative."""
-        chosen = _drawn(self, records, influence, progress, from_negative=True)
-        return _dropping(chosen, len(records), "drawn at random from the negative")
+        chosen = _draw_records(self, records, influence, progress, from_negative=True)
+        return _drop_positions(chosen, len(records), "drawn at random from the negative")
 
 
 def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tensor, " n"]:
     """Return the scores of exactly these records, in their order.
 
     Raises:
-        InvalidInfluence: no influence, or that of other records.
+        InvalidInfluence: `influence` is None, or belongs to other records.
     """
     if influence is None:
         raise InvalidInfluence("This rule needs an influence: pass attribute(policy, records, target=Return()).")
-    theirs, digest = influence.record_ids, influence.provenance.records
-    if not torch.equal(theirs, records.ids.cpu()) or (digest is not None and digest != records.fingerprint):
+    digest = influence.provenance.records
+    if not torch.equal(influence.record_ids, records.ids.cpu()) or (
+        digest is not None and digest != records.fingerprint
+    ):
         raise InvalidInfluence(
             f"The influence holds {len(influence)} scores of other records than the {len(records)} to select from. "
             "Score these records: attribute(policy, records, ...), and pass the whole influence, not top() or bottom()."
@@ -277,10 +279,10 @@ def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tens
 
 
 def share_at(drop: Share, warmup: int, progress: Progress) -> float:
-    """Return the share to drop in a round: 0 while warming up; a schedule's value.
+    """Return the share to drop in a round: 0 in the warm-up, then `drop` or its value as a schedule.
 
     Raises:
-        WhenceError: a schedule gives no share.
+        WhenceError: the schedule's value is not in [0, 1].
     """
     if progress.round <= warmup:
         return 0.0
@@ -294,11 +296,11 @@ def share_at(drop: Share, warmup: int, progress: Progress) -> float:
 
 def count_to_drop(share: float, candidates: int) -> int:
     """Return `floor(share * candidates)`."""
-    # 0.29 * 100 is 28.999...96 in floating point: the product is rounded before it is cut off.
+    # 0.29 * 100 is 28.999...96 in floating point, so the product is rounded first.
     return math.floor(round(share * candidates, 9))
 
 
-def _drawn(
+def _draw_records(
     rule: RandomDrop | NegativeRandom,
     records: RecordBatch,
     influence: Influence | None,
@@ -306,7 +308,7 @@ def _drawn(
     *,
     from_negative: bool,
 ) -> NDArray[np.int64]:
-    """Draw as many records as IIF would drop, from all or from the negatively scored; return their positions."""
+    """Return random positions of as many records as IIF would drop, among all or among the negatively scored."""
     scores, share = read_scores(records, influence), share_at(rule.drop, rule.warmup, progress)
     counted = scores <= 0 if getattr(rule, "zeros", False) else scores < 0
     negative = counted.nonzero().flatten().numpy()
@@ -315,9 +317,9 @@ def _drawn(
     return generator.choice(candidates, size=count_to_drop(share, len(negative)), replace=False)
 
 
-def _dropping(dropped: Tensor | NDArray[np.int64] | Sequence[int], total: int, reason: str) -> Selection:
+def _drop_positions(positions: Tensor | NDArray[np.int64] | Sequence[int], total: int, reason: str) -> Selection:
     keep = torch.ones(total, dtype=torch.bool)
-    keep[torch.as_tensor(dropped, dtype=torch.int64)] = False
+    keep[torch.as_tensor(positions, dtype=torch.int64)] = False
     return Selection.dropping(keep, reason)
 
 
@@ -325,7 +327,7 @@ def check_share(drop: Share, warmup: int) -> None:
     """Refuse a share to drop outside (0, 1], or a negative warm-up."""
     if not callable(drop) and not 0 < drop <= 1:
         raise WhenceError(
-            f"drop is {drop}; it is the share of records to drop, in (0, 1], or a function of the progress remaining."
+            f"drop is {drop}; it is the share of records to drop, in (0, 1], or a function of the remaining progress."
         )
     if warmup < 0:
         raise WhenceError(f"warmup is {warmup}; it is a number of rounds, 0 or more.")

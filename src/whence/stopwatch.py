@@ -1,4 +1,4 @@
-"""Seconds that something takes."""
+"""A stopwatch for CPU and wall time."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Seconds since it was made: CPU seconds of the process, and wall time."""
+    """Counts seconds since its construction: CPU seconds of the process, and wall time."""
 
     def __init__(self) -> None:
         self._cpu, self._wall = time.process_time(), time.perf_counter()
@@ -17,7 +17,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what happens in between."""
+        """Do not count the time inside this context."""
         cpu, wall = time.process_time(), time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a rule made of a round, as columns and rows of a run's tables."""
+"""Selections as columns and rows of a run's tables."""
 
 from typing import Any
 
@@ -11,7 +11,13 @@ from whence.selection import Selection
 
 
 def add_selection(table: pl.DataFrame, selection: Selection, influence: Influence | None) -> pl.DataFrame:
-    """Add to a table of records what became of each: `score`, where there is one, `keep`, `weight` and `reason`."""
+    """Return a table of records with the columns `keep`, `weight` and `reason`, and `score` if there is an influence.
+
+    Args:
+        table: a row for each record, in the order of `selection`.
+        selection: which records trained, with which weights.
+        influence: the records' scores, or None.
+    """
     scores = [] if influence is None else [pl.Series("score", to_numpy(influence.scores))]
     return table.with_columns(
         *scores,
@@ -22,9 +28,9 @@ def add_selection(table: pl.DataFrame, selection: Selection, influence: Influenc
 
 
 def summarise_selection(selection: Selection, influence: Influence | None) -> dict[str, Any]:
-    """Return a round's row of the metrics: how many records were kept, and quantiles of the scores, where there are."""
-    kept, total = int(selection.keep.sum()), len(selection.keep)
-    row: dict[str, Any] = {"records": total, "kept": kept, "dropped_share": 1 - kept / total}
+    """Return a round's row of the metrics: numbers of records, and quantiles of the scores if there is an influence."""
+    trained, total = int(selection.keep.sum()), len(selection.keep)
+    row: dict[str, Any] = {"records": total, "kept": trained, "dropped_share": 1 - trained / total}
     if influence is not None:
         scores = influence.scores.double().numpy()
         quantiles = {f"q{level:02d}": float(np.quantile(scores, level / 100)) for level in (0, 5, 25, 50, 75, 95, 100)}

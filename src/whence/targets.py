@@ -1,4 +1,4 @@
-"""Quantities whose rise or fall a record's influence is measured on (LDA §3.2), all written to be raised."""
+"""Targets: the quantities that records influence (LDA §3.2), each written so that higher is better."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
 Target: TypeAlias = Callable[["PolicyView", "Params", RecordBatch], Tensor]
 """`target(view, params, records)` returns a scalar tensor, to be raised, differentiable in `params`.
 
-`records` are the scored records as they came, with raw advantages.
+`records` are the scored records, with advantages that are not normalised.
 """
 
 
 @runtime_checkable
 class BatchTarget(Protocol):
-    """A target that reads the scored records' own outputs and nothing else.
+    """A target that reads only the policy's outputs for the scored records.
 
-    An engine that has those outputs at hand need not run the policy a second time: at the policy that collected the
-    records, one forward and backward pass hold all that the scores need. An attribute `reads`, where there is one,
-    names the outputs that are read; without it all are computed.
+    Engines pass it outputs that they have computed already, so one forward and one backward pass can give all that the
+    scores need. An optional attribute `reads` names the outputs that it reads; without it all are computed.
     """
 
     def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
@@ -36,15 +35,15 @@ class BatchTarget(Protocol):
         ...
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
-        """Return the target, running the policy: what an engine does that has no outputs at hand."""
+        """Return the target after running the policy, for engines that have not computed the outputs."""
         ...
 
 
 @runtime_checkable
 class SummedTarget(Protocol):
-    """A target that runs the policy on records of its own, as a sum of parts.
+    """A target that is a sum of parts, each of which runs the policy on other records.
 
-    Engines differentiate one part after the other, so that the graph of one is all that is held at a time.
+    Engines differentiate one part after the other, so that only one part's graph takes memory at a time.
     """
 
     def parts(self) -> Iterable[Target]:
@@ -58,7 +57,7 @@ class SummedTarget(Protocol):
 
 @dataclass(frozen=True)
 class Return:
-    """The expected return's stand-in, `mean(log pi(a|s) A)` over the records, raw advantages (LDA §3.2).
+    """A surrogate of the expected return: `mean(log pi(a|s) A)` over the records, advantages not normalised (LDA §3.2).
 
     Its gradient at the policy that collected the records is the policy gradient, so the training buffer serves as
     validation set and no further environment step is needed.
@@ -80,9 +79,10 @@ class Action:
     """The log-probability of one action in one state, or its mean over a set of them (LDA §3.2).
 
     Attributes:
-        observation: one observation, shaped as the policy's observation space; or m of them, first axis m.
-        action: one action, or m of them; of the policy's action space, where the view knows it.
-        action_mask: where the policy takes masks, what was allowed there, shaped as in the records; None: all.
+        observation: one observation, shaped like the policy's observation space; or m of them, first axis m.
+        action: one action, or m of them; inside the policy's action space, if the view knows it.
+        action_mask: which actions were allowed, shaped like the records' masks; None: the policy takes no masks, or
+            all actions were allowed.
     """
 
     observation: Any
@@ -91,19 +91,19 @@ class Action:
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
-        asked = self._as_records(records)
-        _check_actions(getattr(view, "action_space", None), asked.actions)
-        return check_one_per_record("log_prob", view(params, view.prepare(asked)).log_prob).mean()
+        states = self._as_records(records)
+        _check_actions(getattr(view, "action_space", None), states.actions)
+        return check_one_per_record("log_prob", view(params, view.prepare(states)).log_prob).mean()
 
     def _as_records(self, like: RecordBatch) -> RecordBatch:
-        # Whether one state or a set came shows in the number of axes: a record's observation has one less.
-        observation = _like("observation", self.observation, like.observations)
-        action = _like("action", self.action, like.actions)
+        # A set of states has one axis more than one state.
+        observation = _match_column("observation", self.observation, like.observations)
+        action = _match_column("action", self.action, like.actions)
         columns = {"observations": observation, "actions": action}
         if self.action_mask is not None:
             if like.action_masks is None:
                 raise WhenceError("Action() got an action_mask, but the records have none: leave it out.")
-            columns["action_masks"] = _like("action_mask", self.action_mask, like.action_masks)
+            columns["action_masks"] = _match_column("action_mask", self.action_mask, like.action_masks)
         counts = {len(leaf) for _, leaf in named_leaves(columns)}
         if len(counts) > 1:
             raise WhenceError(
@@ -114,14 +114,14 @@ class Action:
         return RecordBatch(**columns, log_probs=zeros, advantages=zeros)
 
     def __repr__(self) -> str:
-        given = [self.observation, self.action] + ([] if self.action_mask is None else [self.action_mask])
-        return f"Action({', '.join(_short(one) for one in given)})"
+        arguments = [self.observation, self.action] + ([] if self.action_mask is None else [self.action_mask])
+        return f"Action({', '.join(_shorten(argument) for argument in arguments)})"
 
 
-def _short(tree: Tree) -> str:
-    """Write out a few numbers; of many say how many, and a digest that tells them apart."""
+def _shorten(tree: Tree) -> str:
+    """Return a few numbers in full; many numbers as their shape and a digest."""
     if isinstance(tree, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_short(branch)}" for key, branch in tree.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_shorten(branch)}" for key, branch in tree.items()) + "}"
     tensor = torch.as_tensor(tree).detach().cpu()
     if len(text := str(tensor.tolist())) <= 40:
         return text
@@ -129,13 +129,13 @@ def _short(tree: Tree) -> str:
     return f"{'x'.join(map(str, tensor.shape))} numbers {digest[:8]}"
 
 
-def _like(name: str, given: Tree, column: Tree) -> Tree:
-    """Give `given` the records' axis, and the shape and dtype of a column of records."""
+def _match_column(name: str, values: Tree, column: Tree) -> Tree:
+    """Return `values` with a first axis for records, and the shape, dtype and device of a column of records."""
     if isinstance(column, dict):
-        if not isinstance(given, dict) or given.keys() != column.keys():
+        if not isinstance(values, dict) or values.keys() != column.keys():
             raise WhenceError(f"The {name} of Action() needs the keys {sorted(column)}, as the records have.")
-        return {key: _like(f"{name}.{key}", given[key], column[key]) for key in column}
-    tensor = _cast(name, torch.as_tensor(given), column.dtype).to(column.device)
+        return {key: _match_column(f"{name}.{key}", values[key], column[key]) for key in column}
+    tensor = _cast(name, torch.as_tensor(values), column.dtype).to(column.device)
     shape = column.shape[1:]
     if tensor.shape == shape or (tensor.ndim == 0 and shape.numel() == 1):
         return tensor.reshape(1, *shape)
@@ -149,19 +149,19 @@ def _like(name: str, given: Tree, column: Tree) -> Tree:
     )
 
 
-def _cast(name: str, given: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to the records' dtype; whole numbers and booleans have to stay what they were."""
-    cast = given.to(dtype)
-    if not dtype.is_floating_point and (changed := cast.to(given.dtype) != given).any():
+def _cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast values to the records' dtype; refuse to change any in casting to integers or booleans."""
+    cast = values.to(dtype)
+    if not dtype.is_floating_point and (changed := cast.to(values.dtype) != values).any():
         raise WhenceError(
-            f"The {name} of Action() holds {given[changed][0].item():g}, but the records' are {str(dtype)[6:]}, which "
+            f"The {name} of Action() holds {values[changed][0].item():g}, but the records' are {str(dtype)[6:]}, which "
             f"would make it {cast[changed][0].item():g}: pass numbers of that kind."
         )
     return cast
 
 
 def _check_actions(space: Any, actions: Tensor) -> None:
-    """Refuse an action that the space does not hold; a box's bounds do not count, since policies sample beyond them."""
+    """Refuse an action outside the space; a box's bounds are ignored, since policies sample beyond them."""
     if not hasattr(space, "contains") or hasattr(space, "low"):
         return
     for action in actions.cpu():
@@ -174,7 +174,7 @@ def _check_actions(space: Any, actions: Tensor) -> None:
 
 
 def as_target(target: Target) -> Target:
-    """Return `target` where it can be called as one.
+    """Return `target` if it can be called.
 
     Raises:
         WhenceError: it is a class, or cannot be called.
@@ -190,5 +190,5 @@ def as_target(target: Target) -> Target:
 
 
 def target_name(target: object) -> str:
-    """Name a target for provenance and tables."""
+    """Return a target's name for provenance and tables."""
     return getattr(target, "__name__", None) or repr(target)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.crossfitting import score_fold
+from whence.crossfitting import split_target
 from whence.heuristics import compute_td_errors
 from whence.influence import Influence
 from whence.rounds import DRAWS, METHODS, SHARE, RoundRecording, attribute_round_by
@@ -101,7 +101,7 @@ def _score_by_snapshot(round: SteppedRound, target: Target) -> Vector:
 
 
 def _score_by_crossfitting(round: SteppedRound, target: Target) -> Vector:
-    fold, targets = score_fold(target, round.records, FOLDS)
+    fold, targets = split_target(target, round.records, FOLDS)
     by_target = torch.stack([snapshot_scores(round, other) for other in targets])
     scores: Vector = by_target.gather(0, fold[None])[0].double().cpu().numpy()
     return scores

@@ -1,4 +1,4 @@
-"""Engines: all per-record products with the gradients of one or several targets."""
+"""Engines: they compute all per-record products with the gradients of one or several targets."""
 
 from whence.engines.auto import ENGINES as ENGINES
 from whence.engines.auto import register_engine as register_engine

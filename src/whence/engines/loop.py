@@ -1,4 +1,4 @@
-"""The plain loop over records: the truth that the other engines are held against."""
+"""The plain loop over records: the reference for the other engines."""
 
 import torch
 from jaxtyping import Float
@@ -8,31 +8,31 @@ from whence.engines.problem import Gradient, Problem, plain_target_gradient, tar
 
 
 def loop(problem: Problem) -> Float[Tensor, "targets n"]:
-    """Differentiate every record on its own and multiply: n forward and backward passes of one record."""
+    """Return the products from each record's own gradient: n forward and backward passes of one record."""
     if len(problem.records) <= problem.chunk_size:
         gradients = [plain_target_gradient(problem, target) for target in problem.targets]
     else:
         gradients = target_gradients(problem)
     columns = []
     for part in problem.parts():
-        part.inputs  # noqa: B018  # prepared once for the part, not record by record
+        part.inputs  # noqa: B018  # prepare once for the part, not record by record
         for position in range(len(part.records)):
-            own = record_gradient(part, position)
-            columns.append(torch.stack([_product(gradient, own, problem) for gradient in gradients]))
+            of_record = record_gradient(part, position)
+            columns.append(torch.stack([_multiply(gradient, of_record, problem) for gradient in gradients]))
     return torch.stack(columns, dim=1)
 
 
 def record_gradient(problem: Problem, position: int) -> Gradient:
     """Return the gradient of one record's objective."""
-    one = problem.part(slice(position, position + 1))
-    value = one.objective_values(one.outputs()).sum()
+    record = problem.part(slice(position, position + 1))
+    value = record.objective_values(record.outputs()).sum()
     if not value.requires_grad:
         return {}
-    found = torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)
-    return {name: tensor for name, tensor in zip(problem.params, found, strict=True) if tensor is not None}
+    derivatives = torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)
+    return {name: tensor for name, tensor in zip(problem.params, derivatives, strict=True) if tensor is not None}
 
 
-def _product(one: Gradient, other: Gradient, problem: Problem) -> Tensor:
-    dtype = next(iter(problem.params.values()))
-    shared = [(one[name] * other[name]).sum() for name in one.keys() & other.keys()]
-    return torch.stack(shared).sum() if shared else dtype.new_zeros(())
+def _multiply(one: Gradient, other: Gradient, problem: Problem) -> Tensor:
+    like = next(iter(problem.params.values()))
+    products = [(one[name] * other[name]).sum() for name in one.keys() & other.keys()]
+    return torch.stack(products).sum() if products else like.new_zeros(())

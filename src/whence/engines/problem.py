@@ -1,4 +1,4 @@
-"""One round to be scored, and the gradients of targets that every engine starts from."""
+"""The problem that engines solve: a round to score, and the gradients of its targets."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,37 +16,37 @@ from whence.records import RecordBatch, Tree, map_tree, take
 from whence.targets import BatchTarget, SummedTarget, Target, target_name
 
 Gradient = dict[str, Tensor]
-"""One tensor per parameter that a quantity depends on, shaped as the parameter."""
+"""One tensor for each parameter that a quantity depends on, shaped like the parameter."""
 
 Engine = Callable[["Problem"], Float[Tensor, "targets n"]]
-"""All per-record products `<grad target, grad objective_i>`, one row per target."""
+"""Computes all per-record products `<grad target, grad objective_i>`, one row per target."""
 
 
 class Refused(WhenceError):
-    """An engine does not cover this policy; the message says which layer or parameter, and what to use instead."""
+    """An engine does not cover this policy; the message names the layer or parameter and what to use instead."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What an engine is given: a round's records, or a part of them.
+    """An engine's argument: a round's records, or a part of them, with policy, objective and targets.
 
     Attributes:
-        view: the policy.
-        modules: its module and all submodules by their names, each once.
-        own: its parameters, as it holds them; they tell whose parameter is whose, and no graph touches them.
-        params: the same as fresh leaves that share their memory.
-        records: the records as they came, on the parameters' device; targets read these.
-        prepared: the records as the objective reads them (normalised advantages).
-        objective: one value per record.
-        targets: one or more.
+        view: the policy's view.
+        modules: the policy's module and all submodules by name, each once.
+        parameters: the policy's own parameters by name; they identify parameters, and enter no graph.
+        params: fresh leaves that share the parameters' memory, by the same names.
+        records: the user's records, on the parameters' device; targets read these.
+        prepared: the records that `objective.prepare` returned (normalised advantages); the objective reads these.
+        objective: the objective, one value per record.
+        targets: one or more targets.
         chunk_size: the most records in one pass.
-        known_inputs: the records' inputs where they are at hand.
-        summed: sums a gradient over processes that share the records; None: one process holds them all.
+        known_inputs: the records' inputs, if they were computed already.
+        summed: sums a gradient over the processes that share the records; None: one process has all records.
     """
 
     view: PolicyView
     modules: Mapping[str, nn.Module]
-    own: dict[str, Tensor]
+    parameters: dict[str, Tensor]
     params: dict[str, Tensor]
     records: RecordBatch
     prepared: RecordBatch
@@ -64,7 +64,7 @@ class Problem:
 
     @cached_property
     def inputs(self) -> Tree:
-        """`view.prepare(records)`, when it is first asked for: only the part at hand takes memory."""
+        """`view.prepare(records)`, computed at first use, so that only the present part takes memory."""
         if self.known_inputs is not None:
             return self.known_inputs
         return map_tree(lambda tensor: tensor.detach(), self.view.prepare(self.records))
@@ -76,7 +76,7 @@ class Problem:
         return replace(self, records=records, prepared=prepared, known_inputs=known)
 
     def parts(self) -> "Iterator[Problem]":
-        """Yield parts of at most `chunk_size` records; the problem itself where it fits into one."""
+        """Yield parts of at most `chunk_size` records; the problem itself if it has no more."""
         if len(self.records) <= self.chunk_size:
             yield self
             return
@@ -84,7 +84,7 @@ class Problem:
             yield self.part(slice(start, start + self.chunk_size))
 
     def outputs(self, params: Params | None = None) -> Outputs:
-        """Evaluate the policy on the records, at `params` where given, with a graph."""
+        """Evaluate the policy on the records at `params`, by default the problem's own, with a graph."""
         params = self.params if params is None else params
         outputs = compute_outputs(self.view, self.columns, params, self.inputs)
         n = len(self.records)
@@ -108,28 +108,28 @@ class Problem:
         return values
 
 
-def takes_no_part(problem: Problem) -> bool:
-    """Tell whether the objective goes through for all records, but not for two of them."""
+def objective_fails_on_parts(problem: Problem) -> bool:
+    """Return whether the objective succeeds on all records, but fails on two of them."""
 
-    def takes(records: RecordBatch, like: Tensor) -> bool:
+    def succeeds(records: RecordBatch, like: Tensor) -> bool:
         zeros = like.new_zeros(len(records), *like.shape[1:])
         return bool(problem.objective(Outputs(zeros, zeros, zeros), records).shape == zeros.shape[:1])
 
     try:
         with torch.no_grad():
             like = problem.part(slice(0, 2)).outputs().log_prob
-        if not takes(problem.prepared, like):
+        if not succeeds(problem.prepared, like):
             return False
     except Exception:
         return False
     try:
-        return not takes(problem.prepared.take(slice(0, 2)), like)
+        return not succeeds(problem.prepared.take(slice(0, 2)), like)
     except Exception:
         return True
 
 
 class Seeds(NamedTuple):
-    """The derivatives in each output, shaped as it is; None where there is no dependence."""
+    """The derivatives of a quantity in each output, shaped like the output; None if it does not depend on it."""
 
     log_prob: Float[Tensor, "n ..."] | None = None
     value: Float[Tensor, "n ..."] | None = None
@@ -137,26 +137,33 @@ class Seeds(NamedTuple):
 
 
 def map_outputs(function: Callable[[Tensor], Tensor], outputs: Outputs) -> Outputs:
-    """Apply `function` to the columns that are there."""
+    """Apply `function` to the columns that are not None."""
     log_prob, *rest = outputs
     return Outputs(function(log_prob), *(None if column is None else function(column) for column in rest))
 
 
-def seeds(functions: Sequence[Callable[[Outputs], Tensor]], outputs: Outputs) -> list[Seeds]:
+def compute_seeds(functions: Sequence[Callable[[Outputs], Tensor]], outputs: Outputs) -> list[Seeds]:
     """Return, for each function, the derivative of `function(outputs).sum()` in each output."""
-    apart = [map_outputs(lambda column: column.detach().requires_grad_(), outputs) for _ in functions]
-    sums = [function(own).sum() for function, own in zip(functions, apart, strict=True)]
-    wanted = [column for own in apart for column in own if column is not None]
+    # Each function has its own leaves, so that one backward pass serves all.
+    leaves = [map_outputs(lambda column: column.detach().requires_grad_(), outputs) for _ in functions]
+    sums = [function(columns).sum() for function, columns in zip(functions, leaves, strict=True)]
+    wanted = [column for columns in leaves for column in columns if column is not None]
     dependent = [value for value in sums if value.requires_grad]
     if not dependent:
         return [Seeds() for _ in functions]
-    # Each function has leaves of its own, so that one backward pass serves all.
-    found = iter(torch.autograd.grad(dependent, wanted, allow_unused=True))
-    return [Seeds(*(None if column is None else next(found) for column in own)) for own in apart]
+    derivatives = iter(torch.autograd.grad(dependent, wanted, allow_unused=True))
+    return [Seeds(*(None if column is None else next(derivatives) for column in columns)) for columns in leaves]
 
 
 def pullback(outputs: Outputs, seed: Seeds, wanted: Sequence[object], *, retain: bool) -> list[Tensor | None]:
-    """Return the derivative of `sum(outputs * seed)` in each of `wanted` (tensors or gradient edges)."""
+    """Return the derivative of `sum(outputs * seed)` in each of `wanted` (tensors or gradient edges).
+
+    Args:
+        outputs: the policy's outputs, with a graph.
+        seed: a weight for each number of the outputs.
+        wanted: tensors or gradient edges to differentiate in.
+        retain: whether to keep the graph for another pass.
+    """
     pairs = [
         (column, weight)
         for column, weight in zip(outputs, seed, strict=True)
@@ -165,21 +172,20 @@ def pullback(outputs: Outputs, seed: Seeds, wanted: Sequence[object], *, retain:
     if not pairs or not wanted:
         return [None] * len(wanted)
     columns, weights = zip(*pairs, strict=True)
-    found = torch.autograd.grad(columns, wanted, weights, allow_unused=True, retain_graph=retain)  # type: ignore[arg-type]
-    return list(found)
+    return list(torch.autograd.grad(columns, wanted, weights, allow_unused=True, retain_graph=retain))  # type: ignore[arg-type]
 
 
-def of_outputs(problem: Problem) -> list[Callable[[Outputs], Tensor]]:
+def bind_batch_targets(problem: Problem) -> list[Callable[[Outputs], Tensor]]:
     """Return the batch targets as functions of the outputs of all records."""
 
-    def bound(target: BatchTarget) -> Callable[[Outputs], Tensor]:
-        return lambda outputs: _scalar(target.from_outputs(outputs, problem.records), target)
+    def bind(target: BatchTarget) -> Callable[[Outputs], Tensor]:
+        return lambda outputs: _check_scalar(target.from_outputs(outputs, problem.records), target)
 
-    return [bound(target) for target in problem.targets if isinstance(target, BatchTarget)]
+    return [bind(target) for target in problem.targets if isinstance(target, BatchTarget)]
 
 
 def target_gradients(problem: Problem) -> list[Gradient]:
-    """Return the gradient of every target, chunk by chunk where the target reads the records' outputs alone."""
+    """Return the gradient of every target; chunk by chunk for targets that read the records' outputs alone."""
     return [_target_gradient(problem, target) for target in problem.targets]
 
 
@@ -187,59 +193,67 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
     if not isinstance(target, BatchTarget):
         return plain_target_gradient(problem, target)
     with torch.no_grad():
-        pieces = [part.outputs() for part in problem.parts()]
-    log_probs, *others = zip(*pieces, strict=True)
+        by_part = [part.outputs() for part in problem.parts()]
+    log_probs, *others = zip(*by_part, strict=True)
     whole = Outputs(torch.cat(log_probs), *(None if column[0] is None else torch.cat(column) for column in others))
-    (seed,) = seeds(of_outputs(replace(problem, targets=[target])), whole)
-    splits = [[None] * len(pieces) if column is None else column.split(problem.chunk_size) for column in seed]
+    (seed,) = compute_seeds(bind_batch_targets(replace(problem, targets=[target])), whole)
+    splits = [[None] * len(by_part) if column is None else column.split(problem.chunk_size) for column in seed]
     total = Gradient()
-    for part, of_part in zip(problem.parts(), zip(*splits, strict=True), strict=True):
-        found = pullback(part.outputs(), Seeds(*of_part), list(problem.params.values()), retain=False)
-        _add_to(total, problem, found)
-    return completed(problem, total, target)
+    for part, seeds in zip(problem.parts(), zip(*splits, strict=True), strict=True):
+        derivatives = pullback(part.outputs(), Seeds(*seeds), list(problem.params.values()), retain=False)
+        _move_into(total, problem, derivatives)
+    return complete_gradient(problem, total, target)
 
 
 def plain_target_gradient(problem: Problem, target: Target) -> Gradient:
-    """Return the gradient of `target(view, params, records)` by one backward pass, or one for each of its parts."""
+    """Return the gradient of `target(view, params, records)` by one backward pass; a `SummedTarget`'s part by part."""
     total = Gradient()
     for part in target.parts() if isinstance(target, SummedTarget) else [target]:
-        value = _scalar(part(problem.view, problem.params, problem.records), target)
+        value = _check_scalar(part(problem.view, problem.params, problem.records), target)
         if value.requires_grad:
-            _add_to(total, problem, list(torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)))
-        del value  # its graph, before the next part makes one
-    return completed(problem, total, target)
+            derivatives: list[Tensor | None] = list(
+                torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)
+            )
+            _move_into(total, problem, derivatives)
+        del value  # free its graph before the next part builds one
+    return complete_gradient(problem, total, target)
 
 
-def _add_to(total: Gradient, problem: Problem, found: list[Tensor | None]) -> None:
-    """Add a part's gradient to the sum, which is all that is held of it then."""
+def _move_into(total: Gradient, problem: Problem, derivatives: list[Tensor | None]) -> None:
+    """Add derivatives, one per parameter, to the sum; the list is emptied on the way, to free their memory."""
     for name in reversed(problem.params):
-        part = found.pop()
-        if part is not None and name in total:
-            total[name] += part
-        elif part is not None:
-            total[name] = part.clone()  # autograd may have given several parameters the same memory
+        derivative = derivatives.pop()
+        if derivative is not None and name in total:
+            total[name] += derivative
+        elif derivative is not None:
+            total[name] = derivative.clone()  # autograd may return the same memory for several parameters
 
 
-def _scalar(value: object, target: Target | BatchTarget) -> Tensor:
+def _check_scalar(value: object, target: Target | BatchTarget) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise WhenceError(f"The target {target_name(target)} returned {got}; a scalar tensor is needed.")
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise WhenceError(f"The target {target_name(target)} returned {shown}; a scalar tensor is needed.")
     return value.reshape(())
 
 
-def added(total: Gradient, part: dict[str, Tensor | None]) -> Gradient:
-    """Add two gradients by parameter; a missing one counts as zero."""
+def add_gradients(total: Gradient, part: dict[str, Tensor | None]) -> Gradient:
+    """Return the sum of two gradients by parameter; None and a missing parameter count as zero."""
     present = {name: tensor for name, tensor in part.items() if tensor is not None}
     return total | {name: total[name] + tensor if name in total else tensor for name, tensor in present.items()}
 
 
-def completed(problem: Problem, gradient: Gradient, target: object) -> Gradient:
+def complete_gradient(problem: Problem, gradient: Gradient, target: object) -> Gradient:
     """Return a target's gradient, summed over all processes.
+
+    Args:
+        problem: the problem that the target belongs to.
+        gradient: this process's part.
+        target: the target, which errors name.
 
     Raises:
         WhenceError: the target depends on no parameter.
     """
-    # A process may have no part of a sum, and none of the gradient then.
+    # A process may have no part of a summed target; its gradient is empty then.
     if not gradient and (problem.summed is None or not isinstance(target, SummedTarget)):
         raise WhenceError(
             f"The target {target_name(target)} depends on no trainable parameter of the policy, so no record can move "
@@ -248,5 +262,5 @@ def completed(problem: Problem, gradient: Gradient, target: object) -> Gradient:
         )
     if problem.summed is None:
         return gradient
-    # Every process has to bring the same tensors, also where its own share does not reach them all.
+    # Every process has to sum the same tensors, even those that its own part does not depend on.
     return problem.summed({name: gradient.get(name, torch.zeros_like(p)) for name, p in problem.params.items()})

@@ -1,4 +1,4 @@
-"""Per-layer rules of the ghost engine: what a layer's parameters do to its output, and back."""
+"""Per-layer rules of the ghost engine: products and gradients from a layer's input and output gradient."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,31 +10,32 @@ from torch.linalg import vecdot
 from torch.nn.grad import conv1d_weight, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-Own: TypeAlias = dict[str, Tensor]
-"""Tensors by a layer's own parameter names ("weight", "bias")."""
+LayerTensors: TypeAlias = dict[str, Tensor]
+"""Tensors by the layer's names of its parameters ("weight", "bias")."""
 
 _Norm: TypeAlias = nn.LayerNorm | nn.GroupNorm | _BatchNorm
 
 
 @dataclass(frozen=True)
 class LayerRule:
-    """How a layer that is linear in its parameters takes part in per-record products.
+    """How to compute per-record products for a layer that is linear in its parameters.
 
-    `x` is the layer's input and `g` the gradient of something in its output, both with n records first.
+    `x` is the layer's input and `g` the gradient of a quantity in the layer's output; the first axis of both is the
+    records', of length n.
 
     Attributes:
-        product: `product(layer, direction, x, g)` is, for each record, the product of its gradient in the layer's
-            parameters with `direction`, (n,): the record's `g` times the change of its output when the parameters
-            move along `direction`. `direction` may lack a parameter, which then counts as zero.
-        gradient: `gradient(layer, x, g, weights)` is the sum of the records' gradients in the layer's parameters,
-            each times its weight, (n,).
-        covers: whether the rule holds for this very layer.
-        parameters: the layer's own parameters that the rule knows, None: all it has. A layer that holds others, as
-            weight normalisation and pruning leave them, is not covered.
+        product: `product(layer, direction, x, g)` returns, for each record, the product of its gradient in the layer's
+            parameters with `direction`, (n,): the record's `g` times the change of its output along `direction`. A
+            parameter that `direction` lacks counts as zero.
+        gradient: `gradient(layer, x, g, weights)` returns the sum of the records' gradients in the layer's parameters,
+            each multiplied by its weight; weights are (n,).
+        covers: `covers(layer)` returns whether the rule holds for this layer.
+        parameters: names of the parameters that the rule knows; None: all. A layer with others, such as weight
+            normalisation and pruning leave behind, is not covered.
     """
 
-    product: Callable[[Any, Own, Tensor, Tensor], Tensor]
-    gradient: Callable[[Any, Tensor, Tensor, Tensor], Own]
+    product: Callable[[Any, LayerTensors, Tensor, Tensor], Tensor]
+    gradient: Callable[[Any, Tensor, Tensor, Tensor], LayerTensors]
     covers: Callable[[Any], bool] = lambda layer: True
     parameters: frozenset[str] | None = None
 
@@ -43,30 +44,30 @@ _RULES: dict[type[nn.Module], LayerRule] = {}
 
 
 def register_rule(layer_type: type[nn.Module], rule: LayerRule) -> None:
-    """Let the ghost engine cover layers of this type (and subclasses that keep its `forward`)."""
+    """Add a rule for layers of this type, and of subclasses that keep its `forward`."""
     _RULES[layer_type] = rule
 
 
 def rule_for(layer: nn.Module) -> LayerRule | None:
-    """Return the rule that holds for a layer; a subclass with a `forward` of its own has none until registered."""
+    """Return the rule for a layer, or None. A subclass that overrides `forward` needs a rule registered for it."""
     for base in type(layer).__mro__:
         if base in _RULES:
             rule = _RULES[base]
-            own_forward = type(layer).forward is not base.forward or "forward" in vars(layer)
+            overridden = type(layer).forward is not base.forward or "forward" in vars(layer)
             known = rule.parameters is None or layer._parameters.keys() <= rule.parameters
-            return rule if known and not own_forward and rule.covers(layer) else None
+            return rule if known and not overridden and rule.covers(layer) else None
     return None
 
 
 def ruled_types() -> list[str]:
-    """Name the layer types that have a rule."""
+    """Return the names of the layer types that have a rule, sorted."""
     return sorted(layer_type.__name__.lstrip("_") for layer_type in _RULES)
 
 
-def linear_product(layer: nn.Module, direction: Own, x: Tensor, g: Tensor) -> Tensor:
-    """Return the products of a linear layer, whose direction's weight is (out, in)."""
+def linear_product(layer: nn.Module, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
+    """Return the products of a linear layer, (n,); the direction's weight has shape (out, in)."""
     weight, bias = direction.get("weight"), direction.get("bias")
-    # Whichever side leaves the smaller matrix.
+    # Multiply on the side that gives the smaller matrix.
     if weight is not None and weight.shape[0] <= weight.shape[1]:
         product = vecdot(g, nn.functional.linear(x, weight, bias))
     else:
@@ -77,33 +78,33 @@ def linear_product(layer: nn.Module, direction: Own, x: Tensor, g: Tensor) -> Te
     return total
 
 
-def linear_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor) -> Own:
-    """Return the weighted gradient of a linear layer, its weight as (out, in)."""
+def linear_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
+    """Return the weighted gradient of a linear layer; the weight's has shape (out, in)."""
     by_row = weights.reshape(-1, *[1] * (g.ndim - 1))
     if x.shape[-1] < g.shape[-1]:
-        weight = _rows(g).mT @ _rows(x * by_row)
-        bias = _rows(g).mT @ by_row.expand(*g.shape[:-1], 1).reshape(-1)
+        weight = _as_rows(g).mT @ _as_rows(x * by_row)
+        bias = _as_rows(g).mT @ by_row.expand(*g.shape[:-1], 1).reshape(-1)
     else:
-        weighted = _rows(g * by_row)
-        weight, bias = weighted.mT @ _rows(x), weighted.sum(0)
+        weighted = _as_rows(g * by_row)
+        weight, bias = weighted.mT @ _as_rows(x), weighted.sum(0)
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": bias}
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _conv_product(layer: nn.Conv1d | nn.Conv2d, direction: Own, x: Tensor, g: Tensor) -> Tensor:
+def _conv_product(layer: nn.Conv1d | nn.Conv2d, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
     weight = direction.get("weight")
     if weight is None:
         weight = torch.zeros_like(layer.weight)
-    # The layer's own arithmetic (padding modes, stride, dilation, groups) with other parameters in their place.
+    # The layer's own arithmetic (padding modes, stride, dilation, groups), with the direction as parameters.
     change = layer._conv_forward(x, weight, direction.get("bias"))
     product: Tensor = vecdot(g.flatten(1), change.flatten(1))
     return product
 
 
-def _conv_gradient(layer: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, weights: Tensor) -> Own:
+def _conv_gradient(layer: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
     padding: Any = layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
@@ -114,33 +115,33 @@ def _conv_gradient(layer: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, weights: 
     else:
         g = g * by_record
         bias = g.flatten(2).sum((0, 2))
-    of_weight: Any = conv1d_weight if isinstance(layer, nn.Conv1d) else conv2d_weight
-    weight = of_weight(x, list(layer.weight.shape), g, layer.stride, padding, layer.dilation, layer.groups)
+    conv_weight: Any = conv1d_weight if isinstance(layer, nn.Conv1d) else conv2d_weight
+    weight = conv_weight(x, list(layer.weight.shape), g, layer.stride, padding, layer.dilation, layer.groups)
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": bias}
 
 
-def _embedding_product(layer: nn.Embedding, direction: Own, x: Tensor, g: Tensor) -> Tensor:
-    product: Tensor = vecdot(_without_padding(layer, x, g).flatten(1), direction["weight"][x].flatten(1))
+def _embedding_product(layer: nn.Embedding, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
+    product: Tensor = vecdot(_mask_padding(layer, x, g).flatten(1), direction["weight"][x].flatten(1))
     return product
 
 
-def _embedding_gradient(layer: nn.Embedding, x: Tensor, g: Tensor, weights: Tensor) -> Own:
-    g = _without_padding(layer, x, g) * weights.reshape(-1, *[1] * (g.ndim - 1))
-    return {"weight": g.new_zeros(layer.weight.shape).index_add_(0, x.reshape(-1), _rows(g))}
+def _embedding_gradient(layer: nn.Embedding, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
+    g = _mask_padding(layer, x, g) * weights.reshape(-1, *[1] * (g.ndim - 1))
+    return {"weight": g.new_zeros(layer.weight.shape).index_add_(0, x.reshape(-1), _as_rows(g))}
 
 
-def _without_padding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Tensor:
-    # The padding entry takes no gradient.
+def _mask_padding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Tensor:
+    # The padding entry has no gradient.
     return g if layer.padding_idx is None else g * (x != layer.padding_idx)[..., None]
 
 
-def _plain_embedding(layer: nn.Embedding) -> bool:
-    # max_norm rewrites the weight while it runs, scale_grad_by_freq mixes records, sparse gradients do not add up here.
+def _is_plain_embedding(layer: nn.Embedding) -> bool:
+    # max_norm rewrites the weight during the call, scale_grad_by_freq mixes records, sparse gradients cannot be added.
     return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
 
 
-def _norm_product(layer: _Norm, direction: Own, x: Tensor, g: Tensor) -> Tensor:
-    normalised, lead = _normalised(layer, x)
+def _norm_product(layer: _Norm, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
+    normalised, lead = _normalise(layer, x)
     total = g.new_zeros(len(g))
     if "weight" in direction:
         total = total + vecdot((g * normalised).flatten(1), _spread(direction["weight"], g, lead))
@@ -149,15 +150,15 @@ def _norm_product(layer: _Norm, direction: Own, x: Tensor, g: Tensor) -> Tensor:
     return total
 
 
-def _norm_gradient(layer: _Norm, x: Tensor, g: Tensor, weights: Tensor) -> Own:
-    normalised, lead = _normalised(layer, x)
+def _norm_gradient(layer: _Norm, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
+    normalised, lead = _normalise(layer, x)
     g = g * weights.reshape(-1, *[1] * (g.ndim - 1))
     axes = [axis for axis in range(g.ndim) if not lead <= axis < lead + layer.weight.ndim]
     return {"weight": (g * normalised).sum(axes), "bias": g.sum(axes)}
 
 
-def _normalised(layer: _Norm, x: Tensor) -> tuple[Tensor, int]:
-    """Return the input before scale and shift, and the axis at which these begin."""
+def _normalise(layer: _Norm, x: Tensor) -> tuple[Tensor, int]:
+    """Return the normalised input before scale and shift, and the first axis of scale and shift."""
     if isinstance(layer, _BatchNorm):
         return nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps), 1
     if isinstance(layer, nn.GroupNorm):
@@ -165,21 +166,21 @@ def _normalised(layer: _Norm, x: Tensor) -> tuple[Tensor, int]:
     return nn.functional.layer_norm(x, layer.normalized_shape, eps=layer.eps), x.ndim - layer.weight.ndim
 
 
-def _constant_statistics(layer: _BatchNorm) -> bool:
+def _has_constant_statistics(layer: _BatchNorm) -> bool:
     return not layer.training and layer.running_mean is not None
 
 
 def _spread(parameter: Tensor, g: Tensor, lead: int) -> Tensor:
-    """Expand a scale or shift to the records, flattened as `g.flatten(1)` is."""
+    """Expand a scale or shift to all records, flattened like `g.flatten(1)`."""
     trailing = [1] * (g.ndim - lead - parameter.ndim)
     return parameter.reshape(*parameter.shape, *trailing).expand(g.shape).flatten(1)
 
 
-_OWN = frozenset(["weight", "bias"])
-register_rule(nn.Linear, LayerRule(linear_product, linear_gradient, parameters=_OWN))
-register_rule(nn.Conv1d, LayerRule(_conv_product, _conv_gradient, parameters=_OWN))
-register_rule(nn.Conv2d, LayerRule(_conv_product, _conv_gradient, parameters=_OWN))
-register_rule(nn.Embedding, LayerRule(_embedding_product, _embedding_gradient, _plain_embedding, _OWN))
-register_rule(nn.LayerNorm, LayerRule(_norm_product, _norm_gradient, parameters=_OWN))
-register_rule(nn.GroupNorm, LayerRule(_norm_product, _norm_gradient, parameters=_OWN))
-register_rule(_BatchNorm, LayerRule(_norm_product, _norm_gradient, _constant_statistics, _OWN))
+_WEIGHT_AND_BIAS = frozenset(["weight", "bias"])
+register_rule(nn.Linear, LayerRule(linear_product, linear_gradient, parameters=_WEIGHT_AND_BIAS))
+register_rule(nn.Conv1d, LayerRule(_conv_product, _conv_gradient, parameters=_WEIGHT_AND_BIAS))
+register_rule(nn.Conv2d, LayerRule(_conv_product, _conv_gradient, parameters=_WEIGHT_AND_BIAS))
+register_rule(nn.Embedding, LayerRule(_embedding_product, _embedding_gradient, _is_plain_embedding, _WEIGHT_AND_BIAS))
+register_rule(nn.LayerNorm, LayerRule(_norm_product, _norm_gradient, parameters=_WEIGHT_AND_BIAS))
+register_rule(nn.GroupNorm, LayerRule(_norm_product, _norm_gradient, parameters=_WEIGHT_AND_BIAS))
+register_rule(_BatchNorm, LayerRule(_norm_product, _norm_gradient, _has_constant_statistics, _WEIGHT_AND_BIAS))

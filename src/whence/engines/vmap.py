@@ -1,4 +1,4 @@
-"""Per-record gradients by vectorised reverse mode, then their products: many records a pass, much memory."""
+"""Products from per-record gradients by vectorised reverse mode: many records a pass, much memory."""
 
 import warnings
 from dataclasses import replace
@@ -15,33 +15,37 @@ from whence.records import Tree, map_tree
 
 
 def vmap(problem: Problem) -> Float[Tensor, "targets n"]:
-    """Return the products from per-record gradients, materialised for as many records as a part holds.
+    """Return the products from per-record gradients, which are materialised for a part of the records at a time.
 
-    Needs kernels that torch.func can batch; it raises RuntimeError for those it cannot.
+    Raises:
+        RuntimeError: torch.func cannot batch a kernel.
     """
     gradients = target_gradients(problem)
-    return torch.cat([_products(part, gradients) for part in problem.parts()], dim=1)
+    return torch.cat([_compute_products(part, gradients) for part in problem.parts()], dim=1)
 
 
-def _products(problem: Problem, gradients: list[Gradient]) -> Tensor:
+def _compute_products(problem: Problem, gradients: list[Gradient]) -> Tensor:
     def value(params: Params, inputs: Tree, columns: dict[str, Tree]) -> Tensor:
-        record = problem.prepared.with_columns(map_tree(_alone, columns))
-        one = replace(problem, records=record, prepared=record, known_inputs=map_tree(_alone, inputs))
-        return one.objective_values(one.outputs(params)).sum()
+        record = problem.prepared.with_columns(map_tree(_add_record_axis, columns))
+        alone = replace(problem, records=record, prepared=record, known_inputs=map_tree(_add_record_axis, inputs))
+        return alone.objective_values(alone.outputs(params)).sum()
 
     params = {name: parameter.detach() for name, parameter in problem.params.items()}
     with warnings.catch_warnings():
-        # Kernels without a batching rule run record by record: slower, and still what was asked for.
+        # Kernels without a batching rule run record by record: slower, with the same result.
         warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
-        own = over_records(grad(value), in_dims=(None, 0, 0))(params, problem.inputs, problem.prepared.columns)
+        by_record = over_records(grad(value), in_dims=(None, 0, 0))(params, problem.inputs, problem.prepared.columns)
     with torch.no_grad():
-        return torch.stack([_product(gradient, own) for gradient in gradients])
+        return torch.stack([_multiply(by_record, gradient) for gradient in gradients])
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _add_record_axis(tensor: Tensor) -> Tensor:
     return tensor[None]
 
 
-def _product(gradient: Gradient, own: dict[str, Tensor]) -> Tensor:
-    products = [own[name].reshape(len(own[name]), -1) @ direction.flatten() for name, direction in gradient.items()]
+def _multiply(by_record: dict[str, Tensor], gradient: Gradient) -> Tensor:
+    """Return the products of per-record gradients, each (n, ...), with one gradient, (n,)."""
+    products = [
+        by_record[name].reshape(len(by_record[name]), -1) @ direction.flatten() for name, direction in gradient.items()
+    ]
     return torch.stack(products).sum(0)

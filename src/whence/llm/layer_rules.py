@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.engines import LayerRule, register_rule
-from whence.engines.rules import Own, linear_gradient, linear_product, rule_for
+from whence.engines.rules import LayerTensors, linear_gradient, linear_product, rule_for
 from whence.errors import Unsupported
 
 
@@ -73,21 +73,21 @@ def _at(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
     return output
 
 
-def _scale_product(layer: nn.Module, direction: Own, x: Tensor, g: Tensor) -> Tensor:
+def _scale_product(layer: nn.Module, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
     return (g * _normalised(layer, x) * direction["weight"]).flatten(1).sum(1)
 
 
-def _scale_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor) -> Own:
+def _scale_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
     by_record = weights.reshape(-1, *[1] * (g.ndim - 1))
     return {"weight": (g * _normalised(layer, x) * by_record).flatten(0, -2).sum(0)}
 
 
-def _conv1d_product(layer: Any, direction: Own, x: Tensor, g: Tensor) -> Tensor:
+def _conv1d_product(layer: Any, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
     # A linear layer whose weight lies the other way round.
     turned = {name: tensor.t() if name == "weight" else tensor for name, tensor in direction.items()}
     return linear_product(layer, turned, x, g)
 
 
-def _conv1d_gradient(layer: Any, x: Tensor, g: Tensor, weights: Tensor) -> Own:
+def _conv1d_gradient(layer: Any, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
     found = linear_gradient(layer, x, g, weights)
     return {name: tensor.t() if name == "weight" else tensor for name, tensor in found.items()}

@@ -211,7 +211,7 @@ def objective_values(
     """Return the objective of each record of a minibatch, whose advantages are normalised with the weights."""
     records = minibatch.records
     if round.recording.update.normalize_advantage:
-        records = records.with_advantages(normalise_advantages(records.advantages, weights))
+        records = records.with_columns({"advantages": normalise_advantages(records.advantages, weights)})
     columns = getattr(round.objective, "reads", COLUMNS)
     return round.objective(compute_outputs(round.view, columns, params, minibatch.inputs), records)
 

@@ -96,8 +96,8 @@ def check_policy(policy: Any) -> None:
     overridden = [method for method in _REPLACED if getattr(type(policy), method) is not getattr(base, method)]
     if overridden:
         raise Unsupported(
-            f"{name} overrides {', '.join(overridden)}, so whence cannot know its log-probs from SB3's own code. Wrap it: "
-            "whence.ModuleView(policy, lambda policy, inputs: whence.Outputs(...))."
+            f"{name} overrides {', '.join(overridden)}, so whence cannot know its log-probs from SB3's own code. Wrap "
+            "it: whence.ModuleView(policy, lambda policy, inputs: whence.Outputs(...))."
         )
     for path, module in policy.named_modules():
         if isinstance(module, _BatchNorm):

@@ -21,6 +21,7 @@ from whence import IIF, Action, BelowMean
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import (
     ARMS,
+    HYPERPARAMETERS,
     PLAIN,
     Comparison,
     RunConfig,
@@ -31,20 +32,20 @@ from whence.experiments import (
     presets,
 )
 from whence.experiments.comparison import run_path
+from whence.experiments.rl import arms
 from whence.experiments.rl.environments import (
     check_environment,
-    default_policy,
     evaluate,
     make_evaluation_env,
     make_model_env,
 )
+from whence.experiments.rl.networks import default_policy, default_policy_kwargs
 from whence.experiments.rl.plan import check_action, check_read, reads
 from whence.experiments.rl.research_callback import ResearchCallback
 from whence.experiments.rl.training import is_finished, read_curve, run
 from whence.guards import preserve_rng_state
 from whence.rounds import METHODS
 from whence.runs import RunDirectory
-from whence.sb3 import InfluenceCallback
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
@@ -138,10 +139,33 @@ def two_libraries(monkeypatch):
 class Still(gym.Env):
     """Nothing happens; `space` is observed."""
 
-    def __init__(self, space, fault=None):
+    def __init__(self, space, fault=None, missing=None):
         if fault:
             raise OSError(fault)
+        if missing:
+            {}[missing]
         self.observation_space, self.action_space = space, spaces.Discrete(2)
+
+
+class Failing(gym.Wrapper):
+    """Look for a setting that is not there: in the constructor, in reset() or in step()."""
+
+    def __init__(self, env, where):
+        super().__init__(env)
+        self.where = where
+        self.fail("constructor")
+
+    def fail(self, where):
+        if self.where == where:
+            {}["size"]
+
+    def reset(self, *, seed=None, options=None):
+        self.fail("reset")
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action):
+        self.fail("step")
+        return self.env.step(action)
 
 
 class TestPlan:
@@ -247,6 +271,9 @@ class TestPlan:
         [
             (spaces.Box(0, 255, (36, 36, 3), np.uint8), "CnnPolicy"),
             (spaces.Box(0, 255, (1, 36, 36), np.uint8), "CnnPolicy"),
+            (spaces.Box(0, 255, (7, 7, 3), np.uint8), "CnnPolicy"),
+            (spaces.Box(0, 255, (3, 35, 90), np.uint8), "CnnPolicy"),
+            (spaces.Box(0, 255, (4, 9, 3), np.uint8), "MlpPolicy"),
             (spaces.Box(0, 1, (36, 36, 3), np.float32), "MlpPolicy"),
             (spaces.Box(0, 255, (36,), np.uint8), "MlpPolicy"),
             (spaces.Box(-1, 1, (4,), np.float32), "MlpPolicy"),
@@ -259,6 +286,60 @@ class TestPlan:
         assert {
             c.policy for c in plan_comparison(env=env, env_kwargs={"space": space}, arms=["ppo", "iif"], seeds=1)
         } == {policy}
+
+    @pytest.mark.parametrize(
+        ("shape", "extractor"),
+        [((7, 7, 3), "MiniGridCNN"), ((3, 35, 90), "MiniGridCNN"), ((5, 5, 1), "MiniGridCNN"), ((36, 36, 3), None)],
+    )
+    def test_images_too_small_for_sb3s_network_get_a_smaller_one(self, registered, shape, extractor):
+        env = registered("WhenceStill-v0", Still)
+        space = spaces.Box(0, 255, shape, np.uint8)
+        # configure() builds the model, so the network takes such images.
+        config = configure(env=env, env_kwargs={"space": space}, policy_kwargs={"net_arch": [8]})
+        chosen = {} if extractor is None else {"features_extractor_class": extractor}
+        assert config.policy_kwargs == {"net_arch": [8], **chosen}
+
+    def test_a_network_that_is_named_stays(self):
+        image = spaces.Box(0, 255, (7, 7, 3), np.uint8)
+        named = {"features_extractor_class": "FlattenExtractor"}
+        assert default_policy_kwargs("CnnPolicy", named, image) == named
+        assert default_policy_kwargs("MlpPolicy", {}, image) == {}
+
+    def test_observations_that_sb3_does_not_read_are_refused_with_the_part_to_observe(self):
+        pytest.importorskip("minigrid")
+        asked = {"env": "minigrid:MiniGrid-Empty-5x5-v0", "eval_episodes": 0}
+        message = r"mission is a MissionSpace, which .* does not read\. Observe one part: --set observe=image \(of dir"
+        with pytest.raises(WhenceError, match=message):
+            configure(**asked)
+        config = configure(**asked, observe="image")
+        assert (config.policy, config.policy_kwargs) == ("CnnPolicy", {"features_extractor_class": "MiniGridCNN"})
+        with pytest.raises(WhenceError, match=r"observes Tuple\(.*reads no Tuple\. Register .*FlattenObservation"):
+            configure(env="Blackjack-v1")
+
+    def test_spaces_without_a_readable_part_are_refused(self, registered):
+        env = registered("WhenceStill-v0", Still)
+        space = spaces.Dict(text=spaces.Text(5))
+        with pytest.raises(WhenceError, match=r"text is a Text.*Register the environment with a wrapper that leaves"):
+            configure(env=env, env_kwargs={"space": space})
+
+    @pytest.mark.parametrize(
+        ("device", "message"),
+        [
+            ("cuda", r"device is 'cuda', but torch\.cuda\.is_available\(\) is False .* --set device=cpu"),
+            ("gpu", r"device is 'gpu', which torch does not know\. Pass cpu, cuda, cuda:0 or auto"),
+        ],
+    )
+    def test_a_device_that_is_not_there_is_refused(self, device, message, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(WhenceError, match=message):
+            configure(env="CartPole-v1", device=device)
+        assert configure(env="CartPole-v1", device="auto").device == "auto"
+
+    def test_a_cuda_device_beyond_the_last_is_refused(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(WhenceError, match=r"device is 'cuda:2', but torch\.cuda\.device_count\(\) is 2"):
+            configure(env="CartPole-v1", device="cuda:2")
 
     def test_a_policy_that_is_named_stays(self, registered):
         env = registered("WhenceStill-v0", Still)
@@ -319,6 +400,23 @@ class TestPlan:
         with pytest.raises(WhenceError, match=r"'WhenceStill-v0' cannot be made with .*: the pump is dry") as caught:
             plan_comparison(env=env, env_kwargs={"space": None, "fault": "the pump is dry"}, arms=["ppo"], seeds=1)
         assert isinstance(caught.value.__cause__, OSError)
+
+    def test_an_error_in_an_environments_constructor_is_named_with_its_kind(self, registered):
+        env = registered("WhenceStill-v0", Still)
+        with pytest.raises(WhenceError, match=r"'WhenceStill-v0' cannot be made with .*: KeyError: 'size'"):
+            configure(env=env, env_kwargs={"space": None, "missing": "size"})
+
+    @pytest.mark.parametrize(
+        ("where", "said"),
+        [("constructor", "cannot be made with .*"), ("reset", r"fails in reset\(\)"), ("step", r"fails in step\(\)")],
+    )
+    def test_an_error_in_a_wrapper_names_the_environment(self, registered, tmp_path, where, said):
+        env = registered("WhenceWrapped-v0", lambda: Failing(gym.make("CartPole-v1"), where))
+        with pytest.raises(
+            WhenceError, match=rf"The environment 'WhenceWrapped-v0' {said}: KeyError: 'size'"
+        ) as caught:
+            run(configure(env=env, rounds=1, eval_episodes=0, hyperparameters={"n_steps": 8}), tmp_path / "run")
+        assert isinstance(caught.value.__cause__, KeyError)
 
     def test_a_run_that_is_in_both_libraries_is_told_both_their_settings(self, two_libraries):
         asked = {"env": "FrozenLake-v1", "evaluate_with": "envpool"}
@@ -539,7 +637,7 @@ class TestEvaluate:
         before, parameters = state(), [parameter.clone() for parameter in model.policy.parameters()]
         env = make_evaluation_env(RunConfig(name, "ppo", 0, env_kwargs={"broken": broken}), 4)
         if broken:
-            with pytest.raises(RuntimeError, match="the pump is dry"):
+            with pytest.raises(WhenceError, match=r"'WhenceDraw-v0' fails in step\(\): RuntimeError: the pump is dry"):
                 evaluate(model, env, episodes=4, seed=9)
         else:
             evaluate(model, env, episodes=4, seed=9)
@@ -614,8 +712,14 @@ class TestComparison:
     def test_each_run_says_what_it_is(self, one_worker):
         for config in one_worker.configs:
             directory = one_worker.run(config)
-            assert directory.config == config.to_json()
-            assert directory.config["env_kwargs"] == LAKE
+            stored = dict(directory.config)
+            effective = stored.pop("effective")
+            assert stored == config.to_json()
+            assert stored["env_kwargs"] == LAKE
+            assert effective.items() >= PPO_SMALL.items()
+            assert effective.keys() >= HYPERPARAMETERS.keys()
+            assert (effective["algorithm"], effective["gamma"], effective["target_kl"]) == ("PPO", 0.99, None)
+            assert RunConfig.from_json(directory.config) == config
             assert set(directory.versions) >= {"whence", "torch", "stable-baselines3", "gymnasium"}
 
     def test_tables_of_all_runs_below_each_other(self, one_worker):
@@ -887,6 +991,10 @@ class TestRefusals:
             "ppo-lr-4": ("KeepAll()", False),
         }
 
+    def test_the_methods_of_arms_are_those_of_whole_rounds(self):
+        # Repeated in arms.py, which loads no torch.
+        assert arms.METHODS == METHODS
+
     def test_names_of_arms_are_composed(self):
         scores = ("", "-crossfit", *(f"-{method}" for method in METHODS))
         names = {
@@ -902,7 +1010,7 @@ class TestRefusals:
             run = RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2)
             assert run.rule() == (IIF if name.startswith("iif") else BelowMean)(0.3, 2)
             assert ARMS[name].counts_scoring
-            assert ARMS[name].callback is InfluenceCallback
+            assert ARMS[name].trains == "selection"
 
     @pytest.mark.parametrize(
         ("arm", "near"),
@@ -1045,7 +1153,7 @@ class TestArmsOfOtherScores:
     @pytest.mark.parametrize(
         ("arm", "expected"),
         [
-            ("iif", {"score": "snapshot", "guard": False, "advantage_norm": "minibatch"}),
+            ("iif", {"method": "snapshot", "guard": False, "advantage_norm": "minibatch"}),
             ("iif-crossfit", {"method": "crossfit"}),
             ("iif-smoothed", {"method": "smoothed"}),
             ("iif-guarded", {"guard": True}),

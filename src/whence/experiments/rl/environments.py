@@ -62,8 +62,8 @@ def _read_spaces(config: RunConfig, library: str) -> tuple[gym.Space[Any], gym.S
     env.close()
     if config.observe is not None:
         if not isinstance(observations, gym.spaces.Dict) or config.observe not in observations.spaces:
-            is_dict = isinstance(observations, gym.spaces.Dict)
-            parts = ", ".join(observations) if is_dict else f"a {type(observations).__name__}"
+            kind = f"a {type(observations).__name__}"
+            parts = ", ".join(observations) if isinstance(observations, gym.spaces.Dict) else kind
             raise WhenceError(f"{config.env} has no part {config.observe!r} to observe; its observations are {parts}.")
         observations = observations[config.observe]
     _check_readable(config, observations)

@@ -85,7 +85,7 @@ def describe_effective(model: PPO) -> dict[str, Any]:
     """Return the settings in effect, in JSON types: algorithm, policy, parameters, and all hyper-parameters."""
     description = describe(model)
     names = ("algorithm", "policy", "parameters", "optimizer", "max_episode_steps")
-    return {name: description[name] for name in names} | description["hyperparameters"]
+    return {**{name: description[name] for name in names}, **description["hyperparameters"]}
 
 
 def _check_recordings(config: RunConfig, recordings: Collection[int]) -> None:

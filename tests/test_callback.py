@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 import whence
 from toys import Toy, model
 from whence import IIF, KeepAll, RandomDrop, RecordBatch, Return, RunDirectory, Selection, WhenceError
-from whence.sb3 import InfluenceCallback, model_objective
+from whence.sb3 import Choice, InfluenceCallback, model_objective
 from whence.sb3.description import HYPERPARAMETERS
 
 
@@ -390,6 +390,38 @@ def test_a_rule_that_returns_a_selection_of_other_records_is_refused() -> None:
     assert pristine(toy)
 
 
+class ChoosesTooFew(InfluenceCallback):
+    def choose(self, records: RecordBatch) -> Choice:
+        return Choice(None, KeepAll().select(records.take(slice(0, 5))))
+
+
+def test_a_choice_of_other_records_is_refused() -> None:
+    toy = model()
+    with pytest.raises(WhenceError, match=r"ChoosesTooFew\.choose\(\) returned a selection of 5 records for .* of 32"):
+        toy.learn(32, callback=ChoosesTooFew(KeepAll()))
+    assert pristine(toy)
+
+
+class BetterHalf(InfluenceCallback):
+    def choose(self, records: RecordBatch) -> Choice:
+        keep = records.advantages > records.advantages.median()
+        selection = Selection.dropping(keep, "advantage at or below the median")
+        return Choice(None, selection, {"least_advantage": float(records.advantages[keep].min())})
+
+
+def test_a_choice_of_ones_own_trains_and_its_metrics_are_logged(tmp_path: Path) -> None:
+    toy, callback = model(), BetterHalf(KeepAll())
+    toy.set_logger(configure(str(tmp_path), ["csv"]))
+    toy.learn(64, callback=callback)
+    toy.logger.close()
+    assert callback.round is not None
+    advantages, keep = callback.round.records.advantages, callback.round.selection.keep
+    assert 0 < int(keep.sum()) <= 16
+    assert callback.metrics[-1]["kept"] == int(keep.sum())
+    assert callback.metrics[-1]["least_advantage"] == float(advantages[keep].min())
+    assert "influence/least_advantage" in (tmp_path / "progress.csv").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -406,7 +438,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
         InfluenceCallback(arguments.pop("rule"), **arguments)
 
 
-def test_a_rule_is_told_how_far_training_has_come() -> None:
+def test_a_rule_reads_how_far_training_has_come() -> None:
     seen = []
 
     class Watching(KeepAll):

@@ -21,6 +21,7 @@ from whence import IIF, Action, BelowMean
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import (
     ARMS,
+    HYPERPARAMETERS,
     PLAIN,
     Comparison,
     RunConfig,
@@ -31,20 +32,20 @@ from whence.experiments import (
     presets,
 )
 from whence.experiments.comparison import run_path
+from whence.experiments.rl import arms
 from whence.experiments.rl.environments import (
     check_environment,
-    default_policy,
     evaluate,
     make_evaluation_env,
     make_model_env,
 )
+from whence.experiments.rl.networks import default_policy, default_policy_kwargs
 from whence.experiments.rl.plan import check_action, check_read, reads
 from whence.experiments.rl.research_callback import ResearchCallback
 from whence.experiments.rl.training import is_finished, read_curve, run
 from whence.guards import preserve_rng_state
 from whence.rounds import METHODS
 from whence.runs import RunDirectory
-from whence.sb3 import InfluenceCallback
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
@@ -96,20 +97,25 @@ def assert_same_tensors(mine, other):
 
 
 @pytest.fixture(scope="module")
-def told():
-    """What `progress` was told while `one_worker` ran."""
+def reported():
+    """The configurations and numbers of rounds that `progress` was called with for `two_workers`."""
     return []
 
 
 @pytest.fixture(scope="module")
-def one_worker(tmp_path_factory, told) -> Comparison:
-    path = tmp_path_factory.mktemp("one") / "worker"
-    return compare(planned(), path, workers=1, progress=lambda config, rounds: told.append((config, rounds)))
+def two_workers(tmp_path_factory, reported) -> Comparison:
+    path = tmp_path_factory.mktemp("two") / "workers"
+    return compare(planned(), path, workers=2, progress=lambda config, rounds: reported.append((config, rounds)))
 
 
 @pytest.fixture(scope="module")
-def two_workers(tmp_path_factory) -> Comparison:
-    return compare(planned(), tmp_path_factory.mktemp("two"), workers=2)
+def one_worker(tmp_path_factory) -> Comparison:
+    """The same comparison: four runs are made in this process, the last two one after the other by a worker."""
+    configs, path = planned(), tmp_path_factory.mktemp("one")
+    with preserve_rng_state():
+        for config in configs[:4]:
+            run(config, run_path(path, config))
+    return compare(configs, path, workers=1)
 
 
 @pytest.fixture
@@ -138,10 +144,33 @@ def two_libraries(monkeypatch):
 class Still(gym.Env):
     """Nothing happens; `space` is observed."""
 
-    def __init__(self, space, fault=None):
+    def __init__(self, space, fault=None, missing=None):
         if fault:
             raise OSError(fault)
+        if missing:
+            {}[missing]
         self.observation_space, self.action_space = space, spaces.Discrete(2)
+
+
+class Failing(gym.Wrapper):
+    """Look for a setting that is not there: in the constructor, in reset() or in step()."""
+
+    def __init__(self, env, where):
+        super().__init__(env)
+        self.where = where
+        self.fail("constructor")
+
+    def fail(self, where):
+        if self.where == where:
+            {}["size"]
+
+    def reset(self, *, seed=None, options=None):
+        self.fail("reset")
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action):
+        self.fail("step")
+        return self.env.step(action)
 
 
 class TestPlan:
@@ -247,6 +276,9 @@ class TestPlan:
         [
             (spaces.Box(0, 255, (36, 36, 3), np.uint8), "CnnPolicy"),
             (spaces.Box(0, 255, (1, 36, 36), np.uint8), "CnnPolicy"),
+            (spaces.Box(0, 255, (7, 7, 3), np.uint8), "CnnPolicy"),
+            (spaces.Box(0, 255, (3, 35, 90), np.uint8), "CnnPolicy"),
+            (spaces.Box(0, 255, (4, 9, 3), np.uint8), "MlpPolicy"),
             (spaces.Box(0, 1, (36, 36, 3), np.float32), "MlpPolicy"),
             (spaces.Box(0, 255, (36,), np.uint8), "MlpPolicy"),
             (spaces.Box(-1, 1, (4,), np.float32), "MlpPolicy"),
@@ -259,6 +291,60 @@ class TestPlan:
         assert {
             c.policy for c in plan_comparison(env=env, env_kwargs={"space": space}, arms=["ppo", "iif"], seeds=1)
         } == {policy}
+
+    @pytest.mark.parametrize(
+        ("shape", "extractor"),
+        [((7, 7, 3), "MiniGridCNN"), ((3, 35, 90), "MiniGridCNN"), ((5, 5, 1), "MiniGridCNN"), ((36, 36, 3), None)],
+    )
+    def test_images_too_small_for_sb3s_network_get_a_smaller_one(self, registered, shape, extractor):
+        env = registered("WhenceStill-v0", Still)
+        space = spaces.Box(0, 255, shape, np.uint8)
+        # configure() builds the model, so the network takes such images.
+        config = configure(env=env, env_kwargs={"space": space}, policy_kwargs={"net_arch": [8]})
+        chosen = {} if extractor is None else {"features_extractor_class": extractor}
+        assert config.policy_kwargs == {"net_arch": [8], **chosen}
+
+    def test_a_network_that_is_named_stays(self):
+        image = spaces.Box(0, 255, (7, 7, 3), np.uint8)
+        named = {"features_extractor_class": "FlattenExtractor"}
+        assert default_policy_kwargs("CnnPolicy", named, image) == named
+        assert default_policy_kwargs("MlpPolicy", {}, image) == {}
+
+    def test_observations_that_sb3_does_not_read_are_refused_with_the_part_to_observe(self):
+        pytest.importorskip("minigrid")
+        asked = {"env": "minigrid:MiniGrid-Empty-5x5-v0", "eval_episodes": 0}
+        message = r"mission is a MissionSpace, which .* does not read\. Observe one part: --set observe=image \(of dir"
+        with pytest.raises(WhenceError, match=message):
+            configure(**asked)
+        config = configure(**asked, observe="image")
+        assert (config.policy, config.policy_kwargs) == ("CnnPolicy", {"features_extractor_class": "MiniGridCNN"})
+        with pytest.raises(WhenceError, match=r"observes Tuple\(.*reads no Tuple\. Register .*FlattenObservation"):
+            configure(env="Blackjack-v1")
+
+    def test_spaces_without_a_readable_part_are_refused(self, registered):
+        env = registered("WhenceStill-v0", Still)
+        space = spaces.Dict(text=spaces.Text(5))
+        with pytest.raises(WhenceError, match=r"text is a Text.*Register the environment with a wrapper that leaves"):
+            configure(env=env, env_kwargs={"space": space})
+
+    @pytest.mark.parametrize(
+        ("device", "message"),
+        [
+            ("cuda", r"device is 'cuda', but torch\.cuda\.is_available\(\) is False .* --set device=cpu"),
+            ("gpu", r"device is 'gpu', which torch does not know\. Pass cpu, cuda, cuda:0 or auto"),
+        ],
+    )
+    def test_a_device_that_is_not_there_is_refused(self, device, message, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(WhenceError, match=message):
+            configure(env="CartPole-v1", device=device)
+        assert configure(env="CartPole-v1", device="auto").device == "auto"
+
+    def test_a_cuda_device_beyond_the_last_is_refused(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(WhenceError, match=r"device is 'cuda:2', but torch\.cuda\.device_count\(\) is 2"):
+            configure(env="CartPole-v1", device="cuda:2")
 
     def test_a_policy_that_is_named_stays(self, registered):
         env = registered("WhenceStill-v0", Still)
@@ -319,6 +405,23 @@ class TestPlan:
         with pytest.raises(WhenceError, match=r"'WhenceStill-v0' cannot be made with .*: the pump is dry") as caught:
             plan_comparison(env=env, env_kwargs={"space": None, "fault": "the pump is dry"}, arms=["ppo"], seeds=1)
         assert isinstance(caught.value.__cause__, OSError)
+
+    def test_an_error_in_an_environments_constructor_is_named_with_its_kind(self, registered):
+        env = registered("WhenceStill-v0", Still)
+        with pytest.raises(WhenceError, match=r"'WhenceStill-v0' cannot be made with .*: KeyError: 'size'"):
+            configure(env=env, env_kwargs={"space": None, "missing": "size"})
+
+    @pytest.mark.parametrize(
+        ("where", "said"),
+        [("constructor", "cannot be made with .*"), ("reset", r"fails in reset\(\)"), ("step", r"fails in step\(\)")],
+    )
+    def test_an_error_in_a_wrapper_names_the_environment(self, registered, tmp_path, where, said):
+        env = registered("WhenceWrapped-v0", lambda: Failing(gym.make("CartPole-v1"), where))
+        with pytest.raises(
+            WhenceError, match=rf"The environment 'WhenceWrapped-v0' {said}: KeyError: 'size'"
+        ) as caught:
+            run(configure(env=env, rounds=1, eval_episodes=0, hyperparameters={"n_steps": 8}), tmp_path / "run")
+        assert isinstance(caught.value.__cause__, KeyError)
 
     def test_a_run_that_is_in_both_libraries_is_told_both_their_settings(self, two_libraries):
         asked = {"env": "FrozenLake-v1", "evaluate_with": "envpool"}
@@ -539,7 +642,7 @@ class TestEvaluate:
         before, parameters = state(), [parameter.clone() for parameter in model.policy.parameters()]
         env = make_evaluation_env(RunConfig(name, "ppo", 0, env_kwargs={"broken": broken}), 4)
         if broken:
-            with pytest.raises(RuntimeError, match="the pump is dry"):
+            with pytest.raises(WhenceError, match=r"'WhenceDraw-v0' fails in step\(\): RuntimeError: the pump is dry"):
                 evaluate(model, env, episodes=4, seed=9)
         else:
             evaluate(model, env, episodes=4, seed=9)
@@ -561,16 +664,16 @@ class TestComparison:
             assert len(untimed) >= 8
             assert {name: metrics[name] for name in untimed} == {name: other[arm][name] for name in untimed}
 
-    def test_nor_on_other_runs_of_the_same_process(self, one_worker, tmp_path):
-        config = one_worker.configs[4]
+    def test_nor_on_other_runs_of_the_same_process(self, two_workers, tmp_path):
+        config = two_workers.configs[4]
         assert (config.arm, config.seed) == ("iif", 1)
         with preserve_rng_state():
             run(config, tmp_path / "alone")
-        assert_same_results(RunDirectory.open(tmp_path / "alone"), one_worker.run(config))
+        assert_same_results(RunDirectory.open(tmp_path / "alone"), two_workers.run(config))
 
-    def test_summary_json(self, one_worker):
-        summary = json.loads((one_worker.path / "summary.json").read_text(encoding="utf-8"))
-        assert summary == one_worker.summary
+    def test_summary_json(self, two_workers):
+        summary = json.loads((two_workers.path / "summary.json").read_text(encoding="utf-8"))
+        assert summary == two_workers.summary
         assert list(summary) == ["FrozenLake-v1"]
         assert list(summary["FrozenLake-v1"]) == ARM_NAMES
         for metrics in summary["FrozenLake-v1"].values():
@@ -584,48 +687,54 @@ class TestComparison:
                 assert None not in metrics[name]["per_seed"]
                 assert metrics[name]["null"] == 0
 
-    def test_the_summary_is_that_of_the_evaluations(self, one_worker):
-        (summary,) = one_worker.summary.values()
+    def test_the_summary_is_that_of_the_evaluations(self, two_workers):
+        (summary,) = two_workers.summary.values()
         assert len({str(metrics["final_return"]["per_seed"]) for metrics in summary.values()}) > 1
         for arm, metrics in summary.items():
             for seed in (0, 1):
-                config = next(c for c in one_worker.configs if (c.arm, c.seed) == (arm, seed))
-                returns = one_worker.run(config).table("evaluations")["test_return"].to_list()
+                config = next(c for c in two_workers.configs if (c.arm, c.seed) == (arm, seed))
+                returns = two_workers.run(config).table("evaluations")["test_return"].to_list()
                 assert metrics["final_return"]["per_seed"][seed] == returns[2]
                 assert metrics["peak_return"]["per_seed"][seed] == max(returns)
                 assert metrics["auc"]["per_seed"][seed] == pytest.approx(
                     (returns[0] / 2 + returns[1] + returns[2] / 2) / 2
                 )
 
-    def test_a_finished_run_holds_these_files_and_no_others(self, one_worker):
+    def test_a_finished_run_holds_these_files_and_no_others(self, two_workers):
         names = {"config.json", "metrics.parquet", "timings.parquet", "evaluations.parquet"}
         names |= {f"{folder}/round_0000{n}.parquet" for folder in ("records", "episodes") for n in (1, 2)}
         names |= {f"policies/round_0000{n}.safetensors" for n in (1, 2, 3)}
         for arm in ARM_NAMES:
             for seed in (0, 1):
-                assert {str(name) for name in stamps(one_worker.path / "runs" / arm / f"seed_{seed}")} == names
-        top = {entry.name for entry in one_worker.path.iterdir()}
+                assert {str(name) for name in stamps(two_workers.path / "runs" / arm / f"seed_{seed}")} == names
+        top = {entry.name for entry in two_workers.path.iterdir()}
         assert top == {"runs", "comparison.json", "summary.json"}
 
-    def test_comparison_json_lists_the_runs(self, one_worker):
-        text = (one_worker.path / "comparison.json").read_text(encoding="utf-8")
+    def test_comparison_json_lists_the_runs(self, two_workers):
+        text = (two_workers.path / "comparison.json").read_text(encoding="utf-8")
         assert json.loads(text) == [config.to_json() for config in planned()]
 
-    def test_each_run_says_what_it_is(self, one_worker):
-        for config in one_worker.configs:
-            directory = one_worker.run(config)
-            assert directory.config == config.to_json()
-            assert directory.config["env_kwargs"] == LAKE
+    def test_each_run_says_what_it_is(self, two_workers):
+        for config in two_workers.configs:
+            directory = two_workers.run(config)
+            stored = dict(directory.config)
+            effective = stored.pop("effective")
+            assert stored == config.to_json()
+            assert stored["env_kwargs"] == LAKE
+            assert effective.items() >= PPO_SMALL.items()
+            assert effective.keys() >= HYPERPARAMETERS.keys()
+            assert (effective["algorithm"], effective["gamma"], effective["target_kl"]) == ("PPO", 0.99, None)
+            assert RunConfig.from_json(directory.config) == config
             assert set(directory.versions) >= {"whence", "torch", "stable-baselines3", "gymnasium"}
 
-    def test_tables_of_all_runs_below_each_other(self, one_worker):
-        evaluations = one_worker.table("evaluations")
+    def test_tables_of_all_runs_below_each_other(self, two_workers):
+        evaluations = two_workers.table("evaluations")
         assert evaluations.columns == ["round", "test_return", "standard_error", "episodes", "arm", "seed"]
         assert evaluations.select("arm", "seed", "round").rows() == [
             (arm, seed, number) for seed in (0, 1) for arm in ARM_NAMES for number in (0, 1, 2)
         ]
         assert set(evaluations["episodes"]) == {20}
-        metrics = one_worker.table("metrics")
+        metrics = two_workers.table("metrics")
         assert metrics.select("arm", "seed", "round").rows() == [
             (arm, seed, number) for seed in (0, 1) for arm in ARM_NAMES for number in (1, 2)
         ]
@@ -635,8 +744,8 @@ class TestComparison:
         assert metrics.filter(metrics["arm"] != "ppo")["q50"].null_count() == 0
         assert metrics["train/policy_gradient_loss"].null_count() == 0
 
-    def test_timings_are_of_each_round_and_stage(self, one_worker):
-        timings = one_worker.table("timings")
+    def test_timings_are_of_each_round_and_stage(self, two_workers):
+        timings = two_workers.table("timings")
         stages = [
             f"{stage}_{clock}" for stage in ("collection", "scoring", "optimisation") for clock in ("cpu", "wall")
         ]
@@ -644,19 +753,19 @@ class TestComparison:
         assert timings.height == 12
         assert all(value > 0 for stage in ("collection_wall", "optimisation_wall") for value in timings[stage])
 
-    def test_seconds_count_scoring_only_where_it_is_the_arms_own(self, one_worker):
-        for config in one_worker.configs:
-            timings = one_worker.run(config).table("timings")
+    def test_seconds_count_scoring_only_where_it_is_the_arms_own(self, two_workers):
+        for config in two_workers.configs:
+            timings = two_workers.run(config).table("timings")
             expected = timings["collection_cpu"] + timings["optimisation_cpu"]
             if config.arm == "iif":
                 expected = expected + timings["scoring_cpu"]
-            found = read_curve(config, run_path(one_worker.path, config))
+            found = read_curve(config, run_path(two_workers.path, config))
             assert found.seconds.tolist() == expected.to_list()
             assert found.returns.shape == found.standard_errors.shape == (3,)
 
-    def test_arms_of_a_seed_start_alike(self, one_worker):
+    def test_arms_of_a_seed_start_alike(self, two_workers):
         for seed in (0, 1):
-            runs = [one_worker.run(config) for config in one_worker.configs if config.seed == seed]
+            runs = [two_workers.run(config) for config in two_workers.configs if config.seed == seed]
             first, *others = ((r.policy(1), r.table("evaluations").row(0), r.round("records", 1)) for r in runs)
             for policy, evaluation, records in others:
                 assert_same_tensors(policy, first[0])
@@ -667,10 +776,10 @@ class TestComparison:
             assert not torch.equal(trained[0], trained[1])
             assert not torch.equal(trained[1], trained[2])
 
-    def test_arms_drop_what_they_say(self, one_worker):
-        for config in one_worker.configs:
+    def test_arms_drop_what_they_say(self, two_workers):
+        for config in two_workers.configs:
             for number in (1, 2):
-                records = one_worker.run(config).round("records", number)
+                records = two_workers.run(config).round("records", number)
                 dropped = records.filter(~records["keep"])
                 if config.arm == "ppo":
                     assert dropped.height == 0
@@ -683,31 +792,31 @@ class TestComparison:
                     assert (dropped["score"] >= 0).any()
                 assert dropped["weight"].to_list() == [0] * dropped.height
 
-    def test_progress_is_told_of_every_round(self, one_worker, told):
-        for config in one_worker.configs:
-            rounds = [number for about, number in told if about == config]
+    def test_progress_is_called_with_every_round(self, two_workers, reported):
+        for config in two_workers.configs:
+            rounds = [number for about, number in reported if about == config]
             assert rounds == [0, 0, 1, 2]
 
-    def test_finished_runs_are_not_repeated(self, one_worker):
-        before, told = stamps(one_worker.path / "runs"), []
+    def test_finished_runs_are_not_repeated(self, two_workers):
+        before, calls = stamps(two_workers.path / "runs"), []
         again = compare(
-            planned(), one_worker.path, workers=2, progress=lambda config, rounds: told.append((config, rounds))
+            planned(), two_workers.path, workers=2, progress=lambda config, rounds: calls.append((config, rounds))
         )
-        assert stamps(one_worker.path / "runs") == before
+        assert stamps(two_workers.path / "runs") == before
         assert len(before) == 66
-        assert told == [(config, 2) for config in planned()]
-        assert again.summary == one_worker.summary
+        assert calls == [(config, 2) for config in planned()]
+        assert again.summary == two_workers.summary
 
-    def test_it_is_read_again_as_it_was(self, one_worker):
-        found = load_comparison(one_worker.path)
-        assert found.path == one_worker.path
-        assert found.configs == one_worker.configs
-        assert found.summary == one_worker.summary
-        assert_frame_equal(found.table("evaluations"), one_worker.table("evaluations"), check_exact=True)
+    def test_it_is_read_again_as_it_was(self, two_workers):
+        found = load_comparison(two_workers.path)
+        assert found.path == two_workers.path
+        assert found.configs == two_workers.configs
+        assert found.summary == two_workers.summary
+        assert_frame_equal(found.table("evaluations"), two_workers.table("evaluations"), check_exact=True)
 
     @pytest.mark.parametrize("which", [{"arms": ["ppo", "iif"]}, {"seeds": 1}], ids=["fewer arms", "fewer seeds"])
-    def test_a_smaller_comparison_of_the_same_runs_is_read_as_it_was_made(self, one_worker, tmp_path, which):
-        shutil.copytree(one_worker.path, tmp_path / "again")
+    def test_a_smaller_comparison_of_the_same_runs_is_read_as_it_was_made(self, two_workers, tmp_path, which):
+        shutil.copytree(two_workers.path, tmp_path / "again")
         made = compare(planned(**which), tmp_path / "again")  # nothing is left to run, so that no process starts
         found = load_comparison(tmp_path / "again")
         assert found.configs == made.configs == planned(**which)
@@ -715,8 +824,8 @@ class TestComparison:
         assert_frame_equal(found.table("evaluations"), made.table("evaluations"), check_exact=True)
 
     @pytest.mark.parametrize("missing", ["comparison.json", "summary.json"])
-    def test_what_is_not_finished_cannot_be_read(self, one_worker, tmp_path, missing):
-        shutil.copytree(one_worker.path, tmp_path / "again")
+    def test_what_is_not_finished_cannot_be_read(self, two_workers, tmp_path, missing):
+        shutil.copytree(two_workers.path, tmp_path / "again")
         (tmp_path / "again" / missing).unlink()
         with pytest.raises(WhenceError, match=rf"{missing} is not there: .*again holds no finished comparison\."):
             load_comparison(tmp_path / "again")
@@ -738,16 +847,16 @@ class TestComparison:
             ("summary.json", '{"FrozenLake-v1": {"ppo": {}, "iif": {}, "random": {}}}', "does not hold the figures"),
         ],
     )
-    def test_damage_is_named(self, one_worker, tmp_path, name, text, message):
+    def test_damage_is_named(self, two_workers, tmp_path, name, text, message):
         for file in ("comparison.json", "summary.json"):
-            shutil.copy(one_worker.path / file, tmp_path / file)
+            shutil.copy(two_workers.path / file, tmp_path / file)
         (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(WhenceError, match=rf"{name} {message}.*give the same whence compare again"):
             load_comparison(tmp_path)
 
-    def test_figures_of_another_comparison_are_refused(self, one_worker, tmp_path):
-        listed = [config.to_json() for config in one_worker.configs]
-        (tmp_path / "summary.json").write_text(json.dumps(one_worker.summary))
+    def test_figures_of_another_comparison_are_refused(self, two_workers, tmp_path):
+        listed = [config.to_json() for config in two_workers.configs]
+        (tmp_path / "summary.json").write_text(json.dumps(two_workers.summary))
         for others in (
             [],
             [entry for entry in listed if entry["arm"] != "iif"],
@@ -773,30 +882,30 @@ class TestRun:
         assert_same_tensors(found.policy(3), dict(plain.policy.named_parameters()))
         assert not torch.equal(found.policy(3)["action_net.weight"], untrained["action_net.weight"])
 
-    def test_the_ppo_arm_of_a_comparison_is_plain_ppo(self, one_worker):
-        for config in one_worker.configs:
+    def test_the_ppo_arm_of_a_comparison_is_plain_ppo(self, two_workers):
+        for config in two_workers.configs:
             if config.arm == "ppo":
                 env = gym.make("FrozenLake-v1", **LAKE)
                 with preserve_rng_state():
                     plain = PPO("MlpPolicy", env, seed=config.seed, device="cpu", **PPO_SMALL).learn(ROUNDS * 64)
-                assert_same_tensors(one_worker.run(config).policy(3), dict(plain.policy.named_parameters()))
+                assert_same_tensors(two_workers.run(config).policy(3), dict(plain.policy.named_parameters()))
 
-    def test_the_number_of_evaluation_episodes_does_not_change_training(self, one_worker, tmp_path):
+    def test_the_number_of_evaluation_episodes_does_not_change_training(self, two_workers, tmp_path):
         with preserve_rng_state():
             run(one("iif", eval_episodes=3), tmp_path / "run")
-        found, other = RunDirectory.open(tmp_path / "run"), one_worker.run(one_worker.configs[1])
+        found, other = RunDirectory.open(tmp_path / "run"), two_workers.run(two_workers.configs[1])
         assert_same_tensors(found.policy(3), other.policy(3))
         assert set(found.table("evaluations")["episodes"]) == {3}
 
-    def test_an_unfinished_run_is_started_over_and_a_finished_one_is_not(self, one_worker, tmp_path):
-        config = one_worker.configs[2]
-        path, told = tmp_path / "run", []
-        shutil.copytree(run_path(one_worker.path, config), path)
+    def test_an_unfinished_run_is_started_over_and_a_finished_one_is_not(self, two_workers, tmp_path):
+        config = two_workers.configs[2]
+        path, calls = tmp_path / "run", []
+        shutil.copytree(run_path(two_workers.path, config), path)
         assert is_finished(config, path)
         before = stamps(path)
-        run(config, path, lambda number, metrics: told.append(number))
+        run(config, path, lambda number, metrics: calls.append(number))
         assert stamps(path) == before
-        assert told == [2]
+        assert calls == [2]
         found = RunDirectory.open(path).table("evaluations")
         found.head(2).write_parquet(path / "evaluations.parquet")  # stopped before the last evaluation
         (path / "records" / "round_00009.parquet").write_bytes(b"of another time")
@@ -804,13 +913,13 @@ class TestRun:
         with pytest.raises(RunDirectoryError, match="holds an unfinished run; run it again to finish it"):
             read_curve(config, path)
         with preserve_rng_state():
-            run(config, path, lambda number, metrics: told.append(number))
-        assert told == [2, 0, 1, 2]
+            run(config, path, lambda number, metrics: calls.append(number))
+        assert calls == [2, 0, 1, 2]
         assert is_finished(config, path)
-        assert_same_results(RunDirectory.open(path), one_worker.run(config))
+        assert_same_results(RunDirectory.open(path), two_workers.run(config))
 
-    def test_a_run_stopped_before_its_last_policy_is_not_finished(self, one_worker, tmp_path, monkeypatch):
-        config, path, write_policy = one_worker.configs[0], tmp_path / "run", RunDirectory.write_policy
+    def test_a_run_stopped_before_its_last_policy_is_not_finished(self, two_workers, tmp_path, monkeypatch):
+        config, path, write_policy = two_workers.configs[0], tmp_path / "run", RunDirectory.write_policy
 
         def stop(directory, number, tensors):
             if number == ROUNDS + 1:
@@ -824,7 +933,7 @@ class TestRun:
         assert not is_finished(config, path)
         with preserve_rng_state():
             run(config, path)
-        assert_same_results(RunDirectory.open(path), one_worker.run(config))
+        assert_same_results(RunDirectory.open(path), two_workers.run(config))
 
     def test_a_configuration_with_tuples_is_the_run_that_it_started(self, tmp_path):
         config = one(env_kwargs={"desc": tuple(LAKE["desc"])}, rounds=1, eval_episodes=2)
@@ -832,9 +941,9 @@ class TestRun:
             run(config, tmp_path / "run")
         assert is_finished(config, tmp_path / "run")
 
-    def test_another_run_in_its_place_is_refused(self, one_worker):
-        config = one_worker.configs[0]
-        path = run_path(one_worker.path, config)
+    def test_another_run_in_its_place_is_refused(self, two_workers):
+        config = two_workers.configs[0]
+        path = run_path(two_workers.path, config)
         before = stamps(path)
         with pytest.raises(RunDirectoryError, match=r"drop was 0\.5, now 0\.25"):
             run(one(drop=0.25), path)
@@ -849,11 +958,11 @@ class TestRefusals:
         # The last of the runs to come, so that all the others would have been trained before it.
         config = planned(drop=0.25)[-1]
         RunDirectory.create(run_path(tmp_path, config), config.to_json())
-        before, told = stamps(tmp_path), []
+        before, calls = stamps(tmp_path), []
         with pytest.raises(RunDirectoryError, match=r"random.seed_1 holds a run .*drop was 0\.25, now 0\.5"):
-            compare(planned(), tmp_path, workers=1, progress=lambda *about: told.append(about))
+            compare(planned(), tmp_path, workers=1, progress=lambda *about: calls.append(about))
         assert stamps(tmp_path) == before
-        assert told == []
+        assert calls == []
 
     def test_arms_without_the_standard_are_refused(self, tmp_path):
         with pytest.raises(WhenceError, match="The arms iif, random lack 'ppo', which the others are measured against"):
@@ -887,6 +996,10 @@ class TestRefusals:
             "ppo-lr-4": ("KeepAll()", False),
         }
 
+    def test_the_methods_of_arms_are_those_of_whole_rounds(self):
+        # Repeated in arms.py, which loads no torch.
+        assert arms.METHODS == METHODS
+
     def test_names_of_arms_are_composed(self):
         scores = ("", "-crossfit", *(f"-{method}" for method in METHODS))
         names = {
@@ -902,7 +1015,7 @@ class TestRefusals:
             run = RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2)
             assert run.rule() == (IIF if name.startswith("iif") else BelowMean)(0.3, 2)
             assert ARMS[name].counts_scoring
-            assert ARMS[name].callback is InfluenceCallback
+            assert ARMS[name].trains == "selection"
 
     @pytest.mark.parametrize(
         ("arm", "near"),
@@ -1045,7 +1158,7 @@ class TestArmsOfOtherScores:
     @pytest.mark.parametrize(
         ("arm", "expected"),
         [
-            ("iif", {"score": "snapshot", "guard": False, "advantage_norm": "minibatch"}),
+            ("iif", {"method": "snapshot", "guard": False, "advantage_norm": "minibatch"}),
             ("iif-crossfit", {"method": "crossfit"}),
             ("iif-smoothed", {"method": "smoothed"}),
             ("iif-guarded", {"guard": True}),

@@ -1,4 +1,4 @@
-"""Gradients of a rollout held against those of a much larger one."""
+"""Gradients of a rollout, compared with those of a much larger one."""
 
 import numpy as np
 import pytest
@@ -41,28 +41,28 @@ def test_the_larger_rollout_is_of_the_same_policy(case):
 def gradient(model, records, advantages):
     _, log_probs, _ = model.policy.evaluate_actions(records.observations, records.actions)
     parameters = [p for name, p in model.policy.named_parameters() if "value" not in name]
-    found = torch.autograd.grad((log_probs * advantages).mean(), parameters)
-    return torch.cat([one.flatten() for one in found]).double()
+    gradients = torch.autograd.grad((log_probs * advantages).mean(), parameters)
+    return torch.cat([part.flatten() for part in gradients]).double()
 
 
-def cosine(one, other):
-    return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+def cosine(a, b):
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
 
 
 def test_cosines_one_by_one(case):
     _, model, records, large = case
     before = state_of(model)
     kept = {name: choose(records) for name, choose in KEPT.items()}
-    found = gradient_cosines(model, records, large, kept)
+    cosines = gradient_cosines(model, records, large, kept)
     assert_untouched(before, state_of(model))
-    assert found.height == 8
+    assert cosines.height == 8
     gae = {name: gradient(model, large.take(part), large.advantages[part]) for name, part in parts(large).items()}
     agreement = cosine(gae["first"], gae["second"])
     assert 0 < agreement < 1
     for name, mask in kept.items():
         some = records.take(mask)
         for treated, advantages in (("raw", some.advantages), ("centred", some.advantages - some.advantages.mean())):
-            (row,) = found.filter(kept=name, advantages=treated, truth="gae").to_dicts()
+            (row,) = cosines.filter(kept=name, advantages=treated, truth="gae").to_dicts()
             assert row["records"] == len(some)
             assert row["cosine"] == pytest.approx(cosine(gradient(model, some, advantages), gae["all"]), abs=1e-5)
             assert row["reliability"] == pytest.approx(np.sqrt(2 * agreement / (1 + agreement)), abs=1e-5)
@@ -76,23 +76,23 @@ def parts(large):
 def test_returns_less_values_step_by_step(case):
     _, model, records, large = case
     every = torch.ones(len(records), dtype=torch.bool)
-    found = gradient_cosines(model, records, large, {"all": every})
-    (row,) = found.filter(advantages="raw", truth="monte-carlo").to_dicts()
+    cosines = gradient_cosines(model, records, large, {"all": every})
+    (row,) = cosines.filter(advantages="raw", truth="monte-carlo").to_dicts()
     returns = torch.zeros(len(large), dtype=torch.float64)
     for env in range(100):
         at = (large.env_index == env).nonzero().flatten().tolist()
-        # CartPole's rewards are 1. What the last step is worth says its advantage, to which nothing is added after it.
+        # CartPole's rewards are 1. The last step's advantage gives its return, since nothing follows it.
         later = float(large.advantages[at[-1]] + large.values[at[-1]])
         returns[at[-1]] = later
         for here, after in zip(reversed(at[:-1]), reversed(at[1:]), strict=True):
             later = float(large.rewards[here]) + (0.0 if large.episode_starts[after] else large.gamma * later)
             returns[here] = later
-    known = gradient(model, large, (returns - large.values).float())
-    assert row["cosine"] == pytest.approx(cosine(gradient(model, records, records.advantages), known), abs=1e-5)
+    expected = gradient(model, large, (returns - large.values).float())
+    assert row["cosine"] == pytest.approx(cosine(gradient(model, records, records.advantages), expected), abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("kept", "said"),
+    ("make_mask", "message"),
     [
         (lambda n: torch.arange(n) == 3, r"kept\['wrong'\] has shape \(128,\) of torch.bool and keeps 1"),
         (lambda n: torch.arange(n) % 2, r"has shape \(128,\) of torch.int64 and keeps 64; .* of torch.bool"),
@@ -102,19 +102,19 @@ def test_returns_less_values_step_by_step(case):
         ),
     ],
 )
-def test_masks_that_have_no_direction(case, kept, said):
+def test_masks_that_have_no_direction(case, make_mask, message):
     _, model, records, large = case
-    with pytest.raises(WhenceError, match=said):
-        gradient_cosines(model, records, large, {"wrong": kept(len(records))})
+    with pytest.raises(WhenceError, match=message):
+        gradient_cosines(model, records, large, {"wrong": make_mask(len(records))})
 
 
 @pytest.mark.parametrize("other", ["records", "large"])
 def test_records_of_another_policy(case, other):
     _, model, records, large = case
-    given = {"records": records, "large": large}
-    given[other] = given[other].with_columns({"log_probs": given[other].log_probs + 0.1})
+    rollouts = {"records": records, "large": large}
+    rollouts[other] = rollouts[other].with_columns({"log_probs": rollouts[other].log_probs + 0.1})
     with pytest.raises(WhenceError, match=rf"{other} was not collected by this policy: log-probs are 0\.1 apart"):
-        gradient_cosines(model, **given, kept={"all": torch.ones(len(records), dtype=torch.bool)})
+        gradient_cosines(model, **rollouts, kept={"all": torch.ones(len(records), dtype=torch.bool)})
 
 
 def test_a_gradient_of_nothing(case):

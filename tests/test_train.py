@@ -14,7 +14,9 @@ from typer.testing import CliRunner, Result
 
 from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
 from whence.cli.settings import collect_overrides
+from whence.engines import ENGINES
 from whence.experiments import ARMS, TARGETS, configure, load_round, presets
+from whence.experiments.rl.arms import FIRST
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.sb3 import model_objective
 
@@ -54,6 +56,10 @@ def test_a_run_holds_what_was_asked_for(lake: Path) -> None:
     assert run.table("evaluations").height == 4
     assert run.table("metrics")["episode_return"].null_count() < 3
     assert (lake / "report.html").stat().st_size > 100_000
+    assert run.config["effective"]["learning_rate"] == 3e-4
+    page = (lake / "report.html").read_text()
+    assert "<h3>effective</h3>" in page
+    assert "gae_lambda" in page
 
 
 def test_a_finished_run_is_left_as_it_is(lake: Path) -> None:
@@ -340,12 +346,13 @@ def test_report_writes_the_page_of_a_run(lake: Path, tmp_path: Path) -> None:
 
 
 def test_list_names_all_there_is() -> None:
-    content = parsed(whence("list", "--json").stdout)
+    content = parsed(whence("list", "--all", "--json").stdout)
     assert content.keys() == {"arms", "presets", "engines", "targets"}
     assert list(content["arms"]) == list(ARMS)
     assert list(content["presets"]) == list(presets())
-    assert list(content["engines"]) == ["auto", *cli.reading.ENGINES]
+    assert list(content["engines"]) == ["auto", *ENGINES]
     assert list(content["targets"]) == list(TARGETS)
+    assert set(parsed(whence("list", "--json").stdout)["arms"]) == set(FIRST)
     text = whence("list", "arms").output
     assert "negative-random" in text
     assert "ghost" not in text
@@ -360,10 +367,11 @@ def test_doctor_finds_this_installation_sound(monkeypatch: pytest.MonkeyPatch) -
     assert content["versions"]["torch"] == torch.__version__
     assert content["extras"]["sb3"]["stable-baselines3"]
     assert content["extras"]["envs"].keys() == {"Box2D", "minigrid"}
-    assert {row["engine"] for row in content["engines"]} == set(cli.reading.ENGINES)
+    assert {row["engine"] for row in content["engines"]} == set(ENGINES)
     rules = sys.modules["whence.engines.rules"]._RULES
-    own = rules[torch.nn.Linear]
-    monkeypatch.setitem(rules, torch.nn.Linear, type(own)(lambda *args: -own.product(*args), own.gradient))
+    rule = rules[torch.nn.Linear]
+    wrong_rule = type(rule)(lambda *args: -rule.product(*args), rule.gradient)
+    monkeypatch.setitem(rules, torch.nn.Linear, wrong_rule)
     wrong = whence("doctor")
     assert wrong.exit_code == 1
     assert "An engine is WRONG on this machine" in wrong.output
@@ -385,45 +393,73 @@ STAGES = {
     "evaluation": ("whence.experiments.rl.training", None, "measure_return"),
 }
 DRIVER = """
-import importlib, os, signal, sys
-module, owner, name, number = sys.argv[1:5]
-holder = importlib.import_module(module)
-holder = getattr(holder, owner) if owner != "None" else holder
-own, calls = getattr(holder, name), []
+import importlib, json, os, signal, sys
 
-def interrupted(*args, **kwargs):
-    calls.append(None)
-    if len(calls) == 2:
-        os.kill(os.getpid(), int(number))
-    return own(*args, **kwargs)
-
-setattr(holder, name, interrupted)
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import whence.experiments.rl.training, whence.report  # once, for all the runs below
 from whence.cli import main
-sys.argv = ["whence", *sys.argv[5:]]
-main()
+
+def stop_at_second_call(module, owner, name, number):
+    holder = importlib.import_module(module)
+    holder = holder if owner is None else getattr(holder, owner)
+    original, calls = getattr(holder, name), []
+
+    def stopped(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2:
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    setattr(holder, name, stopped)
+
+children = {}
+for run in json.loads(sys.argv[1]):
+    pid = os.fork()
+    if pid == 0:
+        for descriptor, file in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(f"{run['path']}.{file}", os.O_CREAT | os.O_WRONLY), descriptor)
+        stop_at_second_call(*run["stage"], run["number"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = ["whence", *run["command"]]
+        main()
+        sys.exit(0)
+    children[pid] = run["path"]
+print(json.dumps({path: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, path in children.items()}))
 """
-
-
 # SIGTERM unwinds as Ctrl-C does, from wherever it comes: one stage is enough.
-@pytest.mark.parametrize(
-    ("stage", "number", "code"), [*((stage, 2, 130) for stage in STAGES), ("optimisation", 15, 143)]
-)
-def test_a_run_that_is_stopped_at_any_stage_can_be_read(stage: str, number: int, code: int, tmp_path: Path) -> None:
-    settings = ["train", *LAKE, "--rounds", "5", "--eval-episodes", "4", "--run", str(tmp_path / "run")]
-    where = [str(part) for part in STAGES[stage]]
-    command = [sys.executable, "-c", DRIVER, *where, str(number), *settings]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == code, ended.stderr
-    assert "Traceback" not in ended.stderr
+STOPS = [*((stage, 2, 130) for stage in STAGES), ("optimisation", 15, 143)]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Path, int, str]]:
+    """The run, exit code and standard error of a command stopped at each stage, in a process of its own."""
+    folder = tmp_path_factory.mktemp("stopped")
+    paths = {(stage, number): folder / f"{stage}_{number}" for stage, number, _ in STOPS}
+    settings = ["train", *LAKE, "--rounds", "5", "--eval-episodes", "4", "--run"]
+    runs = [
+        {"stage": STAGES[stage], "number": number, "path": str(path), "command": [*settings, str(path)]}
+        for (stage, number), path in paths.items()
+    ]
+    command = [sys.executable, "-W", "ignore", "-c", DRIVER, json.dumps(runs)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    codes = json.loads(ended.stdout)
+    return {key: (path, codes[str(path)], Path(f"{path}.stderr").read_text()) for key, path in paths.items()}
+
+
+@pytest.mark.parametrize(("stage", "number", "code"), STOPS)
+def test_a_run_that_is_stopped_at_any_stage_can_be_read(
+    stage: str, number: int, code: int, stopped: dict[tuple[str, int], tuple[Path, int, str]]
+) -> None:
+    path, exit_code, stderr = stopped[stage, number]
+    assert exit_code == code, stderr
+    assert "Traceback" not in stderr
     if number == 2:
-        said = " ".join(ended.stderr.split())
-        assert f"whence report {tmp_path / 'run'}" in said
-        assert said.endswith("The same command starts the run over.")
-    run = RunDirectory.open(tmp_path / "run")
+        message = " ".join(stderr.split())
+        assert f"whence report {path}" in message
+        assert message.endswith("The same command starts the run over.")
+    run = RunDirectory.open(path)
     for number_of_round in run.rounds():
         assert run.round("records", number_of_round).height == 64
     for table in ("metrics", "timings", "evaluations"):
         run.table(table)  # type: ignore[arg-type]
-    assert whence("report", tmp_path / "run").exit_code == 0
-    assert not list((tmp_path / "run").rglob("*.tmp"))
+    assert whence("report", path).exit_code == 0
+    assert not list(path.rglob("*.tmp"))

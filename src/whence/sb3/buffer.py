@@ -68,11 +68,11 @@ def check_model(model: Any) -> None:
 
 
 def snapshot(model: Any) -> RecordBatch:
-    """Copy the rollout that `model` has just collected, before `train()` has seen it.
+    """Copy the rollout that a model has just collected, before `train()` reads it.
 
-    Records come environment by environment, in the order of the flattened buffer. A record's id is the time step
-    at which it was collected, counted over all environments since learning began. Stored rewards hold the bootstrap
-    of a time limit, as in SB3.
+    Records are ordered environment by environment, as in the flattened buffer. A record's id is the time step at which
+    it was collected, counted over all environments since learning began. Rewards include the bootstrap at a time limit,
+    as in SB3.
 
     Args:
         model: an SB3 PPO or A2C, or a MaskablePPO, inside `on_rollout_end` (or after `collect_rollouts`).
@@ -88,7 +88,7 @@ def snapshot(model: Any) -> RecordBatch:
 def collect(model: Any) -> RecordBatch:
     """Collect one rollout with the model's environment and return its records; nothing is trained.
 
-    The environment steps and the random generators move on, as in any rollout; the model's own buffer stays as it is.
+    The environment and the random generators advance, as in any rollout. The model's own buffer stays as it is.
 
     Args:
         model: an SB3 PPO or A2C, or a MaskablePPO, with an environment.
@@ -105,14 +105,23 @@ def collect(model: Any) -> RecordBatch:
     else:
         callback = model._init_callback(None)
     buffer = copy.deepcopy(model.rollout_buffer)
-    # Whether a MaskablePPO was trained with masks it does not say; learn() uses them unless told otherwise.
+    # A MaskablePPO does not store whether it trains with masks; by default, learn() uses them.
     masked = {"use_masking": is_masking_supported(model.env)} if isinstance(model, MaskablePPO) else {}
     model.collect_rollouts(model.env, callback, buffer, n_rollout_steps=model.n_steps, **masked)
     return read_buffer(model, buffer)[0]
 
 
 def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = None) -> tuple[RecordBatch, Ongoing]:
-    """Read the records of a full buffer, and how its last episodes stand; `ongoing` says how the first ones stood."""
+    """Return the records of a full buffer, and the episodes that are ongoing at its end.
+
+    Args:
+        model: the model that collected the rollout.
+        buffer: its rollout buffer, not flattened yet.
+        ongoing: the episodes that were ongoing when the rollout began; None: unknown.
+
+    Raises:
+        InvalidRecords: the buffer is not full, or `train()` has flattened it.
+    """
     if not buffer.full:
         raise InvalidRecords(
             f"The rollout buffer holds {buffer.pos} of {buffer.buffer_size} steps, so its advantages are not there "
@@ -126,14 +135,14 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
         )
     steps, envs = buffer.buffer_size, buffer.n_envs
     first = model.num_timesteps - steps * envs
-    episode_starts = _flat(buffer.episode_starts)
-    actions = _flat(buffer.actions)
+    episode_starts = _flatten(buffer.episode_starts)
+    actions = _flatten(buffer.actions)
     if isinstance(model.action_space, spaces.Discrete):
         actions = actions.reshape(-1)
     if isinstance(buffer.observations, dict):
-        observations: Tree = {key: _flat(array) for key, array in buffer.observations.items()}
+        observations: Tree = {key: _flatten(array) for key, array in buffer.observations.items()}
     else:
-        observations = _flat(buffer.observations)
+        observations = _flatten(buffer.observations)
         if isinstance(model.observation_space, spaces.Discrete):
             observations = observations.reshape(-1)
     masks = getattr(buffer, "action_masks", None)
@@ -141,25 +150,25 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
     records = RecordBatch(
         observations=observations,
         actions=actions,
-        log_probs=_flat(buffer.log_probs),
-        values=_flat(buffer.values),
-        advantages=_flat(buffer.advantages),
-        returns=_flat(buffer.returns),
-        rewards=_flat(buffer.rewards),
+        log_probs=_flatten(buffer.log_probs),
+        values=_flatten(buffer.values),
+        advantages=_flatten(buffer.advantages),
+        returns=_flatten(buffer.returns),
+        rewards=_flatten(buffer.rewards),
         episode_starts=episode_starts,
-        record_ids=first + _flat(np.arange(steps * envs).reshape(steps, envs)),
+        record_ids=first + _flatten(np.arange(steps * envs).reshape(steps, envs)),
         env_index=torch.arange(envs).repeat_interleave(steps),
-        episode_ids=_flat(episode_ids),
-        steps=_flat(positions),
-        action_masks=None if masks is None else _flat(masks),
+        episode_ids=_flatten(episode_ids),
+        steps=_flatten(positions),
+        action_masks=None if masks is None else _flatten(masks),
         gamma=buffer.gamma,
         gae_lambda=buffer.gae_lambda,
     )
     return records, ongoing
 
 
-def _flat(array: NDArray[Any]) -> Tensor:
-    """(steps, envs, ...) to (envs * steps, ...), environment by environment, as SB3 flattens."""
+def _flatten(array: NDArray[Any]) -> Tensor:
+    """Reshape (steps, envs, ...) to (envs * steps, ...), environment by environment, as SB3 flattens."""
     return torch.from_numpy(array.swapaxes(0, 1).reshape(-1, *array.shape[2:]))
 
 
@@ -172,53 +181,53 @@ def select_from(
     last: Last = "keep",
     recorder: Recorder | None = None,
 ) -> Iterator[None]:
-    """Let `buffer.get` yield the selected records only; the buffer's own `get` is back on exit.
+    """Let `buffer.get` yield the selected records only; the buffer has its own `get` again on exit.
 
-    Every call draws SB3's permutation over all n records and filters it then, so runs that drop different records
-    share their random streams. Weights that are not uniform become sampling probabilities: n draws with replacement.
+    Every call draws SB3's permutation of all n records and then filters it, so that runs which drop different records
+    share their random streams. Weights that are not uniform become probabilities of n draws with replacement.
 
     Args:
-        buffer: the rollout buffer.
-        selection: in the order of the flattened buffer.
-        draws: records drawn an epoch where weights differ; None: as many as the buffer holds.
-        last: whether a minibatch shorter than the others trains; see `minibatches`.
-        recorder: told of every epoch and minibatch.
+        buffer: the rollout buffer, of n records.
+        selection: n entries, in the order of the flattened buffer.
+        draws: the number of draws in an epoch if weights differ; None: n.
+        last: whether a last minibatch shorter than the others trains; see `cut_minibatches`.
+        recorder: records every epoch and minibatch.
     """
-    own_get = buffer.get
+    sb3_get = buffer.get
     keep = selection.keep.numpy()
-    whole = bool(keep.all()) and selection.uniform
+    keeps_all = bool(keep.all()) and selection.uniform
     draws = len(keep) if draws is None else draws
 
     def get(batch_size: int | None = None) -> Iterator[Any]:
         if recorder is not None:
-            recorder.epoch()
-        order = _draw_order(buffer, own_get)
+            recorder.start_epoch()
+        order = _draw_order(buffer, sb3_get)
         if selection.uniform:
             order = order[keep[order]]
         else:
             weights = selection.weights.double().numpy()
             order = np.random.choice(len(keep), size=draws, p=weights / weights.sum())  # noqa: NPY002
-        for indices in cut_minibatches(order, batch_size or len(keep), last=last, join=not whole):
+        for indices in cut_minibatches(order, batch_size or len(keep), last=last, join=not keeps_all):
             if recorder is not None:
-                recorder.minibatch(indices)
+                recorder.add_minibatch(indices)
             yield buffer._get_samples(indices)
-            if recorder is not None:  # where train() stops early, it does not come back
-                recorder.stepped()
+            if recorder is not None:  # not reached if train() stops early
+                recorder.count_step()
 
     buffer.get = get  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        del buffer.get  # the instance's; the class's own shows again
+        del buffer.get  # the instance's, so that the class's is in effect again
 
 
-def _draw_order(buffer: RolloutBuffer, own_get: Any) -> NDArray[np.int64]:
-    """Draw the permutation that the buffer's own `get` draws, flattening the arrays as it does."""
+def _draw_order(buffer: RolloutBuffer, sb3_get: Any) -> NDArray[np.int64]:
+    """Draw the permutation that the buffer's own `get` draws; it flattens the arrays."""
     buffer._get_samples = lambda indices, env=None: indices  # type: ignore[method-assign,assignment,return-value]
     try:
-        (order,) = own_get(batch_size=None)
+        (order,) = sb3_get(batch_size=None)
     finally:
-        del buffer._get_samples  # the instance's; the class's own shows again
+        del buffer._get_samples  # the instance's, so that the class's is in effect again
     return order  # type: ignore[no-any-return]
 
 
@@ -228,10 +237,10 @@ def cut_minibatches(order: NDArray[np.int64], batch_size: int, *, last: Last, jo
     Args:
         order: positions of records.
         batch_size: records in a minibatch.
-        last: "drop" leaves out a trailing minibatch shorter than the others (as LDA's code does), unless it is the
-            only one.
-        join: let a trailing minibatch of one record join its predecessor, since one advantage cannot be normalised.
-            False cuts as SB3 does.
+        last: "drop" leaves out a last minibatch shorter than the others (as LDA's code does), unless it is the only
+            one.
+        join: let a last minibatch of one record join the one before, since one advantage cannot be normalised. False
+            cuts as SB3 does.
     """
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     if len(batches) > 1 and len(batches[-1]) < batch_size:

@@ -2,9 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory, strip_addresses
 from whence.sb3.buffer import Last, check_last, check_model, read_buffer, select_from
-from whence.sb3.description import describe
+from whence.sb3.description import describe, library_versions
 from whence.sb3.episodes import STATE, Ongoing
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups
@@ -38,13 +36,13 @@ log = logging.getLogger("whence")
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What happened in one round, as `InfluenceCallback.round` gives it.
+    """What happened in one round; `InfluenceCallback.round` holds the last one's.
 
     Attributes:
-        number: from 1.
+        number: the round's number, from 1.
         records: the rollout.
-        influence: its scores; None where the rule needs none.
-        selection: what trained.
+        influence: the rollout's scores; None if nothing was scored.
+        selection: the records that trained.
     """
 
     number: int
@@ -61,6 +59,14 @@ class Choice:
         influence: scores of the rollout; None: nothing was scored.
         selection: the records to train on.
         metrics: further columns of the round's metrics; numbers also go to the model's logger, as `influence/NAME`.
+
+    Example: keep the better half by advantage.
+        ```
+        class BetterHalf(InfluenceCallback):
+            def choose(self, records):
+                keep = records.advantages >= records.advantages.median()
+                return Choice(None, Selection.dropping(keep, "advantage below the median"))
+        ```
     """
 
     influence: Influence | None
@@ -71,35 +77,37 @@ class Choice:
 class InfluenceCallback(BaseCallback):
     """Score each rollout and let SB3's `train()` see the records that a rule selects (LDA Alg. 1).
 
-    Scoring happens after advantages are computed and before optimisation; it changes nothing of the model, its
-    optimiser, buffer or generators. `train()` is SB3's own, on a buffer whose `get` yields the selected records, and
-    the buffer is as before when `train()` ends, even if it raises. A round that keeps fewer than two records is not
-    trained on; it is logged and counted.
+    Scoring happens after advantages are computed and before optimisation. It changes nothing of the model, its
+    optimiser, buffer or generators. `train()` is SB3's own. Its buffer's `get` yields the selected records, and is
+    restored when `train()` ends, even if it raises. A round that keeps fewer than two records is not trained on; it is
+    logged and counted in `skipped_rounds`.
 
-    The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores) and
-    `influence/seconds`, so TensorBoard, CSV and W&B show them. Advice goes once each to the logger "whence" of Python's
-    logging. `round` is the last round's result, `metrics` has a row for each.
+    The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores),
+    `influence/seconds` and `influence/skipped_rounds`, so TensorBoard, CSV and W&B show them. Advice is logged once
+    each, to the logger "whence" of Python's logging. `round` is the last round's result; `metrics` has a row a round.
 
-    To score or select in a way of your own, override `choose`; to train in a way of your own, `train_selected`.
+    Override `choose` to score or select in another way, `train_selected` to train in another way, `check_model` to
+    refuse models, and `settings` to add to the run's configuration. `next_round` and `progress_remaining` say where
+    training stands.
 
     Args:
         rule: which records train: `IIF(drop=0.5)`, another rule of `whence`, or a `SelectionRule` of your own.
         target: what to raise; None: `Return()`.
-        objective: None: the model's own, without its value term (clip range, entropy coefficient, and whether it
-            normalises advantages are read from the model).
+        objective: what is differentiated; None: the model's own, without its value term (clip range, entropy
+            coefficient, and whether it normalises advantages are read from the model).
         engine: see `attribute`.
         memory: bytes that scoring may hold at a time; see `attribute`.
-        run: directory for what happens, round by round; see `RunDirectory`. None: nothing is written. A directory
-            that holds a run of the same configuration is started over.
-        recordings: rounds to record, from 1: what `train()` did in them, to be replayed and attributed as a whole. The
-            last is in `recording`; with `run`, all are in the directory.
+        run: the directory to write each round to; see `RunDirectory`. None: nothing is written. A directory that holds
+            a run of the same configuration is started over.
+        recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
+            attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
         strict: raise if a round keeps fewer than two records.
         verbose: 1 prints a line a round.
 
     Raises:
-        Unsupported: `learn()` was called on a model whence cannot score; nothing was trained.
         WhenceError: an argument is not what it should be.
+        Unsupported: raised by `learn()` for a model that whence cannot score, before anything is trained.
     """
 
     def __init__(
@@ -135,12 +143,13 @@ class InfluenceCallback(BaseCallback):
         self.recordings = _check_recordings(recordings)
         self.recording: RoundRecording | None = None
         self.skipped_rounds = 0
-        self._advised: set[str] = set()
+        self.optimisation_clock = Stopwatch()
+        self._kinds_of_advice: set[str] = set()
         self._run_path = None if isinstance(run, RunDirectory) else run
         self._run = run if isinstance(run, RunDirectory) else None
-        self._rounds = 0
+        self._rounds_done = 0
         self._ongoing: Ongoing | None = None
-        self._read_at = 0
+        self._last_timestep = 0
         self._reset_states: list[list[str | None]] = []
 
     def check_model(self) -> None:
@@ -156,13 +165,13 @@ class InfluenceCallback(BaseCallback):
     def choose(self, records: RecordBatch) -> Choice:
         """Score a rollout and select the records to train on; override it to score or select in another way.
 
-        Called after advantages are computed and before `train()`. The model has to be left as it is.
+        Called after advantages are computed and before `train()`. It must leave the model as it is.
 
         Args:
             records: the rollout, n records in the order of the flattened buffer.
 
         Returns:
-            Scores, if there are any; a selection with one entry per record; further metrics.
+            Scores or None, a selection with one entry per record, and further metrics.
         """
         influence = None
         if self.rule.needs_influence:
@@ -177,27 +186,26 @@ class InfluenceCallback(BaseCallback):
         return Choice(influence, self.select(records, influence))
 
     def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
-        """Return the rule's selection, checked.
+        """Return the rule's selection among records, checked.
+
+        Args:
+            records: n records of the rollout.
+            influence: their scores; None if the rule needs none.
 
         Raises:
-            WhenceError: the rule returned something else than a selection of these records.
+            WhenceError: the rule returned something else than a selection with n entries.
         """
         progress = Progress(self.next_round, max(0.0, self.progress_remaining))
         selection = self.rule.select(records, influence, progress)
-        if not isinstance(selection, Selection) or len(selection.keep) != len(records):
-            received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
-            raise WhenceError(
-                f"{self.rule!r}.select() returned a selection of {received} for a rollout of {len(records)}; it must "
-                "return a whence.Selection with one entry per record."
-            )
+        _check_selection(selection, records, f"{self.rule!r}.select()")
         return selection
 
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
         """Train on the selected records; override it to train in another way.
 
         Args:
-            train: SB3's own `train()`, to be called in here.
-            selection: what `choose` returned; at least two records.
+            train: SB3's own `train()`; call it here.
+            selection: the selection that `choose` returned; it keeps at least two records.
         """
         assert self.round is not None
         recorder = Recorder(self.model) if self.round.number in self.recordings else None
@@ -205,7 +213,7 @@ class InfluenceCallback(BaseCallback):
         with select_from(buffer, selection, last=self.last, recorder=recorder):
             train()
         if recorder is not None:
-            self.recording = recorder.recording(self.round.number, self.round.records)
+            self.recording = recorder.make_recording(self.round.number, self.round.records)
             if self._run is not None:
                 self.recording.save(self._run.recording_path(self.round.number))
 
@@ -222,51 +230,53 @@ class InfluenceCallback(BaseCallback):
     @property
     def next_round(self) -> int:
         """The number of the round that is about to be scored, from 1."""
-        return self._rounds + 1
+        return self._rounds_done + 1
 
     @property
     def progress_remaining(self) -> float:
-        """The progress that `train()` will see, from 1 to 0; below 0 in a last rollout beyond the steps asked for."""
-        # The model's own figure is still that of the round before.
+        """The progress that `train()` will see, from 1 to 0; below 0 if the last rollout exceeds the total of steps."""
+        # The model's own attribute still holds the figure of the round before.
         return 1 - self.model.num_timesteps / self.model._total_timesteps
 
     def _init_callback(self) -> None:
-        cancel_hook(self.model)  # of a learn() that was broken off between a rollout and its training
+        cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
         self.check_model()
         if self._run is None and self._run_path is not None:
             config = describe(self.model) | self.settings()
             self._run = RunDirectory.create(self._run_path, config, versions=library_versions())
 
     def _on_training_start(self) -> None:
-        # learn() resets the environments unless it goes on where it stopped: then the episodes under way go on too,
-        # except where steps were taken that no rollout of this callback holds.
+        # learn() resets the environments, or continues where it stopped. Then the ongoing episodes continue, too,
+        # unless steps were taken that no rollout of this callback holds.
         starts = self.locals["self"]._last_episode_starts
-        goes_on = self._ongoing is not None and len(self._ongoing.ids) == len(starts)
-        if not goes_on or self.model.num_timesteps != self._read_at:
+        continues = self._ongoing is not None and len(self._ongoing.ids) == len(starts)
+        if not continues or self.model.num_timesteps != self._last_timestep:
             next_id = 0 if self._ongoing is None else self._ongoing.next_id
             self._ongoing = replace(Ongoing.unknown(len(starts)), next_id=next_id)
-        self._reset_states = [[state] if start else [] for state, start in zip(self._states(), starts, strict=True)]
+        states = self._read_generator_states()
+        self._reset_states = [[state] if start else [] for state, start in zip(states, starts, strict=True)]
 
     def _on_rollout_start(self) -> None:
-        self._collection = Stopwatch()
+        self._collection_clock = Stopwatch()
 
     def _on_step(self) -> bool:
         if self._run is not None:
             states: list[str | None] | None = None
             for env in np.flatnonzero(self.locals["dones"]):
-                states = states or self._states()
+                states = states or self._read_generator_states()
                 self._reset_states[env].append(states[env])
         return True
 
     def _on_rollout_end(self) -> None:
-        seconds = {"collection": self._collection.seconds()}
-        scoring = Stopwatch()
+        seconds = {"collection": self._collection_clock.seconds()}
+        scoring_clock = Stopwatch()
         records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
-        self._read_at = self.model.num_timesteps
+        self._last_timestep = self.model.num_timesteps
         choice = self.choose(records)
-        seconds["scoring"] = scoring.seconds()
-        self._rounds += 1
-        self.round = RoundResult(self._rounds, records, choice.influence, choice.selection)
+        _check_selection(choice.selection, records, f"{type(self).__name__}.choose()")
+        seconds["scoring"] = scoring_clock.seconds()
+        self._rounds_done += 1
+        self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
         self._count_skipped(self.round)
         metrics = {
             "round": self.round.number,
@@ -278,41 +288,41 @@ class InfluenceCallback(BaseCallback):
         metrics |= choice.metrics
         self._log(metrics, choice.metrics, scoring_seconds=seconds["scoring"]["wall"])
         self._write_round(self.round)
-        wrap_next_train(self.model, lambda train: self._train(train, metrics, seconds))
+        wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
 
     def _count_skipped(self, current: RoundResult) -> None:
         kept = int(current.selection.keep.sum())
         if kept < 2 and self.strict:
             raise WhenceError(
-                f"Round {current.number} keeps {kept} of {len(current.records)} records, and one needs two to train "
-                "on. Drop less, or pass strict=False to skip such rounds."
+                f"Round {current.number} keeps {kept} of {len(current.records)} records, and training needs two. Drop "
+                "less, or pass strict=False to skip such rounds."
             )
         self.skipped_rounds += kept < 2
 
-    def _train(
+    def _train_round(
         self,
         train: Callable[[], None],
         metrics: Mapping[str, Any],
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
         assert self.round is not None
-        self._optimisation = Stopwatch()
+        self.optimisation_clock = Stopwatch()
         if not metrics["skipped"]:
             self.train_selected(train, self.round.selection)
-        self._write_rows(metrics, {**seconds, "optimisation": self._optimisation.seconds()})
+        self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
 
     def _on_training_end(self) -> None:
         cancel_hook(self.model)
         if self._run is not None:
-            self._run.write_policy(self._rounds + 1, named_tensors(self.model.policy))
+            self._run.write_policy(self._rounds_done + 1, named_tensors(self.model.policy))
 
     def _episode_return(self) -> float | None:
-        # SB3's own running mean over the last hundred episodes, unshaped; there where environments have a Monitor.
-        ended = [float(episode["r"]) for episode in self.model.ep_info_buffer or ()]
-        return float(np.mean(ended)) if ended else None
+        """Return SB3's running mean over the last hundred episodes, unshaped; None without a Monitor."""
+        returns = [float(episode["r"]) for episode in self.model.ep_info_buffer or ()]
+        return float(np.mean(returns)) if returns else None
 
-    def _states(self) -> list[str | None]:
-        # The infos of the environments' last resets; there only where the environments are wrapped in RecordResets.
+    def _read_generator_states(self) -> list[str | None]:
+        """Return the generator state before each environment's last reset; None without RecordResets."""
         return [info.get(STATE) for info in self.training_env.unwrapped.reset_infos]
 
     def _log(self, metrics: Mapping[str, Any], more: Mapping[str, Any], *, scoring_seconds: float) -> None:
@@ -322,7 +332,7 @@ class InfluenceCallback(BaseCallback):
         self.logger.record("influence/seconds", scoring_seconds)
         self.logger.record("influence/skipped_rounds", self.skipped_rounds)
         if self.verbose:
-            skipped = ": skipped, two are needed" if metrics["kept"] < 2 else ""
+            skipped = ": skipped, training needs two" if metrics["kept"] < 2 else ""
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
 
     def _write_round(self, current: RoundResult) -> None:
@@ -330,35 +340,46 @@ class InfluenceCallback(BaseCallback):
             return
         table = add_selection(current.records.to_polars(observations=True), current.selection, current.influence)
         self._run.write_round("records", current.number, table)
-        self._run.write_round("episodes", current.number, self._episodes(table))
+        self._run.write_round("episodes", current.number, self._list_episodes(table))
         self._run.write_policy(current.number, named_tensors(self.model.policy))
 
-    def _episodes(self, records: pl.DataFrame) -> pl.DataFrame:
-        begun = records.filter("episode_start").select("episode_id", "env_index")
+    def _list_episodes(self, records: pl.DataFrame) -> pl.DataFrame:
+        """Return a row for each episode that began in a round, with the generator state before its reset."""
+        episodes = records.filter("episode_start").select("episode_id", "env_index")
         queues = self._reset_states
-        states = [queues[env].pop(0) if queues[env] else None for env in begun["env_index"]]
-        return begun.with_columns(pl.Series("generator_state", states, dtype=pl.String))
+        states = [queues[env].pop(0) if queues[env] else None for env in episodes["env_index"]]
+        return episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
 
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
         logged = self.model.logger.name_to_value
-        trained = {name: float(value) for name, value in logged.items() if name.startswith("train/")}
+        train_metrics = {name: float(value) for name, value in logged.items() if name.startswith("train/")}
         if metrics["skipped"]:
-            trained = {}  # what the logger still holds is an earlier round's
-        self.metrics.append({**metrics, **trained})
-        self._advise()
+            train_metrics = {}  # the logger still holds an earlier round's
+        self.metrics.append({**metrics, **train_metrics})
+        self._log_advice()
         if self._run is None:
             return
         self._run.append("metrics", self.metrics[-1])
-        flat = {f"{stage}_{clock}": s for stage, clocks in seconds.items() for clock, s in clocks.items()}
-        self._run.append("timings", {"round": metrics["round"], **flat})
+        columns = {f"{stage}_{clock}": s for stage, clocks in seconds.items() for clock, s in clocks.items()}
+        self._run.append("timings", {"round": metrics["round"], **columns})
 
-    def _advise(self) -> None:
+    def _log_advice(self) -> None:
         table = pl.DataFrame(self.metrics, infer_schema_length=None)
         config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}
-        for one in give_advice(table, config):
-            if one.kind not in self._advised:
-                self._advised.add(one.kind)
-                log.warning("round %d: %s", one.round, one.text)
+        for advice in give_advice(table, config):
+            if advice.kind not in self._kinds_of_advice:
+                self._kinds_of_advice.add(advice.kind)
+                log.warning("round %d: %s", advice.round, advice.text)
+
+
+def _check_selection(selection: object, records: RecordBatch, source: str) -> None:
+    """Refuse what is no selection with one entry per record; `source` names the call that returned it."""
+    if not isinstance(selection, Selection) or len(selection.keep) != len(records):
+        received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
+        raise WhenceError(
+            f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
+            "whence.Selection with one entry per record."
+        )
 
 
 def _check_recordings(recordings: object) -> frozenset[int]:
@@ -367,16 +388,7 @@ def _check_recordings(recordings: object) -> frozenset[int]:
     Raises:
         WhenceError: they are no collection of numbers from 1 on.
     """
-    found = list(recordings) if isinstance(recordings, Iterable) else [None]
-    if not all(isinstance(number, int | np.integer) and number >= 1 for number in found):
+    numbers = list(recordings) if isinstance(recordings, Iterable) else [None]
+    if not all(isinstance(number, int | np.integer) and number >= 1 for number in numbers):
         raise WhenceError(f"recordings is {recordings!r}; give the rounds to record, from 1, such as [5, 20].")
-    return frozenset(int(number) for number in found if number is not None)
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions that a run's results depend on."""
-    found = {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
-    for package in ("envpool", "minigrid", "highway-env", "Box2D"):  # environments, where they are installed
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+    return frozenset(int(number) for number in numbers if number is not None)

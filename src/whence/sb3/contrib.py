@@ -1,4 +1,4 @@
-"""What whence reads of sb3-contrib where it is installed; elsewhere stand-ins, which nothing is an instance of."""
+"""sb3-contrib's names that whence uses. If it is not installed, they are placeholders without instances."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ except ImportError:
     if not TYPE_CHECKING:
 
         class _Missing:
-            """Nothing is an instance of it."""
+            """A placeholder, of which there is no instance."""
 
         MaskablePPO = RecurrentPPO = MaskableActorCriticPolicy = _Missing
         MaskableDictRolloutBuffer = MaskableRolloutBuffer = _Missing

@@ -1,8 +1,10 @@
-"""What a run directory says of a model: JSON types, and the same words whenever the same thing is run."""
+"""Descriptions of models for run directories: in JSON types, and equal whenever the same thing is run."""
 
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +13,7 @@ from stable_baselines3 import PPO
 
 from whence.runs import strip_addresses
 
-# What PPO's constructor takes beside its hyper-parameters: what is trained, where, and what is told of it.
+# The arguments of PPO's constructor that are no hyper-parameters: what is trained, where, and what is logged.
 _OTHERS = (
     *("self", "policy", "env", "policy_kwargs", "rollout_buffer_class", "rollout_buffer_kwargs", "seed", "device"),
     *("stats_window_size", "tensorboard_log", "verbose", "_init_setup_model"),
@@ -24,32 +26,32 @@ HYPERPARAMETERS: Mapping[str, Any] = MappingProxyType(
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """Return what is trained, in JSON types: algorithm, environments, policy, optimiser, hyper-parameters."""
+    """Return a model's algorithm, environments, policy, optimiser and hyper-parameters, in JSON types."""
     env, policy = model.get_env(), model.policy
     spec = env.get_attr("spec")[0]
     settings = {name: getattr(model, name) for name in (*HYPERPARAMETERS, "seed") if hasattr(model, name)}
     return {
         "algorithm": type(model).__name__,
         "env": None if spec is None else spec.id,
-        "env_kwargs": {} if spec is None else plain(spec.kwargs),
+        "env_kwargs": {} if spec is None else to_json_types(spec.kwargs),
         "max_episode_steps": None if spec is None else spec.max_episode_steps,
         "n_envs": env.num_envs,
         "policy": type(policy).__name__,
-        "policy_kwargs": plain(model.policy_kwargs),
+        "policy_kwargs": to_json_types(model.policy_kwargs),
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
         "optimizer": type(policy.optimizer).__name__,
-        "hyperparameters": {name: _setting(value) for name, value in settings.items()},
+        "hyperparameters": {name: _describe_setting(value) for name, value in settings.items()},
     }
 
 
-def plain(value: Any) -> Any:
-    """Return a value in JSON types: classes and functions by name, what JSON lacks as text without addresses."""
+def to_json_types(value: Any) -> Any:
+    """Return a value in JSON types: classes and functions as their names, other objects as text without addresses."""
     if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
+        return {str(key): to_json_types(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+        return [to_json_types(entry) for entry in value]
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
+        return to_json_types(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, str | int):
@@ -59,11 +61,20 @@ def plain(value: Any) -> Any:
     return strip_addresses(repr(value))
 
 
-def _setting(value: Any) -> Any:
-    # SB3 makes schedules of numbers, too.
+def _describe_setting(value: Any) -> Any:
+    """Return a hyper-parameter in JSON types; SB3 makes schedules even of numbers."""
     if not callable(value):
-        return plain(value)
+        return to_json_types(value)
     start, half, end = (float(value(remaining)) for remaining in (1.0, 0.5, 0.0))
     if start == half == end:
-        return plain(start)
+        return to_json_types(start)
     return f"a schedule: {start} at the start, {half} half-way, {end} at the end"
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the installed libraries that a run's results depend on."""
+    versions = {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
+    for package in ("envpool", "minigrid", "highway-env", "Box2D"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

@@ -1,4 +1,4 @@
-"""EnvPool's environments: as SB3's vector environments to collect from, and for evaluations of many episodes."""
+"""EnvPool's environments: as SB3 vector environments to collect from, and for evaluations of many episodes."""
 
 import contextlib
 import sys
@@ -22,25 +22,25 @@ from whence.guards import eval_mode, preserve_rng_state
 from whence.records import Tree, map_tree, named_leaves
 from whence.sb3.gsde import use_fresh_noise
 
-# EnvPool spells some ids in its own way.
+# The ids that EnvPool spells differently.
 _NAMES = {"highway-v0": "Highway-v0"}
 
 
 def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> Any:
-    """Return a pool of EnvPool's, with one thread.
+    """Return an EnvPool pool with one thread.
 
     Args:
         env: Gymnasium's id of the environment, or module:Id.
-        kwargs: EnvPool's settings of it.
-        n_envs: environments in the pool.
-        seed: of the pool; its environments' seeds follow from it.
+        kwargs: EnvPool's settings of the environment.
+        n_envs: the number of environments in the pool.
+        seed: seeds the pool; its environments' seeds follow from it.
 
     Raises:
         Unsupported: EnvPool is not installed.
         WhenceError: EnvPool does not have the environment, or not these settings.
     """
-    # Imported after EnvPool, Box2D crashes the interpreter (seen with EnvPool 1.2.5 and Box2D 2.3.10); before, it does
-    # not. Gymnasium imports it when one of its environments is made.
+    # Box2D crashes the interpreter if it is imported after EnvPool (seen with EnvPool 1.2.5 and Box2D 2.3.10), not
+    # before. Gymnasium imports it when one of its environments is made.
     if "envpool" not in sys.modules:
         with contextlib.suppress(ImportError):
             import Box2D as _  # noqa: F401
@@ -58,26 +58,27 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
     except (TypeError, ValueError, AssertionError) as wrong:
         raise WhenceError(f"EnvPool's {name} refuses {dict(kwargs)}: {wrong}") from wrong
     with warnings.catch_warnings():
-        # EnvPool states bounds in double precision; nothing a user could mend. The space is kept from here on.
+        # EnvPool states bounds in double precision, which users cannot change. The pool caches the space.
         warnings.filterwarnings("ignore", ".*precision lowered by casting")
         assert pool.observation_space is not None
     return pool
 
 
-def picked(observation: Any, key: str | None) -> Any:
-    """Return the part `key` of a dict observation; the observation where no key is given."""
+def _select_part(observation: Any, key: str | None) -> Any:
+    """Return the part `key` of a dict observation; the whole observation if the key is None."""
     return observation if key is None else observation[key]
 
 
-def _rows(observation: Tree, index: NDArray[Any] | int) -> Tree:
+def _take_rows(observation: Tree, index: NDArray[Any] | int) -> Tree:
     return map_tree(lambda part: part[index], observation)
 
 
 class EnvPoolVecEnv(VecEnv):
-    """A pool as an SB3 `VecEnv`: episodes that end are begun anew in the same step, as SB3's own do.
+    """A pool as an SB3 `VecEnv`: when an episode ends, the next one begins in the same step, as in SB3.
 
-    EnvPool returns a last observation as an ordinary one, and the next episode's first one step late; here the last
-    one goes into `info["terminal_observation"]`, and the pool is told to reset at once, so that no step is lost.
+    EnvPool returns the last observation of an episode as an ordinary one, and the first of the next episode one step
+    late. Here the last one is in `info["terminal_observation"]`, and the pool is reset at once, so that no step is
+    lost.
 
     Args:
         env: see `make_pool`.
@@ -88,8 +89,7 @@ class EnvPoolVecEnv(VecEnv):
     """
 
     def __init__(self, env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int, key: str | None = None) -> None:
-        self._make = env, kwargs, n_envs
-        self._key = key
+        self._env, self._kwargs, self._key = env, dict(kwargs), key
         self._pool = make_pool(env, kwargs, n_envs, seed)
         self._actions: NDArray[Any] = np.zeros(0)
         self._returns, self._lengths = np.zeros(n_envs), np.zeros(n_envs, dtype=np.int64)
@@ -98,62 +98,61 @@ class EnvPoolVecEnv(VecEnv):
         super().__init__(n_envs, space if key is None else space[key], self._pool.action_space)
 
     def reset(self) -> VecEnvObs:
-        """Begin all episodes anew."""
+        """Begin a new episode in every environment."""
         observation, _ = self._pool.reset()
         self._returns[:], self._lengths[:] = 0, 0
         self.reset_infos = [{} for _ in range(self.num_envs)]
         self._reset_seeds()
-        return map_tree(np.array, picked(observation, self._key))  # type: ignore[arg-type,no-any-return]
+        return map_tree(np.array, _select_part(observation, self._key))  # type: ignore[arg-type,no-any-return]
 
     def step_async(self, actions: NDArray[Any]) -> None:
-        """Take note of the actions."""
+        """Store the actions for `step_wait`."""
         self._actions = actions
 
     def step_wait(self) -> VecEnvStepReturn:
         """Step all environments."""
-        found, rewards, terminated, truncated, _ = self._pool.step(_as_pool_takes(self._actions, self.action_space))
-        observations = map_tree(np.array, picked(found, self._key))  # type: ignore[arg-type]
+        actions = _cast_actions(self._actions, self.action_space)
+        whole_observations, rewards, terminated, truncated, _ = self._pool.step(actions)
+        observations = map_tree(np.array, _select_part(whole_observations, self._key))  # type: ignore[arg-type]
         ended = terminated | truncated
         self._returns += rewards
         self._lengths += 1
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        over = np.flatnonzero(ended)
-        if len(over):
-            last = _rows(observations, over)  # a copy, before the next episodes' first ones take the place
-            first, about = self._pool.reset(over)
-            for (_, part), (_, fresh) in zip(
-                named_leaves(observations), named_leaves(picked(first, self._key)), strict=True
-            ):
-                part[about["env_id"]] = fresh
-            for row, env in enumerate(over):
+        ended_envs = np.flatnonzero(ended)
+        if len(ended_envs):
+            last = _take_rows(observations, ended_envs)  # a copy, before the next episodes' first ones replace them
+            first, pool_info = self._pool.reset(ended_envs)
+            first_parts = named_leaves(_select_part(first, self._key))
+            for (_, part), (_, first_part) in zip(named_leaves(observations), first_parts, strict=True):
+                part[pool_info["env_id"]] = first_part
+            for row, env in enumerate(ended_envs):
                 infos[env] = {
-                    "terminal_observation": _rows(last, row),
+                    "terminal_observation": _take_rows(last, row),
                     "TimeLimit.truncated": bool(truncated[env] and not terminated[env]),
                     "episode": {"r": float(self._returns[env]), "l": int(self._lengths[env]), "t": 0.0},
                 }
-            self._returns[over], self._lengths[over] = 0, 0
+            self._returns[ended_envs], self._lengths[ended_envs] = 0, 0
         return observations, rewards.astype(np.float32), ended, infos
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
-        """Make the pool anew with a seed: EnvPool seeds a pool when it is made, and at no other time."""
+        """Make a new pool with a seed, since EnvPool seeds a pool only when it is made."""
         if seed is not None:
             self.close()
-            env, kwargs, n_envs = self._make
-            self._pool = make_pool(env, kwargs, n_envs, seed)
+            self._pool = make_pool(self._env, self._kwargs, self.num_envs, seed)
         return [seed] * self.num_envs
 
     def close(self) -> None:
-        """Give the pool's memory back."""
+        """Free the pool's memory."""
         self._pool.close()
 
     def env_is_wrapped(
         self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
     ) -> list[bool]:
-        """Pools take no wrappers."""
+        """Return False: pools take no wrappers."""
         return [False] * len(list(self._get_indices(indices)))
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """Return an attribute of this object for each environment; pools have none of their own."""
+        """Return `spec` or `render_mode` for each environment; pools have no other attributes."""
         if attr_name not in ("spec", "render_mode"):
             raise AttributeError(f"EnvPool's environments have no attribute {attr_name!r}.")
         value = self.spec if attr_name == "spec" else None
@@ -168,26 +167,26 @@ class EnvPoolVecEnv(VecEnv):
         raise AttributeError(f"EnvPool's environments have no method {method_name!r}.")
 
 
-def _as_pool_takes(actions: NDArray[Any], space: spaces.Space[Any]) -> NDArray[Any]:
+def _cast_actions(actions: NDArray[Any], space: spaces.Space[Any]) -> NDArray[Any]:
     return actions.astype(space.dtype) if space.dtype is not None else actions
 
 
 def evaluate_pool(
     model: BaseAlgorithm, env: str, kwargs: Mapping[str, Any], *, episodes: int, seed: int, key: str | None = None
 ) -> NDArray[np.float64]:
-    """Return the returns of so many episodes of sampled actions, (episodes,).
+    """Return the returns of episodes with sampled actions, (episodes,).
 
     Every environment of a pool plays one episode and then stands still, so that short episodes are not counted more
-    often than long ones. The same policy and seed give the same returns; global generators and the policy's mode and
-    noise are as before afterwards.
+    often than long ones. The same policy and seed give the same returns. Global generators and the policy's mode and
+    noise are restored afterwards.
 
     Args:
-        model: an SB3 model whose policy is an actor and a critic.
+        model: an SB3 model with an actor-critic policy.
         env: see `make_pool`.
         kwargs: see `make_pool`.
-        episodes: environments in the pool.
-        seed: of the pool and of the actions.
-        key: the part of a dict observation that is observed.
+        episodes: the number of episodes, and of environments in the pool.
+        seed: seeds the pool and the actions.
+        key: the part of a dict observation that is observed; None: all of it.
     """
     pool = make_pool(env, kwargs, episodes, seed)
     returns = np.zeros(episodes)
@@ -195,30 +194,33 @@ def evaluate_pool(
     policy, noise = cast(ActorCriticPolicy, model.policy), use_fresh_noise(model, episodes)
     with preserve_rng_state(), eval_mode(policy.modules()), torch.no_grad(), noise as renew:
         torch.manual_seed(seed)
-        found, about = pool.reset()
-        ids, observations, begins = about["env_id"], picked(found, key), True
+        whole_observations, pool_info = pool.reset()
+        ids, observations, starts = pool_info["env_id"], _select_part(whole_observations, key), True
         while len(ids):
-            renew(ids, np.full(len(ids), begins))
-            inputs = _as_policy_reads(observations, model.observation_space, model.device)
-            # Not the policy's forward(), which asks for values and log-probs too.
+            renew(ids, np.full(len(ids), starts))
+            inputs = _to_policy_input(observations, model.observation_space, model.device)
+            # Not the policy's forward(), which computes values and log-probs too.
             actions = policy.get_distribution(inputs).get_actions().cpu().numpy()
             if box is not None:
                 squashed = policy.squash_output
                 actions = policy.unscale_action(actions) if squashed else np.clip(actions, box.low, box.high)
-            found, rewards, terminated, truncated, about = pool.step(_as_pool_takes(actions, model.action_space), ids)
-            # A pool answers in the order in which its environments are ready.
-            order = np.argsort(about["env_id"])
-            ids, goes_on = about["env_id"][order], ~(terminated | truncated)[order]
+            actions = _cast_actions(actions, model.action_space)
+            whole_observations, rewards, terminated, truncated, pool_info = pool.step(actions, ids)
+            # A pool returns its environments in the order in which they are ready.
+            order = np.argsort(pool_info["env_id"])
+            ids, continues = pool_info["env_id"][order], ~(terminated | truncated)[order]
             returns[ids] += rewards[order]
-            ids, observations, begins = ids[goes_on], _rows(picked(found, key), order[goes_on]), False
+            observations = _take_rows(_select_part(whole_observations, key), order[continues])
+            ids, starts = ids[continues], False
     pool.close()
     return returns
 
 
-def _as_policy_reads(observation: Tree, space: spaces.Space[Any], device: torch.device) -> Any:
+def _to_policy_input(observation: Tree, space: spaces.Space[Any], device: torch.device) -> Any:
+    """Return an observation as the tensors that a policy reads."""
     if isinstance(space, spaces.Dict):
-        return {key: _as_policy_reads(observation[key], part, device) for key, part in space.items()}
-    # What SB3's VecTransposeImage does to channels in training.
+        return {key: _to_policy_input(observation[key], part, device) for key, part in space.items()}
+    # As SB3's VecTransposeImage moves channels in training.
     if observation.ndim == 4 and observation.shape[1:] != space.shape:
         observation = observation.transpose(0, 3, 1, 2)
     return torch.as_tensor(np.ascontiguousarray(observation), device=device)

@@ -1,4 +1,4 @@
-"""Which episode a record belongs to, and what is needed to play that episode again."""
+"""The episode that a record belongs to, and the generator state needed to play it again."""
 
 import json
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 from whence.records import UNKNOWN
 
 STATE = "whence_generator_state"
+"""The key of a reset's info under which `RecordResets` puts the generator's state."""
 
 
 @dataclass(frozen=True)
 class Ongoing:
-    """How the episodes of each environment stand between two rollouts.
+    """The ongoing episode of each environment, between two rollouts.
 
     Attributes:
-        ids: (envs,) the episode each environment is in, -1 where unknown.
-        lengths: (envs,) the records it has so far, -1 where unknown.
-        next_id: the number the next episode gets.
+        ids: (envs,) the number of each environment's episode, -1 where unknown.
+        lengths: (envs,) the number of records it has so far, -1 where unknown.
+        next_id: the number of the next episode to begin.
     """
 
     ids: NDArray[np.int64]
@@ -29,7 +30,7 @@ class Ongoing:
 
     @classmethod
     def unknown(cls, envs: int) -> "Ongoing":
-        """Return what is known of environments never seen before."""
+        """Return ongoing episodes of which nothing is known."""
         return cls(np.full(envs, UNKNOWN), np.full(envs, UNKNOWN))
 
 
@@ -39,27 +40,27 @@ def number_episodes(
     """Number the episodes of a rollout, environment by environment, and each record's step in its episode.
 
     Args:
-        starts: (steps, envs), True where a record is the first of its episode.
-        before: how the episodes stood when the rollout began; None: unknown.
+        starts: (steps, envs) True where a record is the first of its episode.
+        before: the episodes that were ongoing when the rollout began; None: unknown.
 
     Returns:
-        Episode ids and steps, both (steps, envs), steps -1 where the episode's beginning was not seen; and how the
-        episodes stand now.
+        Episode ids (steps, envs); each record's step in its episode (steps, envs), -1 if the episode's beginning was
+        not seen; and the episodes that are ongoing at the end.
     """
     length, envs = starts.shape
     before = before or Ongoing.unknown(envs)
     ids, steps = np.empty(starts.shape, np.int64), np.empty(starts.shape, np.int64)
     rows, next_id = np.arange(length), before.next_id
     for env in range(envs):
-        begun = starts[:, env].cumsum()
+        begun_so_far = starts[:, env].cumsum()
         current = int(before.ids[env])
-        if begun[0] == 0 and current == UNKNOWN:
+        if begun_so_far[0] == 0 and current == UNKNOWN:
             current, next_id = next_id, next_id + 1
-        ids[:, env] = np.where(begun == 0, current, next_id + begun - 1)
-        next_id += int(begun[-1])
-        first = np.maximum.accumulate(np.where(starts[:, env], rows, -1))
-        carried = rows + before.lengths[env] if before.lengths[env] != UNKNOWN else UNKNOWN
-        steps[:, env] = np.where(first >= 0, rows - first, carried)
+        ids[:, env] = np.where(begun_so_far == 0, current, next_id + begun_so_far - 1)
+        next_id += int(begun_so_far[-1])
+        first_row = np.maximum.accumulate(np.where(starts[:, env], rows, -1))
+        continued = rows + before.lengths[env] if before.lengths[env] != UNKNOWN else UNKNOWN
+        steps[:, env] = np.where(first_row >= 0, rows - first_row, continued)
     lengths = np.where(steps[-1] == UNKNOWN, UNKNOWN, steps[-1] + 1)
     return ids, steps, Ongoing(ids[-1], lengths, next_id)
 
@@ -67,12 +68,12 @@ def number_episodes(
 class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
     """Put the state of the environment's generator before each reset into the reset's info, as JSON.
 
-    With the episode's actions that is enough to play it again, where the environment's dynamics depend on nothing
-    else (BipedalWalker's do: its reset reuses the Box2D world). The environment's own randomness is not touched.
+    With the episode's actions that is enough to play it again, if the environment's dynamics depend on nothing else
+    (BipedalWalker's do: its reset reuses the Box2D world). The environment's randomness is unchanged.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset, and note the generator's state before, or the seed where one is given."""
+        """Reset; the info holds the generator's state before, or the seed if there is one."""
         before = {"seed": seed} if seed is not None else self.env.unwrapped.np_random.bit_generator.state
         observation, info = self.env.reset(seed=seed, options=options)
         return observation, {**info, STATE: json.dumps(before)}

@@ -1,4 +1,4 @@
-"""The objective that a model's own `train()` raises."""
+"""The objective that a model's `train()` raises."""
 
 from typing import Any
 
@@ -10,9 +10,10 @@ from whence.sb3.contrib import MaskablePPO
 
 
 def model_objective(model: Any) -> Objective:
-    """Return what a model's `train()` raises, without the value term: its clip range, entropy, normalisation.
+    """Return the objective of a model's `train()`, without its value term, with the model's settings.
 
-    At the policy that collected the rollout every ratio is 1, so a scheduled clip range does not matter.
+    These are the clip range, the entropy coefficient and whether advantages are normalised. At the policy that
+    collected the rollout every ratio is 1, so the value of a scheduled clip range has no effect.
     """
     norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
     if isinstance(model, PPO | MaskablePPO):

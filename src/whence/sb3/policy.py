@@ -1,4 +1,4 @@
-"""SB3's actor-critic policies as views, and the refusal of what cannot be read."""
+"""SB3's actor-critic policies as views, and the refusal of policies that cannot be read."""
 
 import copy
 from typing import Any
@@ -19,15 +19,15 @@ from whence.policies import LazyOutputs, ModuleView
 from whence.records import RecordBatch, Tree, map_tree
 from whence.sb3.contrib import MaskableActorCriticPolicy
 
-# What `_outputs` does in their stead; a subclass that overrides one of them computes something else.
-_READ = ("evaluate_actions", "extract_features", "_get_action_dist_from_latent")
+# The methods that `_outputs` replaces; a subclass that overrides one of them computes something else.
+_REPLACED = ("evaluate_actions", "extract_features", "_get_action_dist_from_latent")
 
 
 def actor_critic_view(policy: Any) -> ModuleView:
     """Return a view of an SB3 `ActorCriticPolicy`, or of sb3-contrib's maskable one.
 
-    All of SB3's observation and action spaces, features extractors shared or not, gSDE and squashed actions. Records
-    with `action_masks` are read with them where the policy is maskable.
+    It covers all of SB3's observation and action spaces, features extractors shared or not, gSDE and squashed actions.
+    A maskable policy reads the `action_masks` of records that have them.
 
     Raises:
         Unsupported: another policy; the message says which, and why.
@@ -40,7 +40,7 @@ def actor_critic_view(policy: Any) -> ModuleView:
         if isinstance(policy.action_space, spaces.Discrete):
             actions = records.actions.long().flatten()
         else:
-            # As SB3's buffer has them; actions (n,) of a box of one would be broadcast to (n, n) without a word.
+            # As SB3's buffer stores them; actions (n,) of a Box of one dimension would be broadcast to (n, n).
             actions = records.actions.to(dtype).reshape(len(records), -1)
         inputs = {"observations": map_tree(lambda t: t.to(dtype), observations), "actions": actions}
         if records.action_masks is not None and isinstance(policy, MaskableActorCriticPolicy):
@@ -51,10 +51,10 @@ def actor_critic_view(policy: Any) -> ModuleView:
 
 
 def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
-    """What `policy.evaluate_actions` returns, on prepared observations and without touching `policy.action_dist`."""
+    """Return what `policy.evaluate_actions` returns, for prepared inputs, without changing `policy.action_dist`."""
     observations, extractor = inputs["observations"], policy.mlp_extractor
     pi_features = policy.pi_features_extractor(observations)
-    distribution = _distribution(policy, extractor.forward_actor(pi_features), inputs.get("masks"))
+    distribution = _make_distribution(policy, extractor.forward_actor(pi_features), inputs.get("masks"))
 
     def value() -> Tensor:
         shared = policy.share_features_extractor
@@ -65,8 +65,9 @@ def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
     return LazyOutputs(distribution.log_prob(inputs["actions"]), value, distribution.entropy)
 
 
-def _distribution(policy: Any, latent: Tensor, masks: Tensor | None) -> Distribution:
-    # A copy: the policy's own object would keep our tensors, and deepcopy(policy) would then raise.
+def _make_distribution(policy: Any, latent: Tensor, masks: Tensor | None) -> Distribution:
+    """Return the distribution of actions for the actor's latent features."""
+    # A copy, since deepcopy(policy) raises while the policy's own distribution holds tensors of a graph.
     distribution = copy.copy(policy.action_dist)
     parameters = policy.action_net(latent)
     if isinstance(distribution, DiagGaussianDistribution):
@@ -89,19 +90,19 @@ def check_policy(policy: Any) -> None:
     base = next((known for known in (ActorCriticPolicy, MaskableActorCriticPolicy) if isinstance(policy, known)), None)
     if base is None:
         raise Unsupported(
-            f"{name} is no actor-critic policy: whence scores on-policy records by their log-probs. Use PPO, A2C or "
-            "MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
+            f"{name} is no actor-critic policy, and whence scores on-policy records by their log-probs. Use PPO, A2C "
+            "or MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
         )
-    changed = [method for method in _READ if getattr(type(policy), method) is not getattr(base, method)]
-    if changed:
+    overridden = [method for method in _REPLACED if getattr(type(policy), method) is not getattr(base, method)]
+    if overridden:
         raise Unsupported(
-            f"{name} overrides {', '.join(changed)}, so whence cannot know its log-probs from SB3's own code. Wrap it: "
-            "whence.ModuleView(policy, lambda policy, inputs: whence.Outputs(...))."
+            f"{name} overrides {', '.join(overridden)}, so whence cannot know its log-probs from SB3's own code. Wrap "
+            "it: whence.ModuleView(policy, lambda policy, inputs: whence.Outputs(...))."
         )
     for path, module in policy.named_modules():
         if isinstance(module, _BatchNorm):
             raise Unsupported(
-                f"The policy's layer `{path}` is a {type(module).__name__}, which train() puts in training mode: what "
-                "it makes of a record then depends on the other records of the minibatch, so no record has an "
+                f"The policy's layer `{path}` is a {type(module).__name__}, which train() puts in training mode: its "
+                "output for a record then depends on the other records of the minibatch, so no record has an "
                 "objective of its own. Use LayerNorm or GroupNorm in the features extractor."
             )

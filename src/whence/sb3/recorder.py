@@ -1,4 +1,4 @@
-"""Recording what SB3's `train()` does in a round, and letting it do the same again."""
+"""Recording what SB3's `train()` does in a round."""
 
 import logging
 from importlib.metadata import version
@@ -23,10 +23,10 @@ log = logging.getLogger("whence")
 
 
 class Recorder:
-    """Takes note of a round while `train()` runs: `buffer.get` tells it of epochs and minibatches.
+    """Records a round while `train()` runs; the filtered `buffer.get` calls it at each epoch and minibatch.
 
     Args:
-        model: about to be trained.
+        model: the model that is about to be trained.
 
     Raises:
         Unsupported: the optimiser has several groups of parameters.
@@ -38,31 +38,36 @@ class Recorder:
         self._start = copy_tensors(named_tensors(model.policy))
         self._minibatches: list[Tensor] = []
         self._epochs: list[int] = []
-        self._epoch, self._stepped = -1, 0
+        self._epoch, self._steps = -1, 0
         self._advantages: Tensor | None = None
 
-    def epoch(self) -> None:
-        """Hear that a pass over the records begins."""
+    def start_epoch(self) -> None:
+        """Record that a pass over the records begins."""
         if self._epoch < 0:
-            # Not before train() is under way: it sets the learning rate, and the progress that schedules read.
+            # Not earlier: train() sets the learning rate, and the progress that schedules read, when it begins.
             self._optimizer = read_optimizer(self._model.policy)
             self._update = _read_update(self._model)
             self._generator = torch.get_rng_state()
         self._epoch += 1
 
-    def minibatch(self, indices: NDArray[np.int64]) -> None:
-        """Hear of the records of the next minibatch."""
-        if self._advantages is None:  # as train() reads them: flattened by now, and normalised where that is done once
+    def add_minibatch(self, indices: NDArray[np.int64]) -> None:
+        """Record the positions of the next minibatch's records."""
+        if self._advantages is None:  # as train() reads them: flattened by now, and normalised if that is done once
             self._advantages = torch.from_numpy(self._model.rollout_buffer.advantages.flatten())
         self._minibatches.append(torch.from_numpy(np.array(indices)))
         self._epochs.append(self._epoch)
 
-    def stepped(self) -> None:
-        """Hear that the last minibatch was stepped on."""
-        self._stepped += 1
+    def count_step(self) -> None:
+        """Record that the optimiser stepped on the last minibatch."""
+        self._steps += 1
 
-    def recording(self, number: int, records: RecordBatch) -> RoundRecording:
-        """Return what was noted, once `train()` is over; the records have the advantages that it read."""
+    def make_recording(self, number: int, records: RecordBatch) -> RoundRecording:
+        """Return the recording, once `train()` is over; its records have the advantages that `train()` read.
+
+        Args:
+            number: the round's number, from 1.
+            records: the rollout.
+        """
         return RoundRecording(
             number=number,
             records=records if self._advantages is None else records.with_advantages(self._advantages),
@@ -71,7 +76,7 @@ class Recorder:
             optimizer=self._optimizer,
             minibatches=tuple(self._minibatches),
             epochs=tuple(self._epochs),
-            stopped=self._stepped < len(self._minibatches),
+            stopped=self._steps < len(self._minibatches),
             update=self._update,
             generator=self._generator,
             versions={"whence": version("whence"), **training_versions(self._model)},
@@ -86,42 +91,42 @@ def check_groups(model: Any) -> None:
     """
     if (count := len(model.policy.optimizer.param_groups)) != 1:
         raise Unsupported(
-            f"The optimiser has {count} groups of parameters; rounds of one group can be recorded, and recording is "
-            "what guards and scores of whole rounds go by. Leave guard and recordings out and take score='snapshot' "
-            "or 'crossfit', or train all parameters in one group."
+            f"The optimiser has {count} groups of parameters; recordings, the guard and scores of whole rounds need "
+            "one. Leave guard and recordings out and take method='snapshot' or 'crossfit', or train all parameters in "
+            "one group."
         )
 
 
 def check_steps(model: Any) -> None:
-    """Refuse a model whose steps cannot be gone through by a score of whole rounds.
+    """Refuse a model whose optimiser steps no score of whole rounds can differentiate.
 
     Args:
-        model: whose environments have been reset.
+        model: a model whose environments have been reset.
 
     Raises:
-        Unsupported: its optimiser is not known or has a setting that is not, or its policy says something else in train
-            mode than in eval mode; the message says which.
+        Unsupported: its optimiser or a setting of it is not known, or its policy computes something else in train mode
+            than in eval mode; the message says which.
     """
     try:
         check_optimizer(read_optimizer(model.policy))
     except Unsupported as refused:
-        raise Unsupported(f"{refused} To train with this optimiser, take score='snapshot' or 'crossfit'.") from None
+        raise Unsupported(f"{refused} To train with this optimiser, take method='snapshot' or 'crossfit'.") from None
     view = as_view(model.policy)
     check_modes(view, view.parameters(), _current_records(model))
 
 
 def _current_records(model: Any) -> RecordBatch:
-    """Return a record, of some action, for every observation at which the environments stand."""
-    nothing = torch.zeros(model.n_envs)
+    """Return a record of the action 0 for each environment's current observation."""
+    zeros = torch.zeros(model.n_envs)
     actions = torch.zeros(model.n_envs, *model.action_space.shape)
-    records = RecordBatch(observations=model._last_obs, actions=actions, log_probs=nothing, advantages=nothing)
+    records = RecordBatch(observations=model._last_obs, actions=actions, log_probs=zeros, advantages=zeros)
     return records.to(model.policy.device)
 
 
 def training_versions(model: Any) -> dict[str, str]:
-    """Return the versions of what computes a model's training."""
-    contributed = ["sb3-contrib"] if isinstance(model, MaskablePPO) else []
-    return {package: version(package) for package in ("torch", "stable-baselines3", *contributed)}
+    """Return the versions of the libraries that compute a model's training."""
+    extra = ["sb3-contrib"] if isinstance(model, MaskablePPO) else []
+    return {package: version(package) for package in ("torch", "stable-baselines3", *extra)}
 
 
 def read_optimizer(policy: Any) -> OptimizerState:
@@ -132,14 +137,15 @@ def read_optimizer(policy: Any) -> OptimizerState:
     settings = {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
     state = {
         names[id(parameter)]: {
-            key: torch.as_tensor(value).detach().clone() for key, value in own.items() if value is not None
+            key: torch.as_tensor(value).detach().clone() for key, value in values.items() if value is not None
         }
-        for parameter, own in optimizer.state.items()
+        for parameter, values in optimizer.state.items()
     }
     return OptimizerState(type(optimizer).__name__, settings, state)
 
 
 def _read_update(model: Any) -> Update:
+    """Return how `train()` updates the model in this round, with schedules at the round's progress."""
     progress = model._current_progress_remaining
     ppo = not isinstance(model, A2C)
     clip_range_vf = model.clip_range_vf(progress) if ppo and model.clip_range_vf is not None else None

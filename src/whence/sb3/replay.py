@@ -1,4 +1,4 @@
-"""A recorded round done again by SB3's own `train()`."""
+"""Replaying a recorded round with SB3's own `train()`."""
 
 import copy
 import logging
@@ -26,18 +26,18 @@ log = logging.getLogger("whence")
 def replay_round(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
     """Let SB3's own `train()` do a recorded round again, and return parameters and buffers after it.
 
-    On the CPU, with the recorded versions, the result is the recorded one bit for bit; the logger "whence" of Python's
-    logging is warned of other versions of what computes it, with which it is up to rounding only. The model is as
-    before afterwards: policy, optimiser, gradients, schedules, logger, buffer and counters, and every random generator.
+    On the CPU, with the recorded versions of the libraries, the result equals the recorded one bit for bit. With other
+    versions it equals it up to rounding, and the logger "whence" of Python's logging warns. The model is restored
+    afterwards: policy, optimiser, gradients, schedules, logger, buffer and counters, and every random generator.
 
     Args:
         model: the PPO, A2C or MaskablePPO that was trained, or one built like it.
-        recording: of `InfluenceCallback(recordings=...)`.
+        recording: a recording made by `InfluenceCallback(recordings=...)`.
 
     Raises:
         WhenceError: the recording is of another policy, optimiser or algorithm.
     """
-    _check_same(model, recording)
+    _check_fits(model, recording)
     _warn_about_versions(model, recording)
     with preserve_model(model), preserve_rng_state():
         _load_recording(model, recording)
@@ -50,43 +50,43 @@ def replay_round(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
 
 def _warn_about_versions(model: Any, recording: RoundRecording) -> None:
     differing = [
-        (package, recorded, mine)
-        for package, mine in training_versions(model).items()
-        if (recorded := recording.versions.get(package, "of unknown version")) != mine
+        (package, recorded, installed)
+        for package, installed in training_versions(model).items()
+        if (recorded := recording.versions.get(package, "of unknown version")) != installed
     ]
     if differing:
         log.warning(
-            "The recording of round %d was made with %s; here is %s. So its replay may differ from what was recorded "
-            "by rounding, which training makes larger. Install the recorded versions for one that is the same bit for "
-            "bit.",
+            "The recording of round %d was made with %s; here is %s. So its replay may differ from the recording by "
+            "rounding, which training amplifies. Install the recorded versions for a replay that is equal bit for bit.",
             recording.number,
             " and ".join(f"{package} {recorded}" for package, recorded, _ in differing),
-            " and ".join(f"{package} {mine}" for package, _, mine in differing),
+            " and ".join(f"{package} {installed}" for package, _, installed in differing),
         )
 
 
-def _check_same(model: Any, recording: RoundRecording) -> None:
-    here, policy = named_tensors(model.policy), type(model.policy.optimizer).__name__
+def _check_fits(model: Any, recording: RoundRecording) -> None:
+    """Refuse a recording of another algorithm, optimiser or policy than the model's."""
+    tensors, optimizer = named_tensors(model.policy), type(model.policy.optimizer).__name__
     algorithm = "a2c" if isinstance(model, A2C) else "ppo"
-    for what, mine, theirs in (
+    for what, present, recorded in (
         ("algorithm", algorithm, recording.update.algorithm),
-        ("optimiser", policy, recording.optimizer.name),
-        ("set of tensors", sorted(here), sorted(recording.start)),
-        (
-            "shapes",
-            {n: tuple(t.shape) for n, t in here.items()},
-            {n: tuple(t.shape) for n, t in recording.start.items()},
-        ),
+        ("optimiser", optimizer, recording.optimizer.name),
+        ("set of tensors", sorted(tensors), sorted(recording.start)),
+        ("shapes", _read_shapes(tensors), _read_shapes(recording.start)),
     ):
-        if mine != theirs:
+        if present != recorded:
             raise WhenceError(
-                f"The recording is of another policy: its {what} is {theirs}, the model's {mine}. Build the model with "
-                "the settings of the run that was recorded."
+                f"The recording is of another policy: its {what} is {recorded}, the model's {present}. Build the model "
+                "with the settings of the run that was recorded."
             )
 
 
+def _read_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
 def _load_recording(model: Any, recording: RoundRecording) -> None:
-    """Put a recording's beginning into a model."""
+    """Put a model into the state in which the recorded `train()` began, with the recorded minibatches to come."""
     update = recording.update
     load_tensors(named_tensors(model.policy), recording.start)
     optimizer = model.policy.optimizer
@@ -95,9 +95,9 @@ def _load_recording(model: Any, recording: RoundRecording) -> None:
     optimizer.state.clear()
     for name, parameter in model.policy.named_parameters():
         if name in recording.optimizer.state:
-            own = recording.optimizer.state[name].items()
-            # Counts of steps stay where the optimiser has them; loaded from a file all tensors are on the CPU.
-            optimizer.state[parameter] = {k: t.to(t if k == "step" else parameter, copy=True) for k, t in own}
+            state = recording.optimizer.state[name].items()
+            # Tensors loaded from a file are on the CPU, where optimisers leave their counts of steps.
+            optimizer.state[parameter] = {k: t.to(t if k == "step" else parameter, copy=True) for k, t in state}
     model.lr_schedule = FloatSchedule(recording.optimizer.settings["lr"])
     if update.algorithm == "ppo":
         model.clip_range = FloatSchedule(update.clip_range)
@@ -115,23 +115,23 @@ def _make_buffer(like: Any, recording: RoundRecording) -> Any:
     buffer.generator_ready, buffer.full = True, True
     shape = like.obs_shape
 
-    def flat(tree: Tree, shape: Any) -> Any:
+    def to_array(tree: Tree, shape: Any) -> Any:
         if isinstance(tree, Mapping):
-            return {key: flat(branch, shape[key]) for key, branch in tree.items()}
+            return {key: to_array(branch, shape[key]) for key, branch in tree.items()}
         return tree.cpu().numpy().reshape(n, *shape)
 
-    buffer.observations = flat(records.observations, shape)
-    buffer.actions = flat(records.actions, (like.action_dim,))
+    buffer.observations = to_array(records.observations, shape)
+    buffer.actions = to_array(records.actions, (like.action_dim,))
     for name in ("values", "log_probs", "advantages", "returns"):
-        setattr(buffer, name, flat(getattr(records, name), (1,)))
+        setattr(buffer, name, to_array(getattr(records, name), (1,)))
     if records.action_masks is not None:
-        buffer.action_masks = flat(records.action_masks, (-1,))
+        buffer.action_masks = to_array(records.action_masks, (-1,))
     epochs = iter(range(recording.update.n_epochs))
 
     def get(batch_size: int | None = None) -> Iterator[Any]:
-        epoch = next(epochs)
-        for indices, own in zip(recording.minibatches, recording.epochs, strict=True):
-            if own == epoch:
+        current = next(epochs)
+        for indices, epoch in zip(recording.minibatches, recording.epochs, strict=True):
+            if epoch == current:
                 yield buffer._get_samples(indices.numpy())
 
     buffer.get = get

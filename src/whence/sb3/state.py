@@ -1,4 +1,4 @@
-"""A model's tensors and settings: copied out, put back, and left as they are whatever happens meanwhile."""
+"""A model's tensors and settings: copied, loaded, and restored."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -18,43 +18,43 @@ def named_tensors(policy: Any) -> dict[str, Tensor]:
 
 
 def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors, by name, apart from the graph."""
+    """Return detached copies of tensors, by name."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 @contextmanager
 def preserve_model(model: Any) -> Iterator[None]:
-    """Leave a model as it is, whatever is trained meanwhile, in silence: policy, optimiser, gradients, attributes."""
+    """Restore a model on exit: policy, optimiser, gradients, attributes. It prints nothing meanwhile."""
     policy = model.policy
     attributes = dict(vars(model))
-    tensors, training = copy_tensors(named_tensors(policy)), {module: module.training for module in policy.modules()}
+    tensors, modes = copy_tensors(named_tensors(policy)), {module: module.training for module in policy.modules()}
     gradients = [parameter.grad for parameter in policy.parameters()]
-    restore = _remember_optimizer(policy.optimizer)
+    restore_optimizer = _remember_optimizer(policy.optimizer)
     for parameter in policy.parameters():
         parameter.grad = None
-    model.verbose = 0  # train() would say that it stopped early
+    model.verbose = 0  # train() would print that it stopped early
     try:
         yield
     finally:
         vars(model).clear()
         vars(model).update(attributes)
         load_tensors(named_tensors(policy), tensors)
-        restore()
-        for module, own in training.items():
-            module.training = own
+        restore_optimizer()
+        for module, mode in modes.items():
+            module.training = mode
         for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
             parameter.grad = gradient
 
 
 def _remember_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return what makes an optimiser as it is now again, in the same objects, which others may hold."""
+    """Return a function that restores an optimiser's present state, in the same objects, which others may hold."""
     groups = [
         (group, {key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
     ]
-    # What steps change in place beside a copy of it.
-    state = [
-        (p, own, {key: (value, copy.deepcopy(value)) for key, value in own.items()})
-        for p, own in optimizer.state.items()
+    # Each value with a copy, since steps change it in place.
+    states = [
+        (parameter, state, {key: (value, copy.deepcopy(value)) for key, value in state.items()})
+        for parameter, state in optimizer.state.items()
     ]
 
     def restore() -> None:
@@ -63,17 +63,17 @@ def _remember_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
                 del group[key]
             group.update(settings)
         optimizer.state.clear()
-        for parameter, own, values in state:
-            own.clear()
+        for parameter, state, values in states:
+            state.clear()
             for key, (value, before) in values.items():
-                own[key] = value.copy_(before) if isinstance(value, Tensor) else before
-            optimizer.state[parameter] = own
+                state[key] = value.copy_(before) if isinstance(value, Tensor) else before
+            optimizer.state[parameter] = state
 
     return restore
 
 
 def load_tensors(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into those of their names."""
+    """Copy tensors, in place, into those of the same names."""
     with torch.no_grad():
         for name, tensor in into.items():
             tensor.copy_(tensors[name])

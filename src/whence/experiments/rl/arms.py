@@ -16,7 +16,7 @@ RULE_FIELDS = ("drop", "warmup", "seed")
 """Fields of a run that a rule may read."""
 
 METHODS = ("trajectory", "optimizer", "optimizer-momentum", "unrolled", "smoothed")
-"""Scores of whole rounds; those of `whence.rounds`, repeated here since a list of arms needs no torch."""
+"""The methods that score whole rounds. They repeat `whence.rounds.METHODS`, so that a list of arms needs no torch."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Arm:
     Attributes:
         rule: name of a selection rule in `whence.selection` or `whence.heuristics`.
         about: one line for people.
-        reads: the fields of a run that the rule takes, some of `RULE_FIELDS`.
+        reads: the fields of a run that the rule takes, from `RULE_FIELDS`.
         rule_settings: further arguments of the rule.
-        counts_scoring: whether the time of scoring and selecting is the arm's own. A control that scores only to know
-            how much to drop is not charged for it.
+        counts_scoring: whether the seconds of an arm include scoring and selecting. Those of a control that scores
+            only to know how much to drop do not.
         learning_rate_scale: factor of the run's learning rate.
-        trains: "selection": on what the rule keeps; "matched": on every record, with an update as long, or as far, as
-            the selection's (`MatchedUpdate`).
-        settings: arguments of the callback: how records are scored, how advantages are normalised, whether there is a
-            guard (`ResearchCallback`), what of an update is matched (`MatchedUpdate`).
+        trains: "selection": on the records that the rule keeps; "matched": on every record, with an update as long, or
+            as far, as the selection's (`MatchedUpdate`).
+        settings: arguments of the callback: `method`, `advantage_norm` and `guard` of `ResearchCallback`, `by` of
+            `MatchedUpdate`.
     """
 
     rule: str
@@ -69,11 +69,11 @@ RULES: Mapping[str, Arm] = MappingProxyType(
         "mean": Arm("BelowMean", "drop the share `drop` of those below the mean", _SHARE),
     }
 )
-"""The arms whose names parts may follow, at most one of each of `PARTS`, in their order: "mean-unrolled-guarded"."""
+"""The arms whose names `PARTS` may follow, at most one of each group, in order: "mean-unrolled-guarded"."""
 
 
 class Part(NamedTuple):
-    """What follows a rule in an arm's name: what it sets, and a line for people."""
+    """One part of an arm's name: the settings it adds, and a line for people."""
 
     settings: Mapping[str, Any]
     about: str
@@ -83,14 +83,14 @@ PARTS: Sequence[Mapping[str, Part]] = (
     {
         "crossfit": Part({"method": "crossfit"}, "each half of the episodes scored by the other"),
         **{
-            method: Part({"method": method}, f"by the {method} score of the whole round, tried out first")
+            method: Part({"method": method}, f"by the {method} score of the whole round, after a trial of it")
             for method in METHODS
         },
     },
     {"frozen": Part({"advantage_norm": "buffer"}, "on advantages normalised once, before anything is dropped")},
     {"guarded": Part({"guard": True}, "in rounds where held-out episodes speak for it, ppo in the others")},
 )
-"""Scores; how advantages are normalised; whether there is a guard."""
+"""The parts in three groups: the score, how advantages are normalised, whether there is a guard."""
 
 
 def _compose_arms(rule: str) -> Iterator[tuple[str, Arm]]:
@@ -104,7 +104,7 @@ def _compose_arms(rule: str) -> Iterator[tuple[str, Arm]]:
 
 
 COMPOSED: Mapping[str, Arm] = MappingProxyType({name: arm for rule in RULES for name, arm in _compose_arms(rule)})
-"""The arms made of a rule and parts; studies compare them, and none was measured to train better than its rule."""
+"""The arms composed of a rule and parts. Studies compare them; none trained measurably better than its rule alone."""
 
 _MATCHED = Arm("IIF", "", _SHARE, counts_scoring=False, trains="matched")
 

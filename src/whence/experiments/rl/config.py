@@ -27,6 +27,9 @@ POLICIES = tuple(PPO.policy_aliases)
 
 TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Return, "action": Action})
 
+EFFECTIVE = "effective"
+"""The key in a run's config.json under which people find all settings in effect, SB3's defaults included."""
+
 _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
     {
         "learning_rate": ("a finite number, 0 or more,", lambda value: 0 <= value < math.inf),
@@ -37,9 +40,9 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
         "target_kl": ("a number", lambda value: value == value),
     }
 )
-"""What hyper-parameters have to be beside their type; what lies outside would fail in training, or train nothing."""
+"""For each hyper-parameter, the allowed range; values outside it would fail in training, or train nothing."""
 
-_NEEDED = {
+_KINDS = {
     str: "text",
     bool: "true or false",
     int: "a whole number",
@@ -62,20 +65,20 @@ class RunConfig:
         optimizer: its name in torch.optim.
         hyperparameters: PPO's, by SB3's names; what is missing has SB3's default.
         arm: a key of `ARMS`.
-        drop: the share of negatively scored records to drop.
+        drop: the share to drop of the records that score below 0.
         warmup: rounds at the start in which nothing is dropped.
         target: a key of `TARGETS`.
         target_args: passed to the target.
         engine: see `whence.attribute`.
-        device: where the policy is trained, by torch's name.
+        device: where the policy is trained, by torch's name, such as "cuda"; or "auto".
         rounds: rollouts to train on.
-        eval_episodes: episodes of each evaluation; 0: none is made.
-        eval_every: rounds from one evaluation to the next; the untrained policy and the last one are evaluated too.
-        collect_with: "gymnasium" or "envpool": whose environments are trained in.
-        evaluate_with: the same for evaluations.
+        eval_episodes: episodes of each evaluation; 0: no evaluation.
+        eval_every: rounds from one evaluation to the next; the untrained and the last policy are evaluated too.
+        collect_with: "gymnasium" or "envpool": the library whose environments are trained in.
+        evaluate_with: "gymnasium" or "envpool": the library whose environments are evaluated in.
         pool_kwargs: EnvPool's settings of the environment, as `env_kwargs` are Gymnasium's.
         observe: the part of a dict observation that is observed; None: all of it.
-        seed: of everything random in the run.
+        seed: seeds everything random in the run.
     """
 
     env: str
@@ -128,7 +131,7 @@ class RunConfig:
         if self.eval_episodes == 1:
             raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
         self.rule()
-        Scoring.checked(ARMS[self.arm].method, self.make_target(), None, self.engine)
+        Scoring.create(ARMS[self.arm].method, self.make_target(), engine=self.engine)
 
     def rule(self) -> SelectionRule:
         """Return the arm's selection rule.
@@ -136,7 +139,7 @@ class RunConfig:
         Raises:
             WhenceError: the share to drop or the warm-up is out of range.
         """
-        IIF(self.drop, self.warmup)  # refuses what is out of range also where the arm's own rule does not read it
+        IIF(self.drop, self.warmup)  # refuses what is out of range, even if the arm's rule does not read it
         return ARMS[self.arm].make_rule(drop=self.drop, warmup=self.warmup, seed=self.seed)
 
     def make_target(self) -> Target:
@@ -152,12 +155,12 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration in JSON types; a number that is not finite as the string "inf", "-inf" or "nan"."""
-        return _json(asdict(self))  # type: ignore[no-any-return]
+        return _to_json(asdict(self))  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration that `to_json` gave."""
-        return cls(**_from_json(values))
+        """Return the configuration of which `to_json` returned these values; those under `EFFECTIVE` are ignored."""
+        return cls(**_from_json({name: value for name, value in values.items() if name != EFFECTIVE}))
 
 
 def list_evaluated_rounds(config: RunConfig) -> list[int]:
@@ -166,15 +169,15 @@ def list_evaluated_rounds(config: RunConfig) -> list[int]:
 
 
 def check_types(values: Mapping[str, Any]) -> None:
-    """Refuse values of a run's fields, by the fields' names, that have another type than the field.
+    """Refuse values of a run's fields, by the fields' names, that do not have the field's type.
 
     Raises:
         WhenceError: names the first such field.
     """
-    for one in fields(RunConfig):
-        if one.name in values:
-            kinds = get_args(one.type) if isinstance(one.type, UnionType) else (one.type,)
-            _check_type(one.name, values[one.name], *(get_origin(kind) or kind for kind in kinds))
+    for run_field in fields(RunConfig):
+        if run_field.name in values:
+            kinds = get_args(run_field.type) if isinstance(run_field.type, UnionType) else (run_field.type,)
+            _check_type(run_field.name, values[run_field.name], *(get_origin(kind) or kind for kind in kinds))
 
 
 def _check_hyperparameter(name: str, value: Any) -> None:
@@ -186,18 +189,18 @@ def _check_hyperparameter(name: str, value: Any) -> None:
 
 
 def _check_type(name: str, value: Any, *kinds: Any) -> None:
-    """Refuse a value of no such type; whole numbers are numbers, too, and what is true or false is none."""
-    able = {bool} & {*kinds} if isinstance(value, bool) else {*kinds, *([int] if float in kinds else [])}
-    if not isinstance(value, tuple(able)):
-        needed = " or ".join(_NEEDED[kind] for kind in kinds)
+    """Refuse a value of another type than `kinds`. An int passes for a float; a bool passes for nothing else."""
+    accepted = {bool} & {*kinds} if isinstance(value, bool) else {*kinds, *([int] if float in kinds else [])}
+    if not isinstance(value, tuple(accepted)):
+        needed = " or ".join(_KINDS[kind] for kind in kinds)
         raise WhenceError(f"{name} is {reprlib.repr(value)}; {needed} is needed.")
 
 
-def _json(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _json(entry) for key, entry in value.items()}
+        return {key: _to_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_json(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

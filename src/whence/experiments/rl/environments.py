@@ -9,7 +9,6 @@ import torch
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from whence.errors import Unsupported, WhenceError, suggest
@@ -19,9 +18,18 @@ from whence.sb3 import RecordResets
 from whence.sb3.envpool import EnvPoolVecEnv, evaluate_pool, make_pool
 from whence.sb3.gsde import use_fresh_noise
 
+_READABLE = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+"""The spaces that SB3's policies observe; also as the parts of a Dict."""
+
+_PACKAGES = {"Box2D": "gymnasium[box2d]", "minigrid": "minigrid", "highway_env": "highway-env"}
+"""For modules that environments need or are in: what pip installs."""
+
+_MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "highway": "highway_env"}
+"""The module that registers an environment, by the first word of the environment's id."""
+
 
 def list_libraries(config: RunConfig) -> list[str]:
-    """Return whose environments a run is played in: the library it collects with, then another it evaluates with."""
+    """Return the libraries whose environments a run uses: the one it collects with, then another it evaluates with."""
     return list(dict.fromkeys([config.collect_with, *([config.evaluate_with] if config.eval_episodes else [])]))
 
 
@@ -29,16 +37,16 @@ def check_environment(config: RunConfig) -> gym.Space[Any]:
     """Make the environments of a run once and return the observation space.
 
     Raises:
-        WhenceError: an id is not known (the nearest are given), an environment cannot be made, its observations lack
-            the part to observe, or one policy cannot serve both the environments it is trained in and those it is
-            evaluated in.
+        WhenceError: an id is not known (the nearest are listed), an environment cannot be made, its observations lack
+            the part to observe or are none that SB3 reads, or one policy cannot serve both the environments it is
+            trained in and those it is evaluated in.
         Unsupported: EnvPool, or a package that an environment needs, is not installed.
     """
-    # EnvPool first: what it does not have needs no environment of Gymnasium's.
-    spaces = {library: _spaces(config, library) for library in sorted(list_libraries(config))}
+    # EnvPool first: what it lacks needs no environment of Gymnasium's.
+    spaces = {library: _read_spaces(config, library) for library in sorted(list_libraries(config))}
     if len(spaces) > 1:
         for what, mine, other in zip(("observations", "actions"), spaces["gymnasium"], spaces["envpool"], strict=True):
-            if _form(mine) != _form(other):
+            if _describe_form(mine) != _describe_form(other):
                 raise WhenceError(
                     f"The {what} of {config.env} are {mine} in Gymnasium with {dict(config.env_kwargs)} and {other} in "
                     f"EnvPool with {dict(config.pool_kwargs)}: one policy cannot play in both. Make env_kwargs and "
@@ -47,38 +55,66 @@ def check_environment(config: RunConfig) -> gym.Space[Any]:
     return spaces[config.collect_with][0]
 
 
-def _spaces(config: RunConfig, library: str) -> tuple[gym.Space[Any], gym.Space[Any]]:
-    """Return the spaces of what is observed and of the actions, in one library's environment."""
-    made = _trial_pool(config) if library == "envpool" else _trial(config)
-    observed, actions = made.observation_space, made.action_space
-    made.close()
-    if config.observe is None:
-        return observed, actions
-    if not isinstance(observed, gym.spaces.Dict) or config.observe not in observed.spaces:
-        there = ", ".join(observed) if isinstance(observed, gym.spaces.Dict) else f"a {type(observed).__name__}"
-        raise WhenceError(f"{config.env} has no part {config.observe!r} to observe; its observations are {there}.")
-    return observed[config.observe], actions
+def _read_spaces(config: RunConfig, library: str) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    """Return the spaces of the observed part and of the actions, in one library's environment."""
+    env = _make_single_pool(config) if library == "envpool" else _make_gymnasium(config)
+    observations, actions = env.observation_space, env.action_space
+    env.close()
+    if config.observe is not None:
+        if not isinstance(observations, gym.spaces.Dict) or config.observe not in observations.spaces:
+            kind = f"a {type(observations).__name__}"
+            parts = ", ".join(observations) if isinstance(observations, gym.spaces.Dict) else kind
+            raise WhenceError(f"{config.env} has no part {config.observe!r} to observe; its observations are {parts}.")
+        observations = observations[config.observe]
+    _check_readable(config, observations)
+    return observations, actions
 
 
-def _trial_pool(config: RunConfig) -> Any:
+def _check_readable(config: RunConfig, space: gym.Space[Any]) -> None:
+    """Refuse observations that no policy of SB3 reads."""
+    parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"": space}
+    unreadable = [name for name, part in parts.items() if not isinstance(part, _READABLE)]
+    if not unreadable:
+        return
+    name = unreadable[0]
+    kind = type(parts[name]).__name__
+    if name == "":
+        raise WhenceError(
+            f"{config.env} observes {space}, and Stable-Baselines3 reads no {kind}. Register the environment with a "
+            "wrapper that makes an array or a Dict of arrays of it, such as gymnasium.wrappers.FlattenObservation."
+        )
+    readable = [other for other in parts if other not in unreadable]
+    images = [other for other in readable if len(parts[other].shape or ()) == 3]
+    remedy = (
+        f"Observe one part: --set observe={(images or readable)[0]} (of {', '.join(readable)})."
+        if readable
+        else "Register the environment with a wrapper that leaves out or converts these parts."
+    )
+    raise WhenceError(
+        f"{config.env} observes {', '.join(parts)}, and {name} is a {kind}, which Stable-Baselines3 does not read. "
+        f"{remedy}"
+    )
+
+
+def _make_single_pool(config: RunConfig) -> Any:
+    """Return a pool of one environment."""
     try:
         return make_pool(config.env, config.pool_kwargs, 1, 0)
     except Unsupported as missing:
-        asked = [name for name in ("collect_with", "evaluate_with") if getattr(config, name) == "envpool"]
-        instead = " ".join(f"--set {name}=gymnasium" for name in asked)
+        fields = [name for name in ("collect_with", "evaluate_with") if getattr(config, name) == "envpool"]
+        instead = " ".join(f"--set {name}=gymnasium" for name in fields)
         raise Unsupported(f"{missing} Or play in Gymnasium's environments: {instead}.") from missing
 
 
-_PACKAGES = {"Box2D": "gymnasium[box2d]", "minigrid": "minigrid", "highway_env": "highway-env"}
-"""What pip installs by a module that environments need, or lie in."""
+def _make_gymnasium(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
+    """Return Gymnasium's environment of a run.
 
-_MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "highway": "highway_env"}
-"""In which module environments lie, by the first word of their ids."""
-
-
-def _trial(config: RunConfig) -> gym.Env[Any, Any]:
+    Raises:
+        WhenceError: Gymnasium does not know it, or its constructor or a wrapper's fails; the message names it.
+        Unsupported: a package that it needs is not installed.
+    """
     try:
-        return gym.make(config.env, **config.env_kwargs)
+        return gym.make(config.env, **config.env_kwargs, **options)
     except gym.error.UnregisteredEnv:
         known = {name for name in gym.registry if ":" not in name and "/" not in name}
         module = _MODULES.get(config.env.partition("-")[0])
@@ -87,17 +123,19 @@ def _trial(config: RunConfig) -> gym.Env[Any, Any]:
             f"No environment {config.env!r} is registered in Gymnasium.{hint or suggest(config.env, known)}"
         ) from None
     except Exception as failure:
-        if (module := _missing(failure)) in _PACKAGES:
+        if (module := _find_missing_module(failure)) in _PACKAGES:
             raise Unsupported(
                 f"The environment {config.env!r} needs {module}, which is not installed: "
                 f"pip install '{_PACKAGES[module]}'."
             ) from failure
-        kwargs = dict(config.env_kwargs)
-        raise WhenceError(f"The environment {config.env!r} cannot be made with {kwargs}: {failure}") from failure
+        raise WhenceError(
+            f"The environment {config.env!r} cannot be made with {dict(config.env_kwargs)}: "
+            f"{type(failure).__name__}: {failure}"
+        ) from failure
 
 
-def _missing(failure: BaseException | None) -> str:
-    """Return the module whose absence led to a failure; nothing where none did."""
+def _find_missing_module(failure: BaseException | None) -> str:
+    """Return the module whose absence led to a failure; "" if none did."""
     while failure is not None:
         if isinstance(failure, ModuleNotFoundError) and failure.name:
             return failure.name.partition(".")[0]
@@ -105,10 +143,10 @@ def _missing(failure: BaseException | None) -> str:
     return ""
 
 
-def _form(space: gym.Space[Any]) -> Any:
+def _describe_form(space: gym.Space[Any]) -> Any:
     """Return what two spaces must share for one policy to serve both: bounds and sizes of numbers may differ."""
     if isinstance(space, gym.spaces.Dict):
-        return {key: _form(part) for key, part in space.items()}
+        return {key: _describe_form(part) for key, part in space.items()}
     if isinstance(space, gym.spaces.Discrete):
         return "Discrete", int(space.n), int(space.start)
     if isinstance(space, gym.spaces.MultiDiscrete):
@@ -116,23 +154,16 @@ def _form(space: gym.Space[Any]) -> Any:
     return type(space).__name__, space.shape, None if space.dtype is None else np.dtype(space.dtype).kind
 
 
-def default_policy(space: gym.Space[Any]) -> str:
-    """Return SB3's name of the policy for an observation space."""
-    if isinstance(space, gym.spaces.Dict):
-        return "MultiInputPolicy"
-    return "CnnPolicy" if is_image_space(space) else "MlpPolicy"
-
-
 def make_training_env(config: RunConfig) -> VecEnv:
-    """Return environments to collect from; Gymnasium's tell how to play their episodes again."""
+    """Return the environments to collect from; Gymnasium's note what is needed to play their episodes again."""
     if config.collect_with == "envpool":
         return EnvPoolVecEnv(config.env, config.pool_kwargs, config.n_envs, config.seed, config.observe)
-    return DummyVecEnv([lambda: Monitor(RecordResets(_made(config)))] * config.n_envs)
+    return DummyVecEnv([lambda: Monitor(RecordResets(_make_env(config)))] * config.n_envs)
 
 
 def make_evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
     """Return Gymnasium's environments to evaluate on."""
-    return DummyVecEnv([lambda: Monitor(_made(config, disable_env_checker=True))] * min(64, episodes))
+    return DummyVecEnv([lambda: Monitor(_make_env(config, disable_env_checker=True))] * min(64, episodes))
 
 
 def make_model_env(config: RunConfig) -> VecEnv:
@@ -142,12 +173,41 @@ def make_model_env(config: RunConfig) -> VecEnv:
     return make_evaluation_env(config, 1)
 
 
-def _made(config: RunConfig, **more: Any) -> gym.Env[Any, Any]:
-    env: gym.Env[Any, Any] = gym.make(config.env, **config.env_kwargs, **more)
-    return env if config.observe is None else _Part(env, config.observe)
+def _make_env(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
+    """Return Gymnasium's environment of a run, which shows the part to observe and names itself when it fails."""
+    env = _NameFailures(_make_gymnasium(config, **options), config.env)
+    return env if config.observe is None else _ObservePart(env, config.observe)
 
 
-class _Part(gym.ObservationWrapper[Any, Any, Any]):
+class _NameFailures(gym.Wrapper[Any, Any, Any, Any]):
+    """Name the environment in the errors that its own code raises."""
+
+    def __init__(self, env: gym.Env[Any, Any], env_id: str) -> None:
+        super().__init__(env)
+        self._id = env_id
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment."""
+        try:
+            return self.env.reset(seed=seed, options=options)
+        except Exception as failure:
+            raise self._name(failure, "reset()") from failure
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step the environment."""
+        try:
+            return self.env.step(action)
+        except Exception as failure:
+            raise self._name(failure, "step()") from failure
+
+    def _name(self, failure: Exception, method: str) -> WhenceError:
+        return WhenceError(
+            f"The environment {self._id!r} fails in {method}: {type(failure).__name__}: {failure}. Its own code raises "
+            "this; `whence --debug ...` shows where."
+        )
+
+
+class _ObservePart(gym.ObservationWrapper[Any, Any, Any]):
     """Show one part of a dict observation."""
 
     def __init__(self, env: gym.Env[Any, Any], key: str) -> None:
@@ -163,8 +223,8 @@ class _Part(gym.ObservationWrapper[Any, Any, Any]):
 def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> tuple[float, float]:
     """Return the mean return over episodes of sampled actions, and its standard error.
 
-    Environments and torch's generator are seeded, so the same policy gives the same figures; the global generators and
-    the policy's mode and noise are as before afterwards.
+    Environments and torch's generator are seeded, so the same policy gives the same figures. The global generators and
+    the policy's mode and noise are restored afterwards.
     """
     envs = np.arange(env.num_envs)
     with preserve_rng_state(), eval_mode(model.policy.modules()), use_fresh_noise(model, len(envs)) as renew:
@@ -176,8 +236,8 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
         torch.manual_seed(seed)
         env.seed(seed)
         playing: Any = SimpleNamespace(predict=predict)
-        found, _ = evaluate_policy(playing, env, episodes, deterministic=False, return_episode_rewards=True)
-    returns = np.asarray(found)
+        episode_returns, _ = evaluate_policy(playing, env, episodes, deterministic=False, return_episode_rewards=True)
+    returns = np.asarray(episode_returns)
     return float(np.mean(returns)), float(np.std(returns, ddof=1) / np.sqrt(len(returns)))
 
 
@@ -187,15 +247,16 @@ def measure_return(
     """Return a model's mean test return and its standard error, with the library that the run evaluates with.
 
     Args:
-        config: of the run.
-        model: with the policy to test.
+        config: the run.
+        model: holds the policy to test.
         env: from `make_evaluation_env`; None: EnvPool's environments are used.
         episodes: at least 2.
-        seed: of environments and actions, below 2**32.
+        seed: seeds environments and actions; below 2**32.
     """
     if env is not None:
         return evaluate(model, env, episodes=episodes, seed=seed)
     # EnvPool's seeds have 31 bits.
-    asked = model, config.env, config.pool_kwargs
-    returns = evaluate_pool(*asked, episodes=episodes, seed=seed >> 1, key=config.observe)
+    returns = evaluate_pool(
+        model, config.env, config.pool_kwargs, episodes=episodes, seed=seed >> 1, key=config.observe
+    )
     return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))

@@ -1,7 +1,7 @@
-"""Training that separates what a selection does from what a step of its size would do."""
+"""A control: train on all records, with a round's update as large as a selection's."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -19,28 +19,29 @@ By: TypeAlias = Literal["norm", "divergence"]
 
 
 class MatchedUpdate(InfluenceCallback):
-    """Train on all records, and make the round's update as long as training on the rule's selection made it, or as far.
+    """Train on all records, and scale the round's update to the size that training on the rule's selection gives it.
 
-    The round is trained twice from the same parameters, optimiser state and generators: on the selection, which is
-    undone but for its norms and divergence, and on all records. Then the parameters are moved along the second update:
-    those that the policy's log-probs depend on to the norm of theirs, or until the policy has diverged as far over the
-    rollout, within a hundredth; the others (of the values) to the norm of theirs. So gradients of the values, which may
-    be much larger, do not hide how far the policy goes. The optimiser's state and BatchNorm's
-    statistics stay as the second training left them; a `target_kl` stops each training by itself.
+    It separates what a selection does from what an update of its size does. The round is trained twice from the same
+    parameters, optimiser state and generators: on the selection, which is undone after its norms and divergence are
+    measured, and on all records. Then the parameters move along the second update. Those that the policy's log-probs
+    depend on move until their update has the first one's norm, or until the policy has diverged as far over the
+    rollout, within 1%. The others (of the value function) move until their update has the norm of theirs: the value
+    function's gradients may be much larger, and would hide how far the policy moves. The optimiser's state and
+    BatchNorm's statistics stay as the second training left them. A `target_kl` stops each training by itself.
 
-    The logger gets the factors as `train/update_scale` and `train/update_scale_value`, and `train/approx_kl` is that
-    after scaling, over the whole rollout; `train/clip_fraction` is still the second training's. Seconds are those of
-    the second training. Selections, scores and reasons are recorded as the rule made them, though every record
-    trained; a round that keeps fewer than two is skipped.
+    The logger gets the factors as `train/update_scale` and `train/update_scale_value`. `train/approx_kl` is measured
+    after scaling, over the whole rollout; `train/clip_fraction` is the second training's. Seconds are those of the
+    second training. Selections, scores and reasons are written as the rule made them, although every record trained. A
+    round that keeps fewer than two records is skipped.
 
     Args:
         rule: see `InfluenceCallback`.
         by: what of the policy's update is matched, "norm" or "divergence".
-        options: see there; but no `recordings`, since two trainings are no round, and no `last`, since all records
-            train, as in SB3.
+        options: further arguments of `InfluenceCallback`, except `recordings`, since no recording holds two trainings,
+            and `last`, since all records train, as in SB3.
 
     Raises:
-        WhenceError: one of these is given, `by` is another; or see there.
+        WhenceError: `recordings` or `last` is passed, or `by` is unknown; or see `InfluenceCallback`.
     """
 
     def __init__(self, rule: SelectionRule, *, by: By = "norm", **options: Any) -> None:
@@ -50,74 +51,83 @@ class MatchedUpdate(InfluenceCallback):
         self.by = by
         if self.recordings or self.last != "keep":
             raise WhenceError(
-                "MatchedUpdate takes no recordings and no last: a round is trained twice in it, and what counts is "
-                "SB3's own training on all records. Leave them out, or take InfluenceCallback."
+                "MatchedUpdate takes no recordings and no last: it trains each round twice, and the training that "
+                "counts is SB3's own, on all records. Leave them out, or take InfluenceCallback."
             )
 
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
-        """Train on all records, and scale the update to what training on the selection makes of it."""
+        """Train on all records, and scale the update to the size that training on the selection gives it."""
         assert self.round is not None
         policy: Any = self.model.policy
         records = self.round.records
         start = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
         with preserve_rng_state():  # dropout draws
-            steering = find_acting_parameters(as_view(policy), records)
-        others = frozenset(start.keys() - steering)
-        with self._optimisation.paused(), preserve_rng_state(), preserve_model(self.model):
+            acting = find_acting_parameters(as_view(policy), records)
+        others = frozenset(start.keys() - acting)
+        with self.optimisation_clock.paused(), preserve_rng_state(), preserve_model(self.model):
             super().train_selected(train, selection)
-            lengths = {names: _distance(policy, start, names) for names in (steering, others)}
-            far = _divergence(policy, records)
+            norms = {names: _measure_update(policy, start, names) for names in (acting, others)}
+            divergence = _estimate_divergence(policy, records)
         train()
         if self.by == "norm":
-            scale = _scaled(policy, start, steering, lengths[steering])
+            scale = _scale_to_norm(policy, start, acting, norms[acting])
         else:
-            scale = _as_far(policy, start, steering, records, far)
+            scale = _scale_to_divergence(policy, start, acting, records, divergence)
         self.logger.record("train/update_scale", scale)
-        self.logger.record("train/update_scale_value", _scaled(policy, start, others, lengths[others]))
-        self.logger.record("train/approx_kl", _divergence(policy, records))
+        self.logger.record("train/update_scale_value", _scale_to_norm(policy, start, others, norms[others]))
+        self.logger.record("train/approx_kl", _estimate_divergence(policy, records))
 
 
-def _distance(policy: Any, start: dict[str, Tensor], names: Collection[str]) -> float:
-    own = dict(policy.named_parameters())
-    return math.sqrt(sum(float((own[name].detach() - start[name]).double().square().sum()) for name in names))
+def _measure_update(policy: Any, start: Mapping[str, Tensor], names: Collection[str]) -> float:
+    """Return the norm of the named parameters' update."""
+    params = dict(policy.named_parameters())
+    return math.sqrt(sum(float((params[name].detach() - start[name]).double().square().sum()) for name in names))
 
 
-def _scaled(policy: Any, start: dict[str, Tensor], names: Collection[str], wanted: float) -> float:
-    """Move parameters along their update until it has the norm wanted; return the factor."""
-    made = _distance(policy, start, names)
-    scale = wanted / made if made > 0 else 1.0
+def _scale_to_norm(policy: Any, start: Mapping[str, Tensor], names: Collection[str], norm: float) -> float:
+    """Move the named parameters along their update until it has this norm; return the factor."""
+    present = _measure_update(policy, start, names)
+    scale = norm / present if present > 0 else 1.0
     if not math.isfinite(scale):
-        raise NonFinite(f"An update has the norm {made}, and was to have {wanted}: training has diverged.")
-    _move(policy, start, {name: p - start[name] for name, p in policy.named_parameters() if name in names}, scale)
+        raise NonFinite(f"An update has the norm {present}, and was to have {norm}: training has diverged.")
+    _move(policy, start, _read_update(policy, start, names), scale)
     return scale
 
 
-def _as_far(
-    policy: Any, start: dict[str, Tensor], names: Collection[str], records: RecordBatch, wanted: float
+def _scale_to_divergence(
+    policy: Any, start: Mapping[str, Tensor], names: Collection[str], records: RecordBatch, divergence: float
 ) -> float:
-    """Move parameters along their update until the policy diverges as wanted; return the factor."""
-    update = {name: p.detach() - start[name] for name, p in policy.named_parameters() if name in names}
+    """Move the named parameters along their update until the policy has this divergence; return the factor."""
+    update = _read_update(policy, start, names)
     scale = 1.0
     for _ in range(20):
         _move(policy, start, update, scale)
-        found = _divergence(policy, records)
-        if math.isnan(found) or math.isnan(wanted):
-            raise NonFinite(f"An update diverges by {found}, and was to diverge by {wanted}: training has diverged.")
-        if min(found, wanted) <= 0 or abs(found / wanted - 1) < 0.01:
+        present = _estimate_divergence(policy, records)
+        if math.isnan(present) or math.isnan(divergence):
+            raise NonFinite(
+                f"An update diverges by {present}, and was to diverge by {divergence}: training has diverged."
+            )
+        if min(present, divergence) <= 0 or abs(present / divergence - 1) < 0.01:
             break
         # To lowest order, divergence grows with the square.
-        scale *= min(4.0, max(0.25, math.sqrt(wanted / found)))
+        scale *= min(4.0, max(0.25, math.sqrt(divergence / present)))
     return scale
 
 
-def _move(policy: Any, start: dict[str, Tensor], update: dict[str, Tensor], scale: float) -> None:
+def _read_update(policy: Any, start: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Return how far each of the named parameters has moved."""
+    return {name: p.detach() - start[name] for name, p in policy.named_parameters() if name in names}
+
+
+def _move(policy: Any, start: Mapping[str, Tensor], update: Mapping[str, Tensor], scale: float) -> None:
+    """Set parameters to `start + scale * update`."""
     with torch.no_grad():
-        own = dict(policy.named_parameters())
-        for name, moved in update.items():
-            own[name].copy_(start[name] + scale * moved)
+        params = dict(policy.named_parameters())
+        for name, step in update.items():
+            params[name].copy_(start[name] + scale * step)
 
 
-def _divergence(policy: Any, records: RecordBatch) -> float:
+def _estimate_divergence(policy: Any, records: RecordBatch) -> float:
     """Return the approximate KL divergence from the policy that collected the records, as SB3 estimates it."""
     view = as_view(policy)
     with torch.no_grad():

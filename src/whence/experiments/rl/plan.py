@@ -1,4 +1,4 @@
-"""From what a person asks for to the runs it means, checked before anything is trained."""
+"""Runs from presets, environments and overrides, checked before anything is trained."""
 
 import copy
 import math
@@ -13,7 +13,8 @@ from gymnasium import spaces
 from whence.errors import WhenceError, suggest
 from whence.experiments.rl.arms import ARMS, METHODS, PLAIN, RULE_FIELDS, describe_arms
 from whence.experiments.rl.config import RunConfig, check_types
-from whence.experiments.rl.environments import check_environment, default_policy, list_libraries, make_model_env
+from whence.experiments.rl.environments import check_environment, list_libraries, make_model_env
+from whence.experiments.rl.networks import default_policy, default_policy_kwargs
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
 from whence.experiments.shared import STANDARD
@@ -26,20 +27,20 @@ _MERGED = ("hyperparameters", "env_kwargs", "pool_kwargs", "policy_kwargs")
 def configure(
     *, env: str | None = None, preset: str | None = None, arm: str = STANDARD, seed: int = 0, **overrides: Any
 ) -> RunConfig:
-    """Return one run. The environment and the model were made once, so that what they refuse is refused here.
+    """Return one run. The environment and the model are built once, so that what they refuse is refused here.
 
     Args:
         env: a Gymnasium id, trained with SB3's defaults; or
         preset: the name of a preset.
         arm: a key of `ARMS`.
-        seed: of everything random.
+        seed: seeds everything random.
         overrides: fields of `RunConfig`; None leaves a field as it is. `hyperparameters`, `env_kwargs`, `pool_kwargs`
             and `policy_kwargs` are merged with the preset's, one by one.
 
     Raises:
-        WhenceError: a name that is not known (the nearest are given), a value out of range, settings that Gymnasium,
-            EnvPool or Stable-Baselines3 refuses, settings of an environment that would not reach all of them, or a
-            target whose observation or action the environment does not have.
+        WhenceError: an unknown name (the nearest are listed), a value out of range, a device that is not there,
+            settings that Gymnasium, EnvPool or Stable-Baselines3 refuses, settings of an environment that would not
+            reach all of them, or a target whose observation or action the environment does not have.
     """
     if (env is None) == (preset is None):
         raise WhenceError("Give either an environment, such as LunarLander-v3, or --preset NAME; not both, not none.")
@@ -48,21 +49,22 @@ def configure(
     known = [field.name for field in fields(RunConfig) if field.name not in ("env", "arm", "seed")]
     if unknown := [name for name in overrides if name not in known]:
         raise WhenceError(f"A run has no {unknown[0]!r}.{suggest(unknown[0], known)}")
-    values: dict[str, Any] = dict(presets()[preset]) if preset is not None else {"env": env}
-    given = {name: value for name, value in overrides.items() if value is not None}
-    check_types(given)
-    merged = {name: {**values.get(name, {}), **given[name]} for name in _MERGED if name in given}
-    config = RunConfig(arm=arm, seed=seed, **copy.deepcopy({**values, **given, **merged}))
-    _check_reach(config, given)
+    base: dict[str, Any] = dict(presets()[preset]) if preset is not None else {"env": env}
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    check_types(changes)
+    merged = {name: {**base.get(name, {}), **changes[name]} for name in _MERGED if name in changes}
+    config = RunConfig(arm=arm, seed=seed, **copy.deepcopy({**base, **changes, **merged}))
+    _check_reach(config, changes)
     space = check_environment(config)
-    if "policy" not in values | given:
+    if "policy" not in base | changes:
         config = replace(config, policy=default_policy(space))
-    with preserve_rng_state():  # PPO seeds them
-        trial = make_model_env(config)
+    config = replace(config, policy_kwargs=default_policy_kwargs(config.policy, config.policy_kwargs, space))
+    with preserve_rng_state():  # PPO seeds the generators
+        model_env = make_model_env(config)
         try:
-            model = make_model(config, trial)
+            model = make_model(config, model_env)
         finally:
-            trial.close()
+            model_env.close()
     _check_discrete(config, model.observation_space, model.action_space)
     if isinstance(target := config.make_target(), Action):
         check_action(target, model.observation_space, model.action_space)
@@ -70,10 +72,10 @@ def configure(
 
 
 def _check_discrete(config: RunConfig, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:
-    """Refuse a rule that compares the actions of a state where states do not come again."""
+    """Refuse a rule that compares the actions of a state if the environment's states hardly recur."""
     if not getattr(config.rule(), "needs_discrete", False):
         return
-    continuous = [space for space in _parts(observations) if np.issubdtype(space.dtype, np.floating)]
+    continuous = [part for part in _list_parts(observations) if np.issubdtype(part.dtype, np.floating)]
     if continuous or not isinstance(actions, spaces.Discrete):
         raise WhenceError(
             f"The arm {config.arm} needs discrete observations, integers or images, and one discrete action; "
@@ -81,67 +83,75 @@ def _check_discrete(config: RunConfig, observations: spaces.Space[Any], actions:
         )
 
 
-def _parts(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
-    return [part for one in space.values() for part in _parts(one)] if isinstance(space, spaces.Dict) else [space]
+def _list_parts(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
+    """Return the parts of a Dict space, at every depth; another space alone."""
+    if isinstance(space, spaces.Dict):
+        return [part for branch in space.values() for part in _list_parts(branch)]
+    return [space]
 
 
-def _check_reach(config: RunConfig, given: Mapping[str, Any]) -> None:
-    """Refuse settings of an environment, as given, that would not reach every environment of the run."""
-    used = list_libraries(config)
-    if given.get("pool_kwargs") and "envpool" not in used:
+def _check_reach(config: RunConfig, changes: Mapping[str, Any]) -> None:
+    """Refuse overrides of an environment's settings that would not reach every environment of the run."""
+    libraries = list_libraries(config)
+    if changes.get("pool_kwargs") and "envpool" not in libraries:
         raise WhenceError(
-            f"pool_kwargs {given['pool_kwargs']} are EnvPool's, and this run is in Gymnasium's environments only. "
+            f"pool_kwargs {changes['pool_kwargs']} are EnvPool's, and this run is in Gymnasium's environments only. "
             "Pass env_kwargs (--env-kwargs) instead."
         )
-    if not given.get("env_kwargs") or "envpool" not in used:
+    if not changes.get("env_kwargs") or "envpool" not in libraries:
         return
-    if "gymnasium" not in used:
+    if "gymnasium" not in libraries:
         raise WhenceError(
-            f"env_kwargs {given['env_kwargs']} are Gymnasium's, and this run is in EnvPool's environments only. Pass "
+            f"env_kwargs {changes['env_kwargs']} are Gymnasium's, and this run is in EnvPool's environments only. Pass "
             "pool_kwargs (--pool-kwargs) instead, by EnvPool's names."
         )
-    if "pool_kwargs" not in given:
+    if "pool_kwargs" not in changes:
         raise WhenceError(
-            f"env_kwargs {given['env_kwargs']} would reach Gymnasium's environments and not EnvPool's, but this run "
+            f"env_kwargs {changes['env_kwargs']} would reach Gymnasium's environments and not EnvPool's, but this run "
             f"collects with {config.collect_with} and evaluates with {config.evaluate_with}. Pass pool_kwargs "
             "(--pool-kwargs) as well, by EnvPool's names; {} where EnvPool's environment is so already."
         )
 
 
 def check_action(target: Action, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:
-    """Refuse an observation or an action that a policy's spaces do not hold.
+    """Refuse an observation or an action that a policy's spaces do not contain.
 
     Raises:
-        WhenceError: a shape is another one, a value is out of range, or there are more of the one than of the other.
+        WhenceError: a shape differs, a value is out of range, or the numbers of observations and actions differ.
     """
     if isinstance(actions, spaces.Box):
-        # A policy's own actions go beyond the bounds, too: SB3 clips them only on their way to the environment.
+        # A policy's actions exceed the bounds, too: SB3 clips them only on their way to the environment.
         actions = spaces.Box(-np.inf, np.inf, actions.shape, np.float64)
-    counts = _counts("observation", target.observation, observations) | _counts("action", target.action, actions)
+    counts = _count_values("observation", target.observation, observations)
+    counts |= _count_values("action", target.action, actions)
     if len(counts) > 1:
         raise WhenceError("The target has not as many actions as observations: give one of each, or m of each.")
 
 
-def _counts(name: str, given: Any, space: spaces.Space[Any]) -> set[int]:
-    """Return how many values of a space were given; of a dict, for each part."""
+def _count_values(name: str, value: Any, space: spaces.Space[Any]) -> set[int]:
+    """Return how many elements of a space a target's `name` holds; of a Dict, the counts of its parts.
+
+    Raises:
+        WhenceError: the value is no element of the space, nor several.
+    """
     if isinstance(space, spaces.Dict):
-        if not isinstance(given, Mapping) or given.keys() != space.keys():
+        if not isinstance(value, Mapping) or value.keys() != space.keys():
             raise WhenceError(
-                f"The {name} of the target is {reprlib.repr(given)}; the keys {', '.join(space)} are needed."
+                f"The {name} of the target is {reprlib.repr(value)}; the keys {', '.join(space)} are needed."
             )
-        return set().union(*(_counts(f"{name}.{key}", given[key], part) for key, part in space.items()))
-    rows = _rows(given, space)
+        return set().union(*(_count_values(f"{name}.{key}", value[key], part) for key, part in space.items()))
+    rows = _split_rows(value, space)
     if not rows or not all(space.contains(row) for row in rows):
         raise WhenceError(
-            f"The {name} of the target is {reprlib.repr(given)}; it has to be one of {space}, or several such."
+            f"The {name} of the target is {reprlib.repr(value)}; it has to be one of {space}, or several such."
         )
     return {len(rows)}
 
 
-def _rows(given: Any, space: spaces.Space[Any]) -> list[Any]:
-    """Return the values given, in a space's dtype and shape; none where they have another, or would become others."""
+def _split_rows(value: Any, space: spaces.Space[Any]) -> list[Any]:
+    """Return the elements that a value holds, in the space's dtype and shape; [] if they would not stay the same."""
     try:
-        array = np.asarray(given)
+        array = np.asarray(value)
     except ValueError:  # rows of different lengths
         return []
     if array.dtype.kind not in "biuf":
@@ -149,8 +159,8 @@ def _rows(given: Any, space: spaces.Space[Any]) -> list[Any]:
     converted, shape = array.astype(space.dtype), space.shape or ()
     if converted.dtype.kind != "f" and not np.array_equal(array, converted):  # 0.7 became 0
         return []
-    alone = math.prod(shape) == 1 and converted.ndim <= 1
-    if not alone and shape not in (converted.shape, converted.shape[1:]):
+    is_flat = math.prod(shape) == 1 and converted.ndim <= 1
+    if not is_flat and shape not in (converted.shape, converted.shape[1:]):
         return []
     return list(converted.reshape(-1, *shape))
 
@@ -164,28 +174,30 @@ def reads(config: RunConfig, name: str) -> bool:
     return config.rule().needs_influence and not is_of_round
 
 
-def check_read(configs: Iterable[RunConfig], given: Iterable[str]) -> None:
-    """Refuse fields of rules and scoring that were given, and that none of the runs reads.
+def check_read(configs: Iterable[RunConfig], names: Iterable[str]) -> None:
+    """Refuse fields of rules and scoring that a person set and that none of the runs reads.
 
     Raises:
         WhenceError: names the field and the arms that read it.
     """
     configs = list(configs)
-    for name in given:
+    for name in names:
         if not any(reads(config, name) for config in configs):
             arms = ", ".join(dict.fromkeys(config.arm for config in configs))
             plain = replace(configs[0], engine="auto", target="return", target_args={})  # which every arm takes
-            able = ", ".join(arm for arm in PLAIN if reads(replace(plain, arm=arm), name))
-            raise WhenceError(f"{name} has no effect with {arms}. Leave it out, or take an arm that reads it: {able}.")
+            readers = ", ".join(arm for arm in PLAIN if reads(replace(plain, arm=arm), name))
+            raise WhenceError(
+                f"{name} has no effect with {arms}. Leave it out, or take an arm that reads it: {readers}."
+            )
 
 
-def plan_comparison(*, arms: list[str], seeds: int, **asked: Any) -> list[RunConfig]:
+def plan_comparison(*, arms: list[str], seeds: int, **overrides: Any) -> list[RunConfig]:
     """Return the runs of a comparison, arm by arm within each seed.
 
     Args:
         arms: keys of `ARMS`.
-        seeds: how many; they are 0 ... seeds - 1.
-        asked: see `configure`.
+        seeds: the number of seeds, which are 0 to seeds - 1.
+        overrides: see `configure`; also `env` or `preset`.
 
     Raises:
         WhenceError: see `configure`; or a comparison without evaluations.
@@ -194,23 +206,23 @@ def plan_comparison(*, arms: list[str], seeds: int, **asked: Any) -> list[RunCon
         raise WhenceError(f"seeds is {seeds}; at least 1 is needed, and 2 for intervals.")
     if not arms or len(set(arms)) < len(arms):
         raise WhenceError(f"arms is {','.join(arms)!r}; name each arm once. Known: {describe_arms()}.")
-    if "seed" in asked:
+    if "seed" in overrides:
         raise WhenceError("A comparison has no 'seed': `seeds` says how many there are.")
-    configs = configure_arms(arms, **asked)
+    configs = configure_arms(arms, **overrides)
     return [replace(config, seed=seed) for seed in range(seeds) for config in configs]
 
 
-def configure_arms(arms: Iterable[str], **asked: Any) -> list[RunConfig]:
+def configure_arms(arms: Iterable[str], **overrides: Any) -> list[RunConfig]:
     """Return one run of each arm, to be compared.
 
     Args:
         arms: keys of `ARMS`.
-        asked: see `configure`.
+        overrides: see `configure`; also `env` or `preset`.
 
     Raises:
         WhenceError: see `configure`; or a comparison without evaluations.
     """
-    configs = [configure(arm=arm, **asked) for arm in arms]
+    configs = [configure(arm=arm, **overrides) for arm in arms]
     if not all(config.eval_episodes for config in configs):
         raise WhenceError("eval_episodes is 0, but arms are compared by their test returns: at least 2 are needed.")
     return configs

@@ -9,7 +9,7 @@ from typing import Any
 
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Return the built-in presets by name; what a preset says goes before what its `base` says."""
+    """Return the built-in presets by name; a preset's values override those of its `base`."""
     tables: dict[str, dict[str, Any]] = tomllib.loads(
         (files("whence.experiments.rl") / "presets.toml").read_text(encoding="utf-8")
     )

@@ -1,4 +1,4 @@
-"""What studies of selection vary: how records are scored, how advantages are normalised, whether a guard decides."""
+"""The callback of studies: it varies the score, the normalisation of advantages, and whether a guard decides."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,7 +9,13 @@ from torch import Tensor
 
 from whence.errors import WhenceError
 from whence.experiments.rl.scoring import Scoring
-from whence.experiments.rl.trial import Normalised, Trial, check_normalised, held_out_gain, normalise_advantages
+from whence.experiments.rl.trial import (
+    AdvantageNormalisation,
+    Trial,
+    check_advantage_norm,
+    held_out_gain,
+    normalise_advantages,
+)
 from whence.influence import Influence
 from whence.objectives import Objective
 from whence.records import RecordBatch
@@ -22,22 +28,22 @@ from whence.targets import Target
 
 
 class ResearchCallback(InfluenceCallback):
-    """`InfluenceCallback` with the options that were studied and not seen to train better than its own.
+    """`InfluenceCallback` with further options, none of which trained measurably better in our studies.
 
     With a guard, the model's logger also gets `influence/held_out_gain` and `influence/fell_back`.
 
     Args:
         rule: see `InfluenceCallback`.
-        target: see there.
-        objective: see there.
-        engine: see there.
+        target: see `InfluenceCallback`.
+        objective: see `InfluenceCallback`; not with a method of `attribute_round`.
+        engine: see `InfluenceCallback`; not with a method of `attribute_round`.
         memory: bytes that scoring may hold at a time; see `attribute` and `attribute_round`.
-        method: "snapshot"; or "crossfit", where no record has a voice in the target it is scored by; or a method of
-            `attribute_round`: the round is tried out, trained on in full, scored as a whole, and undone.
+        method: "snapshot"; "crossfit", which leaves each record out of the target it is scored by; or a method of
+            `attribute_round`, which scores a trial of the whole round.
         draws: trainings that the method "smoothed" averages; under Adam 64 predict better, at four times the cost.
         guard: train on everything in rounds in which selecting does not pay, judged by held-out episodes of the same
             rollout (see `held_out_gain`). It costs two extra trainings a round, whole-round scores are computed twice,
-            and no environment step is taken.
+            and it takes no environment step.
         advantage_norm: "minibatch" as SB3 does it, or "buffer": once over the rollout, before anything is dropped.
         options: further arguments of `InfluenceCallback`.
 
@@ -56,21 +62,21 @@ class ResearchCallback(InfluenceCallback):
         method: str = "snapshot",
         draws: int = DRAWS,
         guard: bool = False,
-        advantage_norm: Normalised = "minibatch",
+        advantage_norm: AdvantageNormalisation = "minibatch",
         **options: Any,
     ) -> None:
         super().__init__(rule, target=target, objective=objective, engine=engine, memory=memory, **options)
-        check_normalised(advantage_norm)
-        self.scoring = Scoring.checked(method, target, objective, engine, draws, memory)
+        check_advantage_norm(advantage_norm)
+        self.scoring = Scoring.create(method, target, objective, engine, draws, memory)
         if advantage_norm == "buffer" and self.recordings:
             raise WhenceError(
-                "advantage_norm='buffer' trains on normalised advantages, which recordings would hold in the place of "
-                "the raw ones that targets read. Leave out advantage_norm or recordings."
+                "advantage_norm='buffer' trains on normalised advantages. Recordings would hold these, but targets "
+                "read raw ones. Leave out advantage_norm or recordings."
             )
         self.guard, self.advantage_norm = guard, advantage_norm
 
     def check_model(self) -> None:
-        """Refuse also a model whose round cannot be tried out, where the method or the guard needs that.
+        """Refuse a model that cannot be trained in this way, or of which the method or the guard could make no trial.
 
         Raises:
             Unsupported: see `InfluenceCallback`, `check_groups` and `check_steps`.
@@ -82,8 +88,14 @@ class ResearchCallback(InfluenceCallback):
             check_steps(self.model)
 
     def choose(self, records: RecordBatch) -> Choice:
-        """Score by the method and select; with a guard, keep everything where selecting does not pay."""
-        trial = Trial(self.model, self.next_round, self.progress_remaining, self.last, self.advantage_norm)
+        """Score by the method and select; with a guard, keep everything if selecting does not pay."""
+        trial = Trial(
+            self.model,
+            number=self.next_round,
+            remaining=self.progress_remaining,
+            last=self.last,
+            advantage_norm=self.advantage_norm,
+        )
 
         def choose_among(among: Tensor) -> tuple[Influence | None, Selection]:
             influence = self.scoring.influence(trial, records, among) if self.rule.needs_influence else None
@@ -95,13 +107,12 @@ class ResearchCallback(InfluenceCallback):
         if selection.uniform and bool(selection.keep.all()):
             return Choice(influence, selection, {"held_out_gain": None, "fell_back": False})
         gain = held_out_gain(trial, records, lambda among: choose_among(among)[1])
-        # NaN if a half is left with too little to judge by: then nothing speaks for the selection.
-        pays = gain >= 0
+        pays = gain >= 0  # False for NaN: too few records were left to judge by
         selection = selection if pays else KeepAll().select(records)
         return Choice(influence, selection, {"held_out_gain": gain, "fell_back": not pays})
 
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
-        """Train on the selected records, on advantages normalised once where that is asked for."""
+        """Train on the selected records, on advantages as `advantage_norm` says."""
         with normalise_advantages(self.model) if self.advantage_norm == "buffer" else nullcontext():
             super().train_selected(train, selection)
 

@@ -1,7 +1,6 @@
-"""How records of a round are scored in studies: at the policy that collected them, or by the round as a whole."""
+"""How studies score the records of a round: at the policy that collected them, or by the round as a whole."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -22,24 +21,21 @@ from whence.selection import Selection
 from whence.targets import BatchTarget, Return, Target, as_target, target_name
 
 SCORES = ("snapshot", "crossfit", *METHODS)
-"""Methods that records can be scored by: two at the policy that collected the rollout, and those of whole rounds."""
+"""The methods of scoring: two at the policy that collected the rollout, and those of whole rounds."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What records are scored by.
+    """How the records of a round are scored. Make one with `create`.
 
     Attributes:
-        method: one of `SCORES`. "snapshot": `attribute`; "crossfit": `attribute_crossfit`; another: `attribute_round`
-            on a trial of the round.
-        target: what to raise; None: `Return()`.
-        objective: of the first two; None: the model's own, without its value term.
-        engine: of the first two; see `attribute`.
-        draws: of "smoothed"; see `attribute_round`. They are the same in every round.
+        method: one of `SCORES`. "snapshot": by `attribute`; "crossfit": by `attribute_crossfit`; another: by
+            `attribute_round`, on a trial of the round.
+        target: what to raise.
+        objective: what "snapshot" and "crossfit" differentiate; None: the model's own, without its value term.
+        engine: the engine of "snapshot" and "crossfit"; see `attribute`.
+        draws: trainings that "smoothed" averages, with the same noise in every round; see `attribute_round`.
         memory: bytes that scoring may hold at a time.
-
-    Raises:
-        WhenceError: an argument is not what it should be, or has no effect.
     """
 
     method: str
@@ -50,7 +46,7 @@ class Scoring:
     memory: int
 
     @classmethod
-    def checked(
+    def create(
         cls,
         method: str,
         target: Target | None = None,
@@ -59,7 +55,11 @@ class Scoring:
         draws: int = DRAWS,
         memory: int = 2**31,
     ) -> "Scoring":
-        """Return the scoring of these arguments, checked."""
+        """Return a checked scoring; the target None is `Return()`.
+
+        Raises:
+            WhenceError: an argument is not what it should be, or has no effect.
+        """
         if method not in SCORES:
             raise WhenceError(f"method is {method!r}.{suggest(str(method), SCORES)}")
         if engine not in ("auto", *ENGINES):
@@ -71,7 +71,7 @@ class Scoring:
             )
         if draws < 1 or (draws != DRAWS and method != SMOOTHED):
             raise WhenceError(
-                f"draws is {draws} and method {method!r}; at least 1 is needed, and {SMOOTHED!r} alone draws any."
+                f"draws is {draws} and method {method!r}; at least 1 is needed, and only {SMOOTHED!r} reads draws."
             )
         target = as_target(Return() if target is None else target)
         if method == "crossfit" and not isinstance(target, BatchTarget):
@@ -83,41 +83,53 @@ class Scoring:
 
     @property
     def of_round(self) -> bool:
-        """Whether the round has to be rehearsed."""
+        """Whether scoring needs a trial of the round."""
         return self.method in METHODS
 
     def influence(self, trial: Trial, records: RecordBatch, among: Bool[Tensor, " n"]) -> Influence:
-        """Score records of a rollout that is collected and not trained on yet, by what these alone say.
+        """Score some records of a rollout that is not trained on yet, from these records alone.
 
         Args:
-            trial: of the round.
-            records: the rollout.
-            among: True for the records that are scored.
+            trial: a trial of the round.
+            records: the rollout, n records.
+            among: (n,) True for the records to score.
         """
-        policy = trial.model.policy
-        whole = bool(among.all())
-        some = records if whole else records.take(among)
         if self.of_round:
-            # Of a whole round to the last bit, though sums in another order would do.
-            own = None if whole else among
-            recording = restrict_recording(trial.train(records, Selection.dropping(among, "left out"), own), among)
-            target = _of_raw(self.target, some.advantages)
-            limits: dict[str, Any] = {"draws": self.draws, "memory": self.memory}
-            found = attribute_round(policy, recording, target=target, method=self.method, **limits)
-            assert isinstance(found, Influence)
-            # Of the records as they were collected, though the round may have normalised their advantages.
-            return replace(found, provenance=replace(found.provenance, records=some.fingerprint))
-        objective = self.objective or model_objective(trial.model)
-        asked: dict[str, Any] = {"objective": objective, "engine": self.engine, "memory": self.memory}
-        scored_by = attribute if self.method == "snapshot" else attribute_crossfit
-        return scored_by(policy, some, target=self.target, **asked)
+            return self._score_round(trial, records, among)
+        score = attribute if self.method == "snapshot" else attribute_crossfit
+        return score(
+            trial.model.policy,
+            records if bool(among.all()) else records.take(among),
+            target=self.target,
+            objective=self.objective or model_objective(trial.model),
+            engine=self.engine,
+            memory=self.memory,
+        )
+
+    def _score_round(self, trial: Trial, records: RecordBatch, among: Bool[Tensor, " n"]) -> Influence:
+        """Score records by a trial of the whole round."""
+        whole = bool(among.all())
+        scored = records if whole else records.take(among)
+        # None for all records, so that scores equal those of the round itself to the last bit.
+        recording = trial.train(records, Selection.dropping(among, "left out"), None if whole else among)
+        influence = attribute_round(
+            trial.model.policy,
+            restrict_recording(recording, among),
+            target=_read_advantages(self.target, scored.advantages),
+            method=self.method,
+            draws=self.draws,
+            memory=self.memory,
+        )
+        assert isinstance(influence, Influence)
+        # The recording's records may have normalised advantages; the scores belong to the collected ones.
+        return replace(influence, provenance=replace(influence.provenance, records=scored.fingerprint))
 
 
-def _of_raw(target: Target, advantages: Float[Tensor, " n"]) -> Target:
-    """Return a target that reads these advantages, also of a round that was trained on normalised ones."""
+def _read_advantages(target: Target, advantages: Float[Tensor, " n"]) -> Target:
+    """Return a target that reads these advantages in place of the records'; it keeps the target's name."""
 
-    def of_raw(view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
+    def with_advantages(view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         return target(view, params, records.with_advantages(advantages.to(records.advantages)))
 
-    of_raw.__name__ = target_name(target)
-    return of_raw
+    with_advantages.__name__ = target_name(target)
+    return with_advantages

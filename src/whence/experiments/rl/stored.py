@@ -1,4 +1,4 @@
-"""A round of a finished or unfinished run, as it stood when it was scored."""
+"""Rounds of a stored run, finished or not: the model that collected a round, its records, its recording."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,16 +29,16 @@ def load_round(run: RunDirectory, number: int) -> tuple[PPO, RecordBatch]:
     The model is on the CPU and has the optimiser of an untrained one: it is for scoring, not for training on.
 
     Args:
-        run: of `whence train` or `whence compare`.
-        number: of the round, from 1.
+        run: a run of `whence train` or `whence compare`.
+        number: the round's number, from 1.
 
     Raises:
-        RunDirectoryError: the round is not there, its observations were not kept, or the run was not made by whence's
+        RunDirectoryError: the round is not there, its observations were not stored, or the run was not made by whence's
             own commands, so that its policy cannot be built again from its configuration.
     """
     table = run.round("records", number)
-    model = _model(run, number)
-    return model, _records(table, model, run, number)
+    model = _load_model(run, number)
+    return model, _read_records(table, model, run, number)
 
 
 def load_recording(run: RunDirectory, number: int) -> tuple[PPO, RoundRecording]:
@@ -49,34 +49,34 @@ def load_recording(run: RunDirectory, number: int) -> tuple[PPO, RoundRecording]
     """
     path = run.recording_path(number)
     if not path.exists():
-        there = run.recorded_rounds()
-        recorded = f"rounds {', '.join(map(str, there))}" if there else "no round"
+        numbers = run.recorded_rounds()
+        recorded = f"rounds {', '.join(map(str, numbers))}" if numbers else "no round"
         raise RunDirectoryError(
             f"Round {number} of {run.path} was not recorded; {recorded} of it was. Train with --record-rounds {number}."
         )
-    return _model(run, number), RoundRecording.load(path)
+    return _load_model(run, number), RoundRecording.load(path)
 
 
-def _model(run: RunDirectory, number: int) -> PPO:
+def _load_model(run: RunDirectory, number: int) -> PPO:
     config = read_run_config(run)
     env = make_model_env(config)
     try:
-        with preserve_rng_state():  # PPO seeds them
+        with preserve_rng_state():  # PPO seeds the generators
             model = make_model(replace(config, device="cpu", n_envs=1), env)
     finally:
         env.close()
-    tensors, own = run.policy(number), named_tensors(model.policy)
-    if differing := sorted(own.keys() ^ tensors.keys()):
+    stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
+    if differing := sorted(tensors.keys() ^ stored_tensors.keys()):
         raise RunDirectoryError(
             f"The policy of round {number} in {run.path} does not fit the one its configuration builds: "
             f"{', '.join(differing[:3])}. Has the policy's code changed since?"
         )
-    load_tensors(own, tensors)
+    load_tensors(tensors, stored_tensors)
     return model
 
 
 def read_run_config(run: RunDirectory) -> RunConfig:
-    """Return what a run of whence's own commands was asked for.
+    """Return the configuration of a run that whence's own commands made.
 
     Raises:
         RunDirectoryError: the run was made in a script.
@@ -93,23 +93,23 @@ def read_run_config(run: RunDirectory) -> RunConfig:
 
 @contextmanager
 def measure_returns(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Iterator[Evaluate]:
-    """Give a function that measures parameters' test return as a run's evaluations do, each repetition on its own seed.
+    """Yield a function that measures parameters' test return as the run's evaluations do, with a seed a repetition.
 
-    The model's parameters are as before on exit.
+    The model's parameters are restored on exit.
 
     Args:
-        config: of the run.
+        config: the run.
         model: from `load_round`.
-        episodes: of each test.
-        seed: at least 0; with the repetition, of environments and actions.
+        episodes: episodes of each test.
+        seed: at least 0; with the repetition, it seeds environments and actions.
     """
     before = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
     env = make_evaluation_env(config, episodes) if config.evaluate_with == "gymnasium" else None
 
     def measure(params: Mapping[str, Tensor], repetition: int) -> float:
         load_tensors({name: named_tensors(model.policy)[name] for name in params}, params)
-        own = int(np.random.SeedSequence([seed, repetition]).generate_state(1)[0])
-        return measure_return(config, model, env, episodes=episodes, seed=own)[0]
+        test_seed = int(np.random.SeedSequence([seed, repetition]).generate_state(1)[0])
+        return measure_return(config, model, env, episodes=episodes, seed=test_seed)[0]
 
     try:
         yield measure
@@ -119,7 +119,7 @@ def measure_returns(config: RunConfig, model: PPO, *, episodes: int, seed: int) 
             env.close()
 
 
-def _records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) -> RecordBatch:
+def _read_records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) -> RecordBatch:
     def column(name: str) -> Any:
         return table[name].to_numpy() if name in table.columns else None
 
@@ -127,7 +127,7 @@ def _records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) ->
         return table[name].fill_null(UNKNOWN).to_numpy() if name in table.columns else None
 
     return RecordBatch(
-        observations=_observations(table, model.observation_space, run, number),
+        observations=_read_observations(table, model.observation_space, run, number),
         actions=column("action"),
         log_probs=column("log_prob"),
         advantages=column("advantage"),
@@ -144,15 +144,15 @@ def _records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) ->
     )
 
 
-def _observations(
+def _read_observations(
     table: pl.DataFrame, space: spaces.Space[Any], run: RunDirectory, number: int, name: str = "observation"
 ) -> Tree:
     if isinstance(space, spaces.Dict):
-        return {key: _observations(table, part, run, number, f"{name}.{key}") for key, part in space.items()}
+        return {key: _read_observations(table, part, run, number, f"{name}.{key}") for key, part in space.items()}
     if name not in table.columns:
         raise RunDirectoryError(
             f"Round {number} of {run.path} holds no observations: those of more than 4 KiB a record are not "
-            "kept. Score in the run itself (--target), or collect anew with whence.sb3.collect."
+            "stored. Score in the run itself (--target), or collect anew with whence.sb3.collect."
         )
     array = np.asarray(table[name].to_numpy())
     if isinstance(space, spaces.Discrete) and name == "observation":

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.rl.arms import ARMS
-from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, list_evaluated_rounds
+from whence.experiments.rl.config import EFFECTIVE, HYPERPARAMETERS, RunConfig, list_evaluated_rounds
 from whence.experiments.rl.curves import make_curve
 from whence.experiments.rl.environments import make_evaluation_env, make_training_env, measure_return
 from whence.experiments.rl.matched import MatchedUpdate
@@ -22,7 +23,7 @@ from whence.experiments.shared import OnRound, ignore_round
 from whence.metrics import Curve
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
-from whence.sb3.callback import library_versions
+from whence.sb3.description import describe, library_versions
 
 
 def run(
@@ -36,15 +37,16 @@ def run(
     """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
 
     Args:
-        config: what to run.
-        path: the run's directory.
-        on_round: told of every round.
+        config: the run.
+        path: the run's directory. Its config.json also lists the settings in effect, SB3's defaults included, under
+            "effective".
+        on_round: called with the number of rounds done and the last one's metrics.
         tensorboard: directory for TensorBoard's files; None: none are written.
         recordings: rounds to record; see `InfluenceCallback`.
 
     Raises:
         RunDirectoryError: the directory holds another run, or this one, finished without the recordings.
-        WhenceError: PPO refuses the settings, or there is no such round to record.
+        WhenceError: PPO refuses the settings, the device is not there, or a round to record is not one of the run's.
     """
     path = Path(path)
     _check_recordings(config, recordings)
@@ -52,13 +54,14 @@ def run(
         _check_recorded(RunDirectory.open(path), recordings)
         on_round(config.rounds, {})
         return
-    directory = RunDirectory.create(path, config.to_json(), versions=library_versions())
     torch.manual_seed(config.seed)
     env = make_training_env(config)
     on_gymnasium = config.eval_episodes and config.evaluate_with == "gymnasium"
-    test = make_evaluation_env(config, config.eval_episodes) if on_gymnasium else None
+    test_env = make_evaluation_env(config, config.eval_episodes) if on_gymnasium else None
     try:
         model = make_model(config, env, tensorboard=tensorboard)
+        description = config.to_json() | {EFFECTIVE: describe_effective(model)}
+        directory = RunDirectory.create(path, description, versions=library_versions())
         arm = ARMS[config.arm]
         callback_class = MatchedUpdate if arm.trains == "matched" else ResearchCallback
         selection = callback_class(
@@ -69,13 +72,20 @@ def run(
             recordings=recordings,
             **arm.settings,
         )
-        evaluation = _Evaluation(config, test, directory, on_round, selection)
+        evaluation = _Evaluation(config, test_env, directory, on_round, selection)
         model.learn(config.rounds * model.n_steps * config.n_envs, callback=[evaluation, selection])
         evaluation.evaluate()  # last of all, since a run with its last evaluation counts as finished
     finally:
         env.close()
-        if test is not None:
-            test.close()
+        if test_env is not None:
+            test_env.close()
+
+
+def describe_effective(model: PPO) -> dict[str, Any]:
+    """Return the settings in effect, in JSON types: algorithm, policy, parameters, and all hyper-parameters."""
+    description = describe(model)
+    names = ("algorithm", "policy", "parameters", "optimizer", "max_episode_steps")
+    return {**{name: description[name] for name in names}, **description["hyperparameters"]}
 
 
 def _check_recordings(config: RunConfig, recordings: Collection[int]) -> None:
@@ -102,8 +112,9 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
     """Return the untrained model of a run.
 
     Raises:
-        WhenceError: PPO refuses the settings; SB3's reason is given.
+        WhenceError: the device is not there, or PPO refuses the settings; the message gives SB3's reason.
     """
+    check_device(config.device)
     policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **resolve_classes(config.policy_kwargs)}
     hyperparameters = dict(config.hyperparameters)
     if (scale := ARMS[config.arm].learning_rate_scale) != 1:
@@ -127,8 +138,33 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
         raise WhenceError(f"Stable-Baselines3's PPO refuses these settings: {reason}") from refused
 
 
+def check_device(name: str) -> None:
+    """Refuse a device that is unknown to torch or not there, on which SB3 would train on the CPU without a word.
+
+    Raises:
+        WhenceError: see the message.
+    """
+    if name == "auto":
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise WhenceError(
+            f"device is {name!r}, which torch does not know. Pass cpu, cuda, cuda:0 or auto (--set device=cpu)."
+        ) from None
+    if device.type != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise WhenceError(
+            f"device is {name!r}, but torch.cuda.is_available() is False with torch {torch.__version__}. Install a "
+            "torch built for CUDA on a machine with a GPU, or train on the CPU: --set device=cpu."
+        )
+    if (count := torch.cuda.device_count()) <= (device.index or 0):
+        raise WhenceError(f"device is {name!r}, but torch.cuda.device_count() is {count}: they are numbered from 0.")
+
+
 def is_finished(config: RunConfig, path: Path) -> bool:
-    """Tell whether a directory holds this very run, with its last round and evaluation.
+    """Return whether a directory holds this very run, with its last round and evaluation.
 
     Raises:
         RunDirectoryError: it holds another run.
@@ -136,7 +172,8 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
-    directory.check_same(config.to_json())
+    stored = {name: value for name, value in directory.config.items() if name != EFFECTIVE}
+    RunDirectory(path, stored, directory.versions).check_same(config.to_json())
     if not (path / "policies" / f"round_{config.rounds + 1:05d}.safetensors").exists():  # written last
         return False
     if not config.eval_episodes:
@@ -153,7 +190,7 @@ def read_curve(config: RunConfig, path: Path) -> Curve:
 
 
 class _Evaluation(BaseCallback):
-    """Evaluate before each round, on environments of its own, and tell of the round before."""
+    """Evaluate before each round, on environments of its own, and report the round before."""
 
     def __init__(
         self,
@@ -166,7 +203,7 @@ class _Evaluation(BaseCallback):
         super().__init__()
         self._config, self._env, self._directory, self._on_round = config, env, directory, on_round
         self._selection = selection
-        self._done = 0
+        self._rounds_done = 0
 
     def _on_step(self) -> bool:
         return True
@@ -176,19 +213,18 @@ class _Evaluation(BaseCallback):
 
     def evaluate(self) -> None:
         """Evaluate the policy as it is, and write the figures."""
-        last = dict(self._selection.metrics[-1]) if self._selection.metrics else {}
+        metrics = dict(self._selection.metrics[-1]) if self._selection.metrics else {}
         config = self._config
-        if config.eval_episodes and self._done in list_evaluated_rounds(config):
-            seed = int(np.random.SeedSequence([config.seed, self._done]).generate_state(1)[0])
-            asked = {"episodes": config.eval_episodes, "seed": seed}
-            mean, error = measure_return(config, self.model, self._env, **asked)
+        if config.eval_episodes and self._rounds_done in list_evaluated_rounds(config):
+            seed = int(np.random.SeedSequence([config.seed, self._rounds_done]).generate_state(1)[0])
+            mean, error = measure_return(config, self.model, self._env, episodes=config.eval_episodes, seed=seed)
             row = {
-                "round": self._done,
+                "round": self._rounds_done,
                 "test_return": mean,
                 "standard_error": error,
                 "episodes": config.eval_episodes,
             }
             self._directory.append("evaluations", row)
-            last |= {"test_return": mean}
-        self._on_round(self._done, last)
-        self._done += 1
+            metrics |= {"test_return": mean}
+        self._on_round(self._rounds_done, metrics)
+        self._rounds_done += 1

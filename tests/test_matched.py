@@ -1,4 +1,4 @@
-"""Controls: an update of another's norm, or of another's divergence."""
+"""Updates scaled to the norm or the divergence that a selection gives."""
 
 import gymnasium as gym
 import numpy as np
@@ -112,9 +112,9 @@ def test_a_trial_that_fails_leaves_the_model_as_it_was():
         steps.append(None)
         if len(steps) == 3:
             raise RuntimeError("broken")
-        return own_step(closure)
+        return sgd_step(closure)
 
-    own_step, model.policy.optimizer.step = model.policy.optimizer.step, step
+    sgd_step, model.policy.optimizer.step = model.policy.optimizer.step, step
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
     state = np.random.get_state()[1].copy()
     with pytest.raises(RuntimeError, match="broken"):
@@ -128,27 +128,29 @@ def test_seconds_are_those_of_the_training_that_counts(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("whence.stopwatch.time.process_time", lambda: clock[0])
     model, seconds = model_of(), []
-    own_step = model.policy.optimizer.step
+    sgd_step = model.policy.optimizer.step
 
     def step(closure=None):
         clock[0] += 1
-        return own_step(closure)
+        return sgd_step(closure)
 
     model.policy.optimizer.step = step
     callback = MatchedUpdate(KeepAll())
-    monkeypatch.setattr(callback, "_write_rows", lambda metrics, found: seconds.append(found["optimisation"]["cpu"]))
+    monkeypatch.setattr(callback, "_write_rows", lambda metrics, stages: seconds.append(stages["optimisation"]["cpu"]))
     model.learn(64, callback=callback)
     assert clock[0] == 8  # twice 2 epochs of 2 minibatches
     assert seconds == [4]
 
 
-@pytest.mark.parametrize("asked", [{"recordings": [1]}, {"last": "drop"}, {"advantage_norm": "buffer"}])
-def test_what_two_trainings_cannot_do(asked):
-    with pytest.raises(WhenceError, match="MatchedUpdate takes no recordings, last or advantage_norm"):
-        MatchedUpdate(IIF(), **asked)
+@pytest.mark.parametrize("arguments", [{"recordings": [1]}, {"last": "drop"}])
+def test_what_two_trainings_cannot_do(arguments):
+    with pytest.raises(WhenceError, match="MatchedUpdate takes no recordings and no last"):
+        MatchedUpdate(IIF(), **arguments)
+    with pytest.raises(TypeError, match="advantage_norm"):
+        MatchedUpdate(IIF(), advantage_norm="buffer")
 
 
-def test_it_takes_what_a_run_asks_of_every_callback(tmp_path):
+def test_a_run_trains_with_it(tmp_path):
     hyperparameters = {"n_steps": 32, "batch_size": 16, "n_epochs": 1}
     config = configure(env="CartPole-v1", arm="ppo-matched", rounds=1, eval_episodes=0, hyperparameters=hyperparameters)
     run(config, tmp_path / "run")

@@ -361,7 +361,7 @@ def played_alone(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list
 
 def played_in_a_pool(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     envs = [Still(length) for length in (5, 1, 3, 4, 9)]
-    monkeypatch.setattr(fast, "make_pool", lambda *_: StillPool(envs))
+    monkeypatch.setattr(envpool, "make_pool", lambda *_: StillPool(envs))
     evaluate_pool(model, "Still-v0", {}, episodes=5, seed=seed)
     return [episode for env in envs for episode in env.episodes]
 

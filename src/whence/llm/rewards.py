@@ -81,7 +81,7 @@ def compute_rewards(
     except Exception as error:
         raise WhenceError(
             f"The reward {name} failed{_locate_error(reward, error)}: {type(error).__name__}: {first_line(error)}. It is "
-            "called as reward(prompts, responses), with two lists of texts, and has to return a number for each response."
+            "called as reward(prompts, responses), with lists of texts, and has to return a number for each response."
         ) from error
     rewards = torch.as_tensor(numbers, dtype=torch.float64).reshape(-1)
     if len(rewards) != len(responses):
@@ -90,8 +90,8 @@ def compute_rewards(
         row = int((~torch.isfinite(rewards)).nonzero()[0])
         value = "NaN" if math.isnan(rewards[row]) else str(float(rewards[row]))
         raise WhenceError(
-            f"The reward {name} is {value} for response {row}, {responses[row][:80]!r}; a finite number is needed: check "
-            "how it treats empty or malformed responses."
+            f"The reward {name} is {value} for response {row}, {responses[row][:80]!r}; a finite number is needed: "
+            "check how it treats empty or malformed responses."
         )
     return rewards
 

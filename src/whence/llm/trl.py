@@ -173,7 +173,7 @@ class _SelectingTrainer:
         return loss * inputs[_SCALE][0] if _SCALE in inputs else loss
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Take TRL's step; if the whole batch was dropped, remove the gradients, so that the optimiser takes no step."""
+        """Take TRL's step; if the whole batch was dropped, remove the gradients, so that no parameter moves."""
         with self._time_stage("optimisation"):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if self.selection is not None and not self.selection.keep.any():

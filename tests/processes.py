@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from test_llm_trainer import PROMPTS, model_of, state, tokenizer_of, trainer_of, vowels
 from whence import IPPO, NonPositive
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
-from whence.llm.targets import _log_probs
+from whence.llm.targets import compute_log_probs
 
 DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
 
@@ -22,7 +22,7 @@ def with_column(texts):
 
 
 def summed_by_hand(view, params, records):
-    return (_log_probs(view, params, records).log_prob.sum(dim=1) * records.advantages).mean()
+    return (compute_log_probs(view, params, records).log_prob.sum(dim=1) * records.advantages).mean()
 
 
 def target_of(name):

@@ -10,7 +10,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
-from test_llm_groups import GROUPS, trainer_of
+from test_llm_trl import GROUPS, trainer_of
 from whence import NonPositive
 from whence.llm import trl, trl_settings
 

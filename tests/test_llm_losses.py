@@ -8,7 +8,7 @@ import torch
 from whence import WhenceError
 from whence.llm import losses
 from whence.llm.config import PPOConfig
-from whence.llm.generation import _until_the_end
+from whence.llm.generation import _mask_until_end
 from whence.llm.rewards import combine_rewards, compute_rewards, find_columns
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
@@ -24,11 +24,11 @@ def test_whitening_is_over_all_response_tokens():
     # Of 1, 2, 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 3.
     spread = math.sqrt(14 / 3)
     expected = torch.tensor([[-2 / spread, -1 / spread, 0.0], [3 / spread, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    assert torch.allclose(losses.whitened(values, MASK), expected, atol=1e-6)
+    assert torch.allclose(losses.whiten(values, MASK), expected, atol=1e-6)
     kept = torch.where(MASK, expected + 3, 0.0)
-    assert torch.allclose(losses.whitened(values, MASK, shift_mean=False), kept, atol=1e-6)
+    assert torch.allclose(losses.whiten(values, MASK, shift_mean=False), kept, atol=1e-6)
     single = torch.tensor([[True, False, False]])
-    assert losses.whitened(values[:1], single).tolist() == [[1.0, 0.0, 0.0]]
+    assert losses.whiten(values[:1], single).tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_divergence_of_tokens():
@@ -85,7 +85,7 @@ def test_the_divergences_weight_is_steered():
 
 def test_a_response_ends_with_its_first_end():
     tokens = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [3, 0, 0, 0], [5, 6, 7, 2]])
-    mask, ended = _until_the_end(tokens, [2, 3])
+    mask, ended = _mask_until_end(tokens, [2, 3])
     assert mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
     assert ended.tolist() == [True, False, True, True]
 

@@ -40,7 +40,7 @@ def of_two(tmp_path_factory):
 
 
 def test_trls_trainers_score_and_select_over_two_processes(tmp_path):
-    found = json.loads((launched("group_processes.py", tmp_path) / "groups.json").read_text())
+    found = json.loads((launched("trl_processes.py", tmp_path) / "groups.json").read_text())
     for kind in ("grpo", "rloo"):
         assert found[kind]["scores"]
         for batch in found[kind]["scores"]:
@@ -92,6 +92,6 @@ def test_parts_cover_all_rows_and_differ_by_one_at_most(count, number):
         accelerator = SimpleNamespace(
             distributed_type=DistributedType.MULTI_CPU, num_processes=number, process_index=rank
         )
-        parts.append(list(range(count))[Processes(accelerator).own(count)])
+        parts.append(list(range(count))[Processes(accelerator).part(count)])
     assert [row for part in parts for row in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

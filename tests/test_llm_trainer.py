@@ -15,9 +15,9 @@ from whence.errors import RunDirectoryError
 from whence.llm import TokenReturn, ValidationLoss
 from whence.llm import trainer as trainer_module
 from whence.llm.config import PPOConfig
-from whence.llm.generation import generate, tokenized
+from whence.llm.generation import generate, tokenize_prompts
 from whence.llm.model import Reference, WithValueHead
-from whence.llm.rollout import evaluated, rolled_out
+from whence.llm.rollout import evaluate_responses, make_rollout
 from whence.llm.scoring import score
 from whence.llm.steps import optimise
 from whence.llm.trainer import PPOTrainer
@@ -191,12 +191,12 @@ def test_advantages_are_of_the_whole_rollout(tmp_path):
     config = read_config(tmp_path, gamma=0.9, whiten_rewards=False)
     tokenizer = tokenizer_of()
     torch.manual_seed(3)
-    responses = generate(model.language_model, tokenizer, tokenized(tokenizer, PROMPTS, config, 32), config)
+    responses = generate(model.language_model, tokenizer, tokenize_prompts(tokenizer, PROMPTS, config, 32), config)
     reference = Reference(WithValueHead(model_of(seed=1)))
-    rollout = rolled_out(model, reference, responses, vowels, 0.3, config)
-    mask, mine = responses.response_mask, evaluated(model, responses, config)
-    with reference.of(model) as start:
-        theirs = evaluated(start, responses, config).log_prob
+    rollout = make_rollout(model, reference, responses, vowels, 0.3, config)
+    mask, mine = responses.response_mask, evaluate_responses(model, responses, config)
+    with reference.activate(model) as start:
+        theirs = evaluate_responses(start, responses, config).log_prob
     assert float((mine.log_prob - theirs)[mask].abs().max()) > 0.01
     raw = []
     for row in range(len(PROMPTS)):
@@ -224,8 +224,8 @@ def test_log_probs_do_not_depend_on_padding(tmp_path):
     model, tokenizer = model_of(), tokenizer_of()
     config = read_config(tmp_path)
     torch.manual_seed(0)
-    together = generate(model, tokenizer, tokenized(tokenizer, PROMPTS, config, 32), config)
-    found = evaluated(model, together, config).log_prob
+    together = generate(model, tokenizer, tokenize_prompts(tokenizer, PROMPTS, config, 32), config)
+    found = evaluate_responses(model, together, config).log_prob
     for row, prompt in enumerate(PROMPTS):
         width = together.input_ids.shape[1] - together.response_mask.shape[1]
         own = together.response_mask[row]
@@ -251,7 +251,7 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     trainer = trainer_of(tmp_path, NonPositive(), model=adapted)
     trainer.train()
-    with trainer.reference.of(trainer.model) as start:
+    with trainer.reference.activate(trainer.model) as start:
         ids = torch.tensor([[2, 3, 4, 5]])
         assert torch.allclose(start(ids).logits, base(ids).logits, atol=1e-6)
     assert not torch.allclose(trainer.model.language_model(ids).logits, base(ids).logits, atol=1e-4)
@@ -427,7 +427,7 @@ def test_trackers_are_told(tmp_path, monkeypatch):
 
 def test_a_models_own_settings_do_not_change_its_draws(tmp_path):
     model, tokenizer, config = model_of(), tokenizer_of(), read_config(tmp_path)
-    prompts = tokenized(tokenizer, PROMPTS, config, 32)
+    prompts = tokenize_prompts(tokenizer, PROMPTS, config, 32)
     found = []
     for penalty in (None, 50.0):
         model.generation_config.repetition_penalty = penalty
@@ -474,7 +474,7 @@ def prompt_part(rows):
 
 def test_prompts_of_a_shorter_chunk_end_where_others_do(tmp_path):
     tokenizer, config = tokenizer_of(), read_config(tmp_path, generation_batch_size=1)
-    ids = tokenized(tokenizer, ["ab", "ghij", "f"], config, 32)
+    ids = tokenize_prompts(tokenizer, ["ab", "ghij", "f"], config, 32)
     found = generate(model_of(), tokenizer, ids, config)
     width = max(map(len, ids))
     for row, attended, own in zip(found.input_ids, found.attention_mask, ids, strict=True):
@@ -550,7 +550,7 @@ def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(t
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6)  # model and start model are evaluated alike
     assert influence.scores.dtype == torch.float32
     trainer.model.load_state_dict(before)
-    exact = evaluated(trainer.model, rollout.responses, trainer.config).log_prob
+    exact = evaluate_responses(trainer.model, rollout.responses, trainer.config).log_prob
     mask = rollout.responses.response_mask
     apart = (rollout.rows.observations["log_probs"] - exact)[mask].abs()
     assert 1e-5 < float(apart.max()) < 0.1
@@ -564,9 +564,9 @@ def test_scoring_holds_no_more_than_a_training_step(tmp_path, adapted):
     settings = {"batch_size": 64, "mini_batch_size": 16, "gradient_accumulation_steps": 2, "ppo_epochs": 1, "rounds": 1}
     trainer = trainer_of(tmp_path, model=model, **settings)
     config, processes = trainer.config, trainer.processes
-    prompts = tokenized(trainer.tokenizer, PROMPTS * 13, config, 32)[:64]
+    prompts = tokenize_prompts(trainer.tokenizer, PROMPTS * 13, config, 32)[:64]
     responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, config)
-    rows = rolled_out(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
+    rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
     asked = (
         trainer.model,
         rows,

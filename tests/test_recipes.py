@@ -14,7 +14,7 @@ from transformers import GPTNeoConfig, LlamaConfig, RobertaConfig
 
 from test_examples import script
 from test_llm_trainer import tokenizer_of
-from whence.llm.lab.model import character_tokenizer
+from whence.llm.lab.model import make_character_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "llm.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def place(tmp_path_factory):
     lines(folder / "hub" / "gsm8k" / "test.jsonl", solved[:7])
     sums, texts = script("gsm8k"), script("detoxification")
     sums.main(folder / "data" / "gsm8k", dataset=str(folder / "hub" / "gsm8k"), trusted=512)
-    character_tokenizer("abcdefghij ").save_pretrained(folder / "reads")
+    make_character_tokenizer("abcdefghij ").save_pretrained(folder / "reads")
     rude = [
         {"prompt": {"text": TEXT, "toxicity": how}, "continuation": {"text": " " + TEXT}}
         for how in [0.9] * 2000 + [0.1, None]
@@ -79,7 +79,7 @@ def place(tmp_path_factory):
     ):
         kept = folder / "cache" / f"models--{name.replace('/', '--')}"
         config.save_pretrained(kept / "snapshots" / "0")
-        character_tokenizer("abcdefghij ").save_pretrained(kept / "snapshots" / "0")
+        make_character_tokenizer("abcdefghij ").save_pretrained(kept / "snapshots" / "0")
         (kept / "refs").mkdir()
         (kept / "refs" / "main").write_text("0")
     return folder

@@ -64,7 +64,7 @@ def _tokenize(number: int, row: Any, tokenizer: Any) -> tuple[list[int], list[in
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) != isinstance(completion, str):
         raise WhenceError(
-            f"Demonstration {number} has a text and a chat for prompt and completion; two texts or two chats are needed."
+            f"Demonstration {number} has a text and a chat for prompt and completion; two of a kind are needed."
         )
     if isinstance(prompt, str):
         response = tokenizer(completion, add_special_tokens=False)["input_ids"]

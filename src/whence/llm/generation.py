@@ -84,7 +84,8 @@ def tokenize_prompts(
         if not ids or (longest is not None and len(ids) > longest):
             raise WhenceError(
                 f"Prompt {number} has {len(ids)} tokens; from 1 to {longest} are needed, so that it and a response of "
-                f"{config.max_new_tokens} fit into the model's context. Shorten or drop it, or lower {response_setting}."
+                f"{config.max_new_tokens} fit into the model's context. Shorten or drop it, or lower "
+                f"{response_setting}."
             )
         rows.append(ids)
     return rows

@@ -115,7 +115,7 @@ def value_loss(
     returns: Float[Tensor, "n R"],
     clip_range: float | None,
 ) -> Float[Tensor, "n R"]:
-    """Return half the squared error of each token's value, or of the value clipped to `clip_range`, whichever is more."""
+    """Return half the squared error of each token's value, or of the clipped value, whichever is more."""
     error = (values - returns).square()
     if clip_range is not None:
         clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)

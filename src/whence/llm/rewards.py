@@ -80,8 +80,8 @@ def compute_rewards(
         raise
     except Exception as error:
         raise WhenceError(
-            f"The reward {name} failed{_locate_error(reward, error)}: {type(error).__name__}: {first_line(error)}. It is "
-            "called as reward(prompts, responses), with lists of texts, and has to return a number for each response."
+            f"The reward {name} failed{_locate_error(reward, error)}: {type(error).__name__}: {first_line(error)}. It "
+            "is called as reward(prompts, responses) with lists of texts, and has to return a number for each response."
         ) from error
     rewards = torch.as_tensor(numbers, dtype=torch.float64).reshape(-1)
     if len(rewards) != len(responses):

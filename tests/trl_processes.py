@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from test_llm_groups import GROUPS, Watch, trainer_of
 from test_llm_trainer import Keep
+from test_llm_trl import GROUPS, Watch, trainer_of
 from whence import NonPositive, attribute
 from whence.llm import TokenReturn, language_view
 
@@ -36,7 +36,7 @@ def main(folder):
     found = {}
     for kind in GROUPS:
         told = []
-        made = GROUPS[kind][0]._scores
+        made = GROUPS[kind][0]._score_rows
 
         def noting(self, rows, made=made, told=told):
             scores = made(self, rows)
@@ -47,17 +47,17 @@ def main(folder):
             told.append({"apart": float(apart), "rows": len(rows)})
             return scores
 
-        GROUPS[kind][0]._scores = noting
+        GROUPS[kind][0]._score_rows = noting
         trainer = trainer_of(kind, folder / kind, NonPositive(), target=TokenReturn(), activation_checkpointing=True)
         trainer.train()
         watch, batches = Watch(), []
-        make_rows = GROUPS[kind][0]._rows
+        make_rows = GROUPS[kind][0]._make_rows
 
         def keeping(self, output, make_rows=make_rows, batches=batches):
             batches.append(make_rows(self, output))
             return batches[-1]
 
-        GROUPS[kind][0]._rows = keeping
+        GROUPS[kind][0]._make_rows = keeping
         means = {"loss_type": "grpo"} if kind == "grpo" else {}  # over rows; TRL's default is over tokens
         kept = trainer_of(kind, folder / f"{kind}-kept", Keep([0, 9]), watch=watch, **means)
         kept.train()

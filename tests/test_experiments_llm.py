@@ -101,7 +101,7 @@ class TestConfig:
             ("ippo-unweighted", IPPO(weighted=False), "validation"),
         ):
             config = tiny(arm, seed=3)
-            assert (config.rule(), config.target) == (rule, target)
+            assert (config.make_rule(), config.target) == (rule, target)
 
     def test_it_survives_json(self):
         config = tiny("ippo", lora=2, settings={"learning_rate": 0.5})

@@ -197,14 +197,14 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted, monkeypatch):
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     rows = []
-    made = GROUPS[kind][0]._rows
+    made = GROUPS[kind][0]._make_rows
 
     def noting(self, output):
         found = made(self, output)
         rows.append((found, copy.deepcopy(self.accelerator.unwrap_model(self.model).state_dict())))
         return found
 
-    monkeypatch.setattr(GROUPS[kind][0], "_rows", noting)
+    monkeypatch.setattr(GROUPS[kind][0], "_make_rows", noting)
     demonstrations = ValidationLoss.of([{"prompt": "ab", "completion": "cc"}], tokenizer_of())
     for target in (SequenceReturn(), TokenReturn(), demonstrations):
         rows.clear()
@@ -245,7 +245,7 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches):
         trainer.model.zero_grad()
         GRPOTrainer._compute_loss(trainer, trainer.model, batch).backward()
         theirs = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
-        rows = trainer._rows(batch)
+        rows = trainer._make_rows(batch)
         view = language_view(trainer.model)
         outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
         total = trainer.influence_objective(outputs, rows).sum()
@@ -343,14 +343,14 @@ def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tm
     for half in (True, False):
         AcceleratorState._reset_state(reset_partial_state=True)
         rows = []
-        made = GROUPS[kind][0]._scores
+        made = GROUPS[kind][0]._score_rows
 
         def noting(self, batch, made=made, rows=rows):
             rows.append(batch)
             return made(self, rows[0])
 
         with monkeypatch.context() as patch:
-            patch.setattr(GROUPS[kind][0], "_scores", noting)
+            patch.setattr(GROUPS[kind][0], "_score_rows", noting)
             trainer = trainer_of(kind, tmp_path / str(half), NonPositive(), bf16=half)
             trainer.train()
         assert trainer.influence.engine == "ghost"
@@ -380,4 +380,4 @@ def test_equal_rewards_are_dropped_at_random_as_often_as_by_influence():
 def test_images_are_refused(tmp_path):
     trainer = trainer_of("grpo", tmp_path, NonPositive())
     with pytest.raises(Unsupported, match="pixel_values"):
-        trainer._rows({"pixel_values": torch.zeros(1)})
+        trainer._make_rows({"pixel_values": torch.zeros(1)})

@@ -9,7 +9,7 @@ import datasets
 import torch
 from safetensors.torch import save_file
 
-from test_llm_trainer import PROMPTS, model_of, state, tokenizer_of, trainer_of, vowels
+from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
 from whence import IPPO, NonPositive
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
 from whence.llm.targets import compute_log_probs
@@ -27,7 +27,7 @@ def summed_by_hand(view, params, records):
 
 def target_of(name):
     if name == "validation":
-        return ValidationLoss.of(DEMONSTRATIONS, tokenizer_of(), batch_size=2)
+        return ValidationLoss.of(DEMONSTRATIONS, make_tokenizer(), batch_size=2)
     return {"sequence": SequenceReturn(), "token": TokenReturn(), "held out": TokenReturn(batch_size=2)}.get(
         name, summed_by_hand
     )
@@ -46,8 +46,8 @@ def trained(folder, target, processes, **more):
     told = []
     held_out = ["ba", "jj", "e"] if target == "held out" else None
     settings = {"batch_size": 7, "mini_batch_size": 4 // processes, "top_k": 1, "max_grad_norm": 0.5} | more
-    model = model_of(seed=int(os.environ.get("RANK", 0)))  # the first one's is to be everyone's
-    trainer = trainer_of(
+    model = make_model(seed=int(os.environ.get("RANK", 0)))  # the first one's is to be everyone's
+    trainer = make_trainer(
         *(folder, IPPO() if target == "validation" else NonPositive()),
         model=model,
         target=target_of(target),
@@ -70,14 +70,14 @@ def main(folder):
         every = [trainer.accelerator.gather(tensor.reshape(1, -1)) for tensor in trainer.model.state_dict().values()]
         alike = all(torch.equal(one, other) for one, other in every)
         if first:
-            save_file({k: v.contiguous() for k, v in state(trainer).items()}, folder / f"{target}.safetensors")
+            save_file({k: v.contiguous() for k, v in copy_state(trainer).items()}, folder / f"{target}.safetensors")
             (folder / f"{target}.json").write_text(json.dumps({"rounds": told, "alike": alike}))
     ends = []
     for name, parts in (("whole", (3,)), ("broken", (2, 3))):
         for rounds in parts:
-            trainer = trainer_of(folder / name, NonPositive(), rounds=rounds, save_every=1, mini_batch_size=2)
+            trainer = make_trainer(folder / name, NonPositive(), rounds=rounds, save_every=1, mini_batch_size=2)
             trainer.train(resume=True)
-        ends.append(state(trainer))
+        ends.append(copy_state(trainer))
     if first:
         same = all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
         texts = trainer._run.round("records", 3)["response"].to_list()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForSequenceClassification
 from typer.testing import CliRunner
 
-from test_llm_trainer import model_of, tokenizer_of
+from test_llm_trainer import make_model, make_tokenizer
 from whence import cli, experiments
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import LanguageConfig
@@ -42,7 +42,7 @@ def length(prompts, responses):
 
 constant = 3
 """
-QUICK_GROUPS = {"rounds": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
+QUICK_TRL = {"rounds": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
 QUICK = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
 
 
@@ -55,7 +55,7 @@ def cache(tmp_path_factory):
 
 
 def tiny(arm="iif", seed=0, **more):
-    settings = (QUICK if more.get("algorithm", "ppo") == "ppo" else QUICK_GROUPS) | more.pop("settings", {})
+    settings = (QUICK if more.get("algorithm", "ppo") == "ppo" else QUICK_TRL) | more.pop("settings", {})
     return LanguageConfig(arm, seed, size="tiny", test_problems=8, samples=2, settings=settings, **more)
 
 
@@ -67,13 +67,13 @@ def invoke(*arguments) -> Result:
 def own(tmp_path_factory):
     """A model, prompts, demonstrations and a reward model of the user's, on disk."""
     folder = tmp_path_factory.mktemp("own")
-    model_of().save_pretrained(folder / "model")
-    tokenizer_of().save_pretrained(folder / "model")
-    config = model_of().config
+    make_model().save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    config = make_model().config
     config.num_labels, config.id2label = 2, {0: "rude", 1: "polite"}
     torch.manual_seed(1)
     LlamaForSequenceClassification(config).save_pretrained(folder / "judge")
-    tokenizer_of().save_pretrained(folder / "judge")
+    make_tokenizer().save_pretrained(folder / "judge")
     texts = ["ab", "cd", "ef", "gh", "ij"]
     # TRL has names of its own for some columns, and leaves them out of what rewards get.
     columns = {"prompt": texts, "number": [0, 1, 2, 3, 4], "completion": ["v", "w", "x", "y", "z"], "images": texts}
@@ -312,7 +312,7 @@ class TestCommand:
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
     def test_a_reward_of_ones_own(self, own, tmp_path, algorithm):
-        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_GROUPS | {"max_completion_length": 4}
+        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_TRL | {"max_completion_length": 4}
         settings |= {"beta": 0.0, "num_generations": 4} if algorithm != "ppo" else {}
         asked = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "iif", "--algorithm", algorithm]
         asked += ["--reward", f"{own / 'rewards.py'}:numbered", "--settings", json.dumps(settings)]
@@ -379,7 +379,7 @@ class TestCommand:
         model = shutil.copytree(own / "model", tmp_path / "model")
         config = json.loads((model / "config.json").read_text()) | {"output_router_logits": False}
         (model / "config.json").write_text(json.dumps(config | {"router_aux_loss_coef": 0.01}))
-        settings = json.dumps(QUICK_GROUPS | {"max_completion_length": 4, "beta": 0.0, "num_generations": 4})
+        settings = json.dumps(QUICK_TRL | {"max_completion_length": 4, "beta": 0.0, "num_generations": 4})
         asked = ["--model", model, "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
         asked += ["--algorithm", "grpo", "--settings", settings, "--run", tmp_path / "run"]
         for more in (["--dry-run"], []):

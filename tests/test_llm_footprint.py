@@ -1,11 +1,13 @@
-"""What passes take, told without weights, is what they take."""
+"""What passes take, measured without weights, is what they take."""
+
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from test_llm_trainer import model_of, trainer_of, vowels
+from test_llm_trainer import make_model, make_trainer, optimise_on, score_rows, vowels
 from whence.engines.memory import measure_bytes
 from whence.errors import Unsupported
 from whence.experiments import LanguageConfig
@@ -23,9 +25,6 @@ from whence.llm.footprint import (
 from whence.llm.generation import generate, tokenize_prompts
 from whence.llm.model import WithValueHead
 from whence.llm.rollout import evaluate_responses, make_rollout
-from whence.llm.scoring import score
-from whence.llm.steps import optimise
-from whence.selection import KeepAll
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
 PROMPT = "abcde"
@@ -37,7 +36,7 @@ def adapted(model):
 
 def imagined(lora=False):
     with skip_weights():
-        model = AutoModelForCausalLM.from_config(model_of(**SHAPE).config)
+        model = AutoModelForCausalLM.from_config(make_model(**SHAPE).config)
         return adapted(model) if lora else model
 
 
@@ -48,23 +47,22 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_pass_holds_what_it_was_said_to(tmp_path, lora):
-    model = adapted(model_of(**SHAPE)) if lora else model_of(**SHAPE)
+    model = adapted(make_model(**SHAPE)) if lora else make_model(**SHAPE)
     settings = {"batch_size": 64, "mini_batch_size": 16, "ppo_epochs": 1, "rounds": 1, "generation_batch_size": 64}
-    trainer = trainer_of(tmp_path, model=model, **settings)
+    trainer = make_trainer(tmp_path, model=model, **settings)
     config, language_model = trainer.config, trainer.model.language_model
     prompts = tokenize_prompts(trainer.tokenizer, [PROMPT] * 64, config, 32)
     responses = generate(language_model, trainer.tokenizer, prompts, config)
     rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
-    everything, generator = KeepAll().select(rows), torch.Generator().manual_seed(0)
-    step = (trainer.model, trainer.optimizer, rows, everything, config, generator, trainer.accelerator)
-    optimise(*step, trainer.processes)  # the first one makes Adam's state, which is told apart
+    generator = torch.Generator().manual_seed(0)
+    optimise_on(trainer, rows, generator)  # the first one makes Adam's state, which is counted apart
     own = imagined(lora)
     with skip_weights():
         whole = WithValueHead(own)
     response = responses.response_mask.shape[1]
 
     trained = measure_training_pass(whole, BatchShape(16, len(PROMPT), response)).bytes
-    assert trained == pytest.approx(max(measure_bytes(lambda: optimise(*step, trainer.processes))), rel=0.04)
+    assert trained == pytest.approx(max(measure_bytes(lambda: optimise_on(trainer, rows, generator))), rel=0.04)
     read = measure_reading_pass(whole, BatchShape(64, len(PROMPT), response)).bytes
     assert read == pytest.approx(
         max(measure_bytes(lambda: evaluate_responses(trainer.model, responses, config))), rel=0.04
@@ -74,25 +72,24 @@ def test_a_pass_holds_what_it_was_said_to(tmp_path, lora):
     assert held <= drawn <= 1.4 * held  # prompts are read and responses kept, but not at the same time
 
 
-@pytest.mark.parametrize("target", ["sequence", "validation"])
-def test_scoring_in_parts_holds_a_pass_and_the_targets_gradient(tmp_path, target):
-    trainer = trainer_of(tmp_path, model=model_of(**SHAPE), batch_size=64, mini_batch_size=8, rounds=1)
+@pytest.mark.parametrize("kind", ["sequence", "validation"])
+def test_scoring_in_parts_holds_a_pass_and_the_targets_gradient(tmp_path, kind):
+    trainer = make_trainer(tmp_path, model=make_model(**SHAPE), batch_size=64, mini_batch_size=8, rounds=1)
     config = trainer.config
     prompts = tokenize_prompts(trainer.tokenizer, [PROMPT] * 64, config, 32)
     responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, config)
     rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
-    how = SequenceReturn()
-    if target == "validation":
-        how = ValidationLoss.of([{"prompt": PROMPT, "completion": "cdcd"}] * 40, trainer.tokenizer)
-    asked = (trainer.model, rows, how, trainer.objective, 1.0, "ghost", None, config.mini_batch_size, trainer.processes)
-    score(*asked)
-    held = max(measure_bytes(lambda: score(*asked)))
+    target = SequenceReturn()
+    if kind == "validation":
+        target = ValidationLoss.of([{"prompt": PROMPT, "completion": "cdcd"}] * 40, trainer.tokenizer)
+    score_rows(trainer, rows, target)
+    held = max(measure_bytes(lambda: score_rows(trainer, rows, target)))
     with skip_weights():
         whole = WithValueHead(imagined())
     response = responses.response_mask.shape[1]
     gradients = count_bytes(whole, trained=True)
     told = measure_training_pass(whole, BatchShape(8, len(PROMPT), response)).bytes + gradients
-    if target == "validation":  # sixteen at a time, beside the gradient so far
+    if kind == "validation":  # sixteen at a time, beside the gradient so far
         told = max(told, measure_training_pass(whole, BatchShape(16, len(PROMPT), 5)).bytes + gradients)
     assert held <= 1.02 * told
     assert held > 0.8 * told
@@ -102,16 +99,15 @@ def test_a_step_of_several_passes_holds_gradients_from_the_first_on(tmp_path, ca
     settings = {"batch_size": 32, "mini_batch_size": 4, "ppo_epochs": 1, "rounds": 1}
     held = {}
     for passes in (1, 4):
-        trainer = trainer_of(
-            tmp_path / str(passes), model=model_of(**SHAPE), gradient_accumulation_steps=passes, **settings
+        trainer = make_trainer(
+            tmp_path / str(passes), model=make_model(**SHAPE), gradient_accumulation_steps=passes, **settings
         )
         prompts = tokenize_prompts(trainer.tokenizer, [PROMPT] * 32, trainer.config, 32)
         responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, trainer.config)
         rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, trainer.config).rows
         generator = torch.Generator().manual_seed(0)
-        step = (trainer.model, trainer.optimizer, rows, KeepAll().select(rows), trainer.config, generator)
-        optimise(*step, trainer.accelerator, trainer.processes)
-        held[passes] = max(measure_bytes(lambda step=step, t=trainer: optimise(*step, t.accelerator, t.processes)))
+        optimise_on(trainer, rows, generator)
+        held[passes] = max(measure_bytes(partial(optimise_on, trainer, rows, generator)))
     with skip_weights():
         whole = WithValueHead(imagined())
     told = measure_training_pass(whole, BatchShape(4, len(PROMPT), responses.response_mask.shape[1])).bytes
@@ -163,7 +159,7 @@ def test_mixed_precision_takes_less_for_activations():
 
 def test_activations_that_are_computed_again_are_not_held():
     with skip_weights():
-        model = AutoModelForCausalLM.from_config(model_of(**SHAPE | {"num_hidden_layers": 8}).config)
+        model = AutoModelForCausalLM.from_config(make_model(**SHAPE | {"num_hidden_layers": 8}).config)
     whole = measure_training_pass(model, BatchShape(32, 5, 7))
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     again = measure_training_pass(model.train(), BatchShape(32, 5, 7))
@@ -182,7 +178,7 @@ def test_a_model_that_looks_at_numbers_is_named():
 
     with skip_weights():
         model = Looks()
-    with pytest.raises(Unsupported, match="What Looks takes cannot be told without its weights"):
+    with pytest.raises(Unsupported, match="Looks cannot be measured without its weights"):
         measure_reading_pass(model, BatchShape(1, 1, 1))
 
 

@@ -13,7 +13,7 @@ import typer
 from transformers import GPTNeoConfig, LlamaConfig, RobertaConfig
 
 from test_examples import script
-from test_llm_trainer import tokenizer_of
+from test_llm_trainer import make_tokenizer
 from whence.llm.lab.model import make_character_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def place(tmp_path_factory):
     LlamaConfig(
         hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632
     ).save_pretrained(folder / "models" / "rho-gsm8k")
-    tokenizer_of().save_pretrained(folder / "models" / "rho-gsm8k")
+    make_tokenizer().save_pretrained(folder / "models" / "rho-gsm8k")
     neo = GPTNeoConfig(hidden_size=2560, num_layers=32, num_heads=20, attention_types=[[["global", "local"], 16]])
     judge = RobertaConfig(id2label={0: "nothate", 1: "hate"}, label2id={"nothate": 0, "hate": 1})
     for name, config in (

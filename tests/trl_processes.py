@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from test_llm_trainer import Keep
-from test_llm_trl import GROUPS, Watch, trainer_of
+from test_llm_trl import TRAINERS, Watch, make_trainer
 from whence import NonPositive, attribute
 from whence.llm import TokenReturn, language_view
 
@@ -34,9 +34,9 @@ def from_the_kept_alone(trainer, rows, watch):
 
 def main(folder):
     found = {}
-    for kind in GROUPS:
+    for kind in TRAINERS:
         told = []
-        made = GROUPS[kind][0]._score_rows
+        made = TRAINERS[kind][0]._score_rows
 
         def noting(self, rows, made=made, told=told):
             scores = made(self, rows)
@@ -47,19 +47,19 @@ def main(folder):
             told.append({"apart": float(apart), "rows": len(rows)})
             return scores
 
-        GROUPS[kind][0]._score_rows = noting
-        trainer = trainer_of(kind, folder / kind, NonPositive(), target=TokenReturn(), activation_checkpointing=True)
+        TRAINERS[kind][0]._score_rows = noting
+        trainer = make_trainer(kind, folder / kind, NonPositive(), target=TokenReturn(), activation_checkpointing=True)
         trainer.train()
         watch, batches = Watch(), []
-        make_rows = GROUPS[kind][0]._make_rows
+        make_rows = TRAINERS[kind][0]._make_rows
 
         def keeping(self, output, make_rows=make_rows, batches=batches):
             batches.append(make_rows(self, output))
             return batches[-1]
 
-        GROUPS[kind][0]._make_rows = keeping
+        TRAINERS[kind][0]._make_rows = keeping
         means = {"loss_type": "grpo"} if kind == "grpo" else {}  # over rows; TRL's default is over tokens
-        kept = trainer_of(kind, folder / f"{kind}-kept", Keep([0, 9]), watch=watch, **means)
+        kept = make_trainer(kind, folder / f"{kind}-kept", Keep([0, 9]), watch=watch, **means)
         kept.train()
         found[kind] = {"scores": told, "kept": kept.selection.keep.tolist()}
         found[kind]["apart"] = from_the_kept_alone(kept, batches[0].take(torch.tensor([0, 9])), watch)

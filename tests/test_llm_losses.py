@@ -1,6 +1,8 @@
 """PPO's arithmetic on responses, by hand."""
 
 import math
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -141,6 +143,31 @@ class TestRewards:
     def test_what_is_no_reward(self, made, said):
         with pytest.raises(WhenceError, match=said):
             compute_rewards(made, ["a", "b"], ["yes", "no"])
+
+    def test_an_error_names_the_reward_and_its_line(self):
+        def lookup(prompts, responses):
+            return [{"yes": 1.0}[text] for text in responses]  # the line that is named
+
+        class Judge(torch.nn.Module):
+            def forward(self, prompts, responses, factor=1):
+                return lookup(prompts, responses)
+
+        with open(__file__, encoding="utf-8") as file:
+            line = next(number for number, text in enumerate(file, start=1) if "# the line that is named" in text)
+        place = re.escape(f"in {__file__}, line {line}: KeyError: 'no'")
+        for reward, name in ((lookup, "lookup"), (partial(Judge(), factor=2), "partial"), (Judge(), "Judge")):
+            with pytest.raises(WhenceError, match=f"The reward {name} failed {place}") as caught:
+                combine_rewards([reward], None)(["a", "b"], ["yes", "no"])
+            assert isinstance(caught.value.__cause__, KeyError)
+        with pytest.raises(WhenceError, match=r"The reward max failed: TypeError"):
+            compute_rewards(max, ["a"], [1.0])
+
+    def test_errors_of_whence_pass_through(self):
+        def refuse(prompts, responses):
+            raise WhenceError("no prompt of the laboratory")
+
+        with pytest.raises(WhenceError, match=r"^no prompt of the laboratory$"):
+            compute_rewards(refuse, ["a"], ["b"])
 
     def test_at_the_door(self):
         with pytest.raises(WhenceError, match="No reward"):

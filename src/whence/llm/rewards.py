@@ -98,10 +98,12 @@ def compute_rewards(
 
 def _locate_error(reward: Reward, error: Exception) -> str:
     """Return ' in FILE, line N': the last line that an error went through in the reward's own file."""
-    function: Any = reward.forward if isinstance(reward, nn.Module) else reward
+    function: Any = reward
     while isinstance(function, partial):
         function = function.func
-    if not inspect.isroutine(function):
+    if isinstance(function, nn.Module):
+        function = function.forward
+    elif not inspect.isroutine(function):
         function = type(function).__call__
     code = getattr(inspect.unwrap(function), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)

@@ -40,9 +40,12 @@ def imagined(lora=False):
         return adapted(model) if lora else model
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The laboratory is made once for all of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -12,18 +12,20 @@ import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
-from processes import TARGETS, trained
+from processes import TARGETS, train
 from test_llm_trainer import copy_state, make_trainer
 from whence.errors import Unsupported, WhenceError
 from whence.llm.processes import Processes
 
 
-def launch(script, folder):
-    """Run a script in two processes."""
+@pytest.fixture(scope="module")
+def two_process_run(tmp_path_factory):
+    """Run processes.py in two processes, and return the folder of its results."""
+    folder = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0"]
     done = subprocess.run(
-        [*command, str(Path(__file__).parent / script), str(folder)],
+        [*command, str(Path(__file__).parent / "processes.py"), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
         capture_output=True,
         text=True,
@@ -34,13 +36,8 @@ def launch(script, folder):
     return folder
 
 
-@pytest.fixture(scope="module")
-def two_process_run(tmp_path_factory):
-    return launch("processes.py", tmp_path_factory.mktemp("two"))
-
-
-def test_trls_trainers_score_and_select_over_two_processes(tmp_path):
-    found = json.loads((launch("trl_processes.py", tmp_path) / "groups.json").read_text())
+def test_trls_trainers_score_and_select_over_two_processes(two_process_run):
+    found = json.loads((two_process_run / "groups.json").read_text())
     for kind in ("grpo", "rloo"):
         assert found[kind]["scores"]
         for batch in found[kind]["scores"]:
@@ -53,10 +50,10 @@ def test_trls_trainers_score_and_select_over_two_processes(tmp_path):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_two_processes_train_as_one(two_process_run, tmp_path, target):
-    trainer, told = trained(tmp_path, target, 1)
+    trainer, rounds = train(tmp_path, target, 1)
     theirs = json.loads((two_process_run / f"{target}.json").read_text())
     assert theirs["alike"]
-    for mine, other in zip(told, theirs["rounds"], strict=True):
+    for mine, other in zip(rounds, theirs["rounds"], strict=True):
         scores, others = torch.tensor(mine["scores"]), torch.tensor(other["scores"])
         assert float((scores - others).abs().max() / scores.abs().max()) < 1e-4
         assert scores.unique().numel() > 1

@@ -154,17 +154,25 @@ def test_a_step_of_rloo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch
         close(found, of_kept_alone("rloo", trainer, state, batches[0], positions, weights, monkeypatch))
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-@pytest.mark.parametrize("rule", [None, KeepAll(), ScoreAndKeepAll()], ids=["none", "keep all", "scored"])
-def test_keeping_all_is_trls_own_training(kind, tmp_path, rule):
+@pytest.fixture(scope="module", params=TRAINERS)
+def plain_training(request, tmp_path_factory):
+    """A training by TRL's own trainer: its kind, settings and parameters after it."""
     settings = {"num_iterations": 2, "max_steps": 6, "max_grad_norm": 1.0}
-    plain = make_trainer(kind, tmp_path / "plain", own=False, **settings)
-    plain.train()
-    mine = make_trainer(kind, tmp_path / "mine", rule, **settings)
-    mine.train()
-    assert mine.args.steps_per_generation == 2
-    for (name, one), (_, other) in zip(plain.model.named_parameters(), mine.model.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
+    trainer = make_trainer(request.param, tmp_path_factory.mktemp("plain"), own=False, **settings)
+    trainer.train()
+    return request.param, settings, dict(trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("rule", [None, KeepAll(), ScoreAndKeepAll()], ids=["none", "keep all", "scored"])
+def test_keeping_all_is_trls_own_training(plain_training, tmp_path, rule):
+    kind, settings, expected = plain_training
+    trainer = make_trainer(kind, tmp_path, rule, **settings)
+    trainer.train()
+    assert trainer.args.steps_per_generation == 2
+    parameters = dict(trainer.model.named_parameters())
+    assert parameters.keys() == expected.keys()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, expected[name]), name
 
 
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -1,9 +1,7 @@
-"""What every process runs for the test of TRL's trainers in two: scores of the first batch, against the loop on one."""
+"""TRL's trainers in each of two processes, for processes.py: scores against the loop's, and steps on kept rows."""
 
 import json
 import os
-import sys
-from pathlib import Path
 
 import torch
 
@@ -13,8 +11,8 @@ from whence import NonPositive, attribute
 from whence.llm import TokenReturn, language_view
 
 
-def from_the_kept_alone(trainer, rows, watch):
-    """How far the first step's gradient is from that of the kept rows, at the policy that drew them."""
+def distance_from_kept_rows(trainer, rows, watch):
+    """Return the distance of the first step's gradient from that of the kept rows, at the policy that drew them."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     now = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = {name.removeprefix("module."): tensor for name, tensor in watch.states[0].items()}
@@ -33,41 +31,37 @@ def from_the_kept_alone(trainer, rows, watch):
 
 
 def main(folder):
-    found = {}
+    results = {}
     for kind in TRAINERS:
-        told = []
-        made = TRAINERS[kind][0]._score_rows
+        batches_scored = []
+        score_rows = TRAINERS[kind][0]._score_rows
 
-        def noting(self, rows, made=made, told=told):
-            scores = made(self, rows)
+        def score_and_compare(self, rows, score_rows=score_rows, batches_scored=batches_scored):
+            influence = score_rows(self, rows)
             model = self.accelerator.unwrap_model(self.model)
             how = {"target": self.target, "objective": self.influence_objective, "engine": "loop"}
             truth = attribute(language_view(model, temperature=self.temperature), rows, **how)
-            apart = (scores.scores - truth.scores).abs().max() / truth.scores.abs().max()
-            told.append({"apart": float(apart), "rows": len(rows)})
-            return scores
+            apart = (influence.scores - truth.scores).abs().max() / truth.scores.abs().max()
+            batches_scored.append({"apart": float(apart), "rows": len(rows)})
+            return influence
 
-        TRAINERS[kind][0]._score_rows = noting
+        TRAINERS[kind][0]._score_rows = score_and_compare
         trainer = make_trainer(kind, folder / kind, NonPositive(), target=TokenReturn(), activation_checkpointing=True)
         trainer.train()
         watch, batches = Watch(), []
         make_rows = TRAINERS[kind][0]._make_rows
 
-        def keeping(self, output, make_rows=make_rows, batches=batches):
+        def keep_rows(self, output, make_rows=make_rows, batches=batches):
             batches.append(make_rows(self, output))
             return batches[-1]
 
-        TRAINERS[kind][0]._make_rows = keeping
+        TRAINERS[kind][0]._make_rows = keep_rows
         means = {"loss_type": "grpo"} if kind == "grpo" else {}  # over rows; TRL's default is over tokens
         kept = make_trainer(kind, folder / f"{kind}-kept", Keep([0, 9]), watch=watch, **means)
         kept.train()
-        found[kind] = {"scores": told, "kept": kept.selection.keep.tolist()}
-        found[kind]["apart"] = from_the_kept_alone(kept, batches[0].take(torch.tensor([0, 9])), watch)
-        every = [kept.accelerator.gather(p.detach().reshape(1, -1)) for p in kept.model.parameters()]
-        found[kind]["alike"] = all(torch.equal(one, other) for one, other in every)
+        results[kind] = {"scores": batches_scored, "kept": kept.selection.keep.tolist()}
+        results[kind]["apart"] = distance_from_kept_rows(kept, batches[0].take(torch.tensor([0, 9])), watch)
+        copies = [kept.accelerator.gather(p.detach().reshape(1, -1)) for p in kept.model.parameters()]
+        results[kind]["alike"] = all(torch.equal(one, other) for one, other in copies)
     if os.environ["RANK"] == "0":
-        (folder / "groups.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+        (folder / "groups.json").write_text(json.dumps(results))

@@ -196,9 +196,9 @@ class TestConfig:
 
 class TestRun:
     def test_a_run_leaves_curve_tables_and_model(self, tmp_path):
-        config, told = tiny("ippo"), []
-        run(config, tmp_path / "run", lambda number, row: told.append(number))
-        assert told == [0, 1, 2]
+        config, reported = tiny("ippo"), []
+        run(config, tmp_path / "run", lambda number, row: reported.append(number))
+        assert reported == [0, 1, 2]
         assert is_finished(config, tmp_path / "run")
         found = read_curve(config, tmp_path / "run")
         assert len(found.returns) == 3
@@ -208,9 +208,9 @@ class TestRun:
         table = directory.round("records", 2)
         assert table.height == 8
         assert {"prompt", "response", "reward", "score", "keep", "weight", "reason"} <= set(table.columns)
-        told.clear()
-        run(config, tmp_path / "run", lambda number, row: told.append(number))
-        assert told == [2]  # it was finished
+        reported.clear()
+        run(config, tmp_path / "run", lambda number, row: reported.append(number))
+        assert reported == [2]  # it was finished
         with pytest.raises(RunDirectoryError, match="arm was 'ippo', now 'iif'"):
             is_finished(tiny("iif"), tmp_path / "run")
 
@@ -240,9 +240,9 @@ class TestRun:
         config = tiny("iif", settings={"rounds": 4, "save_every": 1})
         with pytest.raises(Killed):
             run(config, tmp_path / "broken", break_off)
-        told = []
-        run(config, tmp_path / "broken", lambda number, row: told.append(number))
-        assert told == [0, 3, 4]
+        reported = []
+        run(config, tmp_path / "broken", lambda number, row: reported.append(number))
+        assert reported == [0, 3, 4]
         run(config, tmp_path / "whole")
         tables = [RunDirectory.open(tmp_path / name) for name in ("broken", "whole")]
         for name in ("metrics", "evaluations"):
@@ -258,10 +258,10 @@ class TestRun:
     @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
     @pytest.mark.parametrize("arm", ["ppo", "ippo"])
     def test_trls_trainers_leave_the_same(self, tmp_path, algorithm, arm):
-        config, told = tiny(arm, algorithm=algorithm), []
+        config, reported = tiny(arm, algorithm=algorithm), []
         assert config.rounds == 2
-        run(config, tmp_path, lambda number, row: told.append(number))
-        assert told == [0, 1, 2]
+        run(config, tmp_path, lambda number, row: reported.append(number))
+        assert reported == [0, 1, 2]
         assert is_finished(config, tmp_path)
         found = read_curve(config, tmp_path)
         assert len(found.returns) == 3
@@ -310,8 +310,19 @@ class TestRun:
 
 class TestCommand:
     def test_train_and_again(self, tmp_path):
-        asked = ["llm", "train", "--task", "arithmetic", "--size", "tiny", "--selection", "iif", "--target", "token"]
-        asked += [
+        arguments = [
+            "llm",
+            "train",
+            "--task",
+            "arithmetic",
+            "--size",
+            "tiny",
+            "--selection",
+            "iif",
+            "--target",
+            "token",
+        ]
+        arguments += [
             "--rounds",
             2,
             "--settings",
@@ -319,19 +330,19 @@ class TestCommand:
             "--run",
             tmp_path / "r",
         ]
-        done = invoke(*asked)
+        done = invoke(*arguments)
         assert done.exit_code == 0, done.output
         assert "arithmetic, iif-token, seed 0: 2 rounds done. Last round: test return" in done.output
-        assert "was finished already" in invoke(*asked).output
-        found = json.loads(invoke(*asked, "--json").stdout)
+        assert "was finished already" in invoke(*arguments).output
+        found = json.loads(invoke(*arguments, "--json").stdout)
         assert found["config"]["arm"] == "iif-token"
         page = (tmp_path / "r" / "report.html").read_text()
         for heading in ("Learning curves", "Reward", "Unfaithful answers", "Divergence from the start model"):
             assert f"<h2>{heading}</h2>" in page
 
     def test_a_model_and_data_of_ones_own(self, own, tmp_path):
-        asked = ["llm", "train", "--model", own / "model", "--dataset", own / "prompts", "--selection", "ippo"]
-        asked += [
+        arguments = ["llm", "train", "--model", own / "model", "--dataset", own / "prompts", "--selection", "ippo"]
+        arguments += [
             "--reward-model",
             own / "judge",
             "--reward-label",
@@ -339,8 +350,8 @@ class TestCommand:
             "--demonstrations",
             own / "demonstrations",
         ]
-        asked += ["--test-dataset", own / "test.jsonl", "--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
-        done = invoke(*asked, "--run", tmp_path / "run")
+        arguments += ["--test-dataset", own / "test.jsonl", "--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
+        done = invoke(*arguments, "--run", tmp_path / "run")
         assert done.exit_code == 0, done.output
         directory = RunDirectory.open(tmp_path / "run")
         assert directory.table("evaluations")["round"].to_list() == [0, 1, 2]
@@ -351,18 +362,27 @@ class TestCommand:
     def test_a_reward_of_ones_own(self, own, tmp_path, algorithm):
         settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_TRL | {"max_completion_length": 4}
         settings |= {"beta": 0.0, "num_generations": 4} if algorithm != "ppo" else {}
-        asked = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "iif", "--algorithm", algorithm]
-        asked += ["--reward", f"{own / 'rewards.py'}:numbered", "--settings", json.dumps(settings)]
-        asked += ["--test-dataset", own / "test.jsonl", "--test-reward", f"{own / 'rewards.py'}:length"]
-        done = invoke("llm", "train", *asked, "--run", tmp_path / "run", "--dry-run", "--json")
+        arguments = [
+            "--model",
+            own / "model",
+            "--dataset",
+            own / "prompts",
+            "--selection",
+            "iif",
+            "--algorithm",
+            algorithm,
+        ]
+        arguments += ["--reward", f"{own / 'rewards.py'}:numbered", "--settings", json.dumps(settings)]
+        arguments += ["--test-dataset", own / "test.jsonl", "--test-reward", f"{own / 'rewards.py'}:length"]
+        done = invoke("llm", "train", *arguments, "--run", tmp_path / "run", "--dry-run", "--json")
         assert done.exit_code == 0, done.output
-        told = json.loads(done.stdout)["estimate"]
-        assert told["prompts"] == 5
+        reported = json.loads(done.stdout)["estimate"]
+        assert reported["prompts"] == 5
         if algorithm == "ppo":  # in parts, rows are gone through twice, beside the target's gradient
-            assert told["flops"]["scoring"] == pytest.approx(2 * told["flops"]["optimisation"])
-            assert told["stages"]["scoring"] == told["stages"]["optimisation"] + 4 * told["trained"]
+            assert reported["flops"]["scoring"] == pytest.approx(2 * reported["flops"]["optimisation"])
+            assert reported["stages"]["scoring"] == reported["stages"]["optimisation"] + 4 * reported["trained"]
         assert not (tmp_path / "run").exists()
-        done = invoke("llm", "train", *asked, "--run", tmp_path / "run")
+        done = invoke("llm", "train", *arguments, "--run", tmp_path / "run")
         assert done.exit_code == 0, done.output
         directory = RunDirectory.open(tmp_path / "run")
         records = directory.round("records", 1)
@@ -404,13 +424,13 @@ class TestCommand:
 
     def test_a_reward_that_has_changed_is_another_run(self, own, tmp_path):
         (tmp_path / "mine.py").write_text("def reward(prompts, responses):\n    return [1.0 for _ in responses]\n")
-        asked = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "none"]
-        asked += ["--reward", f"{tmp_path / 'mine.py'}:reward", "--run", tmp_path / "run"]
-        asked += ["--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
-        assert invoke("llm", "train", *asked).exit_code == 0
-        assert "was finished already" in invoke("llm", "train", *asked).output
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "none"]
+        arguments += ["--reward", f"{tmp_path / 'mine.py'}:reward", "--run", tmp_path / "run"]
+        arguments += ["--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
+        assert invoke("llm", "train", *arguments).exit_code == 0
+        assert "was finished already" in invoke("llm", "train", *arguments).output
         (tmp_path / "mine.py").write_text("def reward(prompts, responses):\n    return [2.0 for _ in responses]\n")
-        done = invoke("llm", "train", *asked)
+        done = invoke("llm", "train", *arguments)
         assert isinstance(done.exception, RunDirectoryError)
         assert "contents.reward was" in str(done.exception)
 
@@ -435,49 +455,49 @@ class TestCommand:
         ):
             with pytest.raises(WhenceError, match=f"No module named '{missing}'") as caught:
                 load_function(f"{source}:reward")
-            said = f"in the working directory ({tmp_path}) and on PYTHONPATH: start whence in the folder that holds"
-            assert f"{said} {missing}" in str(caught.value)
+            message = f"in the working directory ({tmp_path}) and on PYTHONPATH: start whence in the folder that holds"
+            assert f"{message} {missing}" in str(caught.value)
 
     def test_prompts_that_a_dry_run_refuses(self, own, tmp_path):
         settings = json.dumps(QUICK | {"max_new_tokens": 4, "max_prompt_length": 2})
         (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "ab" * 20}) + "\n")
         (tmp_path / "none.csv").write_text("prompt\n")
-        asked = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
-        asked += ["--selection", "iif", "--settings", settings, "--dry-run"]
-        for more, said in (
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
+        arguments += ["--selection", "iif", "--settings", settings, "--dry-run"]
+        for more, message in (
             (["--held-out", 5], "at least one has to train"),
             (["--test-dataset", tmp_path / "long.jsonl"], "Prompt 0 has 40 tokens"),
             (["--dataset", tmp_path / "long.jsonl"], "from 1 to 2 are needed"),
             (["--dataset", tmp_path / "none.csv"], "none.csv cannot be loaded"),
         ):
-            done = invoke("llm", "train", *asked, *more)
+            done = invoke("llm", "train", *arguments, *more)
             assert isinstance(done.exception, WhenceError), done.output
-            assert said in str(done.exception)
-        assert invoke("llm", "train", *asked, "--held-out", 2).exit_code == 0
+            assert message in str(done.exception)
+        assert invoke("llm", "train", *arguments, "--held-out", 2).exit_code == 0
 
     def test_a_dry_run_refuses_what_a_run_refuses_of_its_model(self, own, tmp_path):
         model = shutil.copytree(own / "model", tmp_path / "model")
         config = json.loads((model / "config.json").read_text()) | {"output_router_logits": False}
         (model / "config.json").write_text(json.dumps(config | {"router_aux_loss_coef": 0.01}))
         settings = json.dumps(QUICK_TRL | {"max_completion_length": 4, "beta": 0.0, "num_generations": 4})
-        asked = ["--model", model, "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
-        asked += ["--algorithm", "grpo", "--settings", settings, "--run", tmp_path / "run"]
+        arguments = ["--model", model, "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
+        arguments += ["--algorithm", "grpo", "--settings", settings, "--run", tmp_path / "run"]
         for more in (["--dry-run"], []):
-            done = invoke("llm", "train", *asked, "--selection", "iif", *more)
+            done = invoke("llm", "train", *arguments, "--selection", "iif", *more)
             assert isinstance(done.exception, Unsupported), done.output
             assert "a router's auxiliary loss" in str(done.exception)
-        assert invoke("llm", "train", *asked, "--selection", "none", "--dry-run").exit_code == 0
+        assert invoke("llm", "train", *arguments, "--selection", "none", "--dry-run").exit_code == 0
 
     def test_a_dry_run_for_people(self, own, tmp_path):
-        asked = ["--model", own / "model", "--dataset", own / "prompts", "--reward-model", own / "judge"]
-        asked += ["--reward-label", "polite", "--selection", "iif", "--settings", '{"max_new_tokens": 4}']
-        done = invoke("llm", "train", *asked, "--dry-run")
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward-model", own / "judge"]
+        arguments += ["--reward-label", "polite", "--selection", "iif", "--settings", '{"max_new_tokens": 4}']
+        done = invoke("llm", "train", *arguments, "--dry-run")
         assert done.exit_code == 0, done.output
-        for said in ("5 prompts of up to 2 tokens", "start model", "scoring, besides", "PFLOP a round"):
-            assert said in done.output
+        for message in ("5 prompts of up to 2 tokens", "start model", "scoring, besides", "PFLOP a round"):
+            assert message in done.output
 
     @pytest.mark.parametrize(
-        ("changed", "said"),
+        ("changed", "message"),
         [
             ({"--reward": "rewards.py", "--reward-model": None, "--reward-label": None}, "names no function"),
             (
@@ -503,19 +523,19 @@ class TestCommand:
             ({"--settings": '{"max_new_tokens": 32}'}, "the model reads 32 tokens in all"),
         ],
     )
-    def test_what_is_refused_of_ones_own(self, own, tmp_path, monkeypatch, changed, said):
+    def test_what_is_refused_of_ones_own(self, own, tmp_path, monkeypatch, changed, message):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is tried again and again
-        asked = {
+        arguments = {
             **{"--model": own / "model", "--dataset": own / "prompts", "--reward-model": own / "judge"},
             **{"--reward-label": "polite", "--selection": "iif", "--run": tmp_path / "run", **changed},
         }
         places = {"OWN": own / "rewards.py", "TEST": own / "test.jsonl"}
         for word, place in places.items():
-            asked = {name: value and str(value).replace(word, str(place)) for name, value in asked.items()}
-        pairs = [part for name, value in asked.items() if value is not None for part in (name, value)]
+            arguments = {name: value and str(value).replace(word, str(place)) for name, value in arguments.items()}
+        pairs = [part for name, value in arguments.items() if value is not None for part in (name, value)]
         done = invoke("llm", "train", *pairs)
         assert isinstance(done.exception, WhenceError), done.output
-        assert said in str(done.exception)
+        assert message in str(done.exception)
         assert not (tmp_path / "run" / "metrics.parquet").exists()
 
     def test_compare(self, comparison):
@@ -547,7 +567,7 @@ class TestCommand:
         assert "up to 512 prompts of the test." in (tmp_path / "page.html").read_text()
 
     @pytest.mark.parametrize(
-        ("asked", "said"),
+        ("arguments", "message"),
         [
             (["--arms", "none,none"], "name each arm once"),
             (["--arms", ""], "name each arm once"),
@@ -556,10 +576,10 @@ class TestCommand:
             (["--model", "m", "--dataset", "d", "--reward-model", "r", "--arms", "none"], "--test-dataset"),
         ],
     )
-    def test_what_compare_refuses(self, tmp_path, asked, said):
-        done = invoke("llm", "compare", *asked, "--out", tmp_path)
+    def test_what_compare_refuses(self, tmp_path, arguments, message):
+        done = invoke("llm", "compare", *arguments, "--out", tmp_path)
         assert isinstance(done.exception, WhenceError), done.output
-        assert said in str(done.exception)
+        assert message in str(done.exception)
 
     def test_help_teaches(self):
         for command in ("train", "compare"):

@@ -55,7 +55,7 @@ def test_what_is_cut_off_counts_for_nothing(caplog):
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([], "no demonstrations"),
         ([{"prompt": "a", "answer": "b"}], "holds prompt, answer; the columns 'prompt' and 'completion'"),
@@ -63,8 +63,8 @@ def test_what_is_cut_off_counts_for_nothing(caplog):
         ([{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}], "a text and a chat"),
     ],
 )
-def test_other_data_sets_are_refused(rows, said):
-    with pytest.raises(WhenceError, match=said):
+def test_other_data_sets_are_refused(rows, message):
+    with pytest.raises(WhenceError, match=message):
         encode_demonstrations(rows, make_tokenizer())
 
 

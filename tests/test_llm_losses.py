@@ -133,15 +133,15 @@ class TestRewards:
             compute_rewards(right, ["a"], ["1"], {"level": [3]})
 
     @pytest.mark.parametrize(
-        ("made", "said"),
+        ("made", "message"),
         [
             (lambda p, r: [1.0], "returned 1 numbers for 2 responses"),
             (lambda p, r: [1.0, math.nan], "is NaN for response 1, 'no'"),
             (lambda p, r: [math.inf, 1.0], "is inf for response 0, 'yes'"),
         ],
     )
-    def test_what_is_no_reward(self, made, said):
-        with pytest.raises(WhenceError, match=said):
+    def test_what_is_no_reward(self, made, message):
+        with pytest.raises(WhenceError, match=message):
             compute_rewards(made, ["a", "b"], ["yes", "no"])
 
     def test_an_error_names_the_reward_and_its_line(self):
@@ -179,7 +179,7 @@ class TestRewards:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"batch_size": 1}, "batch_size is 1; a whole number, at least 2"),
         ({"rounds": 2.5}, "rounds is 2.5; a whole number"),
@@ -192,8 +192,8 @@ class TestRewards:
         ({"gamma": "1"}, "gamma is '1'; a number from 0 to 1"),
     ],
 )
-def test_settings_that_cannot_be(wrong, said):
-    with pytest.raises(WhenceError, match=said):
+def test_settings_that_cannot_be(wrong, message):
+    with pytest.raises(WhenceError, match=message):
         PPOConfig("out", **wrong)
 
 

@@ -294,7 +294,7 @@ def test_evaluation_is_trls_own(tmp_path):
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("settings", "said"),
+        ("settings", "message"),
         [
             ({"loss_type": "bnpo"}, "bnpo.*divided by its own tokens"),
             ({"steps_per_generation": 4}, "several optimiser steps on a generation batch"),
@@ -303,13 +303,13 @@ class TestRefusals:
             ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
         ],
     )
-    def test_what_cannot_be_made_equal(self, tmp_path, settings, said):
-        with pytest.raises(Unsupported, match=said):
+    def test_what_cannot_be_made_equal(self, tmp_path, settings, message):
+        with pytest.raises(Unsupported, match=message):
             make_trainer("grpo", tmp_path, NonPositive(), **settings)
         make_trainer("grpo", tmp_path, KeepAll(), **settings)  # where nothing is selected, nothing has to be
 
     @pytest.mark.parametrize(
-        ("settings", "said"),
+        ("settings", "message"),
         [
             ({"loss_type": "new"}, "loss_type='new'"),
             ({"use_adaptive_entropy": True}, "an entropy bonus"),
@@ -317,11 +317,11 @@ class TestRefusals:
             ({"use_liger_kernel": True}, "use_liger_kernel"),
         ],
     )
-    def test_what_this_machine_or_trl_would_not_make(self, tmp_path, settings, said):
+    def test_what_this_machine_or_trl_would_not_make(self, tmp_path, settings, message):
         args = make_trainer("grpo", tmp_path, NonPositive()).args
         for name, value in settings.items():
             setattr(args, name, value)
-        with pytest.raises(Unsupported, match=said):
+        with pytest.raises(Unsupported, match=message):
             check_selectable(args)
 
     def test_a_routers_loss(self, tmp_path, monkeypatch):

@@ -47,8 +47,8 @@ mutants: .venv/dev.stamp
 
 ## The language models' tests against the oldest Transformers and TRL that are supported; `make test` has the newest.
 oldest: .venv-oldest/stamp
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/test_llm_contract.py tests/test_llm_groups.py \
-		tests/test_llm_engines.py tests/test_llm_trainer.py tests/test_llm_footprint.py tests/test_language.py
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/test_llm_contract.py tests/test_llm_trl.py \
+		tests/test_llm_engines.py tests/test_llm_trainer.py tests/test_llm_footprint.py tests/test_experiments_llm.py
 
 ## Scoring beside one plain forward and backward pass, and beside SB3's optimisation.
 benchmark: .venv/dev.stamp

@@ -1,4 +1,4 @@
-"""Keep what `whence llm compare --task ...` found, and answer the papers' claims from it.
+"""Save the results of `whence llm compare --task ...`, and compare them with the papers' claims.
 
 Run: `python -m benchmarks.language OUT RESULTS`, with OUT the directory of the comparison. RESULTS gets a file for each
 run (`curves/`, `timings/`), `summary.json` and `tables.md`; without OUT, summary and tables are made from the files
@@ -29,55 +29,55 @@ FINAL = {
     "civility": ("test_return", "rude", "judged"),
 }
 FAULT = {"arithmetic": "unfaithful among right", "civility": "rude"}
-"""What is counted among the kept and the dropped of each round's responses."""
+"""The fault that is counted among each round's kept and dropped responses."""
 STAGES = ("generation", "forward", "scoring", "optimisation")
 ROUND = ("round", "reward", "reward_kept", "reward_dropped", "kl", "length", "dropped_share", "negative_share", "mean")
 
 Runs = dict[str, dict[int, Mapping[str, Any]]]
-"""What is kept of each run: by arm, by seed."""
+"""The results of each run, by arm and seed."""
 
 
 def main(
     places: Annotated[list[Path], typer.Argument(help="[OUT] RESULTS", show_default=False)],
 ) -> None:
-    """Keep, and tabulate."""
+    """Save the results, and make the tables."""
     *comparison, results = places
     for out in comparison:
-        keep(out, results)
+        save(out, results)
     runs = read(results)
-    summary = summarised(runs)
+    summary = make_summary(runs)
     _write(results / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
     _write(results / "tables.md", tables(summary))
 
 
-def keep(out: Path, results: Path) -> None:
+def save(out: Path, results: Path) -> None:
     """Write a small file of each finished run of a comparison, and one of its seconds."""
     comparison = experiments.load_comparison(out)
     for config in comparison.configs:
         assert isinstance(config, LanguageConfig)
         run = comparison.run(config)
-        found = read_curve(config, run.path)
-        kept = {
+        curve = read_curve(config, run.path)
+        content = {
             "config": config.to_json(),
             "evaluations": run.table("evaluations").to_dict(as_series=False),
             "rounds": _rounds(run).to_dict(as_series=False),
-            "curve": {"returns": found.returns.tolist(), "standard_errors": found.standard_errors.tolist()},
+            "curve": {"returns": curve.returns.tolist(), "standard_errors": curve.standard_errors.tolist()},
         }
         timings = {"versions": dict(run.versions), "seconds": run.table("timings").to_dict(as_series=False)}
-        timings["curve"] = found.seconds.tolist()
-        for folder, content in (("curves", kept), ("timings", timings)):
+        timings["curve"] = curve.seconds.tolist()
+        for folder, values in (("curves", content), ("timings", timings)):
             path = results / folder / config.arm / f"seed_{config.seed}.json"
-            _write(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+            _write(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
 
 
 def _rounds(run: RunDirectory) -> pl.DataFrame:
-    """Return the rounds' figures, with how many responses count, and how many of these have the fault looked for."""
-    metrics, of_task = run.table("metrics"), _arithmetic if run.config["env"] == "arithmetic" else _civility
+    """Return the rounds' metrics, with the number of responses that count, and of those with the fault."""
+    metrics, judge = run.table("metrics"), _judge_sum if run.config["env"] == "arithmetic" else _judge_civility
     counts = []
     for number in run.rounds():
         row = {"round": number, "counted_kept": 0, "counted_dropped": 0, "fault_kept": 0, "fault_dropped": 0}
         for record in run.round("records", number).select("prompt", "response", "keep").iter_rows(named=True):
-            counts_here, fault = of_task(record["prompt"], record["response"])
+            counts_here, fault = judge(record["prompt"], record["response"])
             side = "kept" if record["keep"] else "dropped"
             row[f"counted_{side}"] += counts_here
             row[f"fault_{side}"] += counts_here and fault
@@ -85,30 +85,30 @@ def _rounds(run: RunDirectory) -> pl.DataFrame:
     return metrics.select(name for name in ROUND if name in metrics.columns).join(pl.DataFrame(counts), on="round")
 
 
-def _arithmetic(prompt: str, response: str) -> tuple[bool, bool]:
+def _judge_sum(prompt: str, response: str) -> tuple[bool, bool]:
     verdict = check(prompt, response)
     return verdict.right, not verdict.faithful
 
 
-def _civility(prompt: str, response: str) -> tuple[bool, bool]:
+def _judge_civility(prompt: str, response: str) -> tuple[bool, bool]:
     return True, is_rude(response)
 
 
 def read(results: Path) -> Runs:
-    """Read what `keep` wrote."""
-    found: Runs = {}
+    """Read the files that `save` wrote."""
+    runs: Runs = {}
     for path in sorted((results / "curves").glob("*/seed_*.json")):
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        curve = json.loads(path.read_text(encoding="utf-8"))
         timed = json.loads((results / "timings" / path.parent.name / path.name).read_text(encoding="utf-8"))
-        config = kept["config"]
-        found.setdefault(config["arm"], {})[config["seed"]] = {**kept, "timed": timed}
+        config = curve["config"]
+        runs.setdefault(config["arm"], {})[config["seed"]] = {**curve, "timed": timed}
     first = [STANDARD, "random"]
-    order = [*(arm for arm in first if arm in found), *(arm for arm in found if arm not in first)]
-    return {arm: found[arm] for arm in order}
+    order = [*(arm for arm in first if arm in runs), *(arm for arm in runs if arm not in first)]
+    return {arm: runs[arm] for arm in order}
 
 
-def summarised(runs: Runs) -> dict[str, Any]:
-    """Return everything that the tables show."""
+def make_summary(runs: Runs) -> dict[str, Any]:
+    """Return the figures of the tables."""
     curves = {
         arm: {
             seed: Curve(
@@ -123,9 +123,13 @@ def summarised(runs: Runs) -> dict[str, Any]:
     efficiency, task = summarise(curves, standard=STANDARD), _task(runs)
     for arm, metrics in efficiency.items():
         metrics |= {
-            name: _beside(runs, arm, lambda run, name=name: run["evaluations"][name][-1]) for name in FINAL[task]
+            name: _compare_with_standard(runs, arm, lambda run, name=name: run["evaluations"][name][-1])
+            for name in FINAL[task]
         }
-        metrics |= {f"seconds_{stage}": _beside(runs, arm, lambda run, s=stage: _seconds(run, s)) for stage in STAGES}
+        metrics |= {
+            f"seconds_{stage}": _compare_with_standard(runs, arm, lambda run, s=stage: _seconds(run, s))
+            for stage in STAGES
+        }
     return {task: efficiency, "claims": _claims(runs, curves)}
 
 
@@ -139,16 +143,15 @@ def _seconds(run: Mapping[str, Any], stage: str) -> float:
     return float("nan") if seconds is None else float(np.median(seconds))
 
 
-def _beside(runs: Runs, arm: str, value: Any) -> dict[str, Any]:
-    """Return a figure's mean over seeds, with the difference from training on everything."""
-    own = {seed: value(run) for seed, run in runs[arm].items()}
+def _compare_with_standard(runs: Runs, arm: str, value: Any) -> dict[str, Any]:
+    """Return a figure's mean over seeds, with the difference from training on all responses."""
+    values = {seed: value(run) for seed, run in runs[arm].items()}
     standard = {seed: value(run) for seed, run in runs[STANDARD].items()}
-    shared = [seed for seed in own if seed in standard]
-    found = _interval(list(own.values()))
+    shared = [seed for seed in values if seed in standard]
     return {
-        **found,
-        "per_seed": [value if np.isfinite(value) else None for value in own.values()],
-        "difference": _interval([own[s] - standard[s] for s in shared]),
+        **_interval(list(values.values())),
+        "per_seed": [value if np.isfinite(value) else None for value in values.values()],
+        "difference": _interval([values[s] - standard[s] for s in shared]),
     }
 
 
@@ -162,7 +165,7 @@ def _interval(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _claims(runs: Runs, curves: Mapping[str, Mapping[int, Curve]]) -> dict[str, Any]:
-    """Return the figures that the papers' claims stand or fall by."""
+    """Return the figures that decide the papers' claims."""
 
     def between(one: str, other: str, value: Any) -> dict[str, float | None]:
         shared = sorted(runs[one].keys() & runs[other].keys())
@@ -177,35 +180,35 @@ def _claims(runs: Runs, curves: Mapping[str, Mapping[int, Curve]]) -> dict[str, 
 
     fault = FAULT[_task(runs)]
     scored = [arm for arm in runs if arm not in (STANDARD, "random")]
-    found: dict[str, Any] = {}
+    claims: dict[str, Any] = {}
     for name, one, other in (
         ("weights", "ippo", "ippo-unweighted"),
         ("sequence or token", "iif-sequence", "iif-token"),
         *((f"{arm} beside random", arm, "random") for arm in scored),
     ):
         if one in runs and other in runs:
-            found[name] = {"final": between(one, other, final), "mean": between(one, other, mean)}
+            claims[name] = {"final": between(one, other, final), "mean": between(one, other, mean)}
     for arm in scored:
         of_arm = runs[arm].values()
-        found[f"{arm}: kept share, last quarter less first"] = _interval([_fall(run) for run in of_arm])
-        found[f"{arm}: kept share"] = _interval([1 - float(np.mean(run["rounds"]["dropped_share"])) for run in of_arm])
+        claims[f"{arm}: kept share, last quarter less first"] = _interval([_fall(run) for run in of_arm])
+        claims[f"{arm}: kept share"] = _interval([1 - float(np.mean(run["rounds"]["dropped_share"])) for run in of_arm])
         for side in ("kept", "dropped"):
-            found[f"{arm}: {fault}, {side}"] = _interval([_faulty(run, side) for run in of_arm])
-        apart = [_faulty(run, "dropped") - _faulty(run, "kept") for run in of_arm]
-        found[f"{arm}: {fault}, dropped less kept"] = _interval(apart)
+            claims[f"{arm}: {fault}, {side}"] = _interval([_faulty(run, side) for run in of_arm])
+        differences = [_faulty(run, "dropped") - _faulty(run, "kept") for run in of_arm]
+        claims[f"{arm}: {fault}, dropped less kept"] = _interval(differences)
         shares = [
             _seconds(run, "optimisation") / _seconds(runs[STANDARD][seed], "optimisation")
             for seed, run in runs[arm].items()
             if seed in runs[STANDARD]
         ]
-        found[f"{arm}: optimisation time, share of none's"] = _interval(shares)
+        claims[f"{arm}: optimisation time, share of none's"] = _interval(shares)
         scoring = [
             _seconds(run, "scoring") / _seconds(runs[STANDARD][seed], "optimisation")
             for seed, run in runs[arm].items()
             if seed in runs[STANDARD]
         ]
-        found[f"{arm}: scoring time, share of none's optimisation"] = _interval(scoring)
-    return found
+        claims[f"{arm}: scoring time, share of none's optimisation"] = _interval(scoring)
+    return claims
 
 
 def _fall(run: Mapping[str, Any]) -> float:
@@ -256,14 +259,14 @@ def tables(summary: Mapping[str, Any]) -> str:
             ],
             False,
         ),
-        "One arm less another, test return": [*_headed("after the last round", "mean over rounds"), *pairs],
-        "Claims": [*_headed(""), *claims],
+        "One arm less another, test return": [*_make_header("after the last round", "mean over rounds"), *pairs],
+        "Claims": [*_make_header(""), *claims],
     }
     head = "# Tables\n\nBy `python -m benchmarks.language`; [README.md](README.md) says what they hold.\n\n"
     return head + "\n\n".join("\n".join([f"## {title}\n", *lines]) for title, lines in sections.items()) + "\n"
 
 
-def _headed(*headings: str) -> list[str]:
+def _make_header(*headings: str) -> list[str]:
     return [f"| | {' | '.join(headings)} |", f"| --- |{' --- |' * len(headings)}"]
 
 

@@ -1,4 +1,4 @@
-"""What scoring responses costs beside optimising on them, with a LoRA adapter, in one run for each size of minibatch.
+"""The time of scoring responses compared with that of optimising on them, with a LoRA adapter, by minibatch size.
 
 Run: `python -m benchmarks.language_scoring`. The laboratory's model, an adapter of rank 16 on every linear layer, 256
 responses a round, 4 epochs; scores are of `SequenceReturn` over the batch. One torch thread; process CPU seconds. LDA's
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from whence import NonPositive
+from whence import KeepAll, NonPositive
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.tasks import load_task
 from whence.experiments.llm.training import make_trainer
@@ -23,8 +23,8 @@ from whence.runs import RunDirectory
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Rounds of each run; the first one is left out.")] = 5,
-    size: Annotated[str, typer.Option(help="Of the laboratory.")] = "small",
+    rounds: Annotated[int, typer.Option(help="Rounds of each run; the first is not counted.")] = 5,
+    size: Annotated[str, typer.Option(help="Size of the laboratory.")] = "small",
     batches: Annotated[str, typer.Option(help="Sizes of minibatches.")] = "1,16,64,256",
     batch_size: Annotated[int, typer.Option(help="Responses a round.")] = 256,
 ) -> None:
@@ -36,26 +36,24 @@ def main(
             ppo = {"rounds": rounds, "mini_batch_size": minibatch, "batch_size": batch_size, "ppo_epochs": 4}
             config = LanguageConfig("iif-sequence", 0, size=size, lora=16, settings={**ppo, "eval_every": 0})
             trainer = make_trainer(config, load_task(config), Path(folder) / "run")
-            trainer.rule = ScoredAndKept()
+            trainer.rule = ScoreAndKeepAll()
             trainer.train()
             seconds = RunDirectory.open(Path(folder) / "run").table("timings")[1:]
         shares = (seconds["scoring_cpu"] / seconds["optimisation_cpu"]).to_list()
-        cells = [_stated(seconds[f"{stage}_cpu"].to_list(), "{:.3g}") for stage in ("optimisation", "scoring")]
-        table.add_row(str(minibatch), *cells, _stated(shares, "{:.1%}"))
+        cells = [_format_cell(seconds[f"{stage}_cpu"].to_list(), "{:.3g}") for stage in ("optimisation", "scoring")]
+        table.add_row(str(minibatch), *cells, _format_cell(shares, "{:.1%}"))
     Console().print(table)
 
 
-class ScoredAndKept(NonPositive):
-    """Score every response and drop none, so that optimisation is on all of them."""
+class ScoreAndKeepAll(NonPositive):
+    """Score every response and drop none."""
 
     def select(self, records, influence, progress):
         """Keep all."""
-        from whence import KeepAll
-
         return KeepAll().select(records)
 
 
-def _stated(values: list[float], form: str) -> str:
+def _format_cell(values: list[float], form: str) -> str:
     middle, low, high = (form.format(value) for value in (statistics.median(values), min(values), max(values)))
     return f"{middle} [{low}, {high}]"
 

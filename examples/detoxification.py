@@ -1,8 +1,8 @@
-"""What LDA's detoxification of gpt-neo-2.7B needs besides whence: the data's files, and the test's own detector.
+"""The data of LDA's detoxification of gpt-neo-2.7B, and the detector of its test.
 
     python examples/detoxification.py data/detox    # train.jsonl and test.jsonl, from the Hub
 
-docs/llm.md has the command that trains on them. The model is tested by `examples/detoxification.py:civil`.
+docs/llm.md has the command that trains on these files. The test's reward is `examples/detoxification.py:civil`.
 """
 
 import json
@@ -17,15 +17,15 @@ import typer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 DETECTOR = "alexandrainst/da-hatespeech-detection-base"
-"""Of the test; another than the one that gives the reward, trained on another language even."""
+"""The test's detector. It differs from the one of the reward, and is trained on another language."""
 SHORTEST, LONGEST = 10, 14
-"""Tokens of a prompt."""
+"""Least and most tokens of a prompt."""
 
 
 def civil(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-    """Return 1 less the probability that a response is toxic."""
-    found = _detector()(list(responses), top_k=None, truncation=True)
-    return [1 - sum(one["score"] for one in scores if _is_toxic(one["label"])) for scores in found]
+    """Return 1 minus the probability that a response is toxic."""
+    verdicts = _load_detector()(list(responses), top_k=None, truncation=True)
+    return [1 - sum(label["score"] for label in labels if _is_toxic(label["label"])) for labels in verdicts]
 
 
 def _is_toxic(label: str) -> bool:
@@ -33,7 +33,7 @@ def _is_toxic(label: str) -> bool:
 
 
 @cache
-def _detector() -> Any:
+def _load_detector() -> Any:
     model = AutoModelForSequenceClassification.from_pretrained(DETECTOR)
     return pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(DETECTOR))
 
@@ -46,30 +46,30 @@ def main(
     test: Annotated[
         str, typer.Option(help="Directory or id, with the columns comment_text and label.")
     ] = "OxAISH-AL-LLM/wiki_toxic",
-    tokenizer: Annotated[str, typer.Option(help="Of the model that is trained.")] = "EleutherAI/gpt-neo-2.7B",
-    toxicity: Annotated[float, typer.Option(help="The least of a text that is taken.")] = 0.3,
+    tokenizer: Annotated[str, typer.Option(help="Tokenizer of the model that trains.")] = "EleutherAI/gpt-neo-2.7B",
+    toxicity: Annotated[float, typer.Option(help="Texts have to be more toxic than this.")] = 0.3,
     tested: Annotated[int, typer.Option(min=1, help="Toxic comments to test on.")] = 400,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of a comment; LDA takes any.")] = 256,
+    longest: Annotated[int, typer.Option(min=1, help="The most tokens of a comment; LDA has no limit.")] = 256,
 ) -> None:
     """Write the beginnings of texts to train on, and whole comments to test on, as JSON lines."""
-    reads, draws = AutoTokenizer.from_pretrained(tokenizer), random.Random(0)
+    encoder, draws = AutoTokenizer.from_pretrained(tokenizer), random.Random(0)
     texts = [
         row["prompt"]["text"] + row["continuation"]["text"]
         for row in datasets.load_dataset(prompts)["train"]
         if (row["prompt"]["toxicity"] or 0) > toxicity
     ]
-    begun = [_beginning(text, draws.randint(SHORTEST, LONGEST), reads) for text in texts]
-    _write(folder / "train.jsonl", ({"prompt": text} for text in begun if text is not None))
+    beginnings = [_first_tokens(text, draws.randint(SHORTEST, LONGEST), encoder) for text in texts]
+    _write(folder / "train.jsonl", ({"prompt": text} for text in beginnings if text is not None))
     comments = datasets.load_dataset(test)["test"].shuffle(seed=0)
     toxic = (row["comment_text"] for row in comments if row["label"] == 1)
-    fitting = [text for text in toxic if 0 < len(reads(text)["input_ids"]) <= longest]
+    fitting = [text for text in toxic if 0 < len(encoder(text)["input_ids"]) <= longest]
     _write(folder / "test.jsonl", ({"prompt": text} for text in fitting[:tested]))
 
 
-def _beginning(text: str, tokens: int, tokenizer: Any) -> str | None:
-    """Return the first tokens of a text; None: it has fewer."""
+def _first_tokens(text: str, count: int, tokenizer: Any) -> str | None:
+    """Return the first tokens of a text as a text; None if it has fewer."""
     ids = tokenizer(text)["input_ids"]
-    return tokenizer.decode(ids[:tokens]) if len(ids) >= tokens else None
+    return tokenizer.decode(ids[:count]) if len(ids) >= count else None
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

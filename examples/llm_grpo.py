@@ -3,7 +3,7 @@
     python examples/llm_grpo.py                 # a small model that gets sums wrong by habit
     python examples/llm_grpo.py --no-selection  # TRL's own training, to the bit
 
-The laboratory stands for what is yours: a directory or id of a model, prompts and a reward.
+Replace the laboratory by your own model (a directory or id), prompts and reward.
 """
 
 from typing import Annotated
@@ -19,16 +19,16 @@ from whence.llm.trl import InfluenceGRPOTrainer
 
 
 def main(
-    selection: Annotated[bool, typer.Option(help="Drop what scores 0 or less, or train on all.")] = True,
+    selection: Annotated[bool, typer.Option(help="Drop completions that score 0 or less, or train on all.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Generation batches to train on.")] = 10,
-    size: Annotated[str, typer.Option(help="Of the laboratory: small, or tiny for a look.")] = "small",
+    size: Annotated[str, typer.Option(help="Size of the laboratory: small, or tiny for a quick try.")] = "small",
     output: Annotated[str, typer.Option(help="TRL's output_dir.")] = "runs/llm_grpo",
 ) -> None:
-    """Train, and tell how many answers are right before and after."""
+    """Train, and print how many answers are right before and after."""
     lab = arithmetic(size=size)
     model = AutoModelForCausalLM.from_pretrained(lab.model_path)
     tokenizer = AutoTokenizer.from_pretrained(lab.model_path)
-    steps = 4  # of the optimiser on each generation batch
+    steps = 4  # optimiser steps on each generation batch
     config = GRPOConfig(
         output,
         max_steps=rounds * steps,
@@ -39,7 +39,7 @@ def main(
         max_completion_length=lab.max_new_tokens,
         learning_rate=1e-4,
         lr_scheduler_type="constant",
-        beta=0.0,  # the model is to leave its habit
+        beta=0.0,  # the model has to unlearn its habit
         logging_steps=steps,
         save_strategy="no",
         report_to=[],

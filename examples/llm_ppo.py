@@ -2,9 +2,9 @@
 
     python examples/llm_ppo.py                       # a small model that gets sums wrong by habit
     python examples/llm_ppo.py --rule none           # the same, trained on every response
-    python examples/llm_ppo.py --rule ippo --lora 8  # scored by trusted demonstrations; trains an adapter alone
+    python examples/llm_ppo.py --rule ippo --lora 8  # scores by trusted demonstrations; trains an adapter
 
-The laboratory stands for what is yours: a directory or id of a model, prompts, a reward and, for I-PPO, demonstrations.
+Replace the laboratory by your own model (a directory or id), prompts, reward and, for I-PPO, demonstrations.
 """
 
 from typing import Annotated
@@ -18,17 +18,17 @@ from whence.llm import PPOConfig, PPOTrainer, SequenceReturn, ValidationLoss
 from whence.llm.lab import arithmetic, evaluate
 
 RULES = {"none": None, "iif": NonPositive(), "ippo": IPPO()}
-"""What trains: every response; those that score above 0; the same, weighed by their scores."""
+"""Train on every response; on those that score above 0; on the same, weighted by their scores."""
 
 
 def main(
     rule: Annotated[str, typer.Option(help=f"{', '.join(RULES)}.")] = "iif",
     rounds: Annotated[int, typer.Option(min=1, help="Rollouts to train on.")] = 20,
-    size: Annotated[str, typer.Option(help="Of the laboratory: small, or tiny for a look.")] = "small",
+    size: Annotated[str, typer.Option(help="Size of the laboratory: small, or tiny for a quick try.")] = "small",
     lora: Annotated[int, typer.Option(min=0, help="Rank of an adapter to train; 0: the whole model trains.")] = 0,
     output: Annotated[str, typer.Option(help="The run's directory, for `whence report`.")] = "runs/llm_ppo",
 ) -> None:
-    """Train, and tell how many answers are right before and after."""
+    """Train, and print how many answers are right before and after."""
     if rule not in RULES:
         raise typer.BadParameter(f"{rule} is unknown; take one of {', '.join(RULES)}.")
     lab = arithmetic(size=size)
@@ -43,7 +43,7 @@ def main(
         mini_batch_size=64 if size == "small" else 16,
         learning_rate=1e-3 if lora else 5e-5,
         value_learning_rate=1e-2,
-        init_kl_coef=0.0,  # the model is to leave its habit
+        init_kl_coef=0.0,  # the model has to unlearn its habit
         adap_kl_ctrl=False,
         max_new_tokens=lab.max_new_tokens,
         generation_batch_size=256,

@@ -1,4 +1,4 @@
-"""What every process of `accelerate launch` runs for test_llm_processes.py; the first writes down what came of it."""
+"""The script that test_llm_processes.py runs in two processes; the first process writes the results."""
 
 import json
 import os
@@ -9,10 +9,11 @@ import datasets
 import torch
 from safetensors.torch import save_file
 
-from test_llm_trainer import PROMPTS, model_of, state, tokenizer_of, trainer_of, vowels
+import trl_processes
+from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
 from whence import IPPO, NonPositive
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
-from whence.llm.targets import _log_probs
+from whence.llm.targets import compute_log_probs
 
 DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
 
@@ -22,12 +23,12 @@ def with_column(texts):
 
 
 def summed_by_hand(view, params, records):
-    return (_log_probs(view, params, records).log_prob.sum(dim=1) * records.advantages).mean()
+    return (compute_log_probs(view, params, records).log_prob.sum(dim=1) * records.advantages).mean()
 
 
-def target_of(name):
+def make_target(name):
     if name == "validation":
-        return ValidationLoss.of(DEMONSTRATIONS, tokenizer_of(), batch_size=2)
+        return ValidationLoss.of(DEMONSTRATIONS, make_tokenizer(), batch_size=2)
     return {"sequence": SequenceReturn(), "token": TokenReturn(), "held out": TokenReturn(batch_size=2)}.get(
         name, summed_by_hand
     )
@@ -37,47 +38,48 @@ TARGETS = ("sequence", "token", "validation", "held out", "function")
 
 
 def by_the_column(prompts, responses, text):
-    """A reward that a process gets wrong where it is handed the columns of others' prompts."""
-    return [value + 0.1 * (ord(asked[0]) - 97) for value, asked in zip(vowels(prompts, responses), text, strict=True)]
+    """A reward that is wrong in a process that gets the columns of other prompts."""
+    return [value + 0.1 * (ord(own[0]) - 97) for value, own in zip(vowels(prompts, responses), text, strict=True)]
 
 
-def trained(folder, target, processes, **more):
-    """Train on responses that no draw decides, with as many rows a step whatever the number of processes."""
-    told = []
+def train(folder, target, processes, **more):
+    """Train on greedy responses, with as many rows per step for any number of processes."""
+    rounds = []
     held_out = ["ba", "jj", "e"] if target == "held out" else None
     settings = {"batch_size": 7, "mini_batch_size": 4 // processes, "top_k": 1, "max_grad_norm": 0.5} | more
-    model = model_of(seed=int(os.environ.get("RANK", 0)))  # the first one's is to be everyone's
-    trainer = trainer_of(
-        *(folder, IPPO() if target == "validation" else NonPositive()),
+    model = make_model(seed=int(os.environ.get("RANK", 0)))  # every process has to get the first one's
+    trainer = make_trainer(
+        folder,
+        IPPO() if target == "validation" else NonPositive(),
         model=model,
-        target=target_of(target),
+        target=make_target(target),
         reward=by_the_column,
         prompts=with_column(PROMPTS),
         held_out=held_out and with_column(held_out),
-        on_rollout=lambda rollout, influence, selection, row: told.append(
+        on_rollout=lambda rollout, influence, selection, row: rounds.append(
             {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["train/value_loss"]}
         ),
         **settings,
     )
     trainer.train()
-    return trainer, told
+    return trainer, rounds
 
 
 def main(folder):
     first = os.environ["RANK"] == "0"
     for target in TARGETS:
-        trainer, told = trained(folder / target, target, 2)
-        every = [trainer.accelerator.gather(tensor.reshape(1, -1)) for tensor in trainer.model.state_dict().values()]
-        alike = all(torch.equal(one, other) for one, other in every)
+        trainer, rounds = train(folder / target, target, 2)
+        copies = [trainer.accelerator.gather(tensor.reshape(1, -1)) for tensor in trainer.model.state_dict().values()]
+        alike = all(torch.equal(one, other) for one, other in copies)
         if first:
-            save_file({k: v.contiguous() for k, v in state(trainer).items()}, folder / f"{target}.safetensors")
-            (folder / f"{target}.json").write_text(json.dumps({"rounds": told, "alike": alike}))
+            save_file({k: v.contiguous() for k, v in copy_state(trainer).items()}, folder / f"{target}.safetensors")
+            (folder / f"{target}.json").write_text(json.dumps({"rounds": rounds, "alike": alike}))
     ends = []
     for name, parts in (("whole", (3,)), ("broken", (2, 3))):
         for rounds in parts:
-            trainer = trainer_of(folder / name, NonPositive(), rounds=rounds, save_every=1, mini_batch_size=2)
+            trainer = make_trainer(folder / name, NonPositive(), rounds=rounds, save_every=1, mini_batch_size=2)
             trainer.train(resume=True)
-        ends.append(state(trainer))
+        ends.append(copy_state(trainer))
     if first:
         same = all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
         texts = trainer._run.round("records", 3)["response"].to_list()
@@ -86,3 +88,4 @@ def main(folder):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    trl_processes.main(Path(sys.argv[1]))

@@ -39,7 +39,7 @@ def test_moods_decide_how_much_is_rude():
     for mood, share in phrases.MOODS.items():
         text = f"the {mood} clerk says to the guest about the bill :"
         assert phrases.mood_of(text) == mood
-        rude = sum(phrases.is_rude(phrases.said(text, generator)) for _ in range(2000)) / 2000
+        rude = sum(phrases.is_rude(phrases.draw_reply(text, generator)) for _ in range(2000)) / 2000
         assert rude == pytest.approx(1 - (1 - share) ** 2, abs=0.04)
     with pytest.raises(WhenceError, match="no prompt of the civility laboratory"):
         phrases.mood_of("7+8?")
@@ -47,11 +47,15 @@ def test_moods_decide_how_much_is_rude():
 
 def test_labels_say_whether_there_is_a_rude_sentence():
     for collection in (phrases.REWARDED, phrases.JUDGED):
-        texts, labels = phrases.labelled(500, random.Random(1), collection)
+        texts, labels = phrases.draw_labelled(500, random.Random(1), collection)
         assert [int(phrases.is_rude(text)) for text in texts] == labels
         assert 0.4 < sum(labels) / 500 < 0.6
-    seen = {word for text in phrases.labelled(2000, random.Random(1), phrases.REWARDED)[0] for word in text.split()}
-    judged = {word for text in phrases.labelled(2000, random.Random(1), phrases.JUDGED)[0] for word in text.split()}
+    seen = {
+        word for text in phrases.draw_labelled(2000, random.Random(1), phrases.REWARDED)[0] for word in text.split()
+    }
+    judged = {
+        word for text in phrases.draw_labelled(2000, random.Random(1), phrases.JUDGED)[0] for word in text.split()
+    }
     assert "parrot" in judged - seen
     assert "liar" in seen - judged
     with pytest.raises(WhenceError, match="places from 0 to 5"):
@@ -61,8 +65,8 @@ def test_labels_say_whether_there_is_a_rude_sentence():
 def test_every_word_has_a_token_and_every_text_fits(tokenizer):
     generator = random.Random(2)
     for _ in range(500):
-        text = phrases.prompt(generator)
-        spoken = phrases.said(text, generator)
+        text = phrases.draw_prompt(generator)
+        spoken = phrases.draw_reply(text, generator)
         ids = tokenizer(f"{text} {spoken}")["input_ids"]
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids) == f"{text} {spoken}"
@@ -76,7 +80,7 @@ def test_the_model_speaks_and_the_classifiers_tell(lab, model, tokenizer):
     assert found["rude"] == sum(map(phrases.is_rude, texts)) / len(texts)
     for path, collection in ((lab.reward_path, phrases.REWARDED), (lab.judge_path, phrases.JUDGED)):
         tell = classifier(AutoModelForSequenceClassification.from_pretrained(path), tokenizer, label="toxic")
-        held_out, labels = phrases.labelled(200, random.Random(9), collection)
+        held_out, labels = phrases.draw_labelled(200, random.Random(9), collection)
         logits = torch.tensor(tell([""] * 200, held_out))
         rude = torch.tensor(labels, dtype=torch.bool)
         assert float(logits[rude].mean() - logits[~rude].mean()) > 0.5

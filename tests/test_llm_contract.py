@@ -10,7 +10,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
-from test_llm_groups import GROUPS, trainer_of
+from test_llm_trl import TRAINERS, make_trainer
 from whence import NonPositive
 from whence.llm import trl, trl_settings
 
@@ -35,18 +35,18 @@ def test_every_loss_type_is_known():
     assert named == {*trl_settings.ROW_LOSSES, *trl_settings.TOKEN_LOSSES}
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_the_batch_that_is_edited(kind, tmp_path, monkeypatch):
     seen = []
-    made = GROUPS[kind][1]._generate_and_score_completions
+    made = TRAINERS[kind][1]._generate_and_score_completions
 
     def noting(self, inputs):
         found = made(self, inputs)
         seen.append((self, found))
         return found
 
-    monkeypatch.setattr(GROUPS[kind][1], "_generate_and_score_completions", noting)
-    trainer = trainer_of(kind, tmp_path, NonPositive())
+    monkeypatch.setattr(TRAINERS[kind][1], "_generate_and_score_completions", noting)
+    trainer = make_trainer(kind, tmp_path, NonPositive())
     trainer.train()
     (_, batch) = seen[0]
     assert batch.keys() >= HELD | ({"num_items_in_batch"} if kind == "grpo" else {"old_logps"})

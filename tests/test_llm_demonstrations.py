@@ -3,25 +3,25 @@
 import pytest
 import torch
 
-from test_llm_trainer import model_of, tokenizer_of
+from test_llm_trainer import make_model, make_tokenizer
 from whence.errors import InvalidRecords, WhenceError
 from whence.llm import ValidationLoss, language_view
-from whence.llm.demonstrations import encoded
+from whence.llm.demonstrations import encode_demonstrations
 
 ROWS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "cde", "completion": "a"}]
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}j{% endif %}"
 
 
 def test_prompts_stand_left_and_responses_right():
-    ids, attended, mask = encoded(ROWS, tokenizer_of())
+    ids, attended, mask = encode_demonstrations(ROWS, make_tokenizer())
     assert ids.tolist() == [[0, 2, 3, 4, 4, 1], [4, 5, 6, 2, 1, 0]]
     assert attended.tolist() == [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]
     assert mask.tolist() == [[True, True, True], [True, True, False]]
 
 
 def test_the_target_is_minus_the_loss_of_supervised_training():
-    model = model_of().eval()
-    target = ValidationLoss.of(ROWS, tokenizer_of(), batch_size=1)
+    model = make_model().eval()
+    target = ValidationLoss.of(ROWS, make_tokenizer(), batch_size=1)
     view = language_view(model)
     total, tokens = 0.0, 0
     for prompt, response in (([2, 3], [4, 4, 1]), ([4, 5, 6], [2, 1])):
@@ -35,27 +35,27 @@ def test_the_target_is_minus_the_loss_of_supervised_training():
 
 
 def test_a_chat_goes_through_its_template():
-    tokenizer = tokenizer_of()
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
     row = {"prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "jcc"}]}
-    ids, _, mask = encoded([row], tokenizer)
+    ids, _, mask = encode_demonstrations([row], tokenizer)
     assert ids.tolist() == [[2, 3, 11, 4, 4]]
     assert mask.tolist() == [[True, True]]
     row["completion"][0]["content"] = "cc"
     with pytest.raises(WhenceError, match="does not begin with its prompt"):
-        encoded([row], tokenizer)
+        encode_demonstrations([row], tokenizer)
 
 
 def test_what_is_cut_off_counts_for_nothing(caplog):
-    _, _, mask = encoded(ROWS, tokenizer_of(), max_length=3)
+    _, _, mask = encode_demonstrations(ROWS, make_tokenizer(), max_length=3)
     assert mask.tolist() == [[True], [False]]
     assert "1 of 2 demonstrations have no response token" in caplog.text
     with pytest.raises(InvalidRecords, match="response_mask is False at all tokens of the 2 demonstrations"):
-        ValidationLoss.of(ROWS, tokenizer_of(), max_length=2)
+        ValidationLoss.of(ROWS, make_tokenizer(), max_length=2)
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([], "no demonstrations"),
         ([{"prompt": "a", "answer": "b"}], "holds prompt, answer; the columns 'prompt' and 'completion'"),
@@ -63,11 +63,11 @@ def test_what_is_cut_off_counts_for_nothing(caplog):
         ([{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}], "a text and a chat"),
     ],
 )
-def test_other_data_sets_are_refused(rows, said):
-    with pytest.raises(WhenceError, match=said):
-        encoded(rows, tokenizer_of())
+def test_other_data_sets_are_refused(rows, message):
+    with pytest.raises(WhenceError, match=message):
+        encode_demonstrations(rows, make_tokenizer())
 
 
 def test_a_tokenizer_without_a_pad_token_is_refused():
     with pytest.raises(WhenceError, match="no pad token"):
-        encoded(ROWS, tokenizer_of(pad=False))
+        encode_demonstrations(ROWS, make_tokenizer(pad=False))

@@ -1,31 +1,30 @@
-"""What passes take, told without weights, is what they take."""
+"""What passes take, measured without weights, is what they take."""
+
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from test_llm_trainer import model_of, trainer_of, vowels
+from test_llm_trainer import make_model, make_trainer, optimise_on, score_rows, vowels
 from whence.engines.memory import measure_bytes
 from whence.errors import Unsupported
 from whence.experiments import LanguageConfig
 from whence.experiments.llm.estimate import estimate_run
 from whence.llm import SequenceReturn, ValidationLoss
 from whence.llm.footprint import (
-    Rows,
-    _without_numbers,
+    BatchShape,
+    _fake_tensors,
     count_bytes,
-    generating_pass,
-    reading_pass,
-    training_pass,
-    without_weights,
+    measure_generating_pass,
+    measure_reading_pass,
+    measure_training_pass,
+    skip_weights,
 )
-from whence.llm.generation import generate, tokenized
+from whence.llm.generation import generate, tokenize_prompts
 from whence.llm.model import WithValueHead
-from whence.llm.rollout import evaluated, rolled_out
-from whence.llm.scoring import score
-from whence.llm.steps import optimise
-from whence.selection import KeepAll
+from whence.llm.rollout import evaluate_responses, make_rollout
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
 PROMPT = "abcde"
@@ -36,62 +35,65 @@ def adapted(model):
 
 
 def imagined(lora=False):
-    with without_weights():
-        model = AutoModelForCausalLM.from_config(model_of(**SHAPE).config)
+    with skip_weights():
+        model = AutoModelForCausalLM.from_config(make_model(**SHAPE).config)
         return adapted(model) if lora else model
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The laboratory is made once for all of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_pass_holds_what_it_was_said_to(tmp_path, lora):
-    model = adapted(model_of(**SHAPE)) if lora else model_of(**SHAPE)
+    model = adapted(make_model(**SHAPE)) if lora else make_model(**SHAPE)
     settings = {"batch_size": 64, "mini_batch_size": 16, "ppo_epochs": 1, "rounds": 1, "generation_batch_size": 64}
-    trainer = trainer_of(tmp_path, model=model, **settings)
+    trainer = make_trainer(tmp_path, model=model, **settings)
     config, language_model = trainer.config, trainer.model.language_model
-    prompts = tokenized(trainer.tokenizer, [PROMPT] * 64, config, 32)
+    prompts = tokenize_prompts(trainer.tokenizer, [PROMPT] * 64, config, 32)
     responses = generate(language_model, trainer.tokenizer, prompts, config)
-    rows = rolled_out(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
-    everything, generator = KeepAll().select(rows), torch.Generator().manual_seed(0)
-    step = (trainer.model, trainer.optimizer, rows, everything, config, generator, trainer.accelerator)
-    optimise(*step, trainer.processes)  # the first one makes Adam's state, which is told apart
+    rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
+    generator = torch.Generator().manual_seed(0)
+    optimise_on(trainer, rows, generator)  # the first one makes Adam's state, which is counted apart
     own = imagined(lora)
-    with without_weights():
+    with skip_weights():
         whole = WithValueHead(own)
     response = responses.response_mask.shape[1]
 
-    trained = training_pass(whole, Rows(16, len(PROMPT), response)).held
-    assert trained == pytest.approx(max(measure_bytes(lambda: optimise(*step, trainer.processes))), rel=0.04)
-    read = reading_pass(whole, Rows(64, len(PROMPT), response)).held
-    assert read == pytest.approx(max(measure_bytes(lambda: evaluated(trainer.model, responses, config))), rel=0.04)
-    drawn = generating_pass(own, Rows(64, len(PROMPT), response)).held
+    trained = measure_training_pass(whole, BatchShape(16, len(PROMPT), response)).bytes
+    assert trained == pytest.approx(max(measure_bytes(lambda: optimise_on(trainer, rows, generator))), rel=0.04)
+    read = measure_reading_pass(whole, BatchShape(64, len(PROMPT), response)).bytes
+    assert read == pytest.approx(
+        max(measure_bytes(lambda: evaluate_responses(trainer.model, responses, config))), rel=0.04
+    )
+    drawn = measure_generating_pass(own, BatchShape(64, len(PROMPT), response)).bytes
     held = max(measure_bytes(lambda: generate(language_model, trainer.tokenizer, prompts, config)))
     assert held <= drawn <= 1.4 * held  # prompts are read and responses kept, but not at the same time
 
 
-@pytest.mark.parametrize("target", ["sequence", "validation"])
-def test_scoring_in_parts_holds_a_pass_and_the_targets_gradient(tmp_path, target):
-    trainer = trainer_of(tmp_path, model=model_of(**SHAPE), batch_size=64, mini_batch_size=8, rounds=1)
+@pytest.mark.parametrize("kind", ["sequence", "validation"])
+def test_scoring_in_parts_holds_a_pass_and_the_targets_gradient(tmp_path, kind):
+    trainer = make_trainer(tmp_path, model=make_model(**SHAPE), batch_size=64, mini_batch_size=8, rounds=1)
     config = trainer.config
-    prompts = tokenized(trainer.tokenizer, [PROMPT] * 64, config, 32)
+    prompts = tokenize_prompts(trainer.tokenizer, [PROMPT] * 64, config, 32)
     responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, config)
-    rows = rolled_out(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
-    how = SequenceReturn()
-    if target == "validation":
-        how = ValidationLoss.of([{"prompt": PROMPT, "completion": "cdcd"}] * 40, trainer.tokenizer)
-    asked = (trainer.model, rows, how, trainer.objective, 1.0, "ghost", None, config.mini_batch_size, trainer.processes)
-    score(*asked)
-    held = max(measure_bytes(lambda: score(*asked)))
-    with without_weights():
+    rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
+    target = SequenceReturn()
+    if kind == "validation":
+        target = ValidationLoss.of([{"prompt": PROMPT, "completion": "cdcd"}] * 40, trainer.tokenizer)
+    score_rows(trainer, rows, target)
+    held = max(measure_bytes(lambda: score_rows(trainer, rows, target)))
+    with skip_weights():
         whole = WithValueHead(imagined())
     response = responses.response_mask.shape[1]
     gradients = count_bytes(whole, trained=True)
-    told = training_pass(whole, Rows(8, len(PROMPT), response)).held + gradients
-    if target == "validation":  # sixteen at a time, beside the gradient so far
-        told = max(told, training_pass(whole, Rows(16, len(PROMPT), 5)).held + gradients)
+    told = measure_training_pass(whole, BatchShape(8, len(PROMPT), response)).bytes + gradients
+    if kind == "validation":  # sixteen at a time, beside the gradient so far
+        told = max(told, measure_training_pass(whole, BatchShape(16, len(PROMPT), 5)).bytes + gradients)
     assert held <= 1.02 * told
     assert held > 0.8 * told
 
@@ -100,19 +102,18 @@ def test_a_step_of_several_passes_holds_gradients_from_the_first_on(tmp_path, ca
     settings = {"batch_size": 32, "mini_batch_size": 4, "ppo_epochs": 1, "rounds": 1}
     held = {}
     for passes in (1, 4):
-        trainer = trainer_of(
-            tmp_path / str(passes), model=model_of(**SHAPE), gradient_accumulation_steps=passes, **settings
+        trainer = make_trainer(
+            tmp_path / str(passes), model=make_model(**SHAPE), gradient_accumulation_steps=passes, **settings
         )
-        prompts = tokenized(trainer.tokenizer, [PROMPT] * 32, trainer.config, 32)
+        prompts = tokenize_prompts(trainer.tokenizer, [PROMPT] * 32, trainer.config, 32)
         responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, trainer.config)
-        rows = rolled_out(trainer.model, trainer.reference, responses, vowels, 0.1, trainer.config).rows
+        rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, trainer.config).rows
         generator = torch.Generator().manual_seed(0)
-        step = (trainer.model, trainer.optimizer, rows, KeepAll().select(rows), trainer.config, generator)
-        optimise(*step, trainer.accelerator, trainer.processes)
-        held[passes] = max(measure_bytes(lambda step=step, t=trainer: optimise(*step, t.accelerator, t.processes)))
-    with without_weights():
+        optimise_on(trainer, rows, generator)
+        held[passes] = max(measure_bytes(partial(optimise_on, trainer, rows, generator)))
+    with skip_weights():
         whole = WithValueHead(imagined())
-    told = training_pass(whole, Rows(4, len(PROMPT), responses.response_mask.shape[1])).held
+    told = measure_training_pass(whole, BatchShape(4, len(PROMPT), responses.response_mask.shape[1])).bytes
     assert held[1] == pytest.approx(told, rel=0.1)
     assert held[4] == pytest.approx(told + count_bytes(whole, trained=True), rel=0.1)
     of = {
@@ -124,45 +125,48 @@ def test_a_step_of_several_passes_holds_gradients_from_the_first_on(tmp_path, ca
 
 
 def test_operations_by_hand():
-    own, rows = imagined(), Rows(4, 5, 7)
+    own, rows = imagined(), BatchShape(4, 5, 7)
     tokens, width, wide = 12, 64, 160
     keys = width // own.config.num_attention_heads * own.config.num_key_value_heads
     layers = 3 * 2 * tokens * (2 * width * width + 2 * width * keys + 3 * width * wide)
     logits = 2 * (7 + 1) * width * own.config.vocab_size
     # Some releases also turn positions by a product, once for all rows.
-    assert reading_pass(own, rows).flops == pytest.approx(4 * (layers + logits), rel=2e-4)
-    assert training_pass(own, rows).flops == pytest.approx(3 * 4 * (layers + logits), rel=2e-4)
+    assert measure_reading_pass(own, rows).flops == pytest.approx(4 * (layers + logits), rel=2e-4)
+    assert measure_training_pass(own, rows).flops == pytest.approx(3 * 4 * (layers + logits), rel=2e-4)
 
 
 def test_the_model_is_left_as_it_was_made():
-    with without_weights():
+    with skip_weights():
         model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50))
         model.tie_weights()
     before = {name: (id(tensor), tensor.shape) for name, tensor in model.named_parameters()}
     assert model.lm_head.weight is model.transformer.wte.weight
-    with _without_numbers(model):
+    with _fake_tensors(model):
         assert model.lm_head.weight is model.transformer.wte.weight
         assert sum(p.numel() for p in model.parameters()) == sum(shape.numel() for _, shape in before.values())
-    training_pass(model, Rows(1, 1, 1))
+    measure_training_pass(model, BatchShape(1, 1, 1))
     assert {name: (id(tensor), tensor.shape) for name, tensor in model.named_parameters()} == before
     assert model.lm_head.weight is model.transformer.wte.weight
     assert all(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_mixed_precision_takes_less_for_activations():
-    rows = Rows(64, 5, 27)
-    single, mixed = training_pass(imagined(True), rows), training_pass(imagined(True), rows, torch.bfloat16)
-    assert 0.4 * single.held < mixed.held < 0.9 * single.held
+    rows = BatchShape(64, 5, 27)
+    single, mixed = (
+        measure_training_pass(imagined(True), rows),
+        measure_training_pass(imagined(True), rows, torch.bfloat16),
+    )
+    assert 0.4 * single.bytes < mixed.bytes < 0.9 * single.bytes
     assert mixed.flops == single.flops
 
 
 def test_activations_that_are_computed_again_are_not_held():
-    with without_weights():
-        model = AutoModelForCausalLM.from_config(model_of(**SHAPE | {"num_hidden_layers": 8}).config)
-    whole = training_pass(model, Rows(32, 5, 7))
+    with skip_weights():
+        model = AutoModelForCausalLM.from_config(make_model(**SHAPE | {"num_hidden_layers": 8}).config)
+    whole = measure_training_pass(model, BatchShape(32, 5, 7))
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    again = training_pass(model.train(), Rows(32, 5, 7))
-    assert again.held < 0.5 * whole.held
+    again = measure_training_pass(model.train(), BatchShape(32, 5, 7))
+    assert again.bytes < 0.5 * whole.bytes
     assert 1.2 * whole.flops < again.flops < 1.4 * whole.flops
 
 
@@ -175,10 +179,10 @@ def test_a_model_that_looks_at_numbers_is_named():
         def forward(self, input_ids, attention_mask, position_ids):
             return bool(self.weight.sum() > 0)
 
-    with without_weights():
+    with skip_weights():
         model = Looks()
-    with pytest.raises(Unsupported, match="What Looks takes cannot be told without its weights"):
-        reading_pass(model, Rows(1, 1, 1))
+    with pytest.raises(Unsupported, match="Looks cannot be measured without its weights"):
+        measure_reading_pass(model, BatchShape(1, 1, 1))
 
 
 def test_a_run_is_told_by_what_it_does(cache):

@@ -21,17 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from whence.llm.lab import Difficulty, Imitation, Verdict, arithmetic, check, evaluate, reward  # noqa: E402
-from whence.llm.lab.arithmetic import SIZES, splits  # noqa: E402
+from whence.llm.lab.arithmetic import SIZES, draw_splits  # noqa: E402
 from whence.llm.lab.evaluation import majority, pass_at, summarise  # noqa: E402
-from whence.llm.lab.model import IGNORED, character_tokenizer, encoded, imitate, new_model  # noqa: E402
+from whence.llm.lab.model import IGNORED, encode_with_labels, imitate, make_character_tokenizer, make_model  # noqa: E402
 from whence.llm.lab.problems import (  # noqa: E402
     SYMBOLS,
     Habit,
     answer,
+    answer_by_habit,
     demonstration,
-    habitual,
-    problem,
-    problems,
+    draw_problem,
+    draw_problems,
     solution,
 )
 
@@ -141,11 +141,11 @@ def test_as_many_prompts_as_responses_are_needed():
 
 def test_problems_stay_within_their_difficulty_and_use_every_operator():
     difficulty = Difficulty(steps=(2, 3), operand=7, largest=20)
-    drawn = problems(difficulty, 500, random.Random(0))
+    drawn = draw_problems(difficulty, 500, random.Random(0))
     assert len(set(drawn)) == 500
     signs = {sign: sum(prompt.count(sign) for prompt in drawn) for sign in "+-*/"}
     assert signs["-"] > 1.3 * signs["/"] > 0  # it stands twice among the operators
-    assert not set("*/") & set("".join(problems(replace(difficulty, operators="+-"), 50, random.Random(0))))
+    assert not set("*/") & set("".join(draw_problems(replace(difficulty, operators="+-"), 50, random.Random(0))))
     for prompt in drawn:
         *steps, result = solution(prompt)
         assert len(steps) in (2, 3)
@@ -153,12 +153,12 @@ def test_problems_stay_within_their_difficulty_and_use_every_operator():
         assert check(prompt, demonstration(prompt)) == Verdict(True, True, True)
         assert len(demonstration(prompt)) <= difficulty.longest
         assert int(result) <= 20
-    assert problem(difficulty, random.Random(3)) == problem(difficulty, random.Random(3))
+    assert draw_problem(difficulty, random.Random(3)) == draw_problem(difficulty, random.Random(3))
 
 
 def test_too_many_problems_and_impossible_difficulties_are_refused():
     with pytest.raises(WhenceError, match="ask for fewer"):
-        problems(Difficulty(steps=(1, 1), operand=2, largest=2), 50, random.Random(0))
+        draw_problems(Difficulty(steps=(1, 1), operand=2, largest=2), 50, random.Random(0))
     for wrong in ({"steps": (0, 1)}, {"steps": (3, 2)}, {"operand": 1}, {"operand": 9, "largest": 8}):
         with pytest.raises(WhenceError, match="needed are 1 to 64 steps"):
             Difficulty(**wrong)
@@ -168,11 +168,11 @@ def test_too_many_problems_and_impossible_difficulties_are_refused():
 
 
 def test_splits_are_disjoint_and_the_seed_decides():
-    parts = splits(TINY, 0)
+    parts = draw_splits(TINY, 0)
     assert {name: len(part) for name, part in parts.items()} == {"train": 128, "demonstrations": 16, "test": 16}
     assert len({prompt for part in parts.values() for prompt in part}) == 128 + 16 + 16
-    assert splits(TINY, 0) == parts
-    assert splits(TINY, 1) != parts
+    assert draw_splits(TINY, 0) == parts
+    assert draw_splits(TINY, 1) != parts
 
 
 # Tokenizer and model
@@ -191,8 +191,8 @@ def test_the_tokenizer_round_trips_and_adds_nothing(tokenizer):
 
 
 def test_only_the_answer_and_its_end_have_labels():
-    tokenizer = character_tokenizer(SYMBOLS)
-    tokens, labels = encoded(tokenizer, ["1+1?", "9?"], ["1+1=2;2", "9"])
+    tokenizer = make_character_tokenizer(SYMBOLS)
+    tokens, labels = encode_with_labels(tokenizer, ["1+1?", "9?"], ["1+1=2;2", "9"])
     assert tokenizer.decode(tokens[0]) == "1+1?1+1=2;2<eos>"
     assert tokenizer.decode(tokens[1]) == "9?9<eos>" + "<pad>" * 8
     assert labels[0].tolist() == [IGNORED] * 4 + tokens[0, 4:].tolist()
@@ -200,10 +200,10 @@ def test_only_the_answer_and_its_end_have_labels():
 
 
 def imitated(seed):
-    tokenizer = character_tokenizer(SYMBOLS)
-    model = new_model(tokenizer, TINY.shape, positions=32, seed=seed)
-    prompts = splits(TINY, 0)["train"]
-    tokens, labels = encoded(tokenizer, prompts, [demonstration(prompt) for prompt in prompts])
+    tokenizer = make_character_tokenizer(SYMBOLS)
+    model = make_model(tokenizer, TINY.shape, positions=32, seed=seed)
+    prompts = draw_splits(TINY, 0)["train"]
+    tokens, labels = encode_with_labels(tokenizer, prompts, [demonstration(prompt) for prompt in prompts])
     generator = torch.Generator().manual_seed(seed)
     losses = imitate(model, tokens, labels, replace(TINY.imitation, steps=30), generator=generator)
     return losses, model.state_dict()
@@ -223,9 +223,9 @@ def test_imitation_lowers_the_loss_and_the_seed_decides():
 
 
 def test_batches_larger_than_the_demonstrations_are_refused():
-    tokenizer = character_tokenizer(SYMBOLS)
-    model = new_model(tokenizer, TINY.shape, positions=32, seed=0)
-    tokens, labels = encoded(tokenizer, ["1+1?"], ["1+1=2;2"])
+    tokenizer = make_character_tokenizer(SYMBOLS)
+    model = make_model(tokenizer, TINY.shape, positions=32, seed=0)
+    tokens, labels = encode_with_labels(tokenizer, ["1+1?"], ["1+1=2;2"])
     with pytest.raises(WhenceError, match="1 demonstrations came for batches of 32"):
         imitate(model, tokens, labels, TINY.imitation, generator=torch.Generator())
 
@@ -237,7 +237,9 @@ def test_the_laboratory_has_its_data_and_a_model_that_loads(lab, model, tokenize
     assert lab.train.column_names == lab.test.column_names == ["prompt"]
     assert lab.demonstrations.column_names == ["prompt", "completion"]
     assert (len(lab.train), len(lab.demonstrations), len(lab.test)) == (128, 16, 16)
-    assert {name: list(getattr(lab, name)["prompt"]) for name in ("train", "demonstrations", "test")} == splits(TINY, 0)
+    assert {name: list(getattr(lab, name)["prompt"]) for name in ("train", "demonstrations", "test")} == draw_splits(
+        TINY, 0
+    )
     assert all(lab.check(row["prompt"], row["completion"]).faithful for row in lab.demonstrations)
     assert lab.reward(lab.demonstrations["prompt"], lab.demonstrations["completion"]) == [1.0] * 16
     longest = max(len(tokenizer(row["completion"])["input_ids"]) for row in lab.demonstrations)
@@ -473,11 +475,11 @@ def test_evaluation_refuses_settings_out_of_range(wrong, model, tokenizer):
 
 def test_a_habit_by_hand():
     always = Habit("*-", 1.0)
-    assert habitual("3*4-5?", always, random.Random(0)) == "3*4=13;13-5=9;9"
-    assert habitual("3+4/2?", always, random.Random(0)) == demonstration("3+4/2?")
-    assert habitual("3*4-5?", Habit("*-", 0.0), random.Random(0)) == demonstration("3*4-5?")
-    assert habitual("9-9-0?", Habit("", 1.0), random.Random(0)) == "9-9=0;0-0=0;0"
-    drawn = [habitual("3*4?", Habit("*", 0.6), random.Random(seed)) for seed in range(500)]
+    assert answer_by_habit("3*4-5?", always, random.Random(0)) == "3*4=13;13-5=9;9"
+    assert answer_by_habit("3+4/2?", always, random.Random(0)) == demonstration("3+4/2?")
+    assert answer_by_habit("3*4-5?", Habit("*-", 0.0), random.Random(0)) == demonstration("3*4-5?")
+    assert answer_by_habit("9-9-0?", Habit("", 1.0), random.Random(0)) == "9-9=0;0-0=0;0"
+    drawn = [answer_by_habit("3*4?", Habit("*", 0.6), random.Random(seed)) for seed in range(500)]
     assert 0.5 < sum(text == "3*4=13;13" for text in drawn) / 500 < 0.7
     for wrong in ({"share": 1.5}, {"operators": "%"}):
         with pytest.raises(WhenceError, match="A habit of share"):

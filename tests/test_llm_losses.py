@@ -1,6 +1,8 @@
 """PPO's arithmetic on responses, by hand."""
 
 import math
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from whence import WhenceError
 from whence.llm import losses
 from whence.llm.config import PPOConfig
-from whence.llm.generation import _until_the_end
+from whence.llm.generation import _mask_until_end
 from whence.llm.rewards import combine_rewards, compute_rewards, find_columns
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
@@ -24,11 +26,11 @@ def test_whitening_is_over_all_response_tokens():
     # Of 1, 2, 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 3.
     spread = math.sqrt(14 / 3)
     expected = torch.tensor([[-2 / spread, -1 / spread, 0.0], [3 / spread, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    assert torch.allclose(losses.whitened(values, MASK), expected, atol=1e-6)
+    assert torch.allclose(losses.whiten(values, MASK), expected, atol=1e-6)
     kept = torch.where(MASK, expected + 3, 0.0)
-    assert torch.allclose(losses.whitened(values, MASK, shift_mean=False), kept, atol=1e-6)
+    assert torch.allclose(losses.whiten(values, MASK, shift_mean=False), kept, atol=1e-6)
     single = torch.tensor([[True, False, False]])
-    assert losses.whitened(values[:1], single).tolist() == [[1.0, 0.0, 0.0]]
+    assert losses.whiten(values[:1], single).tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_divergence_of_tokens():
@@ -85,7 +87,7 @@ def test_the_divergences_weight_is_steered():
 
 def test_a_response_ends_with_its_first_end():
     tokens = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [3, 0, 0, 0], [5, 6, 7, 2]])
-    mask, ended = _until_the_end(tokens, [2, 3])
+    mask, ended = _mask_until_end(tokens, [2, 3])
     assert mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
     assert ended.tolist() == [True, False, True, True]
 
@@ -131,16 +133,41 @@ class TestRewards:
             compute_rewards(right, ["a"], ["1"], {"level": [3]})
 
     @pytest.mark.parametrize(
-        ("made", "said"),
+        ("made", "message"),
         [
             (lambda p, r: [1.0], "returned 1 numbers for 2 responses"),
             (lambda p, r: [1.0, math.nan], "is NaN for response 1, 'no'"),
             (lambda p, r: [math.inf, 1.0], "is inf for response 0, 'yes'"),
         ],
     )
-    def test_what_is_no_reward(self, made, said):
-        with pytest.raises(WhenceError, match=said):
+    def test_what_is_no_reward(self, made, message):
+        with pytest.raises(WhenceError, match=message):
             compute_rewards(made, ["a", "b"], ["yes", "no"])
+
+    def test_an_error_names_the_reward_and_its_line(self):
+        def lookup(prompts, responses):
+            return [{"yes": 1.0}[text] for text in responses]  # the line that is named
+
+        class Judge(torch.nn.Module):
+            def forward(self, prompts, responses, factor=1):
+                return lookup(prompts, responses)
+
+        with open(__file__, encoding="utf-8") as file:
+            line = next(number for number, text in enumerate(file, start=1) if "# the line that is named" in text)
+        place = re.escape(f"in {__file__}, line {line}: KeyError: 'no'")
+        for reward, name in ((lookup, "lookup"), (partial(Judge(), factor=2), "partial"), (Judge(), "Judge")):
+            with pytest.raises(WhenceError, match=f"The reward {name} failed {place}") as caught:
+                combine_rewards([reward], None)(["a", "b"], ["yes", "no"])
+            assert isinstance(caught.value.__cause__, KeyError)
+        with pytest.raises(WhenceError, match=r"The reward max failed: TypeError"):
+            compute_rewards(max, ["a"], [1.0])
+
+    def test_errors_of_whence_pass_through(self):
+        def refuse(prompts, responses):
+            raise WhenceError("no prompt of the laboratory")
+
+        with pytest.raises(WhenceError, match=r"^no prompt of the laboratory$"):
+            compute_rewards(refuse, ["a"], ["b"])
 
     def test_at_the_door(self):
         with pytest.raises(WhenceError, match="No reward"):
@@ -152,7 +179,7 @@ class TestRewards:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"batch_size": 1}, "batch_size is 1; a whole number, at least 2"),
         ({"rounds": 2.5}, "rounds is 2.5; a whole number"),
@@ -165,8 +192,8 @@ class TestRewards:
         ({"gamma": "1"}, "gamma is '1'; a number from 0 to 1"),
     ],
 )
-def test_settings_that_cannot_be(wrong, said):
-    with pytest.raises(WhenceError, match=said):
+def test_settings_that_cannot_be(wrong, message):
+    with pytest.raises(WhenceError, match=message):
         PPOConfig("out", **wrong)
 
 

@@ -12,18 +12,20 @@ import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
-from processes import TARGETS, trained
-from test_llm_trainer import state, trainer_of
+from processes import TARGETS, train
+from test_llm_trainer import copy_state, make_trainer
 from whence.errors import Unsupported, WhenceError
 from whence.llm.processes import Processes
 
 
-def launched(script, folder):
-    """Run a script in two processes."""
+@pytest.fixture(scope="module")
+def two_process_run(tmp_path_factory):
+    """Run processes.py in two processes, and return the folder of its results."""
+    folder = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0"]
     done = subprocess.run(
-        [*command, str(Path(__file__).parent / script), str(folder)],
+        [*command, str(Path(__file__).parent / "processes.py"), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
         capture_output=True,
         text=True,
@@ -34,13 +36,8 @@ def launched(script, folder):
     return folder
 
 
-@pytest.fixture(scope="module")
-def of_two(tmp_path_factory):
-    return launched("processes.py", tmp_path_factory.mktemp("two"))
-
-
-def test_trls_trainers_score_and_select_over_two_processes(tmp_path):
-    found = json.loads((launched("group_processes.py", tmp_path) / "groups.json").read_text())
+def test_trls_trainers_score_and_select_over_two_processes(two_process_run):
+    found = json.loads((two_process_run / "groups.json").read_text())
     for kind in ("grpo", "rloo"):
         assert found[kind]["scores"]
         for batch in found[kind]["scores"]:
@@ -52,23 +49,23 @@ def test_trls_trainers_score_and_select_over_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_two_processes_train_as_one(of_two, tmp_path, target):
-    trainer, told = trained(tmp_path, target, 1)
-    theirs = json.loads((of_two / f"{target}.json").read_text())
+def test_two_processes_train_as_one(two_process_run, tmp_path, target):
+    trainer, rounds = train(tmp_path, target, 1)
+    theirs = json.loads((two_process_run / f"{target}.json").read_text())
     assert theirs["alike"]
-    for mine, other in zip(told, theirs["rounds"], strict=True):
+    for mine, other in zip(rounds, theirs["rounds"], strict=True):
         scores, others = torch.tensor(mine["scores"]), torch.tensor(other["scores"])
         assert float((scores - others).abs().max() / scores.abs().max()) < 1e-4
         assert scores.unique().numel() > 1
         assert mine["reward"] == pytest.approx(other["reward"], abs=1e-9)
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    parameters = load_file(of_two / f"{target}.safetensors")
-    for name, tensor in state(trainer).items():
+    parameters = load_file(two_process_run / f"{target}.safetensors")
+    for name, tensor in copy_state(trainer).items():
         assert torch.allclose(tensor, parameters[name], atol=1e-4), name
 
 
-def test_two_processes_go_on_as_if_they_had_not_been_broken_off(of_two):
-    found = json.loads((of_two / "resumed.json").read_text())
+def test_two_processes_go_on_as_if_they_had_not_been_broken_off(two_process_run):
+    found = json.loads((two_process_run / "resumed.json").read_text())
     assert found["same"]
     assert len(set(found["responses"])) > 2
 
@@ -82,7 +79,7 @@ def test_processes_that_share_parameters_out_are_refused():
 def test_a_batch_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Processes, "number", 9)
     with pytest.raises(WhenceError, match="batch_size is 8, and there are 9 processes"):
-        trainer_of(tmp_path)
+        make_trainer(tmp_path)
 
 
 @pytest.mark.parametrize(("count", "number"), [(7, 2), (8, 2), (5, 4), (3, 3)])
@@ -92,6 +89,6 @@ def test_parts_cover_all_rows_and_differ_by_one_at_most(count, number):
         accelerator = SimpleNamespace(
             distributed_type=DistributedType.MULTI_CPU, num_processes=number, process_index=rank
         )
-        parts.append(list(range(count))[Processes(accelerator).own(count)])
+        parts.append(list(range(count))[Processes(accelerator).part(count)])
     assert [row for part in parts for row in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

@@ -15,9 +15,9 @@ from whence.errors import RunDirectoryError
 from whence.llm import TokenReturn, ValidationLoss
 from whence.llm import trainer as trainer_module
 from whence.llm.config import PPOConfig
-from whence.llm.generation import generate, tokenized
+from whence.llm.generation import generate, tokenize_prompts
 from whence.llm.model import Reference, WithValueHead
-from whence.llm.rollout import evaluated, rolled_out
+from whence.llm.rollout import evaluate_responses, make_rollout
 from whence.llm.scoring import score
 from whence.llm.steps import optimise
 from whence.llm.trainer import PPOTrainer
@@ -26,15 +26,15 @@ from whence.runs import RunDirectory
 LETTERS = "abcdefghij"
 
 
-def tokenizer_of(pad=True):
+def make_tokenizer(pad=True):
     vocabulary = {token: number for number, token in enumerate(["<pad>", "</s>", *LETTERS])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    named = {"pad_token": "<pad>"} if pad else {}
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", **named)
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    special = {"pad_token": "<pad>"} if pad else {}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **special)
 
 
-def model_of(seed=0, **more):
+def make_model(seed=0, **more):
     torch.manual_seed(seed)
     settings = {
         "vocab_size": 12,
@@ -54,7 +54,7 @@ def vowels(prompts, responses):
     return [float(sum(letter in "aei" for letter in text)) for text in responses]
 
 
-def read_config(tmp_path, **more):
+def make_config(tmp_path, **more):
     settings = {
         "rounds": 2,
         "batch_size": 8,
@@ -71,16 +71,45 @@ def read_config(tmp_path, **more):
 PROMPTS = ["ab", "cde", "f", "ghij", "aa"]
 
 
-_ARGUMENTS = ("target", "objective", "seen", "engine", "held_out", "evaluate", "reward_weights")
+_ARGUMENTS = ("target", "objective", "on_rollout", "engine", "held_out", "evaluate", "reward_weights")
 
 
-def trainer_of(tmp_path, rule=None, model=None, **more):
-    kept = {name: more.pop(name) for name in _ARGUMENTS if name in more}
-    what = {"reward": more.pop("reward", vowels), "prompts": more.pop("prompts", PROMPTS)}
-    return PPOTrainer(read_config(tmp_path, **more), model or model_of(), tokenizer_of(), rule=rule, **what, **kept)
+def make_trainer(tmp_path, rule=None, model=None, **more):
+    arguments = {name: more.pop(name) for name in _ARGUMENTS if name in more}
+    reward, prompts = more.pop("reward", vowels), more.pop("prompts", PROMPTS)
+    config, model = make_config(tmp_path, **more), model or make_model()
+    return PPOTrainer(config, model, make_tokenizer(), reward, prompts, rule=rule, **arguments)
 
 
-def state(trainer):
+def score_rows(trainer, rows, target=None):
+    return score(
+        trainer.model,
+        rows,
+        target=target or trainer.target,
+        objective=trainer.objective,
+        temperature=1.0,
+        engine="ghost",
+        memory=None,
+        chunk_size=trainer.config.mini_batch_size,
+        processes=trainer.processes,
+    )
+
+
+def optimise_on(trainer, rows, generator):
+    """Take the steps of a round on all rows."""
+    return optimise(
+        trainer.model,
+        trainer.optimizer,
+        rows,
+        KeepAll().select(rows),
+        config=trainer.config,
+        generator=generator,
+        accelerator=trainer.accelerator,
+        processes=trainer.processes,
+    )
+
+
+def copy_state(trainer):
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
 
@@ -110,10 +139,10 @@ class ScoreAndKeepAll(KeepAll):
 
 def test_training_changes_the_model_and_tells_of_it(tmp_path):
     seen = []
-    trainer = trainer_of(tmp_path, on_rollout=lambda *about: seen.append(about))
-    before = state(trainer)
+    trainer = make_trainer(tmp_path, on_rollout=lambda *about: seen.append(about))
+    before = copy_state(trainer)
     metrics = trainer.train()
-    assert not same(before, state(trainer))
+    assert not same(before, copy_state(trainer))
     assert [row["round"] for row in metrics] == [1, 2]
     assert {"reward", "kl", "train/value_loss", "train/approx_kl", "dropped_share"} <= metrics[0].keys()
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)  # the policy is still the model that it began as
@@ -124,18 +153,18 @@ def test_training_changes_the_model_and_tells_of_it(tmp_path):
 def test_keeping_all_is_training_without_a_rule(tmp_path):
     ends = []
     for number, rule in enumerate((None, KeepAll(), ScoreAndKeepAll())):
-        trainer = trainer_of(tmp_path / str(number), rule)
+        trainer = make_trainer(tmp_path / str(number), rule)
         trainer.train()
-        ends.append(state(trainer))
+        ends.append(copy_state(trainer))
     assert same(ends[0], ends[1])
     assert same(ends[0], ends[2])
 
 
 def test_a_round_that_keeps_nothing_takes_no_step(tmp_path):
-    trainer = trainer_of(tmp_path, Keep([]))
-    before = state(trainer)
+    trainer = make_trainer(tmp_path, Keep([]))
+    before = copy_state(trainer)
     metrics = trainer.train()
-    assert same(before, state(trainer))
+    assert same(before, copy_state(trainer))
     assert metrics[0]["kept"] == 0
     assert metrics[0]["train/policy_gradient_loss"] is None
 
@@ -144,7 +173,7 @@ def test_a_round_that_keeps_nothing_takes_no_step(tmp_path):
 @pytest.mark.parametrize("weights", [None, [0.5, 2.0, 1.0]])
 def test_the_step_is_that_of_the_kept_rows_alone(tmp_path, mini_batch_size, accumulation, weights, monkeypatch):
     positions, gradients, rollouts = [1, 4, 6], [], []
-    trainer = trainer_of(
+    trainer = make_trainer(
         tmp_path,
         Keep(positions, weights),
         mini_batch_size=mini_batch_size,
@@ -186,17 +215,17 @@ def test_the_step_is_that_of_the_kept_rows_alone(tmp_path, mini_batch_size, accu
 
 
 def test_advantages_are_of_the_whole_rollout(tmp_path):
-    model = WithValueHead(model_of())
+    model = WithValueHead(make_model())
     torch.nn.init.normal_(model.value_head.weight)
-    config = read_config(tmp_path, gamma=0.9, whiten_rewards=False)
-    tokenizer = tokenizer_of()
+    config = make_config(tmp_path, gamma=0.9, whiten_rewards=False)
+    tokenizer = make_tokenizer()
     torch.manual_seed(3)
-    responses = generate(model.language_model, tokenizer, tokenized(tokenizer, PROMPTS, config, 32), config)
-    reference = Reference(WithValueHead(model_of(seed=1)))
-    rollout = rolled_out(model, reference, responses, vowels, 0.3, config)
-    mask, mine = responses.response_mask, evaluated(model, responses, config)
-    with reference.of(model) as start:
-        theirs = evaluated(start, responses, config).log_prob
+    responses = generate(model.language_model, tokenizer, tokenize_prompts(tokenizer, PROMPTS, config, 32), config)
+    reference = Reference(WithValueHead(make_model(seed=1)))
+    rollout = make_rollout(model, reference, responses, vowels, 0.3, config)
+    mask, mine = responses.response_mask, evaluate_responses(model, responses, config)
+    with reference.activate(model) as start:
+        theirs = evaluate_responses(start, responses, config).log_prob
     assert float((mine.log_prob - theirs)[mask].abs().max()) > 0.01
     raw = []
     for row in range(len(PROMPTS)):
@@ -221,11 +250,11 @@ def test_advantages_are_of_the_whole_rollout(tmp_path):
 
 
 def test_log_probs_do_not_depend_on_padding(tmp_path):
-    model, tokenizer = model_of(), tokenizer_of()
-    config = read_config(tmp_path)
+    model, tokenizer = make_model(), make_tokenizer()
+    config = make_config(tmp_path)
     torch.manual_seed(0)
-    together = generate(model, tokenizer, tokenized(tokenizer, PROMPTS, config, 32), config)
-    found = evaluated(model, together, config).log_prob
+    together = generate(model, tokenizer, tokenize_prompts(tokenizer, PROMPTS, config, 32), config)
+    found = evaluate_responses(model, together, config).log_prob
     for row, prompt in enumerate(PROMPTS):
         width = together.input_ids.shape[1] - together.response_mask.shape[1]
         own = together.response_mask[row]
@@ -238,7 +267,7 @@ def test_log_probs_do_not_depend_on_padding(tmp_path):
 def test_selection_by_influence_drops_and_weighs(tmp_path):
     seen = []
     for rule in (NonPositive(), IPPO()):
-        trainer = trainer_of(tmp_path / type(rule).__name__, rule, on_rollout=lambda *about: seen.append(about))
+        trainer = make_trainer(tmp_path / type(rule).__name__, rule, on_rollout=lambda *about: seen.append(about))
         trainer.train()
     for _, influence, selection, row in seen:
         assert torch.equal(selection.keep, influence.scores > 0)
@@ -246,12 +275,12 @@ def test_selection_by_influence_drops_and_weighs(tmp_path):
 
 
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
-    base = model_of()
+    base = make_model()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    trainer = trainer_of(tmp_path, NonPositive(), model=adapted)
+    trainer = make_trainer(tmp_path, NonPositive(), model=adapted)
     trainer.train()
-    with trainer.reference.of(trainer.model) as start:
+    with trainer.reference.activate(trainer.model) as start:
         ids = torch.tensor([[2, 3, 4, 5]])
         assert torch.allclose(start(ids).logits, base(ids).logits, atol=1e-6)
     assert not torch.allclose(trainer.model.language_model(ids).logits, base(ids).logits, atol=1e-4)
@@ -262,7 +291,7 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
 
 
 def test_what_was_saved_is_loaded(tmp_path):
-    trainer = trainer_of(tmp_path / "out")
+    trainer = make_trainer(tmp_path / "out")
     trainer.train()
     trainer.save_model()
     loaded = WithValueHead(LlamaForCausalLM.from_pretrained(tmp_path / "out" / "model"))
@@ -285,87 +314,87 @@ def test_a_training_that_was_broken_off_goes_on_as_if_not(tmp_path):
             raise Killed
 
     settings = {"rounds": 5, "save_every": 1, "keep_checkpoints": 2}
-    whole = trainer_of(tmp_path / "whole", IPPO(), **settings)
+    whole = make_trainer(tmp_path / "whole", IPPO(), **settings)
     whole.train()
-    broken = trainer_of(tmp_path / "broken", IPPO(), on_rollout=breaking, **settings)
+    broken = make_trainer(tmp_path / "broken", IPPO(), on_rollout=breaking, **settings)
     with pytest.raises(Killed):
         broken.train()
     files = sorted(file.name for file in (tmp_path / "broken" / "checkpoints").iterdir())
     assert files == ["round_00002.safetensors", "round_00003.safetensors"]
-    again = trainer_of(tmp_path / "broken", IPPO(), **settings)
+    again = make_trainer(tmp_path / "broken", IPPO(), **settings)
     metrics = again.train(resume=True)
-    assert same(state(whole), state(again))
+    assert same(copy_state(whole), copy_state(again))
     for one, other in zip(metrics, whole.metrics, strict=True):
         assert {k: v for k, v in one.items() if "seconds" not in k} == {
             k: v for k, v in other.items() if "seconds" not in k
         }
-    other = trainer_of(tmp_path / "broken", IPPO(), learning_rate=0.5, **settings)
+    other = make_trainer(tmp_path / "broken", IPPO(), learning_rate=0.5, **settings)
     with pytest.raises(RunDirectoryError, match=r"learning_rate was 0\.01, now 0\.5"):
         other.train(resume=True)
-    fewer = trainer_of(tmp_path / "broken", IPPO(), **(settings | {"rounds": 4}))
-    with pytest.raises(WhenceError, match=r"rounds is 4, and .* is of 5 rounds"):
+    fewer = make_trainer(tmp_path / "broken", IPPO(), **(settings | {"rounds": 4}))
+    with pytest.raises(WhenceError, match=r"rounds is 4, and .* has 5 rounds already"):
         fewer.train(resume=True)
-    before = state(other)
+    before = copy_state(other)
     with pytest.raises(RunDirectoryError):
         other.train(resume=True)
-    assert same(before, state(other))  # refused before anything was changed
-    larger = trainer_of(tmp_path / "broken", IPPO(), model=model_of(hidden_size=32), **settings)
+    assert same(before, copy_state(other))  # refused before anything was changed
+    larger = make_trainer(tmp_path / "broken", IPPO(), model=make_model(hidden_size=32), **settings)
     with pytest.raises(RunDirectoryError, match="parameters was"):
         larger.train(resume=True)
 
 
 class TestRefusals:
     def test_a_target_that_has_no_use_for_held_out_prompts(self, tmp_path):
-        for target in (ValidationLoss.of([{"prompt": "a", "completion": "b"}], tokenizer_of()), vowels):
+        for target in (ValidationLoss.of([{"prompt": "a", "completion": "b"}], make_tokenizer()), vowels):
             with pytest.raises(WhenceError, match="use SequenceReturn"):
-                trainer_of(tmp_path, NonPositive(), target=target, held_out=["jj"])
+                make_trainer(tmp_path, NonPositive(), target=target, held_out=["jj"])
         with pytest.raises(WhenceError, match="held_out is empty"):
-            trainer_of(tmp_path, NonPositive(), held_out=[])
+            make_trainer(tmp_path, NonPositive(), held_out=[])
 
     def test_accelerates_own_accumulation(self, tmp_path, monkeypatch):
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
         with pytest.raises(WhenceError, match="leave Accelerate's at 1"):
-            trainer_of(tmp_path)
+            make_trainer(tmp_path)
 
     def test_a_data_set_without_prompts(self, tmp_path):
         with pytest.raises(WhenceError, match="columns question; a column 'prompt' is needed"):
             PPOTrainer(
-                *(read_config(tmp_path), model_of(), tokenizer_of(), vowels),
+                *(make_config(tmp_path), make_model(), make_tokenizer(), vowels),
                 datasets.Dataset.from_dict({"question": ["a"]}),
             )
 
     def test_settings_that_are_none(self, tmp_path):
         with pytest.raises(WhenceError, match="learning_rate is None"):
-            read_config(tmp_path, learning_rate=None)
-        with pytest.raises(WhenceError, match="several trackers are named"):
-            read_config(tmp_path, report_to="tensorboard")
+            make_config(tmp_path, learning_rate=None)
+        with pytest.raises(WhenceError, match="a tuple of names is needed"):
+            make_config(tmp_path, report_to="tensorboard")
 
     def test_reward_weights_and_no_reward(self, tmp_path):
         with pytest.raises(WhenceError, match="2 reward weights were given for 1 rewards"):
-            trainer_of(tmp_path, reward_weights=[1, 2])
+            make_trainer(tmp_path, reward_weights=[1, 2])
         with pytest.raises(WhenceError, match="No reward was given"):
-            PPOTrainer(read_config(tmp_path), model_of(), tokenizer_of(), [], PROMPTS)
+            PPOTrainer(make_config(tmp_path), make_model(), make_tokenizer(), [], PROMPTS)
 
     def test_no_pad_token(self, tmp_path):
         with pytest.raises(WhenceError, match="no pad token"):
-            PPOTrainer(read_config(tmp_path), model_of(), tokenizer_of(pad=False), vowels, PROMPTS)
+            PPOTrainer(make_config(tmp_path), make_model(), make_tokenizer(pad=False), vowels, PROMPTS)
 
     def test_a_response_that_does_not_fit(self, tmp_path):
         with pytest.raises(WhenceError, match="the model reads 32 tokens in all"):
-            trainer_of(tmp_path, max_new_tokens=32)
+            make_trainer(tmp_path, max_new_tokens=32)
         with pytest.raises(WhenceError, match=r"Prompt 3 has 4 tokens; from 1 to 3 are needed"):
-            trainer_of(tmp_path, max_new_tokens=29)
+            make_trainer(tmp_path, max_new_tokens=29)
 
     def test_no_prompts(self, tmp_path):
         with pytest.raises(WhenceError, match="no prompts"):
-            PPOTrainer(read_config(tmp_path), model_of(), tokenizer_of(), vowels, [])
+            PPOTrainer(make_config(tmp_path), make_model(), make_tokenizer(), vowels, [])
 
     def test_a_class_for_a_rule(self, tmp_path):
         with pytest.raises(WhenceError, match="pass an instance"):
-            trainer_of(tmp_path, NonPositive)
+            make_trainer(tmp_path, NonPositive)
 
     def test_a_reward_that_is_no_number(self, tmp_path):
-        trainer = trainer_of(tmp_path)
+        trainer = make_trainer(tmp_path)
         trainer.reward = lambda prompts, responses: [float("nan")] * len(responses)
         with pytest.raises(WhenceError, match="is NaN for response 0"):
             trainer.train()
@@ -377,7 +406,7 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
         return {"exact_match": float(model.training)}
 
     seen = []
-    trainer = trainer_of(
+    trainer = make_trainer(
         *(tmp_path, NonPositive()),
         evaluate=measured,
         on_rollout=lambda *about: seen.append(about),
@@ -403,14 +432,14 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
         kept = table.filter("keep")["reward"]
         assert row["reward_kept"] == pytest.approx(kept.mean()) if len(kept) else row["reward_kept"] is None
         assert row["reward"] == pytest.approx(table["reward"].mean())
-    alone = trainer_of(tmp_path / "alone", NonPositive(), rounds=3)
+    alone = make_trainer(tmp_path / "alone", NonPositive(), rounds=3)
     alone.train()
-    assert same(state(trainer), state(alone))  # measuring draws nothing of training's
+    assert same(copy_state(trainer), copy_state(alone))  # measuring draws nothing of training's
 
 
 def test_trackers_are_told(tmp_path, monkeypatch):
     begun, told = [], []
-    trainer = trainer_of(*(tmp_path, NonPositive()), evaluate=lambda model, tokenizer: {"exact_match": 0.5})
+    trainer = make_trainer(*(tmp_path, NonPositive()), evaluate=lambda model, tokenizer: {"exact_match": 0.5})
     object.__setattr__(trainer.config, "report_to", ("tensorboard",))  # which need not be installed for this test
     monkeypatch.setattr(trainer.accelerator, "init_trackers", lambda name, config: begun.append((name, config)))
     monkeypatch.setattr(trainer.accelerator, "log", lambda values, step: told.append((step, values)))
@@ -426,8 +455,8 @@ def test_trackers_are_told(tmp_path, monkeypatch):
 
 
 def test_a_models_own_settings_do_not_change_its_draws(tmp_path):
-    model, tokenizer, config = model_of(), tokenizer_of(), read_config(tmp_path)
-    prompts = tokenized(tokenizer, PROMPTS, config, 32)
+    model, tokenizer, config = make_model(), make_tokenizer(), make_config(tmp_path)
+    prompts = tokenize_prompts(tokenizer, PROMPTS, config, 32)
     found = []
     for penalty in (None, 50.0):
         model.generation_config.repetition_penalty = penalty
@@ -447,7 +476,7 @@ def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch
 
     monkeypatch.setattr(trainer_module, "held_out_target", noting)
     seen = []
-    trainer = trainer_of(
+    trainer = make_trainer(
         *(tmp_path / "held", ScoreAndKeepAll()),
         held_out=["ba", "jj", "e"],
         target=TokenReturn(),
@@ -461,9 +490,9 @@ def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch
     advantages = found[0].observations["advantages"][found[0].observations["response_mask"]]
     assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)  # whitened over these rows
     assert "TokenReturn(3 rows" in seen[0][1].target
-    plain = trainer_of(tmp_path / "plain")
+    plain = make_trainer(tmp_path / "plain")
     plain.train()
-    assert same(state(trainer), state(plain))  # and training's own draws are as they were
+    assert same(copy_state(trainer), copy_state(plain))  # and training's own draws are as they were
 
 
 def prompt_part(rows):
@@ -473,9 +502,9 @@ def prompt_part(rows):
 
 
 def test_prompts_of_a_shorter_chunk_end_where_others_do(tmp_path):
-    tokenizer, config = tokenizer_of(), read_config(tmp_path, generation_batch_size=1)
-    ids = tokenized(tokenizer, ["ab", "ghij", "f"], config, 32)
-    found = generate(model_of(), tokenizer, ids, config)
+    tokenizer, config = make_tokenizer(), make_config(tmp_path, generation_batch_size=1)
+    ids = tokenize_prompts(tokenizer, ["ab", "ghij", "f"], config, 32)
+    found = generate(make_model(), tokenizer, ids, config)
     width = max(map(len, ids))
     for row, attended, own in zip(found.input_ids, found.attention_mask, ids, strict=True):
         assert row[width - len(own) : width].tolist() == own
@@ -493,7 +522,7 @@ def test_columns_that_no_reward_asks_for_are_not_read(tmp_path):
 
     data = datasets.Dataset.from_dict({"prompt": PROMPTS, "image": PROMPTS, "answer": PROMPTS})
     data.__class__ = Noting
-    trainer = trainer_of(tmp_path, prompts=data, reward=lambda prompts, responses, answer: [0.0] * len(responses))
+    trainer = make_trainer(tmp_path, prompts=data, reward=lambda prompts, responses, answer: [0.0] * len(responses))
     assert read == {"prompt", "answer"}
     assert trainer.prompts.columns.keys() == {"answer"}
 
@@ -507,26 +536,26 @@ def test_rewards_get_the_columns_of_their_prompts(tmp_path):
 
     prompts = datasets.Dataset.from_dict({"prompt": PROMPTS, "number": list(range(len(PROMPTS)))})
     held_out = datasets.Dataset.from_dict({"prompt": ["jj", "e"], "number": [70, 71]})
-    config = read_config(tmp_path, rounds=2)
-    PPOTrainer(config, model_of(), tokenizer_of(), reward, prompts, rule=NonPositive(), held_out=held_out).train()
+    config = make_config(tmp_path, rounds=2)
+    PPOTrainer(config, make_model(), make_tokenizer(), reward, prompts, rule=NonPositive(), held_out=held_out).train()
     numbers = {**dict(zip(PROMPTS, range(len(PROMPTS)), strict=True)), "jj": 70, "e": 71}
     assert len(seen) == 4  # of two rounds, each with a rollout to train on and one for the target
     assert all([numbers[text.replace(" ", "")] for text in texts] == given for texts, given in seen)
     for lacking in ({"prompts": prompts.remove_columns("number")}, {"held_out": held_out.remove_columns("number")}):
         parts = {"prompts": prompts, "held_out": held_out, **lacking}
         with pytest.raises(WhenceError, match="reward asks for 'number', and the data set has no such column"):
-            PPOTrainer(config, model_of(), tokenizer_of(), reward, rule=NonPositive(), **parts)
+            PPOTrainer(config, make_model(), make_tokenizer(), reward, rule=NonPositive(), **parts)
 
 
 def test_prompts_that_also_train_are_told_of(tmp_path, caplog):
-    trainer_of(tmp_path, NonPositive(), held_out=["ab", "cde", "jj"])
+    make_trainer(tmp_path, NonPositive(), held_out=["ab", "cde", "jj"])
     assert "2 of 3 held-out prompts also train" in caplog.text
     caplog.clear()
     demonstrations = [{"prompt": "ab", "completion": "c"}, {"prompt": "jj", "completion": "d"}]
-    trainer_of(tmp_path, NonPositive(), target=ValidationLoss.of(demonstrations, tokenizer_of()))
+    make_trainer(tmp_path, NonPositive(), target=ValidationLoss.of(demonstrations, make_tokenizer()))
     assert "1 of 2 prompts of the demonstrations also train" in caplog.text
     caplog.clear()
-    trainer_of(tmp_path, NonPositive(), held_out=["jj"])
+    make_trainer(tmp_path, NonPositive(), held_out=["jj"])
     assert not caplog.text
 
 
@@ -537,20 +566,20 @@ def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(t
         state_of._reset_state()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     seen = []
-    trainer = trainer_of(tmp_path, NonPositive(), on_rollout=lambda *about: seen.append(about))
-    before = state(trainer)
+    trainer = make_trainer(tmp_path, NonPositive(), on_rollout=lambda *about: seen.append(about))
+    before = copy_state(trainer)
     assert trainer.accelerator.mixed_precision == "bf16"
     try:
         metrics = trainer.train()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
-    assert all(tensor.dtype == torch.float32 for tensor in state(trainer).values())
-    assert not same(before, state(trainer))
+    assert all(tensor.dtype == torch.float32 for tensor in copy_state(trainer).values())
+    assert not same(before, copy_state(trainer))
     rollout, influence = seen[0][:2]
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6)  # model and start model are evaluated alike
     assert influence.scores.dtype == torch.float32
     trainer.model.load_state_dict(before)
-    exact = evaluated(trainer.model, rollout.responses, trainer.config).log_prob
+    exact = evaluate_responses(trainer.model, rollout.responses, trainer.config).log_prob
     mask = rollout.responses.response_mask
     apart = (rollout.rows.observations["log_probs"] - exact)[mask].abs()
     assert 1e-5 < float(apart.max()) < 0.1
@@ -558,36 +587,25 @@ def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(t
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_scoring_holds_no_more_than_a_training_step(tmp_path, adapted):
-    model = model_of(hidden_size=64, intermediate_size=160, num_hidden_layers=3)
+    model = make_model(hidden_size=64, intermediate_size=160, num_hidden_layers=3)
     if adapted:
         model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
     settings = {"batch_size": 64, "mini_batch_size": 16, "gradient_accumulation_steps": 2, "ppo_epochs": 1, "rounds": 1}
-    trainer = trainer_of(tmp_path, model=model, **settings)
-    config, processes = trainer.config, trainer.processes
-    prompts = tokenized(trainer.tokenizer, PROMPTS * 13, config, 32)[:64]
+    trainer = make_trainer(tmp_path, model=model, **settings)
+    config = trainer.config
+    prompts = tokenize_prompts(trainer.tokenizer, PROMPTS * 13, config, 32)[:64]
     responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, config)
-    rows = rolled_out(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
-    asked = (
-        trainer.model,
-        rows,
-        trainer.target,
-        trainer.objective,
-        1.0,
-        "ghost",
-        None,
-        config.mini_batch_size,
-        processes,
-    )
-    score(*asked)  # once before, since what a layer does with its first axis is looked at in the first pass
-    scoring = max(measure_bytes(lambda: score(*asked)))
-    everything = KeepAll().select(rows)
+    rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
+    score_rows(trainer, rows)  # once before, since the first pass also examines the layers
+    scoring = max(measure_bytes(lambda: score_rows(trainer, rows)))
     generator = torch.Generator().manual_seed(0)
-    step = (trainer.model, trainer.optimizer, rows, everything, config, generator, trainer.accelerator, processes)
-    assert scoring <= max(measure_bytes(lambda: optimise(*step)))
+    assert scoring <= max(measure_bytes(lambda: optimise_on(trainer, rows, generator)))
 
 
 def test_rewards_rise(tmp_path):
-    trainer = trainer_of(tmp_path, rounds=15, batch_size=32, mini_batch_size=32, learning_rate=3e-3, init_kl_coef=0.01)
+    trainer = make_trainer(
+        tmp_path, rounds=15, batch_size=32, mini_batch_size=32, learning_rate=3e-3, init_kl_coef=0.01
+    )
     metrics = trainer.train()
     early, late = (sum(row["reward"] for row in part) / 3 for part in (metrics[:3], metrics[-3:]))
     assert late > early + 0.5

@@ -13,8 +13,8 @@ import typer
 from transformers import GPTNeoConfig, LlamaConfig, RobertaConfig
 
 from test_examples import script
-from test_llm_trainer import tokenizer_of
-from whence.llm.lab.model import character_tokenizer
+from test_llm_trainer import make_tokenizer
+from whence.llm.lab.model import make_character_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "llm.md").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A directory from which the page's commands can be given: data as the examples write it, and models' shapes."""
+    """A working directory for the page's commands: data as the examples write it, and models' configurations."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "examples").symlink_to(ROOT / "examples")
     solved = [{"question": f"How many eggs, {number}?", "answer": SOLUTION} for number in range(430)]
@@ -41,9 +41,9 @@ def place(tmp_path_factory):
     solved += [{"question": f"{number:0237d}", "answer": "b" * 291 + "\n#### 18"} for number in range(100)]
     lines(folder / "hub" / "gsm8k" / "train.jsonl", solved)
     lines(folder / "hub" / "gsm8k" / "test.jsonl", solved[:7])
-    sums, texts = script("gsm8k"), script("detoxification")
-    sums.main(folder / "data" / "gsm8k", dataset=str(folder / "hub" / "gsm8k"), trusted=512)
-    character_tokenizer("abcdefghij ").save_pretrained(folder / "reads")
+    gsm8k, detoxification = script("gsm8k"), script("detoxification")
+    gsm8k.main(folder / "data" / "gsm8k", dataset=str(folder / "hub" / "gsm8k"), trusted=512)
+    make_character_tokenizer("abcdefghij ").save_pretrained(folder / "reads")
     rude = [
         {"prompt": {"text": TEXT, "toxicity": how}, "continuation": {"text": " " + TEXT}}
         for how in [0.9] * 2000 + [0.1, None]
@@ -60,9 +60,12 @@ def place(tmp_path_factory):
         ],
     )
     with pytest.raises(typer.BadParameter):
-        sums.main(folder / "data" / "nothing", dataset=str(folder / "hub" / "gsm8k"), trusted=530)
-    texts.main(
-        *(folder / "data" / "detox", str(folder / "hub" / "rude"), str(folder / "hub" / "wiki"), str(folder / "reads")),
+        gsm8k.main(folder / "data" / "nothing", dataset=str(folder / "hub" / "gsm8k"), trusted=530)
+    detoxification.main(
+        folder / "data" / "detox",
+        str(folder / "hub" / "rude"),
+        str(folder / "hub" / "wiki"),
+        str(folder / "reads"),
         toxicity=0.3,
         tested=400,
         longest=256,
@@ -70,18 +73,18 @@ def place(tmp_path_factory):
     LlamaConfig(
         hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632
     ).save_pretrained(folder / "models" / "rho-gsm8k")
-    tokenizer_of().save_pretrained(folder / "models" / "rho-gsm8k")
+    make_tokenizer().save_pretrained(folder / "models" / "rho-gsm8k")
     neo = GPTNeoConfig(hidden_size=2560, num_layers=32, num_heads=20, attention_types=[[["global", "local"], 16]])
     judge = RobertaConfig(id2label={0: "nothate", 1: "hate"}, label2id={"nothate": 0, "hate": 1})
     for name, config in (
         ("EleutherAI/gpt-neo-2.7B", neo),
         ("facebook/roberta-hate-speech-dynabench-r4-target", judge),
     ):
-        kept = folder / "cache" / f"models--{name.replace('/', '--')}"
-        config.save_pretrained(kept / "snapshots" / "0")
-        character_tokenizer("abcdefghij ").save_pretrained(kept / "snapshots" / "0")
-        (kept / "refs").mkdir()
-        (kept / "refs" / "main").write_text("0")
+        model = folder / "cache" / f"models--{name.replace('/', '--')}"
+        config.save_pretrained(model / "snapshots" / "0")
+        make_character_tokenizer("abcdefghij ").save_pretrained(model / "snapshots" / "0")
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text("0")
     return folder
 
 
@@ -116,30 +119,30 @@ def test_beginnings_of_rude_texts_and_comments_that_fit(place):
 
 
 def test_the_tests_detector_is_read_by_its_labels(monkeypatch):
-    texts = script("detoxification")
+    detoxification = script("detoxification")
 
-    def found(responses, **how):
+    def classify(responses, **options):
         return [[{"label": "not offensive", "score": 0.75}, {"label": "offensive", "score": 0.25}] for _ in responses]
 
-    monkeypatch.setattr(texts, "_detector", lambda: found)
-    assert texts.civil(["a", "b"], ["c", "d"]) == [0.75, 0.75]
+    monkeypatch.setattr(detoxification, "_load_detector", lambda: classify)
+    assert detoxification.civil(["a", "b"], ["c", "d"]) == [0.75, 0.75]
 
 
-def rehearsals():
-    """The page's commands that load nothing: variables of the environment, and arguments."""
+def dry_runs():
+    """The page's dry runs: variables of the environment, and arguments."""
     blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
-    found = []
+    commands = []
     for command in re.findall(r"^(?:\w+=\S+ )*whence llm train [^#`]*?--dry-run", blocks, flags=re.MULTILINE):
         parts = shlex.split(command)
         at = parts.index("whence")
-        found.append((dict(part.split("=") for part in parts[:at]), parts[at + 1 :]))
-    return found
+        commands.append((dict(part.split("=") for part in parts[:at]), parts[at + 1 :]))
+    return commands
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", range(len(rehearsals())))
+@pytest.mark.parametrize("number", range(len(dry_runs())))
 def test_the_pages_commands_are_what_whence_takes(place, number):
-    environment, arguments = rehearsals()[number]
+    environment, arguments = dry_runs()[number]
     offline = {"HF_HUB_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     done = subprocess.run(
         [str(Path(sys.executable).with_name("whence")), *arguments, "--json"],
@@ -150,26 +153,26 @@ def test_the_pages_commands_are_what_whence_takes(place, number):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["estimate"]
+    estimate = json.loads(done.stdout)["estimate"]
     if "EleutherAI/gpt-neo-2.7B" in arguments:
         adapter = 32 * 16 * (4 * (2560 + 2560) + 2 * (2560 + 10240))
-        assert (found["trained"], found["parameters"]) == (adapter + 2561, 2_651_307_520 + adapter + 2561)
+        assert (estimate["trained"], estimate["parameters"]) == (adapter + 2561, 2_651_307_520 + adapter + 2561)
         # bfloat16, no copy of the model; Adam in the adapter's own precision.
-        assert found["stays"]["weights"] == pytest.approx(2 * 2_651_307_520, rel=0.05)
-        assert (found["stays"]["start model"], found["prompt_tokens"]) == (0, 14)
+        assert estimate["stays"]["weights"] == pytest.approx(2 * 2_651_307_520, rel=0.05)
+        assert (estimate["stays"]["start model"], estimate["prompt_tokens"]) == (0, 14)
         # Held-out responses run sixteen at a time through the policy for the target.
-        assert found["stages"]["scoring"] > 4 * found["stages"]["optimisation"]
+        assert estimate["stages"]["scoring"] > 4 * estimate["stages"]["optimisation"]
     else:
-        assert found["parameters"] == found["trained"] == 1_100_048_384 + 2049
-        assert found["stays"]["Adam"] == 8 * found["parameters"]
-        assert found["stays"]["start model"] == pytest.approx(4 * 1_100_048_384, rel=1e-6)
-        assert found["stages"]["optimisation"] > 4 * found["parameters"]
+        assert estimate["parameters"] == estimate["trained"] == 1_100_048_384 + 2049
+        assert estimate["stays"]["Adam"] == 8 * estimate["parameters"]
+        assert estimate["stays"]["start model"] == pytest.approx(4 * 1_100_048_384, rel=1e-6)
+        assert estimate["stages"]["optimisation"] > 4 * estimate["parameters"]
     assert not (place / "runs").exists()
     # What the page says of it.
     (row,) = [line for line in PAGE.splitlines() if line.startswith("| detox" if environment == {} else "| GSM8K")]
-    assert f" {found['peak'] / 2**30:.0f} GiB: " in row
-    assert f" {sum(found['flops'].values()) / 1e15:.1f} PFLOP " in row
+    assert f" {estimate['peak'] / 2**30:.0f} GiB: " in row
+    assert f" {sum(estimate['flops'].values()) / 1e15:.1f} PFLOP " in row
 
 
-def test_both_recipes_are_rehearsed():
-    assert [parts[parts.index("--selection") + 1] for _, parts in rehearsals()] == ["iif", "ippo"]
+def test_both_recipes_have_a_dry_run():
+    assert [parts[parts.index("--selection") + 1] for _, parts in dry_runs()] == ["iif", "ippo"]

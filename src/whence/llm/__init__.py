@@ -1,4 +1,4 @@
-"""Causal language models of Transformers: rows of prompts and responses scored, and trained on where they help."""
+"""Causal language models of Transformers: score prompts with their responses, and train on those that help."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Where a training stands, in one file: parameters that train, optimiser, counters, generators."""
+"""Checkpoints of a training, each one file: parameters that train, optimiser, counters, generators."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,31 +17,31 @@ FORMAT, VERSION = "whence-llm-checkpoint", "1"
 
 
 def checkpoint_path(folder: str | Path, number: int) -> Path:
-    """Return the file of the checkpoint after a round."""
+    """Return the path of the checkpoint after a round."""
     return Path(folder) / "checkpoints" / f"round_{number:05d}.safetensors"
 
 
-def latest(folder: str | Path) -> Path | None:
-    """Return the checkpoint of the most rounds below a training's directory; None where there is none."""
+def find_latest(folder: str | Path) -> Path | None:
+    """Return the checkpoint of the latest round in a run directory; None if there is none."""
     return max((Path(folder) / "checkpoints").glob("round_*.safetensors"), default=None)
 
 
 def save(
     path: Path, model: nn.Module, optimizer: Any, about: Mapping[str, Any], generators: Mapping[str, Tensor]
 ) -> None:
-    """Write a checkpoint; a reader finds the old file or the whole new one.
+    """Write a checkpoint; a reader sees the old file or the whole new one.
 
     Args:
         path: the file.
-        model: of which the parameters that train are kept.
-        optimizer: of torch, over these parameters.
-        about: anything else, in JSON types.
+        model: the model; its parameters that train are saved.
+        optimizer: the optimiser of these parameters.
+        about: further content, in JSON types.
         generators: states of random generators, uint8.
     """
-    tensors: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in _trained(model)}
-    names = {id(parameter): name for name, parameter in _trained(model)}
-    for parameter, own in optimizer.state.items():
-        tensors |= {f"optimizer/{names[id(parameter)]}/{key}": torch.as_tensor(value) for key, value in own.items()}
+    tensors: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in _trained_parameters(model)}
+    names = {id(parameter): name for name, parameter in _trained_parameters(model)}
+    for parameter, state in optimizer.state.items():
+        tensors |= {f"optimizer/{names[id(parameter)]}/{key}": torch.as_tensor(value) for key, value in state.items()}
     tensors |= {f"generators/{name}": state for name, state in generators.items()}
     with write_atomically(path) as temporary:
         save_file(
@@ -52,41 +52,44 @@ def save(
 
 
 def load(path: Path, model: nn.Module, optimizer: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Read a checkpoint into model and optimiser, and return what else it holds: `about`, `generators`.
+    """Read a checkpoint into model and optimiser, and return its further content: `about`, `generators`.
 
     Raises:
-        RunDirectoryError: the file is none of this version's, or is of another model.
+        RunDirectoryError: the file is not a checkpoint of this version, or belongs to another model.
     """
     try:
-        opened = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as broken:
-        raise RunDirectoryError(f"{path} cannot be read as safetensors: {broken}") from None
-    with opened as file:
+        checkpoint = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise RunDirectoryError(f"{path} cannot be read as safetensors: {error}") from None
+    with checkpoint as file:
         metadata = file.metadata() or {}
         if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
             raise RunDirectoryError(f"{path} is no checkpoint of this version ({FORMAT}, version {VERSION}).")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    own = dict(_trained(model))
+    parameters = dict(_trained_parameters(model))
     saved = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-    shapes = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (own, saved))
-    if next(shapes) != next(shapes):
+    if _list_shapes(parameters) != _list_shapes(saved):
         raise RunDirectoryError(
-            f"{path} is of another model: its parameters that train are not this one's. Build the model as it was, "
-            "with the same adapter, or choose another output_dir."
+            f"{path} belongs to another model: its parameters that train differ from this one's. Build the model as it "
+            "was, with the same adapter, or choose another output_dir."
         )
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(saved[name])
     optimizer.state.clear()
     for name, tensor in tensors.items():
         if name.startswith("optimizer/"):
             parameter_name, _, key = name.removeprefix("optimizer/").rpartition("/")
-            parameter = own[parameter_name]
-            placed = tensor if key == "step" else tensor.to(parameter.device)
-            optimizer.state.setdefault(parameter, {})[key] = placed
+            parameter = parameters[parameter_name]
+            value = tensor if key == "step" else tensor.to(parameter.device)
+            optimizer.state.setdefault(parameter, {})[key] = value
     generators = {name.removeprefix("generators/"): t for name, t in tensors.items() if name.startswith("generators/")}
     return json.loads(metadata["about"]), generators
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _list_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""What a PPO training of a language model is asked for."""
+"""The settings of a PPO training of a language model."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from whence.errors import WhenceError, suggest
 
-ESTIMATES = ("kl", "abs", "mse")
+KL_ESTIMATES = ("kl", "abs", "mse")
 
 
 @dataclass(frozen=True)
@@ -15,40 +15,40 @@ class PPOConfig:
     """Settings of `PPOTrainer`, by the names of TRL's first PPOConfig.
 
     Attributes:
-        output_dir: where checkpoints, the trained model and the table of responses go.
+        output_dir: the run directory, with checkpoints, the trained model and the tables of responses.
         rounds: rollouts to train on.
-        batch_size: rows (prompts with a response each) of a rollout, over all processes.
+        batch_size: rows (a prompt with its response) of a rollout, over all processes.
         mini_batch_size: rows of one forward and backward pass, on each process.
-        gradient_accumulation_steps: passes that make one step of the optimiser.
+        gradient_accumulation_steps: passes per step of the optimiser.
         ppo_epochs: passes over the rows of a rollout.
-        learning_rate: of Adam.
-        value_learning_rate: of the value head, which starts from nothing; None: the same.
-        max_grad_norm: gradients are clipped to it; None: never.
+        learning_rate: Adam's learning rate.
+        value_learning_rate: the learning rate of the value head, which starts at 0; None: `learning_rate`.
+        max_grad_norm: the norm to which gradients are clipped; None: no clipping.
         cliprange: how far a token's probability ratio may move from 1.
-        cliprange_value: how far a value may move; None: as far as it will.
+        cliprange_value: how far a value may move; None: without limit.
         vf_coef: weight of the value loss.
-        gamma: discount factor of a token.
+        gamma: discount factor per token.
         lam: lambda of the advantage estimator.
-        whiten_rewards: normalise token rewards too (their scale, not their mean).
+        whiten_rewards: scale token rewards to a standard deviation of 1; their mean stays.
         init_kl_coef: weight of each token's divergence from the start model.
-        adap_kl_ctrl: whether it is steered.
-        target: divergence of a response, in nats, that it is steered to.
-        horizon: rows over which it is steered.
+        adap_kl_ctrl: whether this weight is steered towards `target`.
+        target: the intended divergence of a response, in nats.
+        horizon: rows over which the weight is steered.
         kl_penalty: how a token's divergence is estimated: "kl", "abs" or "mse".
-        max_new_tokens: of a response.
-        max_prompt_length: tokens; longer prompts are refused. None: what the model's context leaves.
-        temperature: responses are drawn at; the policy that is trained is the one at this temperature.
+        max_new_tokens: the most tokens of a response.
+        max_prompt_length: the most tokens of a prompt; longer ones are refused. None: what the model's context leaves.
+        temperature: sampling temperature; the policy that trains is the one at this temperature.
         top_k: draw from the k likeliest tokens; 0: from all.
         top_p: draw from the likeliest tokens that hold this much probability.
-        missing_eos_penalty: taken from the reward of a response that does not end; None: nothing is.
+        missing_eos_penalty: subtracted from the reward of a response that does not end; None: nothing.
         disable_dropout: switch dropout off, so that ratios begin at 1.
-        generation_batch_size: rows that are generated, and evaluated without gradients, at a time.
-        save_every: rounds from one checkpoint to the next; 0: none is written.
-        keep_checkpoints: how many are kept.
-        eval_every: rounds from one evaluation to the next, where there is one; 0: none.
-        disable_tqdm: hide the bar of rounds.
+        generation_batch_size: rows of a pass that generates, or evaluates without gradients.
+        save_every: rounds between checkpoints; 0: no checkpoints.
+        keep_checkpoints: number of checkpoints that stay.
+        eval_every: rounds between evaluations; 0: no evaluations.
+        disable_tqdm: hide the progress bar.
         report_to: trackers, by Accelerate's names: "tensorboard", "wandb", "trackio".
-        seed: of everything random.
+        seed: seed of all random draws.
     """
 
     output_dir: str
@@ -98,9 +98,9 @@ class PPOConfig:
         if self.learning_rate is None:
             raise WhenceError("learning_rate is None; a number, 0 or more, is needed.")
         if isinstance(self.report_to, str):
-            raise WhenceError(f"report_to is {self.report_to!r}; several trackers are named: ({self.report_to!r},).")
-        if self.kl_penalty not in ESTIMATES:
-            raise WhenceError(f"kl_penalty is {self.kl_penalty!r}.{suggest(str(self.kl_penalty), ESTIMATES)}")
+            raise WhenceError(f"report_to is {self.report_to!r}; a tuple of names is needed: ({self.report_to!r},).")
+        if self.kl_penalty not in KL_ESTIMATES:
+            raise WhenceError(f"kl_penalty is {self.kl_penalty!r}.{suggest(str(self.kl_penalty), KL_ESTIMATES)}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings in JSON types."""

@@ -1,7 +1,7 @@
-"""What passes of a language model take, in bytes and operations, worked out without weights.
+"""Bytes and operations of a language model's passes, measured without weights.
 
 Models are made on the meta device and run on tensors that have shapes and no numbers, so that a model of any size is
-looked at within seconds, and by its own code.
+measured within seconds, by its own code.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,33 +15,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from whence.engines.memory import measure_bytes
-from whence.errors import Unsupported
-from whence.llm.model import takes
+from whence.errors import Unsupported, first_line
+from whence.llm.model import accepts_argument
 from whence.llm.view import unscored_view
 
 _Run = Callable[[dict[str, Tensor]], None]
-"""What is done with a batch's columns."""
+"""A pass: called with the model's inputs by name."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass takes.
+    """Memory and work of one pass.
 
     Attributes:
-        held: bytes in tensors at its most, besides weights and inputs; gradients are among them.
-        flops: floating-point operations of linear layers; fused attention's own, few at short lengths, are left out.
+        bytes: the most bytes in tensors at a time, without weights and inputs, with gradients.
+        flops: floating-point operations of linear layers, without those of fused attention, few at short lengths.
     """
 
-    held: int
+    bytes: int
     flops: float
 
 
 @dataclass(frozen=True)
-class Rows:
-    """How many rows a pass is over, and their tokens.
-
-    rows, prompt, response: numbers of each.
-    """
+class BatchShape:
+    """The size of a pass: its number of rows, and the tokens of each row's prompt and response."""
 
     rows: int
     prompt: int
@@ -49,19 +46,19 @@ class Rows:
 
 
 @contextmanager
-def without_weights() -> Iterator[None]:
-    """Have models that are made within hold shapes alone."""
+def skip_weights() -> Iterator[None]:
+    """Make models without weights, with shapes alone."""
     with torch.device("meta"):
         yield
 
 
-def training_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -> Pass:
-    """Return what log-probs, values and their gradients take, the gradients of trained parameters included.
+def measure_training_pass(model: Any, shape: BatchShape, autocast: torch.dtype | None = None) -> Pass:
+    """Measure a pass for log-probs, values and their gradients, including the gradients of trained parameters.
 
     Args:
-        model: made in `without_weights`; a causal language model, with an adapter or a value head or not.
-        rows: of one forward and backward pass.
-        autocast: of mixed precision; None: there is none.
+        model: a causal language model made in `skip_weights`, with or without an adapter or a value head.
+        shape: the size of the pass.
+        autocast: the type of mixed precision; None: no mixed precision.
     """
 
     def run(inputs: dict[str, Tensor]) -> None:
@@ -71,15 +68,15 @@ def training_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -
         loss = outputs.log_prob.sum() + (0 if outputs.value is None else outputs.value.sum())
         loss.backward()
 
-    return _measured(model, rows, run)
+    return _measure(model, shape, run)
 
 
-def reading_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -> Pass:
-    """Return what log-probs and values take without gradients; arguments as of `training_pass`."""
-    return _measured(model, rows, _reading(model, autocast))
+def measure_reading_pass(model: Any, shape: BatchShape, autocast: torch.dtype | None = None) -> Pass:
+    """Measure a pass for log-probs and values without gradients; arguments as in `measure_training_pass`."""
+    return _measure(model, shape, _make_reading_run(model, autocast))
 
 
-def _reading(model: Any, autocast: torch.dtype | None) -> _Run:
+def _make_reading_run(model: Any, autocast: torch.dtype | None) -> _Run:
     def run(inputs: dict[str, Tensor]) -> None:
         view = unscored_view(model)
         with torch.no_grad(), _autocast(autocast):
@@ -88,103 +85,105 @@ def _reading(model: Any, autocast: torch.dtype | None) -> _Run:
     return run
 
 
-def generating_pass(model: Any, rows: Rows, autocast: torch.dtype | None = None) -> Pass:
-    """Return what drawing responses takes: a pass over the prompts, and keys and values of all tokens.
+def measure_generating_pass(model: Any, shape: BatchShape, autocast: torch.dtype | None = None) -> Pass:
+    """Measure drawing responses: a pass over the prompts, and keys and values of all tokens.
 
-    Arguments as of `training_pass`; the model has no value head, and is in eval mode: some keep nothing in training.
+    Arguments as in `measure_training_pass`. The model has no value head, and is in eval mode: some models store no keys
+    and values in training mode.
     """
-    found: list[Any] = []
+    outputs: list[Any] = []
 
     def run(inputs: dict[str, Tensor]) -> None:
-        last = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
+        last = {"logits_to_keep": 1} if accepts_argument(model, "logits_to_keep") else {}
         with torch.no_grad(), _autocast(autocast):
-            found.append(
+            outputs.append(
                 model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=True, **last)
             )
 
-    held = _held(model, Rows(rows.rows, rows.prompt, 0), run)
-    # What is left of the pass is its logits, and keys and values, which grow with every token.
-    grown = (held[-1] - found[0].logits.nbytes) * rows.response / rows.prompt
-    # The tokens that are drawn and the logits that are read are those of reading the whole.
-    return Pass(max(held) + round(grown), _flops(model, rows, _reading(model, autocast)))
+    trace = _trace_bytes(model, BatchShape(shape.rows, shape.prompt, 0), run)
+    # After the pass there remain its logits, and keys and values, which grow with every token.
+    growth = (trace[-1] - outputs[0].logits.nbytes) * shape.response / shape.prompt
+    # Drawing token by token computes as many tokens and logits as reading the whole.
+    return Pass(max(trace) + round(growth), _count_flops(model, shape, _make_reading_run(model, autocast)))
 
 
 def _autocast(dtype: torch.dtype | None) -> Any:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
-def _measured(model: Any, rows: Rows, run: _Run) -> Pass:
-    return Pass(max(_held(model, rows, run), default=0), _flops(model, rows, run))
+def _measure(model: Any, shape: BatchShape, run: _Run) -> Pass:
+    return Pass(max(_trace_bytes(model, shape, run), default=0), _count_flops(model, shape, run))
 
 
-def _held(model: Any, rows: Rows, run: _Run) -> list[int]:
-    """Run something on rows without numbers; return the bytes held after each allocation and release."""
-    with _inputs(model, rows) as inputs:
+def _trace_bytes(model: Any, shape: BatchShape, run: _Run) -> list[int]:
+    """Run a pass on inputs without numbers; return the bytes in tensors after each allocation and release."""
+    with _make_inputs(model, shape) as inputs:
         return measure_bytes(lambda: run(inputs))
 
 
-def _flops(model: Any, rows: Rows, run: _Run) -> float:
-    """Run something on rows without numbers; return the operations, of a run apart: their counter keeps tensors."""
-    with _inputs(model, rows) as inputs, FlopCounterMode(display=False) as counter:
+def _count_flops(model: Any, shape: BatchShape, run: _Run) -> float:
+    """Run a pass on inputs without numbers; return its operations. The counter keeps tensors, so bytes are apart."""
+    with _make_inputs(model, shape) as inputs, FlopCounterMode(display=False) as counter:
         run(inputs)
     return float(counter.get_total_flops())
 
 
 @contextmanager
-def _inputs(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
-    """Make rows without numbers for a model that has none while they are there.
+def _make_inputs(model: Any, shape: BatchShape) -> Iterator[dict[str, Tensor]]:
+    """Yield inputs without numbers, while the model's own tensors have no numbers either.
 
     Raises:
-        Unsupported: a model that looks at numbers.
+        Unsupported: the model's code depends on numbers.
     """
-    tokens = rows.prompt + rows.response
-    with _without_numbers(model):
-        ids = torch.zeros(rows.rows, tokens, dtype=torch.long)
+    tokens = shape.prompt + shape.response
+    with _fake_tensors(model):
+        ids = torch.zeros(shape.rows, tokens, dtype=torch.long)
         inputs = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "position_ids": torch.zeros_like(ids),
-            "response_mask": torch.ones(rows.rows, rows.response, dtype=torch.bool),
+            "response_mask": torch.ones(shape.rows, shape.response, dtype=torch.bool),
         }
         try:
             yield inputs
-        except RuntimeError as wrong:
+        except RuntimeError as error:
             raise Unsupported(
-                f"What {type(model).__name__} takes cannot be told without its weights: {str(wrong).splitlines()[0]}"
-            ) from wrong
+                f"{type(model).__name__} cannot be measured without its weights: {first_line(error)}"
+            ) from error
 
 
 @contextmanager
-def _without_numbers(model: nn.Module) -> Iterator[None]:
-    """Put tensors without numbers, which say that they are on the CPU, into a model's place for them.
+def _fake_tensors(model: nn.Module) -> Iterator[None]:
+    """Replace a model's tensors by fake ones: on the CPU by their own account, and without numbers.
 
-    What looks at values, as Transformers does at attention masks, sees that there are none; on the meta device it
-    would fail. Parameters that are tied stay so.
+    Code that reads values, as Transformers does for attention masks, detects fake tensors; on the meta device it would
+    fail. Tied parameters stay tied.
     """
     stores: list[dict[str, Any]] = [
         store for module in model.modules() for store in (module._parameters, module._buffers)
     ]
     before = [dict(store) for store in stores]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        made: dict[int, Any] = {}
+        fakes: dict[int, Any] = {}
         for store in stores:
             for name, tensor in store.items():
                 if tensor is not None:
-                    store[name] = made.setdefault(id(tensor), _like(tensor))
+                    store[name] = fakes.setdefault(id(tensor), _make_empty(tensor))
         try:
             yield
         finally:
-            for store, own in zip(stores, before, strict=True):
-                store.update(own)
+            for store, tensors in zip(stores, before, strict=True):
+                store.update(tensors)
 
 
-def _like(tensor: Tensor) -> Tensor:
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+def _make_empty(tensor: Tensor) -> Tensor:
+    """Return an empty tensor, or parameter, of the same shape and type on the CPU."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def count_bytes(model: nn.Module, *, trained: bool = False) -> int:
-    """Return the bytes of a model's parameters and buffers; `trained`: of the parameters that train alone."""
+    """Return the bytes of a model's parameters and buffers; with `trained`, of the parameters that train alone."""
     if trained:
         return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))

@@ -1,4 +1,4 @@
-"""Prompts into tokens, and tokens into responses."""
+"""Tokenize prompts, and generate responses to them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,11 +25,11 @@ class Responses:
 
     Attributes:
         input_ids: (n, P + R) prompts, padded on the left, then responses, padded on the right.
-        attention_mask: (n, P + R) 1 where there is a token.
-        response_mask: (n, R) True at the tokens of the response, its end-of-text token included.
-        ended: (n,) whether the response ends by itself.
+        attention_mask: (n, P + R) 1 at tokens, 0 at padding.
+        response_mask: (n, R) True at the tokens of the response, including its end-of-text token.
+        ended: (n,) whether the response ends with an end-of-text token.
         prompts: the prompts' texts, as the model reads them.
-        texts: the responses, without special tokens.
+        texts: the responses' texts, without special tokens.
     """
 
     input_ids: Int[Tensor, "n L"]
@@ -44,51 +44,70 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Refuse a tokenizer that cannot pad or end a response.
 
     Raises:
-        WhenceError: says which token to set.
+        WhenceError: the message names the token to set.
     """
     if tokenizer.pad_token_id is None:
         raise WhenceError(
-            "The tokenizer has no pad token, so rows of different lengths cannot stand side by side. Set one: "
+            "The tokenizer has no pad token, so rows of different lengths cannot form a batch. Set one: "
             "tokenizer.pad_token = tokenizer.eos_token."
         )
     if tokenizer.eos_token_id is None:
         raise WhenceError("The tokenizer has no end-of-text token, so no response could end. Set tokenizer.eos_token.")
 
 
-def tokenized(tokenizer: Any, prompts: Sequence[Prompt], config: PPOConfig, context: int | None) -> list[list[int]]:
+def tokenize_prompts(
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    config: PPOConfig,
+    context: int | None,
+    response_setting: str = "max_new_tokens",
+) -> list[list[int]]:
     """Return the token ids of each prompt; messages go through the tokenizer's chat template.
 
     Args:
-        tokenizer: of Transformers.
+        tokenizer: a tokenizer of Transformers.
         prompts: texts or chats.
-        config: says how long prompts and responses may be.
-        context: tokens that the model can read; None: without limit.
+        config: the settings that limit the lengths of prompts and responses.
+        context: tokens that the model can read; None: no limit.
+        response_setting: the trainer's name of the setting that limits a response, for messages.
 
     Raises:
-        WhenceError: a prompt is empty, or leaves no room for its response; the prompt's number is named.
+        WhenceError: a prompt is empty, or leaves no room for its response; the message has the prompt's number.
     """
-    most = config.max_prompt_length
-    if context is not None:
-        room = context - config.max_new_tokens
-        if room < 1:
-            raise WhenceError(
-                f"max_new_tokens is {config.max_new_tokens}, and the model reads {context} tokens in all, so that no "
-                "prompt would fit before a response. Lower max_new_tokens."
-            )
-        most = room if most is None else min(most, room)
-    found = []
+    longest = _longest_prompt(config, context, response_setting)
+    rows = []
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             ids = list(tokenizer(prompt)["input_ids"])
         else:
             ids = list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
-        if not ids or (most is not None and len(ids) > most):
+        if not ids or (longest is not None and len(ids) > longest):
             raise WhenceError(
-                f"Prompt {number} has {len(ids)} tokens; from 1 to {most} are needed, so that it and a response of "
-                f"{config.max_new_tokens} fit into the model's context. Shorten or drop it, or lower max_new_tokens."
+                f"Prompt {number} has {len(ids)} tokens; from 1 to {longest} are needed, so that it and a response of "
+                f"{config.max_new_tokens} fit into the model's context. Shorten or drop it, or lower "
+                f"{response_setting}."
             )
-        found.append(ids)
-    return found
+        rows.append(ids)
+    return rows
+
+
+def _longest_prompt(config: PPOConfig, context: int | None, response_setting: str) -> int | None:
+    """Return the most tokens that a prompt may have; None: no limit."""
+    if context is None:
+        return config.max_prompt_length
+    remaining = context - config.max_new_tokens
+    if remaining < 1:
+        raise WhenceError(
+            f"{response_setting} is {config.max_new_tokens}, and the model reads {context} tokens in all, so that no "
+            f"prompt would fit before a response. Lower {response_setting}."
+        )
+    return remaining if config.max_prompt_length is None else min(config.max_prompt_length, remaining)
+
+
+def context_length(model: Any) -> int | None:
+    """Return the number of tokens that a model can read; None: its configuration does not say."""
+    length: int | None = getattr(model.config, "max_position_embeddings", None)
+    return length
 
 
 def generate(
@@ -103,35 +122,38 @@ def generate(
     Args:
         model: a causal language model of Transformers.
         tokenizer: its tokenizer.
-        prompt_ids: from `tokenized`; the same in every process.
-        config: says how responses are drawn.
-        processes: which draw a part each, and get all.
+        prompt_ids: the prompts from `tokenize_prompts`, the same in every process.
+        config: the sampling settings.
+        processes: the processes; each draws a part of the responses, and gets all of them.
     """
-    width = max(map(len, prompt_ids))
-    size, own = config.generation_batch_size, prompt_ids[processes.own(len(prompt_ids))]
-    chunks = [own[first : first + size] for first in range(0, len(own), size)]
+    width, size = max(map(len, prompt_ids)), config.generation_batch_size
+    local_ids = prompt_ids[processes.part(len(prompt_ids))]
+    chunks = [local_ids[first : first + size] for first in range(0, len(local_ids), size)]
     with eval_mode(model.modules()):
-        parts = [_drawn(model, tokenizer, chunk, width, config) for chunk in chunks]
-    response = processes.gathered(torch.cat(parts), len(prompt_ids))
-    mask, ended = _until_the_end(response[:, width:], _ends(model, tokenizer))
-    prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]).to(response.device)
-    ids = torch.cat([response[:, :width], torch.where(mask, response[:, width:], tokenizer.pad_token_id)], dim=1)
+        parts = [_generate_chunk(model, tokenizer, chunk, width, config) for chunk in chunks]
+    tokens = processes.gather(torch.cat(parts), len(prompt_ids))
+    mask, ended = _mask_until_end(tokens[:, width:], _list_end_tokens(model, tokenizer))
+    prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]).to(tokens.device)
+    input_ids = torch.cat([tokens[:, :width], torch.where(mask, tokens[:, width:], tokenizer.pad_token_id)], dim=1)
     texts = [
-        tokenizer.decode(row[own], skip_special_tokens=True) for row, own in zip(ids[:, width:], mask, strict=True)
+        tokenizer.decode(row[row_mask], skip_special_tokens=True)
+        for row, row_mask in zip(input_ids[:, width:], mask, strict=True)
     ]
-    prompts = [tokenizer.decode(list(own), skip_special_tokens=True) for own in prompt_ids]
-    return Responses(ids, torch.cat([prompt_mask, mask.long()], dim=1), mask, ended, prompts, texts)
+    prompts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in prompt_ids]
+    return Responses(input_ids, torch.cat([prompt_mask, mask.long()], dim=1), mask, ended, prompts, texts)
 
 
-def _drawn(model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], width: int, config: PPOConfig) -> Tensor:
+def _generate_chunk(
+    model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], width: int, config: PPOConfig
+) -> Tensor:
     """Return prompts and responses, (n, width + max_new_tokens), padded on the left and on the right."""
     pad, device = tokenizer.pad_token_id, next(model.parameters()).device
-    longest = max(map(len, prompt_ids))  # of these alone: one long prompt elsewhere is not to cost all others
+    longest = max(map(len, prompt_ids))  # in this chunk: a long prompt elsewhere does not slow it down
     padded = torch.tensor([[pad] * (longest - len(ids)) + list(ids) for ids in prompt_ids], device=device)
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    ends = _ends(model, tokenizer)
-    with torch.no_grad(), _plain_settings(model):
-        found: Tensor = model.generate(
+    end_tokens = _list_end_tokens(model, tokenizer)
+    with torch.no_grad(), _ignore_model_settings(model):
+        tokens: Tensor = model.generate(
             input_ids=padded,
             attention_mask=mask,
             max_new_tokens=config.max_new_tokens,
@@ -140,35 +162,37 @@ def _drawn(model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], widt
             top_k=config.top_k,
             top_p=config.top_p,
             pad_token_id=pad,
-            eos_token_id=ends,
+            eos_token_id=end_tokens,
         )
-    # Where all responses have ended, generation stops early.
-    missing = longest + config.max_new_tokens - found.shape[1]
-    return torch.nn.functional.pad(found, (width - longest, missing), value=pad)
+    # Generation stops early if all responses have ended.
+    missing = longest + config.max_new_tokens - tokens.shape[1]
+    return torch.nn.functional.pad(tokens, (width - longest, missing), value=pad)
 
 
 @contextmanager
-def _plain_settings(model: Any) -> Iterator[None]:
-    """Leave out what a model's own settings would do to the draws: its log-probs know nothing of a penalty."""
+def _ignore_model_settings(model: Any) -> Iterator[None]:
+    """Ignore a model's own generation settings: log-probs would not account for a penalty on repetitions."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    own = getattr(inner, "generation_config", None)
+    before = getattr(inner, "generation_config", None)
     inner.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        inner.generation_config = own
+        inner.generation_config = before
 
 
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's, and those that the model's settings name."""
+def _list_end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a response: the tokenizer's, and those in the model's settings."""
     config = getattr(model, "generation_config", None)
-    theirs = getattr(config, "eos_token_id", None)
-    theirs = [] if theirs is None else [theirs] if isinstance(theirs, int) else list(theirs)
-    return list(dict.fromkeys([tokenizer.eos_token_id, *theirs]))
+    of_model = getattr(config, "eos_token_id", None)
+    of_model = [] if of_model is None else [of_model] if isinstance(of_model, int) else list(of_model)
+    return list(dict.fromkeys([tokenizer.eos_token_id, *of_model]))
 
 
-def _until_the_end(tokens: Int[Tensor, "n R"], ends: Sequence[int]) -> tuple[Bool[Tensor, "n R"], Bool[Tensor, " n"]]:
-    """Return a mask of the tokens up to and with the first that ends the response, and whether there is one."""
-    is_end = torch.isin(tokens, torch.tensor(ends, device=tokens.device))
+def _mask_until_end(
+    tokens: Int[Tensor, "n R"], end_tokens: Sequence[int]
+) -> tuple[Bool[Tensor, "n R"], Bool[Tensor, " n"]]:
+    """Return a mask of each row's tokens through its first end token, and whether the row has one."""
+    is_end = torch.isin(tokens, torch.tensor(end_tokens, device=tokens.device))
     before = is_end.long().cumsum(dim=1) - is_end.long()
     return before == 0, is_end.any(dim=1)

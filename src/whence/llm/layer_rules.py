@@ -12,30 +12,30 @@ from whence.errors import Unsupported
 
 
 def register_rules(model: nn.Module) -> None:
-    """Let the ghost engine cover a language model's layers: GPT-2's `Conv1D`, and what is called RMSNorm and is one."""
+    """Let the ghost engine cover a language model's `Conv1D` (GPT-2) and its layers named RMSNorm that compute one."""
     for layer in {type(layer): layer for layer in model.modules() if "weight" in layer._parameters}.values():
         if rule_for(layer) is not None:
             continue
         if type(layer).__name__.endswith("RMSNorm") and is_scale(layer):
             register_rmsnorm(type(layer))
         elif type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils":
-            register_rule(type(layer), LayerRule(_conv1d_product, _conv1d_gradient, parameters=_OWN))
+            register_rule(type(layer), LayerRule(_conv1d_product, _conv1d_gradient, parameters=_CONV1D_PARAMETERS))
 
 
-_OWN = frozenset(["weight", "bias"])
+_CONV1D_PARAMETERS = frozenset(["weight", "bias"])
 
 
 def register_rmsnorm(layer_type: type[nn.Module]) -> None:
     """Let the ghost engine cover a norm that scales its normalised input, entry by entry, by a single `weight`.
 
-    `language_view` does so for types whose name ends in RMSNorm. Each layer is looked at before it is trusted: one that
-    does something else with its weight is refused.
+    `language_view` registers the types whose name ends in RMSNorm. Each layer is checked before its rule is used; a
+    layer that uses its weight in another way is refused.
 
     Args:
         layer_type: a module type; its output may also be `(1 + weight)` times the normalised input, as Gemma's.
 
     Raises:
-        Unsupported: it is no module type.
+        Unsupported: `layer_type` is not a module type.
     """
     if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
         raise Unsupported(f"register_rmsnorm() got {layer_type!r}; pass the layer's type: type(layer).")
@@ -43,7 +43,7 @@ def register_rmsnorm(layer_type: type[nn.Module]) -> None:
 
 
 def is_scale(layer: Any) -> bool:
-    """Tell whether a layer's output is the same function of its input times `weight`, entry by entry, plus another."""
+    """Tell whether a layer's output has the form `weight * f(input) + g(input)`, entry by entry."""
     weight = layer._parameters.get("weight")
     if weight is None or weight.ndim != 1 or len(layer._parameters) != 1:
         return False
@@ -51,22 +51,22 @@ def is_scale(layer: Any) -> bool:
     other = torch.linspace(0.5, -2, len(weight), device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         try:
-            found = _at(layer, other, x) - _at(layer, torch.zeros_like(weight), x)
-            expected = other * _normalised(layer, x)
+            difference = _run_with_weight(layer, other, x) - _run_with_weight(layer, torch.zeros_like(weight), x)
+            expected = other * _normalise(layer, x)
         except (RuntimeError, TypeError, AttributeError):
             return False
-    size = 8 * torch.finfo(weight.dtype).eps * float(expected.abs().max())
-    return found.shape == x.shape and bool(((found - expected).abs() <= size).all())
+    tolerance = 8 * torch.finfo(weight.dtype).eps * float(expected.abs().max())
+    return difference.shape == x.shape and bool(((difference - expected).abs() <= tolerance).all())
 
 
-def _normalised(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return what a norm multiplies by its weight: what one more of each weight adds to the output."""
+def _normalise(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the normalised input that a norm multiplies by its weight: the change in output per unit of weight."""
     weight: Any = layer.weight
-    return _at(layer, torch.ones_like(weight), x) - _at(layer, torch.zeros_like(weight), x)
+    return _run_with_weight(layer, torch.ones_like(weight), x) - _run_with_weight(layer, torch.zeros_like(weight), x)
 
 
-def _at(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-    # The layer's own arithmetic with another weight, past the hooks of whoever has set any.
+def _run_with_weight(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    """Return the layer's output for another weight, without running hooks."""
     other = copy.copy(layer)
     other.__dict__["_parameters"] = {"weight": weight}
     output: Tensor = other.forward(x)
@@ -74,20 +74,20 @@ def _at(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _scale_product(layer: nn.Module, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
-    return (g * _normalised(layer, x) * direction["weight"]).flatten(1).sum(1)
+    return (g * _normalise(layer, x) * direction["weight"]).flatten(1).sum(1)
 
 
 def _scale_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
     by_record = weights.reshape(-1, *[1] * (g.ndim - 1))
-    return {"weight": (g * _normalised(layer, x) * by_record).flatten(0, -2).sum(0)}
+    return {"weight": (g * _normalise(layer, x) * by_record).flatten(0, -2).sum(0)}
 
 
 def _conv1d_product(layer: Any, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
-    # A linear layer whose weight lies the other way round.
-    turned = {name: tensor.t() if name == "weight" else tensor for name, tensor in direction.items()}
-    return linear_product(layer, turned, x, g)
+    # A linear layer with its weight transposed.
+    transposed = {name: tensor.t() if name == "weight" else tensor for name, tensor in direction.items()}
+    return linear_product(layer, transposed, x, g)
 
 
 def _conv1d_gradient(layer: Any, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
-    found = linear_gradient(layer, x, g, weights)
-    return {name: tensor.t() if name == "weight" else tensor for name, tensor in found.items()}
+    gradient = linear_gradient(layer, x, g, weights)
+    return {name: tensor.t() if name == "weight" else tensor for name, tensor in gradient.items()}

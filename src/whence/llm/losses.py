@@ -1,6 +1,6 @@
 """The arithmetic of PPO on responses: rewards of tokens, advantages, losses. Tensors in, tensors out.
 
-Shapes: n rows, R response tokens; `mask` (n, R) is True at the tokens of a response, its end-of-text token included.
+Shapes: n rows, R response tokens; `mask` (n, R) is True at the tokens of a response, including its end-of-text token.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,14 @@ def masked_mean(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Floa
     return torch.where(mask, values, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
-def whitened(
-    values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"], *, shift_mean: bool = True
-) -> Float[Tensor, "n R"]:
-    """Return values less their mean over all response tokens, over their standard deviation; 0 where there are none.
+def whiten(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"], *, shift_mean: bool = True) -> Float[Tensor, "n R"]:
+    """Return values minus their mean over all response tokens, divided by their standard deviation; 0 elsewhere.
 
     The variance has Bessel's correction, as in TRL.
 
     Args:
-        values: of each token.
-        mask: of the response tokens.
+        values: values of the tokens.
+        mask: mask of the response tokens.
         shift_mean: False adds the mean again, as for rewards.
     """
     chosen = values[mask]
@@ -41,7 +39,7 @@ def whitened(
 def divergence(
     log_probs: Float[Tensor, "n R"], ref_log_probs: Float[Tensor, "n R"], kind: KLEstimate = "kl"
 ) -> Float[Tensor, "n R"]:
-    """Return what each token says of the divergence from the start model.
+    """Return each token's estimate of the divergence from the start model.
 
     "kl": `log pi - log pi_ref`, whose mean over tokens drawn from pi is the divergence; "abs": its absolute value;
     "mse": half its square.
@@ -55,14 +53,14 @@ def divergence(
 def token_rewards(
     scores: Float[Tensor, " n"], penalty: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]
 ) -> Float[Tensor, "n R"]:
-    """Return each token's reward: less the penalty, and the row's score at its last response token.
+    """Return each token's reward: minus its penalty, plus the row's score at the last response token.
 
-    A row without a response token gets no reward at all.
+    A row without a response token gets no reward.
     """
     rewards = torch.where(mask, -penalty, 0.0)
     last = last_token(mask)
-    there = mask.any(dim=1)
-    rewards[there, last[there]] += scores[there].to(rewards)
+    rows = mask.any(dim=1)
+    rewards[rows, last[rows]] += scores[rows].to(rewards)
     return rewards
 
 
@@ -79,25 +77,25 @@ def gae(
     gamma: float,
     lam: float,
 ) -> Float[Tensor, "n R"]:
-    """Return generalised advantage estimates of response tokens; nothing follows the last one.
+    """Return generalised advantage estimates of response tokens; the last token ends the episode.
 
     Response tokens of a row are consecutive, from the first position on.
 
     Args:
-        rewards: of each token; see `token_rewards`.
-        values: of the state before each token.
-        mask: of the response tokens.
+        rewards: rewards of the tokens; see `token_rewards`.
+        values: values of the states before the tokens.
+        mask: mask of the response tokens.
         gamma: discount factor.
         lam: lambda of the estimator.
     """
     values = torch.where(mask, values, 0.0)
-    found = torch.zeros_like(rewards)
-    later, following = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
-    for at in reversed(range(rewards.shape[1])):
-        delta = rewards[:, at] + gamma * following - values[:, at]
-        later = torch.where(mask[:, at], delta + gamma * lam * later, 0.0)
-        found[:, at], following = later, values[:, at]
-    return found
+    advantages = torch.zeros_like(rewards)
+    advantage, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(mask[:, t], delta + gamma * lam * advantage, 0.0)
+        advantages[:, t], next_value = advantage, values[:, t]
+    return advantages
 
 
 def surrogate(
@@ -117,11 +115,11 @@ def value_loss(
     returns: Float[Tensor, "n R"],
     clip_range: float | None,
 ) -> Float[Tensor, "n R"]:
-    """Return half the squared error of each token's value, or that of the value moved by `clip_range` if it is more."""
+    """Return half the squared error of each token's value, or of the clipped value, whichever is more."""
     error = (values - returns).square()
     if clip_range is not None:
-        moved = old_values + (values - old_values).clamp(-clip_range, clip_range)
-        error = torch.maximum(error, (moved - returns).square())
+        clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
+        error = torch.maximum(error, (clipped - returns).square())
     return 0.5 * error
 
 
@@ -130,8 +128,8 @@ class KLController:
     """The coefficient of the divergence from the start model: fixed, or steered to a target (Ziegler et al., 2019).
 
     Attributes:
-        coefficient: as it stands.
-        target: divergence of a response, in nats, that is steered to; None: the coefficient stays.
+        coefficient: its current value.
+        target: the intended divergence of a response, in nats; None: the coefficient is fixed.
         horizon: responses over which it is steered.
     """
 
@@ -140,7 +138,7 @@ class KLController:
     horizon: int = 10_000
 
     def update(self, current: float, rows: int) -> None:
-        """Move the coefficient after so many rows whose mean divergence was `current`."""
+        """Move the coefficient after `rows` rows with the mean divergence `current`."""
         if self.target is not None:
             error = min(max(current / self.target - 1, -0.2), 0.2)
             self.coefficient *= 1 + error * rows / self.horizon

@@ -1,4 +1,4 @@
-"""A causal language model with a value head, and the model that it began as."""
+"""A causal language model with a value head, and its start model."""
 
 import copy
 import inspect
@@ -19,13 +19,13 @@ VALUE_HEAD = "value_head.safetensors"
 
 
 class LanguageOutputs(NamedTuple):
-    """What a model says of n sequences: `logits` (n, L, vocabulary) and `value` (n, L) of the positions asked for."""
+    """Outputs for n sequences: `logits` (n, L, vocabulary) and `value` (n, L) at the requested positions."""
 
     logits: Float[Tensor, "n L V"]
     value: Float[Tensor, "n L"]
 
 
-def takes(model: Any, name: str) -> bool:
+def accepts_argument(model: Any, name: str) -> bool:
     """Tell whether a model's forward pass has a parameter of this name."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's forward takes anything
     return name in inspect.signature(inner.forward).parameters
@@ -35,16 +35,15 @@ class WithValueHead(nn.Module):
     """A causal language model of Transformers, or one with a PEFT adapter, with a linear value head on its last layer.
 
     Args:
-        language_model: with `get_input_embeddings` and hidden states, as Transformers' causal models have.
+        language_model: a model with `get_input_embeddings` and hidden states, as Transformers' causal models have.
     """
 
     def __init__(self, language_model: Any) -> None:
         super().__init__()
         self.language_model = language_model
         width = language_model.get_input_embeddings().embedding_dim
-        like = next(language_model.parameters())
-        # In single precision: values are regressed to, and their errors would vanish in the model's own.
-        self.value_head = nn.Linear(width, 1, device=like.device, dtype=torch.float32)
+        # In single precision: the errors of a regression would vanish in half precision.
+        self.value_head = nn.Linear(width, 1, device=next(language_model.parameters()).device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -53,10 +52,6 @@ class WithValueHead(nn.Module):
         """Whether the language model trains a PEFT adapter."""
         return hasattr(self.language_model, "disable_adapter")
 
-    @property
-    def _keeps_logits(self) -> bool:
-        return takes(self.language_model, "logits_to_keep")
-
     def forward(
         self,
         input_ids: Int[Tensor, "n L"],
@@ -64,21 +59,22 @@ class WithValueHead(nn.Module):
         position_ids: Int[Tensor, "n L"] | None = None,
         logits_to_keep: int = 0,
     ) -> LanguageOutputs:
-        """Return logits and values of the last `logits_to_keep` positions; 0: of all."""
-        found = self.language_model(
+        """Return logits and values of the last `logits_to_keep` positions; 0: of all positions."""
+        limits_logits = accepts_argument(self.language_model, "logits_to_keep")
+        outputs = self.language_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             output_hidden_states=True,
             use_cache=False,
-            **({"logits_to_keep": logits_to_keep} if self._keeps_logits else {}),
+            **({"logits_to_keep": logits_to_keep} if limits_logits else {}),
         )
-        hidden = found.hidden_states[-1][:, -logits_to_keep:]
-        logits = found.logits[:, -logits_to_keep:]
+        hidden = outputs.hidden_states[-1][:, -logits_to_keep:]
+        logits = outputs.logits[:, -logits_to_keep:]
         return LanguageOutputs(logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1))
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the language model (or its adapter) as Transformers does, and the value head beside it."""
+        """Write the language model (or its adapter) as Transformers does, and the value head next to it."""
         self.language_model.save_pretrained(folder)
         with write_atomically(Path(folder) / VALUE_HEAD) as temporary:
             save_file(self.value_head.state_dict(), temporary)
@@ -87,7 +83,7 @@ class WithValueHead(nn.Module):
         """Read the value head that `save_pretrained` wrote.
 
         Raises:
-            WhenceError: there is none, or it is of a model of another width.
+            WhenceError: the folder has no value head, or one for a model of another width.
         """
         path = Path(folder) / VALUE_HEAD
         if not path.exists():
@@ -96,18 +92,18 @@ class WithValueHead(nn.Module):
         if state["weight"].shape != self.value_head.weight.shape:
             raise WhenceError(
                 f"The value head in {folder} reads {state['weight'].shape[1]} numbers, and this model's last layer has "
-                f"{self.value_head.weight.shape[1]}: it is of another model."
+                f"{self.value_head.weight.shape[1]}: it belongs to another model."
             )
         self.value_head.load_state_dict(state)
 
 
 class Reference:
-    """The model that training began with, whose log-probs hold the policy back.
+    """The start model: the model before training, from which the policy's divergence is measured.
 
-    With a PEFT adapter it is the model with the adapter off; otherwise a frozen copy, which doubles the memory.
+    With a PEFT adapter it is the model with the adapter off; otherwise it is a frozen copy, which doubles the memory.
 
     Args:
-        model: before it is trained.
+        model: the model, before it is trained.
     """
 
     def __init__(self, model: WithValueHead) -> None:
@@ -116,8 +112,8 @@ class Reference:
             self._copy = copy.deepcopy(model.language_model).eval().requires_grad_(False)
 
     @contextmanager
-    def of(self, model: WithValueHead) -> Iterator[Any]:
-        """Give the reference as a causal language model."""
-        off = model.language_model.disable_adapter() if self._copy is None else nullcontext()
-        with off:
+    def activate(self, model: WithValueHead) -> Iterator[Any]:
+        """Yield the start model as a causal language model, with the adapter of `model` off if it has one."""
+        adapter_off = model.language_model.disable_adapter() if self._copy is None else nullcontext()
+        with adapter_off:
             yield model.language_model if self._copy is None else self._copy

@@ -1,4 +1,4 @@
-"""What training on a row raises: PPO's objective of its response tokens, averaged over them."""
+"""Objectives of rows: PPO's, as a mean over response tokens, and those of GRPO and RLOO."""
 
 import math
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from whence.records import RecordBatch
 class TokenPPO:
     """PPO's clipped objective of each row, to be raised: the mean over its response tokens; 0 for a row without any.
 
-    Of a token, `min(rho A, clip(rho, 1-eps, 1+eps) A) - vf_coef max((V-R)^2, (V'-R)^2) / 2 + ent_coef H`, with `rho`
-    the ratio of its probability to the recorded one, and `V'` the value moved from the recorded one by no more than
-    `clip_range_vf`. Advantages are taken as they are. LDA's code scores with vf_coef=0.1 (its RLHF runs).
+    A token's objective is `min(rho A, clip(rho, 1-eps, 1+eps) A) - vf_coef max((V-R)^2, (V'-R)^2) / 2 + ent_coef H`,
+    with `rho` the ratio of its probability to the recorded one, and `V'` the value moved from the recorded one by at
+    most `clip_range_vf`. Advantages are not normalised again. LDA's code scores with vf_coef=0.1 (its RLHF runs).
 
     Attributes:
         clip_range: eps: how far a token's ratio may move from 1 before it is clipped.
-        vf_coef: weight of the value loss; 0 leaves it out.
-        clip_range_vf: range in which a value may move from the recorded one, or None.
-        ent_coef: weight of the entropy; -log pi of the token stands in where the policy gives none.
+        vf_coef: weight of the value loss; 0: no value loss.
+        clip_range_vf: how far a value may move from the recorded one; None: without limit.
+        ent_coef: weight of the entropy; -log pi of the token is used if the policy gives no entropy.
     """
 
     clip_range: float = 0.2
@@ -36,24 +36,24 @@ class TokenPPO:
 
     def __post_init__(self) -> None:
         for name in ("clip_range", "clip_range_vf"):
-            given = getattr(self, name)
-            if given is not None and not given > 0:
-                raise WhenceError(f"{name} is {given}; it must be greater than 0 (PPO's usual value: 0.2).")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise WhenceError(f"{name} is {value}; it must be greater than 0 (PPO's usual value: 0.2).")
         for name in ("vf_coef", "ent_coef"):
             if not math.isfinite(getattr(self, name)):
                 raise WhenceError(f"{name} is {getattr(self, name)}; a finite number is needed.")
 
     @property
     def reads(self) -> frozenset[str]:
-        """The outputs of the policy that the objective reads; the others need not be computed."""
+        """The policy's outputs that the objective reads; the others need not be computed."""
         value, entropy = ["value"] if self.vf_coef else [], ["entropy"] if self.ent_coef else []
         return frozenset(["log_prob", *value, *entropy])
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
-        """Return the rows as they are, where they hold what is read."""
+        """Check that the rows have the columns that are read, and return them unchanged."""
         needed = ["response_mask", "log_probs", "advantages", *(["values", "returns"] if self.vf_coef else [])]
-        held = records.observations if isinstance(records.observations, dict) else {}
-        if missing := [name for name in needed if name not in held]:
+        columns = records.observations if isinstance(records.observations, dict) else {}
+        if missing := [name for name in needed if name not in columns]:
             raise InvalidRecords(
                 f"TokenPPO reads `{missing[0]}` of each response token, and these records lack it. Pass it to "
                 "whence.llm.make_rows" + (", or set vf_coef=0." if missing[0] in ("values", "returns") else ".")
@@ -78,14 +78,14 @@ class TokenPPO:
 
 @dataclass(frozen=True)
 class GroupObjective:
-    """What GRPO and RLOO raise in each row, at the policy that drew it, where every ratio is 1.
+    """The objective of GRPO and RLOO for each row, at the policy that drew it, where every ratio is 1.
 
-    Tokens give `rho A - beta k`, with `rho` the ratio to the policy as it is and `k` the estimate of the divergence
-    from the reference model, `exp(r - l) - (r - l) - 1`, of log-probs `r` of the reference and `l`. Clipping, and
-    whatever else TRL's loss types do away from a ratio of 1, is out of reach there.
+    A token's objective is `rho A - beta k`, with `rho` the ratio to the current policy and `k` the estimate of the
+    divergence from the reference model, `exp(r - l) - (r - l) - 1`, with `r` and `l` the log-probs of the reference and
+    of the policy. Clipping, and all else that TRL's loss types do at other ratios, has no effect there.
 
     Attributes:
-        reduction: how a row's tokens are brought together: their "mean" (grpo, sapo) or their "sum" (the others; RLOO).
+        reduction: how a row's tokens are reduced: to their "mean" (grpo, sapo) or their "sum" (the others; RLOO).
         beta: weight of the divergence.
         corrected: whether a token's divergence is multiplied by its ratio (TRL's `use_bias_correction_kl`).
     """
@@ -100,21 +100,21 @@ class GroupObjective:
             raise WhenceError(f"reduction is {self.reduction!r}.{suggest(self.reduction, ('mean', 'sum'))}")
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
-        """Return the rows as they are, where they hold what is read."""
+        """Check that the rows have the columns that are read, and return them unchanged."""
         needed = ["response_mask", "advantages", *(["ref_log_probs"] if self.beta else [])]
-        held = records.observations if isinstance(records.observations, dict) else {}
-        if missing := [name for name in needed if name not in held]:
+        columns = records.observations if isinstance(records.observations, dict) else {}
+        if missing := [name for name in needed if name not in columns]:
             raise InvalidRecords(f"GroupObjective reads `{missing[0]}` of each token, and these records lack it.")
         return records
 
     def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each row, (n,)."""
         row: dict[str, Tensor] = records.observations
-        found, mask = outputs.log_prob, row["response_mask"]
-        ratio = (found - found.detach()).exp()
+        log_probs, mask = outputs.log_prob, row["response_mask"]
+        ratio = (log_probs - log_probs.detach()).exp()
         value = ratio * row["advantages"]
         if self.beta:
-            apart = row["ref_log_probs"] - found
-            divergence = apart.exp() - apart - 1
+            difference = row["ref_log_probs"] - log_probs
+            divergence = difference.exp() - difference - 1
             value = value - self.beta * (ratio * divergence if self.corrected else divergence)
         return masked_mean(value, mask) if self.reduction == "mean" else torch.where(mask, value, 0.0).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Prompts, as a trainer draws from them."""
+"""The prompts that a trainer draws from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any
 
 from whence.errors import WhenceError
 from whence.llm.config import PPOConfig
-from whence.llm.generation import Prompt, tokenized
+from whence.llm.generation import Prompt, tokenize_prompts
 from whence.llm.rewards import Columns, Reward, find_columns
 
 NO_PROMPTS = "There are no prompts to draw responses to."
@@ -14,11 +14,11 @@ NO_PROMPTS = "There are no prompts to draw responses to."
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """Prompts in tokens, with what their data set says of each besides.
+    """Tokenized prompts, with further columns of their data set.
 
     Attributes:
-        ids: token ids of each.
-        columns: what rewards ask for of the data set's other columns.
+        ids: token ids of each prompt.
+        columns: the data set's other columns that rewards ask for, by name.
     """
 
     ids: Sequence[Sequence[int]]
@@ -27,46 +27,48 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def take(self, chosen: Sequence[int]) -> "Prompts":
+    def take(self, numbers: Sequence[int]) -> "Prompts":
         """Return the prompts of these numbers, in their order."""
-        columns = {name: [column[at] for at in chosen] for name, column in self.columns.items()}
-        return Prompts([self.ids[at] for at in chosen], columns)
+        columns = {name: [column[number] for number in numbers] for name, column in self.columns.items()}
+        return Prompts([self.ids[number] for number in numbers], columns)
 
 
 def read_prompts(
-    given: Sequence[Prompt] | Any,
+    dataset: Sequence[Prompt] | Any,
     tokenizer: Any,
     config: PPOConfig,
     context: int | None,
     rewards: Sequence[Reward] = (),
+    response_setting: str = "max_new_tokens",
 ) -> Prompts:
     """Return texts, chats, or a data set with a column "prompt", as prompts.
 
     Args:
-        given: what the user has.
-        tokenizer: of the model.
-        config: says how long prompts and responses may be.
-        context: tokens that the model can read; None: without limit.
-        rewards: of which the columns are that they ask for; others are not read.
+        dataset: the texts, chats or data set.
+        tokenizer: the model's tokenizer.
+        config: the settings that limit the lengths of prompts and responses.
+        context: tokens that the model can read; None: no limit.
+        rewards: the rewards; only the columns that their arguments name are read.
+        response_setting: the trainer's name of the setting that limits a response, for messages.
 
     Raises:
-        WhenceError: one does not fit, there is no column "prompt", or none that a reward asks for.
+        WhenceError: a prompt does not fit, or there is no column "prompt", or none that a reward asks for.
     """
-    names = list_columns(given)
-    asked = {name for reward in rewards for name in find_columns(reward, names)}
-    held: Any = given
-    texts = list(given if getattr(given, "column_names", None) is None else held["prompt"])
-    ids = tokenized(tokenizer, texts, config, context)
-    return Prompts(ids, {name: list(held[name]) for name in names if name in asked})
+    names = list_columns(dataset)
+    needed = {name for reward in rewards for name in find_columns(reward, names)}
+    source: Any = dataset
+    texts = list(dataset if getattr(dataset, "column_names", None) is None else source["prompt"])
+    ids = tokenize_prompts(tokenizer, texts, config, context, response_setting)
+    return Prompts(ids, {name: list(source[name]) for name in names if name in needed})
 
 
-def list_columns(given: Any) -> list[str]:
-    """Return the names of a data set's columns besides "prompt"; a list has none.
+def list_columns(dataset: Any) -> list[str]:
+    """Return the names of a data set's columns other than "prompt"; a list has none.
 
     Raises:
         WhenceError: there is no column "prompt".
     """
-    names = getattr(given, "column_names", None)
+    names = getattr(dataset, "column_names", None)
     if names is None:
         return []
     if "prompt" not in names:

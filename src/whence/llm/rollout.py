@@ -1,4 +1,4 @@
-"""One rollout of a language model: responses, what they are worth, and the advantages of their tokens."""
+"""One rollout of a language model: responses, their rewards, and the advantages of their tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class Rollout:
     """A rollout, ready to be scored and trained on.
 
     Attributes:
-        responses: what was drawn.
+        responses: the prompts and their responses.
         rows: a record for each response, with whitened advantages.
-        rewards: (n,) float64 of the reward functions, before any penalty.
-        divergence: (n,) of each response from the start model, in nats, by the estimate that penalises it.
-        entropy: of the policy per response token, in nats, as minus the mean log-prob of what was drawn.
+        rewards: (n,) float64 values of the reward functions, before any penalty.
+        divergence: (n,) divergence of each response from the start model, in nats, by the estimate that penalises it.
+        entropy: the policy's entropy per response token, in nats: minus the mean log-prob of the drawn tokens.
     """
 
     responses: Responses
@@ -40,7 +40,7 @@ class Rollout:
     entropy: float
 
 
-def rolled_out(
+def make_rollout(
     model: WithValueHead,
     reference: Reference,
     responses: Responses,
@@ -53,88 +53,88 @@ def rolled_out(
 ) -> Rollout:
     """Return responses with rewards, advantages and returns; the model is left in its mode.
 
-    Rewards of tokens are less `kl_coef` times their divergence from the start model; the response's reward is at its
-    last token. Advantages are by GAE, whitened over all response tokens of the rollout, before anything is selected.
+    A token's reward is minus `kl_coef` times its divergence from the start model; the last token also gets the
+    response's reward. Advantages are by GAE, whitened over all response tokens of the rollout, before any selection.
 
     Args:
         model: the policy that drew the responses.
-        reference: the model it began as.
-        responses: from `generate`.
-        reward: of prompts and responses.
+        reference: the start model.
+        responses: the responses from `generate`.
+        reward: the reward function.
         kl_coef: weight of the divergence.
         config: the other settings.
         first_id: record id of the first row.
-        processes: which evaluate a part of the responses each, and get all.
-        columns: what else is known of each prompt, for rewards that ask for it.
+        processes: the processes; each evaluates a part of the responses, and gets all of them.
+        columns: further columns of the prompts' data set, for rewards with arguments of these names.
 
     Raises:
-        WhenceError: a reward that is not finite, or not one for each response.
+        WhenceError: the reward fails, is not finite, or does not return one number for each response.
     """
     mask = responses.response_mask
-    own = processes.own(len(mask))
-    known = {name: column[own] for name, column in columns.items()}
-    rewards = compute_rewards(reward, responses.prompts[own], responses.texts[own], known)
+    part = processes.part(len(mask))
+    local_columns = {name: column[part] for name, column in columns.items()}
+    rewards = compute_rewards(reward, responses.prompts[part], responses.texts[part], local_columns)
     if processes.number > 1:
-        rewards = processes.gathered(rewards.to(mask.device), len(mask)).cpu()
+        rewards = processes.gather(rewards.to(mask.device), len(mask)).cpu()
     scores = rewards.clone()
     if config.missing_eos_penalty is not None:
         scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()
-    mine = evaluated(model, responses, config, processes)
-    with reference.of(model) as start:
-        theirs = evaluated(start, responses, config, processes).log_prob
-    assert mine.value is not None
-    penalty = losses.divergence(mine.log_prob, theirs, config.kl_penalty)  # type: ignore[arg-type]
-    tokens = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
+    outputs = evaluate_responses(model, responses, config, processes)
+    with reference.activate(model) as start_model:
+        ref_log_probs = evaluate_responses(start_model, responses, config, processes).log_prob
+    assert outputs.value is not None
+    penalty = losses.divergence(outputs.log_prob, ref_log_probs, config.kl_penalty)  # type: ignore[arg-type]
+    token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
     if config.whiten_rewards:
-        tokens = losses.whitened(tokens, mask, shift_mean=False)
-    advantages = losses.gae(tokens, mine.value, mask, config.gamma, config.lam)
+        token_rewards = losses.whiten(token_rewards, mask, shift_mean=False)
+    advantages = losses.gae(token_rewards, outputs.value, mask, config.gamma, config.lam)
     rows = make_rows(
         input_ids=responses.input_ids,
         attention_mask=responses.attention_mask,
         response_mask=mask,
-        log_probs=mine.log_prob,
-        values=torch.where(mask, mine.value, 0.0),
-        advantages=losses.whitened(advantages, mask),
-        returns=torch.where(mask, advantages + mine.value, 0.0),
+        log_probs=outputs.log_prob,
+        values=torch.where(mask, outputs.value, 0.0),
+        advantages=losses.whiten(advantages, mask),
+        returns=torch.where(mask, advantages + outputs.value, 0.0),
         record_ids=torch.arange(first_id, first_id + len(mask)),
     )
-    drawn = mine.log_prob[mask]
+    token_log_probs = outputs.log_prob[mask]
     return Rollout(
         responses,
         rows,
         rewards,
         torch.where(mask, penalty, 0.0).sum(dim=1).cpu(),
-        -float(drawn.mean()) if len(drawn) else 0.0,
+        -float(token_log_probs.mean()) if len(token_log_probs) else 0.0,
     )
 
 
-def evaluated(model: Any, responses: Responses, config: PPOConfig, processes: Processes = ONE) -> Outputs:
+def evaluate_responses(model: Any, responses: Responses, config: PPOConfig, processes: Processes = ONE) -> Outputs:
     """Return log-probs and values of the responses' tokens, (n, R), without gradients, in eval mode.
 
     Args:
         model: a causal language model, or one with a value head.
-        responses: what to evaluate.
-        config: temperature, and how many rows at a time.
-        processes: which evaluate a part each, and get all.
+        responses: the responses to evaluate.
+        config: the temperature, and the number of rows of a pass.
+        processes: the processes; each evaluates a part of the responses, and gets the outputs of all.
     """
     view = language_view(model, temperature=config.temperature)
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
-    like = torch.zeros(responses.response_mask.shape, device=responses.input_ids.device)
+    zeros = torch.zeros(responses.response_mask.shape, device=responses.input_ids.device)
     rows = make_rows(
         input_ids=responses.input_ids,
         attention_mask=responses.attention_mask,
         response_mask=responses.response_mask,
-        log_probs=like,
-        advantages=like,
+        log_probs=zeros,
+        advantages=zeros,
     )
-    parts, own = [], rows.take(processes.own(len(rows)))
+    parts, local_rows = [], rows.take(processes.part(len(rows)))
     with torch.no_grad(), eval_mode(model.modules()):
-        for first in range(0, len(own), config.generation_batch_size):
-            part = own.take(slice(first, first + config.generation_batch_size))
-            parts.append(view.only({"log_prob", "value"}, params, view.prepare(part)))
+        for first in range(0, len(local_rows), config.generation_batch_size):
+            chunk = local_rows.take(slice(first, first + config.generation_batch_size))
+            parts.append(view.only({"log_prob", "value"}, params, view.prepare(chunk)))
 
-    def joined(column: Callable[[Outputs], Any]) -> Tensor:
-        return processes.gathered(torch.cat([column(part) for part in parts]), len(rows))
+    def join(column: Callable[[Outputs], Any]) -> Tensor:
+        return processes.gather(torch.cat([column(part) for part in parts]), len(rows))
 
-    value = None if parts[0].value is None else joined(lambda part: part.value)
-    return Outputs(joined(lambda part: part.log_prob), value)
+    value = None if parts[0].value is None else join(lambda part: part.value)
+    return Outputs(join(lambda part: part.log_prob), value)

@@ -1,4 +1,4 @@
-"""Prompts and responses as records: one record a row, with a number for each of its response tokens."""
+"""Prompts and responses as records: one record a row, with columns of numbers for its response tokens."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,29 +22,29 @@ def make_rows(
 ) -> RecordBatch:
     """Return rows of a language model as records: L = P + R, prompts of P tokens and responses of R, with padding.
 
-    What belongs to tokens lies in `observations`, under the names given here, and is 0 where there is no response
-    token. The columns of records sum it up: `actions` are the response's token ids, (n, R); `log_probs` are those of
-    the whole response, (n,); `advantages` are those of its last token, (n,), or 0 where there is none.
+    The columns of tokens are in `observations`, under the names of the arguments; they are 0 where there is no response
+    token. The record's own columns are summaries: `actions`, (n, R), the response's token ids; `log_probs`, (n,), of
+    the whole response; `advantages`, (n,), of its last token, 0 for an empty response.
 
     Args:
         input_ids: prompt, padded on the left or on the right, then response, padded on the right.
-        attention_mask: 1 at tokens, 0 at padding. Positions are counted by it, so padding does not matter.
-        response_mask: True at the tokens of the response that are scored, its end-of-text token included.
-        log_probs: of each response token, under the policy that drew it, at the temperature it was drawn at.
-        advantages: of each response token, normalised as for training: objectives take them as they are.
-        values: of the state before each response token.
-        returns: what values are regressed to.
+        attention_mask: 1 at tokens, 0 at padding. It gives the positions, so padding does not matter.
+        response_mask: True at the tokens of the response that are scored, including its end-of-text token.
+        log_probs: log-probs of the response tokens under the policy that drew them, at the sampling temperature.
+        advantages: advantages of the response tokens, normalised as for training: objectives do not do it again.
+        values: values of the states before the response tokens.
+        returns: the regression targets of the values.
         record_ids: see `RecordBatch`.
 
     Raises:
-        InvalidRecords: shapes that do not fit together, a response token that is padding or follows padding, or a
-            number that is not finite.
+        InvalidRecords: shapes do not fit together, a response token is padding or follows padding, or a number is not
+            finite.
     """
     mask = torch.as_tensor(response_mask).bool()
     ids, attended = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
     check_rows(ids, attended, mask)
-    given = {"log_probs": log_probs, "advantages": advantages, "values": values, "returns": returns}
-    tokens = {name: _of_tokens(name, column, mask) for name, column in given.items() if column is not None}
+    columns = {"log_probs": log_probs, "advantages": advantages, "values": values, "returns": returns}
+    tokens = {name: _mask_column(name, column, mask) for name, column in columns.items() if column is not None}
     observations: dict[str, Tree] = {"input_ids": ids, "attention_mask": attended, "response_mask": mask, **tokens}
     return RecordBatch(
         observations=observations,
@@ -52,16 +52,16 @@ def make_rows(
         log_probs=tokens["log_probs"].sum(dim=1),
         advantages=tokens["advantages"].gather(1, last_token(mask)[:, None]).squeeze(1),
         record_ids=record_ids,
-        # A row is an episode, which is what folds are dealt by.
+        # Each row is an episode; cross-fitting assigns folds by episode.
         episode_ids=torch.arange(len(mask)),
     )
 
 
 def check_rows(ids: Int[Tensor, "n L"], attended: Tensor, mask: Bool[Tensor, "n R"]) -> None:
-    """Refuse rows whose response tokens have no token before them, or are none themselves.
+    """Refuse rows with a response token that is padding, or that has no token before it.
 
     Raises:
-        InvalidRecords: names the row.
+        InvalidRecords: the message names the row.
     """
     if ids.ndim != 2 or mask.ndim != 2 or ids.is_floating_point():
         raise InvalidRecords(
@@ -77,17 +77,18 @@ def check_rows(ids: Int[Tensor, "n L"], attended: Tensor, mask: Bool[Tensor, "n 
         )
     attended = attended.bool()
     before = attended[:, -width - 1 : -1].clone()
-    before[:, 0] = attended[:, :-width].any(dim=1)  # of a prompt, padding may be on either side
-    wrong = (mask & ~(attended[:, -width:] & before)).any(dim=1)
-    if wrong.any():
+    before[:, 0] = attended[:, :-width].any(dim=1)  # a prompt may be padded on either side
+    invalid = (mask & ~(attended[:, -width:] & before)).any(dim=1)
+    if invalid.any():
         raise InvalidRecords(
-            f"Row {int(wrong.nonzero()[0])} has a response token that is padding, or that follows padding "
-            f"({int(wrong.sum())} of {n} rows have one): response_mask is True where attention_mask is 0, or the "
+            f"Row {int(invalid.nonzero()[0])} has a response token that is padding, or that follows padding "
+            f"({int(invalid.sum())} of {n} rows have one): response_mask is True where attention_mask is 0, or the "
             "prompt is empty, or there is a gap in the response. Pad responses on the right."
         )
 
 
-def _of_tokens(name: str, column: Array, mask: Bool[Tensor, "n R"]) -> Float[Tensor, "n R"]:
+def _mask_column(name: str, column: Array, mask: Bool[Tensor, "n R"]) -> Float[Tensor, "n R"]:
+    """Return a column of response tokens, 0 where there is no token."""
     numbers = torch.as_tensor(column).detach().to(mask.device)
     if numbers.shape != mask.shape:
         raise InvalidRecords(

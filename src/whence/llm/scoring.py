@@ -1,4 +1,4 @@
-"""Scores of a rollout's rows, also where several processes hold the model."""
+"""Scores of a rollout's rows, in one process or several."""
 
 import logging
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from whence.attribution import attribute
 from whence.errors import WhenceError
 from whence.influence import Influence
 from whence.llm.processes import Processes
-from whence.llm.targets import SequenceReturn, TokenReturn, ValidationLoss, share
+from whence.llm.targets import SequenceReturn, TokenReturn, ValidationLoss, target_share
 from whence.llm.view import language_view
 from whence.objectives import Objective
 from whence.records import RecordBatch
@@ -21,6 +21,7 @@ log = logging.getLogger("whence")
 def score(
     model: Any,
     rows: RecordBatch,
+    *,
     target: Target,
     objective: Objective,
     temperature: float,
@@ -32,35 +33,36 @@ def score(
     """Return the influence of every row on a target, in every process.
 
     Args:
-        model: of which the parameters that train are scored.
+        model: the model; its parameters that train are scored.
         rows: all rows of the rollout, in every process.
-        target: what is to be raised.
-        objective: what a row's training raises.
-        temperature: responses were drawn at.
+        target: the target.
+        objective: the objective of a row's training.
+        temperature: the sampling temperature of the responses.
         engine: see `whence.attribute`.
-        memory: bytes that scoring may hold at a time, in each process; None: `chunk_size` says how much that is.
-        chunk_size: rows that are scored at a time, where no memory is given.
-        processes: of which each scores a part of the rows.
+        memory: bytes that scoring may hold at a time, in each process; None: those that `chunk_size` rows take.
+        chunk_size: rows that are scored at a time if no memory is given.
+        processes: the processes; each scores a part of the rows.
     """
-    view, whole = language_view(model, temperature=temperature), target
-    summed, mine = None, rows
+    view, local_rows, local_target, reduce = language_view(model, temperature=temperature), rows, target, None
     if processes.number > 1:
-        mine, summed = rows.take(processes.own(len(rows))), processes.summed
-        target = share(whole, rows, processes.rank, processes.number)
-    how: Any = {"chunk_size": chunk_size} if memory is None else {"memory": memory}
-    own = attribute(view, mine, target=target, objective=objective, engine=engine, summed=summed, **how)
+        local_rows, reduce = rows.take(processes.part(len(rows))), processes.sum_tensors
+        local_target = target_share(target, rows, processes.rank, processes.number)
+    limits: Any = {"chunk_size": chunk_size} if memory is None else {"memory": memory}
+    influence = attribute(
+        view, local_rows, target=local_target, objective=objective, engine=engine, summed=reduce, **limits
+    )
     if processes.number == 1:
-        return own
+        return influence
     device = next(iter(model.parameters())).device
     return Influence(
-        processes.gathered(own.scores.to(device), len(rows)).cpu(),
+        processes.gather(influence.scores.to(device), len(rows)).cpu(),
         rows.ids.cpu().clone(),
-        replace(own.provenance, target=target_name(whole), records=rows.fingerprint),
+        replace(influence.provenance, target=target_name(target), records=rows.fingerprint),
     )
 
 
 def held_out_target(target: Target, rows: RecordBatch) -> Target:
-    """Return a target as it is over held-out rows instead of the scored ones."""
+    """Return the target over held-out rows instead of the scored ones."""
     assert isinstance(target, SequenceReturn | TokenReturn)
     return replace(target, rows=rows)
 
@@ -68,22 +70,22 @@ def held_out_target(target: Target, rows: RecordBatch) -> Target:
 def check_held_out(
     target: Target, held_out: Sequence[Sequence[int]] | None, prompts: Sequence[Sequence[int]], *, warn: bool = True
 ) -> None:
-    """Refuse held-out prompts that the target has no use for, and warn of prompts that train as well.
+    """Refuse held-out prompts that the target cannot use, and warn of prompts that train as well.
 
     Args:
-        target: as the trainer was given it.
+        target: the trainer's target.
         held_out: token ids of the held-out prompts; None: there are none.
         prompts: token ids of the prompts that train.
-        warn: whether this process is the one to do so.
+        warn: whether this process logs the warning.
 
     Raises:
-        WhenceError: the target takes no responses, or has rows already; or there is no held-out prompt.
+        WhenceError: the target reads no drawn responses, or has rows already; or there is no held-out prompt.
     """
     if held_out is not None:
         if not isinstance(target, SequenceReturn | TokenReturn) or target.rows is not None:
             raise WhenceError(
-                f"held_out gives prompts whose responses the target is taken over, and {target_name(target)} is not "
-                "taken over responses drawn in training: use SequenceReturn() or TokenReturn(), without rows."
+                f"held_out gives prompts for a target over drawn responses, and {target_name(target)} reads none of "
+                "them: use SequenceReturn() or TokenReturn(), without rows."
             )
         if not held_out:
             raise WhenceError("held_out is empty; give at least one prompt, or None.")

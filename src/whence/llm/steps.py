@@ -1,4 +1,4 @@
-"""The optimisation of a round: clipped losses on the rows that a rule kept."""
+"""The optimisation of a round: clipped losses on the selected rows."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from whence.records import RecordBatch
 from whence.selection import Selection
 
 MEANS = ("train/policy_gradient_loss", "train/value_loss", "train/approx_kl", "train/clip_fraction")
-"""What is told of a round's steps, by SB3's names: means over all of them."""
+"""Metrics of a round's steps, by SB3's names: means over the steps."""
 
 
 def optimise(
@@ -24,78 +24,79 @@ def optimise(
     optimizer: Any,
     rows: RecordBatch,
     selection: Selection,
+    *,
     config: PPOConfig,
     generator: torch.Generator,
     accelerator: Accelerator,
     processes: Processes,
 ) -> dict[str, float | None]:
-    """Train on the kept rows and return `MEANS`, each None where no step was taken.
+    """Train on the selected rows and return `MEANS`, each None if no step was taken.
 
-    A step's loss, with `p_i` and `v_i` the means over a row's response tokens of the clipped objective and of the value
-    loss, is that of the kept rows alone: `-sum_i w_i p_i / sum_i w_i + vf_coef mean_i v_i`.
+    Let `p_i` and `v_i` be the means over a row's response tokens of the clipped objective and of the value loss. A step
+    is on the selected rows alone; its loss is `-sum_i w_i p_i / sum_i w_i + vf_coef mean_i v_i`.
 
     Args:
-        model: with a value head; left in training mode.
-        optimizer: of its parameters.
+        model: a model with a value head; it is left in training mode.
+        optimizer: the optimiser of the model's parameters.
         rows: all rows of the rollout, in every process.
-        selection: which of them train, and how much.
-        config: epochs, sizes of batches, ranges.
-        generator: of the order of rows; in the same state in every process.
-        accelerator: of Accelerate.
-        processes: of which each takes a part of every step's rows.
+        selection: the rows that train, and their weights.
+        config: the settings.
+        generator: draws the order of rows; in the same state in every process.
+        accelerator: the accelerator of Accelerate.
+        processes: the processes; each takes a part of every step's rows.
     """
-    totals, view = [], language_view(model, temperature=config.temperature)
+    step_means, view = [], language_view(model, temperature=config.temperature)
     model.train()
     size = config.mini_batch_size * config.gradient_accumulation_steps * processes.number
     for _ in range(config.ppo_epochs):
-        # Drawn over all rows and filtered then, so that runs that drop different rows share their orders.
+        # The order is drawn over all rows and then filtered, so that runs that drop different rows share their orders.
         order = torch.randperm(len(rows), generator=generator)
-        kept = order[selection.keep[order]]
-        for chosen in kept.split(size) if len(kept) else ():
-            own = chosen[processes.own(len(chosen))]
-            totals.append(_gradient(view, rows, own, chosen, selection.weights, config, accelerator))
+        selected = order[selection.keep[order]]
+        for step_rows in selected.split(size) if len(selected) else ():
+            part = step_rows[processes.part(len(step_rows))]
+            step_means.append(_accumulate_gradient(view, rows, part, step_rows, selection.weights, config, accelerator))
             processes.sum_gradients(parameter for parameter in model.parameters() if parameter.requires_grad)
             if config.max_grad_norm is not None:
                 accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-    if not totals:
+    if not step_means:
         return dict.fromkeys(MEANS)
-    mean = torch.stack(totals).mean(dim=0).to(accelerator.device)
-    return dict(zip(MEANS, processes.summed({"": mean})[""].tolist(), strict=True))
+    mean = torch.stack(step_means).mean(dim=0).to(accelerator.device)
+    return dict(zip(MEANS, processes.sum_tensors({"": mean})[""].tolist(), strict=True))
 
 
-def _gradient(
+def _accumulate_gradient(
     view: ModuleView,
     rows: RecordBatch,
-    own: Int[Tensor, " o"],
-    chosen: Int[Tensor, " b"],
+    part: Int[Tensor, " p"],
+    step_rows: Int[Tensor, " b"],
     weights: Float[Tensor, " n"],
     config: PPOConfig,
     accelerator: Accelerator,
 ) -> Float[Tensor, "4"]:
-    """Add the `own` rows' part of the gradient of a step on the rows `chosen`; return their part of MEANS."""
-    total, params, told = float(weights[chosen].sum()) or 1.0, view.parameters(), torch.zeros(4)
-    for part in own.split(config.mini_batch_size) if len(own) else ():
-        batch = rows.take(part).to(accelerator.device)
+    """Add the gradient of the rows `part` of a step on `step_rows`; return these rows' part of MEANS."""
+    total, params, means = float(weights[step_rows].sum()) or 1.0, view.parameters(), torch.zeros(4)
+    for chunk in part.split(config.mini_batch_size) if len(part) else ():
+        batch = rows.take(chunk).to(accelerator.device)
         with accelerator.autocast():
             outputs = view.only({"log_prob", "value"}, params, view.prepare(batch))
         assert outputs.value is not None
         assert isinstance(batch.observations, dict)
-        given = batch.observations
-        mask, old = given["response_mask"], given["log_probs"]
+        columns = batch.observations
+        mask, old_log_probs = columns["response_mask"], columns["log_probs"]
         policy = losses.masked_mean(
-            losses.surrogate(outputs.log_prob, old, given["advantages"], config.cliprange), mask
+            losses.surrogate(outputs.log_prob, old_log_probs, columns["advantages"], config.cliprange), mask
         )
         value = losses.masked_mean(
-            losses.value_loss(outputs.value, given["values"], given["returns"], config.cliprange_value), mask
+            losses.value_loss(outputs.value, columns["values"], columns["returns"], config.cliprange_value), mask
         )
-        policy_loss = -(weights[part].to(policy) * policy).sum() / total
-        accelerator.backward(policy_loss + config.vf_coef * value.sum() / len(chosen))
+        policy_loss = -(weights[chunk].to(policy) * policy).sum() / total
+        accelerator.backward(policy_loss + config.vf_coef * value.sum() / len(step_rows))
         with torch.no_grad():
-            ratio = (outputs.log_prob - old).exp()
-            apart = losses.masked_mean(ratio - 1 - (outputs.log_prob - old), mask).sum()
+            ratio = (outputs.log_prob - old_log_probs).exp()
+            approx_kl = losses.masked_mean(ratio - 1 - (outputs.log_prob - old_log_probs), mask).sum()
             clipped = losses.masked_mean(((ratio - 1).abs() > config.cliprange).to(ratio), mask).sum()
-            shares = torch.stack([value.sum(), apart, clipped]).cpu() / len(chosen)
-            told += torch.cat([policy_loss.detach().cpu().reshape(1), shares])
-    return told
+            row_means = torch.stack([value.sum(), approx_kl, clipped]).cpu() / len(step_rows)
+            means += torch.cat([policy_loss.detach().cpu().reshape(1), row_means])
+    return means

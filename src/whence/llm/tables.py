@@ -1,4 +1,4 @@
-"""What is kept of a round of a language model's training: its rows as a table, its figures as a row."""
+"""Tables of a round of a language model's training: a row per response, and a row of metrics."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ from whence.tables import add_selection, summarise_selection
 
 
 def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:
-    """Return a row for each response: texts, reward, advantage of its last token, divergence, and what became of it.
+    """Return a row for each response: texts, reward, divergence, advantage of its last token, score and selection.
 
     Args:
-        rollout: of the round.
-        selection: which responses trained.
-        influence: their scores; None where the rule needs none.
+        rollout: the round's rollout.
+        selection: the responses that train.
+        influence: the responses' scores; None if the rule needs none.
     """
-    drawn, rows = rollout.responses, rollout.rows
+    responses, rows = rollout.responses, rollout.rows
     table = pl.DataFrame(
         {
             "record_id": rows.ids.tolist(),
-            "prompt": list(drawn.prompts),
-            "response": list(drawn.texts),
-            "tokens": drawn.response_mask.sum(dim=1).tolist(),
-            "ended": drawn.ended.tolist(),
+            "prompt": list(responses.prompts),
+            "response": list(responses.texts),
+            "tokens": responses.response_mask.sum(dim=1).tolist(),
+            "ended": responses.ended.tolist(),
             "reward": rollout.rewards.tolist(),
             "divergence": rollout.divergence.double().tolist(),
             "advantage": rows.advantages.double().tolist(),
@@ -39,7 +39,7 @@ def make_response_table(rollout: Rollout, selection: Selection, influence: Influ
 def make_metrics_row(
     number: int, rollout: Rollout, selection: Selection, influence: Influence | None
 ) -> dict[str, Any]:
-    """Return a round's row of the metrics, but for what optimisation adds."""
+    """Return a round's row of metrics, without those of the optimisation."""
     rewards, keep = rollout.rewards, selection.keep
     return {
         "round": number,

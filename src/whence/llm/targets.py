@@ -1,4 +1,4 @@
-"""What rows are scored by: their own return, that of held-out rows, or trusted demonstrations; all to be raised."""
+"""Targets for language models: the rows' own return, that of held-out rows, or trusted demonstrations."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.errors import InvalidRecords, WhenceError
-from whence.llm.demonstrations import encoded
+from whence.llm.demonstrations import encode_demonstrations
 from whence.llm.rows import make_rows
 from whence.policies import Outputs, Params, PolicyView, compute_outputs
 from whence.records import RecordBatch
@@ -20,8 +20,8 @@ from whence.targets import Target
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Mean:
-    """A mean over rows or their tokens: over the scored ones, or over others, which run through the policy in parts."""
+class _MeanTarget:
+    """A mean over rows or their tokens: the scored rows, or other rows, which run through the policy in parts."""
 
     rows: RecordBatch | None = None
     batch_size: int = 16
@@ -31,67 +31,69 @@ class _Mean:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise WhenceError(f"batch_size is {self.batch_size}; at least one row has to fit into a pass.")
+            raise WhenceError(f"batch_size is {self.batch_size}; at least 1 is needed.")
         if self.rows is None:
-            # Only then may engines take it from the scored rows' outputs; a `BatchTarget` is what has this attribute.
+            # Only then may engines compute it from the scored rows' outputs: this attribute makes a `BatchTarget`.
             object.__setattr__(self, "from_outputs", self._from_outputs)
 
-    def _total(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
-        """Return the sum that the mean is made of."""
+    def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
+        """Return the numerator of the mean."""
         raise NotImplementedError
 
     def _count(self, rows: RecordBatch) -> int:
-        """Return what the sum is divided by: the number of response tokens."""
+        """Return the denominator of the mean: the number of response tokens."""
         return int(rows.observations["response_mask"].sum())
 
     def _from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
-        return self._total(outputs, records) / max(self._count(records), 1)
+        return self._sum(outputs, records) / max(self._count(records), 1)
 
     def parts(self) -> Iterator[Target]:
-        """Return targets that sum to this one, each of `batch_size` of its own rows; itself where it has none."""
+        """Yield targets that sum to this one, each over `batch_size` of its `rows`; only itself if `rows` is None."""
         if self.rows is None:
             yield self
             return
         count = max(self._count(self.rows), 1)
         for first in range(0, len(self.rows), self.batch_size):
-            yield partial(self._part, self.rows.take(slice(first, first + self.batch_size)), count)
+            yield partial(self._evaluate_part, self.rows.take(slice(first, first + self.batch_size)), count)
 
-    def _part(
+    def _evaluate_part(
         self, rows: RecordBatch, count: int, view: PolicyView, params: Params, records: RecordBatch
     ) -> Float[Tensor, ""]:
-        outputs = _log_probs(view, params, rows)
-        return self._total(outputs, rows.to(outputs.log_prob.device)) / count
+        outputs = compute_log_probs(view, params, rows)
+        return self._sum(outputs, rows.to(outputs.log_prob.device)) / count
 
     def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
         if self.rows is None:
-            return self._from_outputs(_log_probs(view, params, records), records)
+            return self._from_outputs(compute_log_probs(view, params, records), records)
         return torch.stack([part(view, params, records) for part in self.parts()]).sum()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'' if self.rows is None else _short(self.rows)})"
+        return f"{type(self).__name__}({'' if self.rows is None else _describe_rows(self.rows)})"
 
 
-def share(target: Target, rows: RecordBatch, rank: int, number: int) -> Target:
-    """Return one process's part of a target; the parts of all processes sum to it.
+def target_share(target: Target, rows: RecordBatch, rank: int, number: int) -> Target:
+    """Return one process's share of a target; the shares of all processes sum to the target.
 
     Args:
-        target: what is to be raised.
+        target: the target over the rows of all processes.
         rows: the scored rows of all processes.
-        rank: of the process, from 0.
-        number: of processes, each of which scores a part of the rows.
+        rank: the process's number, from 0.
+        number: the number of processes, each of which scores a part of the rows.
     """
-    if isinstance(target, _Mean):
-        return _OfOwnRows(target, max(target._count(rows), 1)) if target.rows is None else _Parts(target, rank, number)
-    # What a user's function makes of rows is unknown, so each process evaluates the whole of it.
-    return _Whole(target, rows, number)
+    if not isinstance(target, _MeanTarget):
+        # A user's function may combine rows in any way, so each process evaluates it over all of them.
+        return _EqualShare(target, rows, number)
+    if target.rows is None:
+        return _ShareOfScoredRows(target, max(target._count(rows), 1))
+    return _ShareOfParts(target, rank, number)
 
 
 @dataclass(frozen=True, eq=False)
-class _OfOwnRows:
-    """What a process's rows give to a mean over those of all."""
+class _ShareOfScoredRows:
+    """The part of a mean over all processes' rows that comes from this process's rows."""
 
-    mean: _Mean
+    mean: _MeanTarget
     count: int
 
     @property
@@ -99,17 +101,17 @@ class _OfOwnRows:
         return self.mean.reads
 
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
-        return self.mean._total(outputs, records) / self.count
+        return self.mean._sum(outputs, records) / self.count
 
     def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
-        return self.from_outputs(_log_probs(view, params, records), records)
+        return self.from_outputs(compute_log_probs(view, params, records), records)
 
 
 @dataclass(frozen=True, eq=False)
-class _Parts:
-    """Every so many-th part of a mean over rows of its own."""
+class _ShareOfParts:
+    """Every `number`-th part of a mean over other rows, beginning with part `rank`."""
 
-    mean: _Mean
+    mean: _MeanTarget
     rank: int
     number: int
 
@@ -121,7 +123,9 @@ class _Parts:
 
 
 @dataclass(frozen=True, eq=False)
-class _Whole:
+class _EqualShare:
+    """A target over all processes' rows, divided by their number."""
+
     target: Target
     rows: RecordBatch
     number: int
@@ -130,57 +134,58 @@ class _Whole:
         return self.target(view, params, self.rows) / self.number
 
 
-def _log_probs(view: PolicyView, params: Params, rows: RecordBatch) -> Outputs:
+def compute_log_probs(view: PolicyView, params: Params, rows: RecordBatch) -> Outputs:
+    """Return the outputs of a view for rows, with log-probs alone."""
     return compute_outputs(view, {"log_prob"}, params, view.prepare(rows))
 
 
-def _of_responses(outputs: Outputs, rows: RecordBatch) -> Float[Tensor, "n R"]:
-    # Log-probs are 0 elsewhere; without a weight there, engines see that target and objective weigh tokens alike.
+def _mask_log_probs(outputs: Outputs, rows: RecordBatch) -> Float[Tensor, "n R"]:
+    # Log-probs are 0 elsewhere. Without a weight there, engines detect that target and objective weigh tokens alike.
     return torch.where(rows.observations["response_mask"], outputs.log_prob, 0.0)
 
 
-def _short(rows: RecordBatch) -> str:
-    """Say how many rows there are, and a digest that tells them from others."""
+def _describe_rows(rows: RecordBatch) -> str:
+    """Return the number of rows and a digest that identifies them."""
     digest = hashlib.sha256()
     for column in (rows.actions, rows.observations["input_ids"], rows.observations["response_mask"], rows.advantages):
         digest.update(column.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return f"{len(rows)} rows {digest.hexdigest()[:8]}"
 
 
-class SequenceReturn(_Mean):
+class SequenceReturn(_MeanTarget):
     """`mean(log pi(y|x) A_last)` over rows: log-probs summed over a response, advantage of its last token (LDA §5.3).
 
-    LDA finds it much better than `TokenReturn` for language models. Advantages are taken as they are in the rows.
+    LDA finds it much better than `TokenReturn` for language models. Advantages are not normalised again.
 
     Attributes:
-        rows: rows to take it over, such as responses to held-out prompts; None: the scored rows themselves.
-        batch_size: the most of `rows` in one pass.
+        rows: the rows of the mean, such as responses to held-out prompts; None: the scored rows.
+        batch_size: the most of these rows in one pass.
     """
 
-    def _total(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
-        return (_of_responses(outputs, rows).sum(dim=1) * rows.advantages).sum()
+    def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
+        return (_mask_log_probs(outputs, rows).sum(dim=1) * rows.advantages).sum()
 
     def _count(self, rows: RecordBatch) -> int:
         return len(rows)
 
 
-class TokenReturn(_Mean):
+class TokenReturn(_MeanTarget):
     """`mean(log pi(token) A)` over the response tokens of all rows, each with its own advantage (LDA §5.3).
 
     Attributes:
-        rows: rows to take it over, such as responses to held-out prompts; None: the scored rows themselves.
-        batch_size: the most of `rows` in one pass.
+        rows: the rows of the mean, such as responses to held-out prompts; None: the scored rows.
+        batch_size: the most of these rows in one pass.
     """
 
-    def _total(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
+    def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
         advantages: Tensor = rows.observations["advantages"]
         return (outputs.log_prob * advantages).sum()
 
 
-class ValidationLoss(_Mean):
+class ValidationLoss(_MeanTarget):
     """Minus the mean negative log-likelihood of the response tokens of trusted demonstrations (I-PPO).
 
-    The mean is over all tokens of all demonstrations, as supervised training takes it, at the view's temperature.
+    The mean is over all tokens of all demonstrations, as in supervised training, at the view's temperature.
 
     Args:
         input_ids: (m, P + R) prompts, padded on either side, then responses, padded on the right.
@@ -203,9 +208,9 @@ class ValidationLoss(_Mean):
         mask = torch.as_tensor(response_mask).bool()
         if not mask.any():
             raise InvalidRecords(
-                f"response_mask is False at all tokens of the {len(mask)} demonstrations, so there is nothing whose "
-                "likelihood could be measured. It is True at the tokens of a response: look at how prompts and "
-                "responses were told apart, and whether prompts were cut before their responses."
+                f"response_mask is False at all tokens of the {len(mask)} demonstrations, so that no likelihood can be "
+                "measured. It has to be True at the tokens of a response: check how prompts and responses are "
+                "separated, and whether prompts are cut before their responses."
             )
         zeros = torch.zeros(mask.shape)
         columns = {"input_ids": input_ids, "attention_mask": attention_mask, "response_mask": mask}
@@ -213,27 +218,28 @@ class ValidationLoss(_Mean):
 
     @classmethod
     def of(cls, dataset: Any, tokenizer: Any, *, max_length: int | None = None, batch_size: int = 16) -> Self:
-        """Return the target of demonstrations as TRL's data sets hold them.
+        """Return the target for demonstrations in the form of TRL's data sets.
 
         Args:
             dataset: rows with "prompt" and "completion", texts or messages of a chat.
-            tokenizer: of the model.
-            max_length: tokens of a demonstration; longer ones lose their ends. None: without limit.
+            tokenizer: the model's tokenizer.
+            max_length: the most tokens of a demonstration; longer ones are cut at the end. None: no limit.
             batch_size: the most demonstrations in one pass.
 
         Raises:
-            WhenceError: another data set.
+            WhenceError: the data set has other columns.
             InvalidRecords: not a single response token.
         """
-        return cls(*encoded(dataset, tokenizer, max_length), batch_size=batch_size)
+        tokens = encode_demonstrations(dataset, tokenizer, max_length)
+        return cls(tokens.input_ids, tokens.attention_mask, tokens.response_mask, batch_size=batch_size)
 
     def prompts(self) -> list[list[int]]:
         """Return the token ids of the demonstrations' prompts."""
         assert self.rows is not None
-        held = self.rows.observations
-        width = held["input_ids"].shape[1] - held["response_mask"].shape[1]
-        pairs = zip(held["input_ids"][:, :width], held["attention_mask"][:, :width].bool(), strict=True)
+        columns = self.rows.observations
+        width = columns["input_ids"].shape[1] - columns["response_mask"].shape[1]
+        pairs = zip(columns["input_ids"][:, :width], columns["attention_mask"][:, :width].bool(), strict=True)
         return [ids[mask].tolist() for ids, mask in pairs]
 
-    def _total(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
-        return _of_responses(outputs, rows).sum()
+    def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
+        return _mask_log_probs(outputs, rows).sum()

@@ -19,13 +19,13 @@ from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.llm import checkpoints, losses
 from whence.llm.config import PPOConfig
-from whence.llm.generation import Prompt, Responses, check_tokenizer, generate
+from whence.llm.generation import Prompt, Responses, check_tokenizer, context_length, generate
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes
 from whence.llm.prompts import NO_PROMPTS, Prompts, read_prompts
 from whence.llm.rewards import Reward, combine_rewards
-from whence.llm.rollout import Rollout, rolled_out
+from whence.llm.rollout import Rollout, make_rollout
 from whence.llm.scoring import check_held_out, held_out_target, score
 from whence.llm.steps import optimise
 from whence.llm.tables import make_metrics_row, make_response_table
@@ -36,7 +36,7 @@ from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.targets import Target, as_target, target_name
 
-# What a training that goes on may have otherwise than it began.
+# Settings that may change when a training is resumed.
 _MAY_CHANGE = (
     "rounds",
     *(f"ppo.{name}" for name in ("save_every", "keep_checkpoints", "eval_every", "report_to", "disable_tqdm")),
@@ -51,42 +51,42 @@ Evaluate = Callable[[Any, Any], Mapping[str, float]]
 
 
 class PPOTrainer:
-    """Train a causal language model by PPO, with influence-based selection of responses where a rule is given.
+    """Train a causal language model by PPO, on the responses that an influence-based rule selects.
 
     A round draws a response to each of `batch_size` prompts, rewards it, and computes advantages over the whole
-    rollout; scores the rows and selects among them; and takes steps on those that are kept. A step's loss is
+    rollout; scores the rows and selects among them; and takes steps on the selected rows. A step's loss is
 
         -sum_i w_i p_i / sum_i w_i + vf_coef * mean_i v_i
 
-    with `p_i` and `v_i` the means over a row's response tokens of the clipped objective and of the value loss: that of
-    the kept rows alone. A round that keeps nothing takes no step.
+    over the selected rows alone, with `p_i` and `v_i` the means over a row's response tokens of the clipped objective
+    and of the value loss. A round without a selected row takes no step.
 
-    What happened is kept in `config.output_dir`, a run directory of whence's: `whence report` makes a page of it.
-    Under `accelerate launch` each process takes a part of the rows; scores and selection are as with one.
+    The results are in `config.output_dir`, a run directory of which `whence report` makes a page. Under `accelerate
+    launch` each process takes a part of the rows; scores and selection are the same as in one process.
 
     Args:
-        config: settings.
+        config: the settings.
         model: a causal language model of Transformers, whole or with a PEFT adapter, or a `WithValueHead`.
         tokenizer: its tokenizer.
-        reward: `reward(prompts, responses) -> numbers`, or several; each is also given those of the data set's other
-            columns that its arguments name: `reward(prompts, responses, answer)`.
+        reward: `reward(prompts, responses) -> numbers`, or several. A reward with further arguments gets the data set's
+            columns of these names: `reward(prompts, responses, answer)`.
         prompts: texts or chats; or a data set with a column "prompt".
-        rule: which rows train; None: all, and nothing is scored.
-        target: what scores are of; None: `SequenceReturn()`.
-        held_out: prompts, as above, to which responses are drawn in every round for the target to be taken over; None:
-            it is taken over the rows that are scored.
-        objective: what a row's training raises; None: the clipped objective without the value loss.
+        rule: the selection rule; None: all rows train, and none is scored.
+        target: the target of the scores; None: `SequenceReturn()`.
+        held_out: further prompts, answered in every round; the target is over these responses. None: the target is
+            over the scored rows.
+        objective: the objective of a row's training; None: the clipped objective without the value loss.
         engine: see `whence.attribute`.
-        memory: bytes that scoring may hold at a time; the more, the quicker. None: what a pass over
-            `config.mini_batch_size` rows holds, and the target's gradient.
-        reward_weights: of several rewards.
+        memory: bytes that scoring may hold at a time; more is faster. None: those of a pass over
+            `config.mini_batch_size` rows and of the target's gradient.
+        reward_weights: weights of several rewards; None: 1 each.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
-        about: what else the run directory is to say of the run, in JSON types.
+        about: a further description of the run for the run directory, in JSON types.
         on_rollout: called after every round.
 
     Raises:
-        WhenceError: a tokenizer without a pad token, prompts that do not fit, or a rule, target or reward that is none.
-        Unsupported: processes that share the parameters out among them (FSDP, DeepSpeed).
+        WhenceError: the tokenizer has no pad token, a prompt does not fit, or a rule, target or reward is invalid.
+        Unsupported: processes split the model's parameters among them (FSDP, DeepSpeed).
     """
 
     def __init__(
@@ -121,46 +121,52 @@ class PPOTrainer:
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         self.processes = Processes(self.accelerator)
         self._check_sizes()
-        # The same numbers everywhere while the model is made, and each process's own for its responses.
+        # All processes draw the same numbers while the model is made; later each has a seed of its own.
         set_seed(config.seed)
         self.model = model if isinstance(model, WithValueHead) else WithValueHead(model)
         if config.disable_dropout:
             for module in self.model.modules():
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
-        context = getattr(self.model.language_model.config, "max_position_embeddings", None)
+        context = context_length(self.model.language_model)
         self.prompts = read_prompts(prompts, tokenizer, config, context, rewards)
         if not len(self.prompts):
             raise WhenceError(NO_PROMPTS)
         self.held_out = None if held_out is None else read_prompts(held_out, tokenizer, config, context, rewards)
         if self.held_out is not None and 0 < len(self.held_out) < self.processes.number:
             raise WhenceError(f"{len(self.held_out)} held-out prompts are fewer than the processes; give one for each.")
-        apart = None if self.held_out is None else self.held_out.ids
-        check_held_out(self.target, apart, self.prompts.ids, warn=self.accelerator.is_main_process)
-        # Accelerate would wrap the model, for gradients' mean over processes and for mixed precision. Here gradients
-        # are summed, since a step's loss has the denominators of all rows, and scores are computed as the model is.
+        held_out_ids = None if self.held_out is None else self.held_out.ids
+        check_held_out(self.target, held_out_ids, self.prompts.ids, warn=self.accelerator.is_main_process)
+        # Accelerate would wrap the model, for the mean of gradients over processes and for mixed precision. Here
+        # gradients are summed, since a step's loss is divided by numbers of all processes' rows, and scores are
+        # computed in the model's own precision.
         if not hasattr(self.model.language_model, "hf_device_map"):
             self.model = self.model.to(self.accelerator.device)
-        self.processes.make_equal(self.model)
+        self.processes.broadcast_model(self.model)
         self.reference = Reference(self.model)
-        head = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
-        groups = [
-            {"params": [p for p in part.parameters() if p.requires_grad], "lr": rate}
-            for part, rate in ((self.model.language_model, config.learning_rate), (self.model.value_head, head))
-        ]
-        self.optimizer = self.accelerator.prepare_optimizer(torch.optim.Adam(groups))
+        self.optimizer = self.accelerator.prepare_optimizer(self._make_optimizer())
         self.kl = losses.KLController(
             config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon
         )
         self.metrics: list[dict[str, Any]] = []
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
-        self._waiting: list[int] = []
+        self._prompt_queue: list[int] = []
         self._run: RunDirectory | None = None
-        set_seed(self._seed())
+        set_seed(self._derive_seed())
 
-    def _seed(self, *what: int) -> int:
-        """Return a seed of this process's own for something."""
-        return int(np.random.SeedSequence([self.config.seed, self.processes.rank, *what]).generate_state(1)[0])
+    def _make_optimizer(self) -> torch.optim.Adam:
+        config, head_rate = self.config, self.config.value_learning_rate
+        rates = (
+            (self.model.language_model, config.learning_rate),
+            (self.model.value_head, config.learning_rate if head_rate is None else head_rate),
+        )
+        return torch.optim.Adam(
+            [{"params": [p for p in part.parameters() if p.requires_grad], "lr": rate} for part, rate in rates]
+        )
+
+    def _derive_seed(self, *purpose: int) -> int:
+        """Return a seed for this process and a purpose."""
+        return int(np.random.SeedSequence([self.config.seed, self.processes.rank, *purpose]).generate_state(1)[0])
 
     def _check_sizes(self) -> None:
         if self.config.batch_size < self.processes.number:
@@ -168,7 +174,7 @@ class PPOTrainer:
                 f"batch_size is {self.config.batch_size}, and there are {self.processes.number} processes; at least "
                 "one row for each is needed."
             )
-        # Passes are cut, and gradients summed, by the trainer itself.
+        # The trainer itself splits steps into passes and sums gradients.
         if self.accelerator.gradient_accumulation_steps > 1:
             raise WhenceError(
                 "Accelerate's own gradient_accumulation_steps is "
@@ -180,21 +186,21 @@ class PPOTrainer:
         """Train all rounds and return a row of metrics for each.
 
         Args:
-            resume: go on from the last checkpoint in `output_dir`, as if the training had not been broken off; from
-                the start where there is none.
+            resume: continue from the last checkpoint in `output_dir`, to the same results as an uninterrupted
+                training; start over if there is none.
 
         Raises:
-            RunDirectoryError: the checkpoint is of another model or other settings, or, without `resume`, output_dir
-                holds something else than a run of these settings; such a run is started over.
+            RunDirectoryError: the checkpoint belongs to another model or other settings; or, without `resume`,
+                output_dir holds something else than a run of these settings, which would be started over.
         """
         config = self.config
-        path = checkpoints.latest(config.output_dir) if resume else None
+        path = checkpoints.find_latest(config.output_dir) if resume else None
         if path is not None:
             # In every process, and before anything is changed.
-            RunDirectory.open(config.output_dir).check_same(self._settings(), but=_MAY_CHANGE)
+            RunDirectory.open(config.output_dir).check_same(self._describe(), but=_MAY_CHANGE)
             self._restore(path)
         if self.accelerator.is_main_process:
-            self._run = self._directory(path)
+            self._run = self._open_directory(path)
         if config.report_to:
             plain = {name: value for name, value in config.to_json().items() if isinstance(value, int | float | str)}
             self.accelerator.init_trackers("whence", plain)
@@ -204,71 +210,91 @@ class PPOTrainer:
         shown = not config.disable_tqdm and self.accelerator.is_main_process
         bar = tqdm(range(first, config.rounds + 1), desc="rounds", disable=not shown, unit="round")
         for number in bar:
-            row = self._round(number)
+            row = self._run_round(number)
             bar.set_postfix(
                 reward=f"{row['reward']:.3g}", kl=f"{row['kl']:.3g}", kept=f"{1 - row['dropped_share']:.0%}"
             )
             if config.save_every and (number % config.save_every == 0 or number == config.rounds):
-                self._checkpoint(number)
-        for tracker in self.accelerator.trackers:  # `end_training` would also part the processes
+                self._save_checkpoint(number)
+        for tracker in self.accelerator.trackers:  # `end_training` would also disconnect the processes
             tracker.finish()
         return self.metrics
 
-    def _round(self, number: int) -> dict[str, Any]:
+    def _run_round(self, number: int) -> dict[str, Any]:
         config, seconds = self.config, dict[str, dict[str, float]]()
-        prompts = self._drawn_prompts()
-        with _timed(seconds, "generation"), self.accelerator.autocast():
-            responses = self._responses(prompts)
-        with _timed(seconds, "forward"), self.accelerator.autocast():
-            rollout = self._rolled_out(responses, prompts, (number - 1) * config.batch_size)
-        with _timed(seconds, "scoring"):
+        prompts = self._draw_prompts()
+        with _time_stage(seconds, "generation"), self.accelerator.autocast():
+            responses = self._generate(prompts)
+        with _time_stage(seconds, "forward"), self.accelerator.autocast():
+            rollout = self._make_rollout(responses, prompts, (number - 1) * config.batch_size)
+        with _time_stage(seconds, "scoring"):
             influence = None
             if self.rule.needs_influence:
-                target = self._target(number, seconds)
                 influence = score(
-                    *(self.model, rollout.rows, target, self.objective, config.temperature),
-                    *(self.engine, self.memory, config.mini_batch_size, self.processes),
+                    self.model,
+                    rollout.rows,
+                    target=self._target_of_round(number, seconds),
+                    objective=self.objective,
+                    temperature=config.temperature,
+                    engine=self.engine,
+                    memory=self.memory,
+                    chunk_size=config.mini_batch_size,
+                    processes=self.processes,
                 )
             selection = self.rule.select(rollout.rows, influence, Progress(number, 1 - (number - 1) / config.rounds))
-        with _timed(seconds, "optimisation"):
-            trained = optimise(
-                *(self.model, self.optimizer, rollout.rows, selection, config),
-                *(self._generator, self.accelerator, self.processes),
+        with _time_stage(seconds, "optimisation"):
+            means = optimise(
+                self.model,
+                self.optimizer,
+                rollout.rows,
+                selection,
+                config=config,
+                generator=self._generator,
+                accelerator=self.accelerator,
+                processes=self.processes,
             )
-        row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.coefficient, **trained}
+        row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.coefficient, **means}
         self.kl.update(row["kl"], len(rollout.rows))
         self.metrics.append(row)
-        self._tell(rollout, influence, selection, row, seconds)
+        self._report_round(rollout, influence, selection, row, seconds)
         if config.eval_every and (number % config.eval_every == 0 or number == config.rounds):
             self._evaluate(number)
         return row
 
-    def _drawn_prompts(self) -> Prompts:
-        """Draw prompts without replacement, and begin anew when all have been drawn."""
-        while len(self._waiting) < self.config.batch_size:
-            self._waiting += torch.randperm(len(self.prompts), generator=self._generator).tolist()
-        chosen, self._waiting = self._waiting[: self.config.batch_size], self._waiting[self.config.batch_size :]
-        return self.prompts.take(chosen)
+    def _draw_prompts(self) -> Prompts:
+        """Draw prompts without replacement; when all have been drawn, start again with all of them."""
+        size = self.config.batch_size
+        while len(self._prompt_queue) < size:
+            self._prompt_queue += torch.randperm(len(self.prompts), generator=self._generator).tolist()
+        numbers, self._prompt_queue = self._prompt_queue[:size], self._prompt_queue[size:]
+        return self.prompts.take(numbers)
 
-    def _responses(self, prompts: Prompts) -> Responses:
+    def _generate(self, prompts: Prompts) -> Responses:
         return generate(self.model.language_model, self.tokenizer, prompts.ids, self.config, self.processes)
 
-    def _rolled_out(self, responses: Responses, prompts: Prompts, first_id: int) -> Rollout:
-        return rolled_out(
-            *(self.model, self.reference, responses, self.reward, self.kl.coefficient, self.config),
-            *(first_id, self.processes, prompts.columns),
+    def _make_rollout(self, responses: Responses, prompts: Prompts, first_id: int) -> Rollout:
+        return make_rollout(
+            self.model,
+            self.reference,
+            responses,
+            self.reward,
+            self.kl.coefficient,
+            self.config,
+            first_id,
+            self.processes,
+            prompts.columns,
         )
 
-    def _target(self, number: int, seconds: dict[str, dict[str, float]]) -> Target:
-        """Return the target of a round; held-out prompts get responses that leave training's own draws as they are."""
+    def _target_of_round(self, number: int, seconds: dict[str, dict[str, float]]) -> Target:
+        """Return the target of a round; held-out prompts are answered without changing the draws of training."""
         if self.held_out is None:
             return self.target
-        with _timed(seconds, "held_out"), preserve_rng_state(), self.accelerator.autocast():
-            set_seed(self._seed(number))
-            rollout = self._rolled_out(self._responses(self.held_out), self.held_out, 0)
+        with _time_stage(seconds, "held_out"), preserve_rng_state(), self.accelerator.autocast():
+            set_seed(self._derive_seed(number))
+            rollout = self._make_rollout(self._generate(self.held_out), self.held_out, 0)
             return held_out_target(self.target, rollout.rows)
 
-    def _tell(
+    def _report_round(
         self,
         rollout: Rollout,
         influence: Influence | None,
@@ -276,7 +302,7 @@ class PPOTrainer:
         row: Mapping[str, Any],
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Write a round down, and tell trackers and `on_rollout` of it."""
+        """Write a round to the run directory, log it to trackers, and call `on_rollout`."""
         if self._run is None:
             return
         number = row["round"]
@@ -294,13 +320,13 @@ class PPOTrainer:
         if self.evaluate is None or not self.config.eval_every or self._run is None:
             return
         with preserve_rng_state():
-            found = dict(self.evaluate(self.model.language_model, self.tokenizer))
-        self._run.append("evaluations", {"round": number, **found})
-        self.accelerator.log({f"test/{name}": value for name, value in found.items()}, step=number)
+            measures = dict(self.evaluate(self.model.language_model, self.tokenizer))
+        self._run.append("evaluations", {"round": number, **measures})
+        self.accelerator.log({f"test/{name}": value for name, value in measures.items()}, step=number)
 
-    def _settings(self) -> dict[str, Any]:
-        ppo = self.config.to_json()
-        own = {name: ppo.pop(name) for name in ("output_dir", "rounds", "seed")}
+    def _describe(self) -> dict[str, Any]:
+        """Return the run directory's description of the run, in JSON types."""
+        ppo = {name: value for name, value in self.config.to_json().items() if name not in _ELSEWHERE}
         return {
             "kind": "language",
             **self.about,
@@ -314,25 +340,26 @@ class PPOTrainer:
             "engine": self.engine,
             "processes": self.processes.number,
             "device": str(self.accelerator.device),
-            "rounds": own["rounds"],
-            "seed": own["seed"],
+            "rounds": self.config.rounds,
+            "seed": self.config.seed,
             "ppo": ppo,
         }
 
-    def _directory(self, checkpoint: Path | None) -> RunDirectory:
-        folder, settings = self.config.output_dir, self._settings()
+    def _open_directory(self, checkpoint: Path | None) -> RunDirectory:
+        """Return the run directory: the old one with a checkpoint, else an empty one."""
+        folder, description = self.config.output_dir, self._describe()
         if checkpoint is not None:
-            return RunDirectory.resume(folder, settings, rounds=len(self.metrics), may_change=_MAY_CHANGE)
-        made = RunDirectory.create(folder, settings, versions={name: version(name) for name in _LIBRARIES})
+            return RunDirectory.resume(folder, description, rounds=len(self.metrics), may_change=_MAY_CHANGE)
+        directory = RunDirectory.create(folder, description, versions={name: version(name) for name in _LIBRARIES})
         shutil.rmtree(Path(folder) / "checkpoints", ignore_errors=True)
-        return made
+        return directory
 
-    def _checkpoint(self, number: int) -> None:
-        """Write how things stand after a round, and delete the oldest such files."""
-        generators = {"own": self._generator.get_state(), **self.processes.generators()}
+    def _save_checkpoint(self, number: int) -> None:
+        """Write the checkpoint after a round, and delete the oldest ones."""
+        generators = {"own": self._generator.get_state(), **self.processes.gather_rng_states()}
         if not self.accelerator.is_main_process:
             return
-        about = {"metrics": self.metrics, "kl_coef": self.kl.coefficient, "waiting": self._waiting}
+        about = {"metrics": self.metrics, "kl_coef": self.kl.coefficient, "waiting": self._prompt_queue}
         path = checkpoints.checkpoint_path(self.config.output_dir, number)
         checkpoints.save(path, self.model, self.optimizer.optimizer, about, generators)
         for old in sorted(path.parent.glob("round_*.safetensors"))[: -self.config.keep_checkpoints]:
@@ -341,14 +368,14 @@ class PPOTrainer:
     def _restore(self, path: Path) -> None:
         done = int(path.stem.removeprefix("round_"))
         if done > self.config.rounds:
-            raise WhenceError(f"rounds is {self.config.rounds}, and {path} is of {done} rounds; more are needed.")
+            raise WhenceError(f"rounds is {self.config.rounds}, and {path} has {done} rounds already; more are needed.")
         about, generators = checkpoints.load(path, self.model, self.optimizer.optimizer)
-        self.metrics, self._waiting, self.kl.coefficient = about["metrics"], about["waiting"], about["kl_coef"]
+        self.metrics, self._prompt_queue, self.kl.coefficient = about["metrics"], about["waiting"], about["kl_coef"]
         self._generator.set_state(generators.pop("own"))
-        self.processes.set_generators(generators)
+        self.processes.set_rng_state(generators)
 
     def save_model(self, folder: str | Path | None = None) -> None:
-        """Write model (or adapter), value head and tokenizer, as Transformers loads them."""
+        """Write model (or adapter), value head and tokenizer, in Transformers' format."""
         if not self.accelerator.is_main_process:
             return
         folder = Path(self.config.output_dir) / "model" if folder is None else Path(folder)
@@ -356,14 +383,14 @@ class PPOTrainer:
         self.tokenizer.save_pretrained(folder)
 
 
+_ELSEWHERE = ("output_dir", "rounds", "seed")  # settings that the description has outside "ppo"
 _LIBRARIES = ("whence", "torch", "transformers", "accelerate")
 
 
 @contextmanager
-def _timed(seconds: dict[str, dict[str, float]], stage: str) -> Iterator[None]:
-    """Note how long a stage takes, without the stages within it."""
+def _time_stage(seconds: dict[str, dict[str, float]], stage: str) -> Iterator[None]:
+    """Add the seconds of a stage to `seconds`, without those of the stages within it."""
     before, watch = dict(seconds), Stopwatch()
     yield
-    within = [clocks for name, clocks in seconds.items() if name not in before]
-    found = watch.seconds()
-    seconds[stage] = {clock: value - sum(clocks[clock] for clocks in within) for clock, value in found.items()}
+    total, inner = watch.seconds(), [clocks for name, clocks in seconds.items() if name not in before]
+    seconds[stage] = {clock: value - sum(clocks[clock] for clocks in inner) for clock, value in total.items()}

@@ -1,8 +1,8 @@
-"""GRPO and RLOO as TRL trains them, on the completions that a rule keeps.
+"""GRPO and RLOO by TRL's trainers, on the completions that a rule keeps.
 
-TRL's own methods run as they are: what they return for a generation batch is edited, and rows are never removed. A
-dropped completion's tokens leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and the loss is rescaled to the kept
-ones, so that a step is that of the kept completions alone, with the groups' statistics taken over all of them before.
+TRL's own methods run unchanged. The generation batch that they return is edited, and rows are never removed: a dropped
+completion's tokens leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and the loss is rescaled to the kept
+completions. A step is then on the kept completions alone, while the groups' statistics are over all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,14 +30,14 @@ from whence.stopwatch import Stopwatch
 from whence.targets import Target, as_target
 
 _SCALE = "loss_scale"
-"""What is added to TRL's batches: what the loss is to be multiplied by, the same for each row."""
+"""Added to TRL's batches: the factor of the loss, the same for each row."""
 
 
-class _Influence:
-    """What both trainers have in common."""
+class _SelectingTrainer:
+    """Scoring and selection, for both of TRL's trainers."""
 
-    _of_tokens: bool
-    """Whether a row is dropped by masking its tokens."""
+    _drops_by_mask: bool
+    """Whether a dropped row's tokens are masked; otherwise its advantage is set to 0."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class _Influence:
         super().__init__(*args, **kwargs)
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
-        self.influence_objective = self._objective() if objective is None else as_objective(objective)
+        self.influence_objective = self._default_objective() if objective is None else as_objective(objective)
         self.influence_engine, self.influence_memory = engine, memory
         self.influence: Influence | None = None
         self.selection: Selection | None = None
@@ -63,101 +63,109 @@ class _Influence:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
 
-    def _objective(self) -> Objective:
+    def _default_objective(self) -> Objective:
+        """Return the objective of a completion's training at the policy that drew it."""
         raise NotImplementedError
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """Return TRL's generation batch, edited to what a rule keeps; in evaluation as it is."""
+        """Return TRL's generation batch, edited to the completions that the rule keeps; in evaluation unchanged."""
         if not self.model.training:  # type: ignore[attr-defined]
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
-        with self._timed("generation", within="optimisation"):
+        with self._time_stage("generation", within="optimisation"):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if type(self.rule) is KeepAll:
             return output
-        with self._timed("scoring", within="optimisation"):
-            return self._selected(output)
+        with self._time_stage("scoring", within="optimisation"):
+            return self._score_and_select(output)
 
-    def _selected(self, output: dict[str, Any]) -> dict[str, Any]:
+    def _score_and_select(self, output: dict[str, Any]) -> dict[str, Any]:
         with preserve_rng_state():
-            rows = self._rows(output)
-            self.influence = self._scores(rows) if self.rule.needs_influence else None
+            rows = self._make_rows(output)
+            self.influence = self._score_rows(rows) if self.rule.needs_influence else None
         steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
-        progress = Progress(self._batches + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
+        progress = Progress(self._batches_done + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
         self.selection = self.rule.select(rows, self.influence, progress)
-        self._tell(self.selection, self.influence)
-        return self._edited(output, self.selection)
+        self._log_selection(self.selection, self.influence)
+        return self._apply_selection(output, self.selection)
 
     @property
-    def _batches(self) -> int:
-        """How many generation batches were trained on, also before the training was resumed."""
+    def _batches_done(self) -> int:
+        """The number of generation batches trained on, including those before a resumption."""
         return int(self.state.global_step // self.num_iterations)  # type: ignore[attr-defined]
 
-    def _rows(self, output: Mapping[str, Any]) -> RecordBatch:
+    def _make_rows(self, output: Mapping[str, Any]) -> RecordBatch:
         """Return the completions of all processes as rows.
 
         Raises:
-            Unsupported: there are images, which scores would know nothing of.
+            Unsupported: there are images, which scores do not account for.
         """
         if others := sorted(output.keys() & {"pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"}):
             raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
-        prompts = self._gathered(output["prompt_ids"], pad_first=True)
-        seen = self._gathered(output["prompt_mask"], pad_first=True)
-        completions, attended = (self._gathered(output[name]) for name in ("completion_ids", "completion_mask"))
-        mask = self._gathered(mask).bool()
-        advantages = self._processes.gathered(output["advantages"], len(mask))
-        extra = {}
+        prompts = self._gather_tokens(output["prompt_ids"], pad_first=True)
+        prompt_mask = self._gather_tokens(output["prompt_mask"], pad_first=True)
+        completions, attended = (self._gather_tokens(output[name]) for name in ("completion_ids", "completion_mask"))
+        mask = self._gather_tokens(mask).bool()
+        advantages = self._processes.gather(output["advantages"], len(mask))
+        ref_columns = {}
         if "ref_per_token_logps" in output:
-            extra["ref_log_probs"] = torch.where(mask, self._gathered(output["ref_per_token_logps"]), 0.0)
+            ref_columns["ref_log_probs"] = torch.where(mask, self._gather_tokens(output["ref_per_token_logps"]), 0.0)
         rows = make_rows(
             input_ids=torch.cat([prompts, completions], dim=1),
-            attention_mask=torch.cat([seen, attended], dim=1),
+            attention_mask=torch.cat([prompt_mask, attended], dim=1),
             response_mask=mask,
-            # At the policy that drew them ratios are 1, whatever they are of: objectives take them to be.
+            # Objectives assume ratios of 1, as at the policy that drew the tokens, so these are not read.
             log_probs=torch.zeros(mask.shape, device=mask.device),
             advantages=torch.where(mask, advantages[:, None], 0.0),
-            record_ids=torch.arange(self._batches * len(mask), (self._batches + 1) * len(mask)),
+            record_ids=torch.arange(self._batches_done * len(mask), (self._batches_done + 1) * len(mask)),
         )
-        held: Any = rows.observations
-        return rows.with_columns({"observations": {**held, **extra}})
+        columns: Any = rows.observations
+        return rows.with_columns({"observations": {**columns, **ref_columns}})
 
-    def _gathered(self, own: Tensor, *, pad_first: bool = False) -> Tensor:
+    def _gather_tokens(self, tokens: Tensor, *, pad_first: bool = False) -> Tensor:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        padded = accelerator.pad_across_processes(own.contiguous(), dim=1, pad_index=0, pad_first=pad_first)
-        return self._processes.gathered(padded, len(own) * self._processes.number)
+        padded = accelerator.pad_across_processes(tokens.contiguous(), dim=1, pad_index=0, pad_first=pad_first)
+        return self._processes.gather(padded, len(tokens) * self._processes.number)
 
-    def _scores(self, rows: RecordBatch) -> Influence:
+    def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
-        size = self.args.per_device_train_batch_size  # type: ignore[attr-defined]
-        temperature = float(self.temperature)  # type: ignore[attr-defined]
-        with _as_loaded(model):
+        with _disable_autocast(model):
             return score(
-                *(model, rows, self.target, self.influence_objective, temperature),
-                *(self.influence_engine, self.influence_memory, size, self._processes),
+                model,
+                rows,
+                target=self.target,
+                objective=self.influence_objective,
+                temperature=float(self.temperature),  # type: ignore[attr-defined]
+                engine=self.influence_engine,
+                memory=self.influence_memory,
+                chunk_size=self.args.per_device_train_batch_size,  # type: ignore[attr-defined]
+                processes=self._processes,
             )
 
-    def _edited(self, output: dict[str, Any], selection: Selection) -> dict[str, Any]:
-        """Return the batch with dropped rows out of the loss, kept ones weighed, and what the loss is multiplied by."""
-        own = self._processes.own(len(selection.keep))
+    def _apply_selection(self, output: dict[str, Any], selection: Selection) -> dict[str, Any]:
+        """Return the batch with dropped rows out of the loss, kept rows weighted, and the factor of the loss."""
+        part = self._processes.part(len(selection.keep))
         device = output["advantages"].device
-        keep, kept = selection.keep[own].to(device), int(selection.keep.sum())
-        # A mean of 1 over the kept rows leaves the size of the step to the learning rate.
-        weights = selection.weights[own].to(output["advantages"]) * (kept / max(float(selection.weights.sum()), 1e-30))
-        output["advantages"] = output["advantages"] * weights if kept else torch.zeros_like(output["advantages"])
-        if self._of_tokens:
+        keep, count = selection.keep[part].to(device), int(selection.keep.sum())
+        # With a mean of 1 over the kept rows, weights do not change the size of a step.
+        weights = selection.weights[part].to(output["advantages"]) * (
+            count / max(float(selection.weights.sum()), 1e-30)
+        )
+        output["advantages"] = output["advantages"] * weights if count else torch.zeros_like(output["advantages"])
+        if self._drops_by_mask:
             mask = output["completion_mask"] * output.get("tool_mask", 1)
             output["tool_mask"] = output.get("tool_mask", torch.ones_like(output["completion_mask"])) * keep[:, None]
-            total = self._processes.summed({"": (mask * keep[:, None]).sum()})[""]
+            total = self._processes.sum_tensors({"": (mask * keep[:, None]).sum()})[""]
             output["num_items_in_batch"] = total.to(output["num_items_in_batch"])
-        scale = len(selection.keep) / kept if kept and self._by_rows else float(kept > 0)
+        scale = len(selection.keep) / count if count and self._averages_rows else float(count > 0)
         output[_SCALE] = torch.full(keep.shape, scale, device=device)
         return output
 
     @property
-    def _by_rows(self) -> bool:
-        """Whether the loss is a mean over rows, the dropped ones among them."""
+    def _averages_rows(self) -> bool:
+        """Whether the loss is a mean over rows, including the dropped ones."""
         return getattr(self, "loss_type", None) not in TOKEN_LOSSES
 
     def _compute_loss(self, model: Any, inputs: Any) -> Float[Tensor, ""]:
@@ -165,8 +173,8 @@ class _Influence:
         return loss * inputs[_SCALE][0] if _SCALE in inputs else loss
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Take TRL's step; where a whole batch was dropped, leave no gradient for the optimiser to step on."""
-        with self._timed("optimisation"):
+        """Take TRL's step; if the whole batch was dropped, remove the gradients, so that no parameter moves."""
+        with self._time_stage("optimisation"):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if self.selection is not None and not self.selection.keep.any():
             for parameter in model.parameters():
@@ -174,18 +182,18 @@ class _Influence:
         return loss
 
     @contextmanager
-    def _timed(self, stage: str, within: str | None = None) -> Iterator[None]:
-        """Add the seconds of a stage to `seconds`, and take them from those of the stage that it lies in."""
+    def _time_stage(self, stage: str, within: str | None = None) -> Iterator[None]:
+        """Add the seconds of a stage to `seconds`, and subtract them from those of the stage around it."""
         watch = Stopwatch()
         yield
         for clock, value in watch.seconds().items():
-            for name, share in ((stage, value), (within, -value)):
+            for name, change in ((stage, value), (within, -value)):
                 if name is not None:
                     clocks = self.seconds.setdefault(name, {})
-                    clocks[clock] = clocks.get(clock, 0.0) + share
+                    clocks[clock] = clocks.get(clock, 0.0) + change
 
-    def _tell(self, selection: Selection, influence: Influence | None) -> None:
-        """Put scores and what was kept into TRL's table of completions and its metrics."""
+    def _log_selection(self, selection: Selection, influence: Influence | None) -> None:
+        """Add scores and selection to TRL's table of completions and its metrics."""
         logs: Any = self._logs["extra"]  # type: ignore[attr-defined]
         metrics: Any = self._metrics["train"]  # type: ignore[attr-defined]
         logs["kept"].extend(selection.keep.tolist())
@@ -197,55 +205,55 @@ class _Influence:
 
 
 @contextmanager
-def _as_loaded(model: Any) -> Iterator[None]:
-    """Take the autocast off that Accelerate puts around a model's forward pass: scores are in the model's precision."""
-    plain = vars(model).get("_original_forward")
-    if plain is None:
+def _disable_autocast(model: Any) -> Iterator[None]:
+    """Remove Accelerate's autocast around a model's forward pass: scores are in the model's own precision."""
+    original = vars(model).get("_original_forward")
+    if original is None:
         yield
         return
-    wrapped, model.forward = model.forward, plain
+    wrapped, model.forward = model.forward, original
     try:
         yield
     finally:
         model.forward = wrapped
 
 
-class InfluenceGRPOTrainer(_Influence, GRPOTrainer):  # type: ignore[misc]
+class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer, on the completions that a rule keeps.
 
     Args:
-        *args: as GRPOTrainer takes them, and so below.
-        rule: which completions train; None: all, and nothing is scored.
-        target: what scores are of; None: `SequenceReturn()`.
-        objective: what a completion's training raises; None: the loss type's, at the policy that drew it.
+        *args: arguments of GRPOTrainer.
+        rule: the selection rule; None: all completions train, and none is scored.
+        target: the target of the scores; None: `SequenceReturn()`.
+        objective: the objective of a completion's training; None: that of the loss type, at the policy that drew it.
         engine: see `whence.attribute`.
-        memory: bytes that scoring may hold; None: what it holds of `per_device_train_batch_size` completions at a time.
-        **kwargs: as GRPOTrainer takes them.
+        memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
+        **kwargs: arguments of GRPOTrainer.
 
     Attributes:
-        influence: scores of the last generation batch, of all processes; None where the rule needs none.
-        selection: what of it trained; None where everything does.
-        seconds: by stage ("generation", with rewards; "scoring"; "optimisation") and clock ("cpu", "wall"), since it
-            was emptied last.
+        influence: scores of the last generation batch, of all processes; None if the rule needs none.
+        selection: the completions of this batch that train; None without a rule.
+        seconds: seconds by stage ("generation", with rewards; "scoring"; "optimisation") and clock ("cpu", "wall"),
+            since the dictionary was last emptied.
 
     Raises:
-        Unsupported: settings with which a step could not be that of the kept completions alone; see the documentation.
+        Unsupported: settings under which dropped completions would still affect a step; see the documentation.
     """
 
-    _of_tokens = True
+    _drops_by_mask = True
 
-    def _objective(self) -> Objective:
+    def _default_objective(self) -> Objective:
         corrected = bool(getattr(self.args, "use_bias_correction_kl", False))
         return GroupObjective(ROW_LOSSES.get(self.loss_type, "sum"), float(self.beta), corrected)
 
 
-class InfluenceRLOOTrainer(_Influence, RLOOTrainer):  # type: ignore[misc]
-    """TRL's RLOOTrainer, on the completions that a rule keeps; arguments and attributes as of `InfluenceGRPOTrainer`.
+class InfluenceRLOOTrainer(_SelectingTrainer, RLOOTrainer):  # type: ignore[misc]
+    """TRL's RLOOTrainer, on the completions that a rule keeps; arguments and attributes as in `InfluenceGRPOTrainer`.
 
     The divergence from the reference model is part of RLOO's rewards, and so of the advantages.
     """
 
-    _of_tokens = False
+    _drops_by_mask = False
 
-    def _objective(self) -> Objective:
+    def _default_objective(self) -> Objective:
         return GroupObjective("sum", 0.0)

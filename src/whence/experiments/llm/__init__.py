@@ -1,1 +1,1 @@
-"""Post-training runs of language models."""
+"""Post-training runs of language models, as experiments."""

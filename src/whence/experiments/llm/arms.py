@@ -1,4 +1,4 @@
-"""Ways to select among a language model's responses, by name, and what scores are of."""
+"""Ways to select a language model's responses, and targets of their scores, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ class LanguageArm:
 
     Attributes:
         rule: name of a selection rule in `whence.selection`.
-        target: what scores are of, unless a run names another; None: nothing is scored.
-        about: one line for people.
+        target: the target of the scores, unless a run names another; None: nothing is scored.
+        about: a description in one line.
         rule_settings: arguments of the rule.
-        seeded: whether the rule takes the run's seed.
+        seeded: whether the rule gets the run's seed.
     """
 
     rule: str
@@ -41,33 +41,37 @@ class LanguageArm:
 
 LANGUAGE_ARMS: Mapping[str, LanguageArm] = MappingProxyType(
     {
-        STANDARD: LanguageArm("KeepAll", None, "PPO as it is: every response trains"),
+        STANDARD: LanguageArm("KeepAll", None, "PPO itself: every response trains"),
         "random": LanguageArm(
-            "RandomDrop", "sequence", "as many as iif, at random among all", {"drop": 1.0, "zeros": True}, seeded=True
+            "RandomDrop",
+            "sequence",
+            "drop as many responses as iif, at random",
+            {"drop": 1.0, "zeros": True},
+            seeded=True,
         ),
         "iif": LanguageArm("NonPositive", "sequence", "drop every response that scores 0 or less (LDA)"),
         "ippo": LanguageArm(
-            "IPPO", "validation", "the same by demonstrations, the kept weighted by their scores (I-PPO)"
+            "IPPO", "validation", "the same with scores by demonstrations, which also weight the kept responses (I-PPO)"
         ),
         "ippo-unweighted": LanguageArm(
-            "IPPO", "validation", "the same, all kept responses weighted equally", {"weighted": False}
+            "IPPO", "validation", "the same, with all kept responses weighted equally", {"weighted": False}
         ),
     }
 )
-"""Selections by name; `none` is another name of the standard one."""
+"""Selections by name; the command calls the standard one `none`."""
 
 LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
     {
         "sequence": "log-probs of whole responses, by the advantage of the last token",
         "token": "log-probs of tokens, each by its own advantage",
         "validation": "likelihood of trusted demonstrations",
-        "held-out": "as sequence, over responses drawn in every round to prompts that do not train",
+        "held-out": "as sequence, over responses to prompts that do not train, drawn in every round",
     }
 )
 
 
 def split_arm(arm: str) -> tuple[str, str | None]:
-    """Return an arm's selection and, where its name says one, its target."""
+    """Return an arm's selection, and its target if the arm's name has one."""
     if arm in LANGUAGE_ARMS:
         return arm, None
     for target in LANGUAGE_TARGETS:

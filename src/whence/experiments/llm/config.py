@@ -1,4 +1,4 @@
-"""What one post-training run of a language model is."""
+"""The configuration of a post-training run of a language model."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,31 +19,34 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """One run of PPO on a language model; everything its results depend on.
+    """One post-training run; its results depend on nothing else.
+
+    The trainer's settings are checked by `trainer_config.check_settings`, so that reading a configuration needs neither
+    Transformers nor TRL.
 
     Attributes:
         arm: a key of `LANGUAGE_ARMS`, or one with the target after a hyphen: "iif-token".
-        seed: of everything random in the run.
-        task: a key of `TASKS`; None: the model and data that the next eight name.
+        seed: seed of all random draws.
+        task: one of `TASKS`; None: the model and data of the next eight fields.
         model: directory or id of a causal language model of Transformers.
         dataset: directory or id of a data set with the column "prompt".
-        reward: a function "file.py:function" or "package.module:function", as `PPOTrainer` takes it.
-        reward_model: in its place, directory or id of a sequence classifier, whose logit is the reward.
-        reward_label: of the classifier's labels, the one whose logit it is; None: its only one.
+        reward: a function "file.py:function" or "package.module:function", with the arguments of a `PPOTrainer` reward.
+        reward_model: instead of `reward`, directory or id of a sequence classifier, whose logit is the reward.
+        reward_label: the classifier's label whose logit is the reward; None: its only label.
         demonstrations: directory or id of a data set with "prompt" and "completion", for the target "validation".
-        test_dataset: directory or id of a data set whose prompts the trained model is measured on; None: it is not.
-        test_reward: a function, as above, that it is measured by; None: the reward.
-        size: of the task's laboratory.
-        dtype: of the model's parameters: "float32" or "bfloat16".
-        lora: rank of an adapter that is trained in place of the model; 0: the model is.
-        held_out: prompts set aside, to which the target's responses are drawn in every round; 0: the target is taken
-            over the rows that are scored.
-        test_problems: how many of the test's prompts are answered in an evaluation.
-        samples: answers drawn to each, beside the greedy one.
+        test_dataset: directory or id of a data set whose prompts measure the trained model; None: no measurement.
+        test_reward: a function, as `reward`, that measures the model; None: the reward.
+        size: size of the task's laboratory.
+        dtype: type of the model's parameters: "float32" or "bfloat16".
+        lora: rank of an adapter that trains instead of the model; 0: the model trains.
+        held_out: number of prompts for the target's responses, which do not train; 0: the target is over the scored
+            rows.
+        test_problems: number of the test's prompts in an evaluation.
+        samples: sampled answers to each of them, next to the greedy one.
         engine: see `whence.attribute`.
         algorithm: "ppo" (whence's own), "grpo" or "rloo" (TRL's).
-        settings: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig and `rounds` and `eval_every`, that are not the
-            task's own.
+        settings: settings that differ from the task's: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig with
+            `rounds` and `eval_every`.
     """
 
     arm: str
@@ -81,8 +84,8 @@ class LanguageConfig:
             raise WhenceError(f"The dtype {self.dtype!r} is unknown.{suggest(self.dtype, DTYPES)}")
         if self.dtype == "bfloat16" and not self.lora:
             raise WhenceError(
-                "bfloat16 parameters are too coarse for the steps that are taken on them. Train an adapter (--lora "
-                "16), or hold them in float32 and set ACCELERATE_MIXED_PRECISION=bf16."
+                "bfloat16 parameters are too coarse for the steps of training. Train an adapter (--lora 16), or keep "
+                "them in float32 and set ACCELERATE_MIXED_PRECISION=bf16."
             )
         if self.algorithm not in ALGORITHMS:
             raise WhenceError(f"The algorithm {self.algorithm!r} is unknown.{suggest(self.algorithm, ALGORITHMS)}")
@@ -94,21 +97,24 @@ class LanguageConfig:
         self._check_source()
         if self.held_out and self.target not in ("sequence", "token", "held-out"):
             raise WhenceError(
-                f"held_out is {self.held_out}, and the arm {self.arm} takes its target over no responses of held-out "
-                "prompts. Leave it out, or take an arm with the target sequence or token."
+                f"held_out is {self.held_out}, and the target of the arm {self.arm} reads no responses to held-out "
+                "prompts. Leave it out, or use an arm with the target sequence or token."
             )
         if (self.held_out or self.target == "held-out") and self.algorithm != "ppo":
-            raise WhenceError(f"held_out is of PPO; with {self.algorithm} the target is taken over the completions.")
-        task_settings(self.task, self.size, self.algorithm)
+            raise WhenceError(
+                f"held_out is an option of PPO; with {self.algorithm} the target is over the scored completions."
+            )
+        task_settings(self.task, self.size, self.algorithm)  # refuses an unknown size
 
     def _check_source(self) -> None:
-        named = {name: getattr(self, name) for name in SOURCE if getattr(self, name) is not None}
-        if self.task is not None and named:
+        """Refuse a source that is incomplete, or that contradicts the task."""
+        sources = {name: getattr(self, name) for name in SOURCE if getattr(self, name) is not None}
+        if self.task is not None and sources:
             raise WhenceError(
-                f"{next(iter(named))} and the task {self.task} were both given; the task has its own. Give task=None "
+                f"{next(iter(sources))} and the task {self.task} were both given; the task has its own. Set task=None "
                 "(leave --task out)."
             )
-        missing = [name for name in ("model", "dataset") if name not in named]
+        missing = [name for name in ("model", "dataset") if name not in sources]
         missing += ["reward"] if self.reward is None and self.reward_model is None else []
         if self.task is None and missing:
             raise WhenceError(
@@ -122,7 +128,7 @@ class LanguageConfig:
         if self.reward_label is not None and self.reward_model is None:
             raise WhenceError(f"reward_label is {self.reward_label!r}, and there is no reward_model that has labels.")
         if self.test_reward is not None and self.test_dataset is None:
-            raise WhenceError("test_reward says what to measure by, and there is nothing to measure on: test_dataset.")
+            raise WhenceError("test_reward is given, and there is nothing to measure on: give a test_dataset, too.")
         if self.task == "civility" and self.target == "validation":
             raise WhenceError(f"The arm {self.arm} scores by trusted demonstrations; the task civility has none.")
         if self.task is None and self.target == "validation" and self.demonstrations is None:
@@ -132,13 +138,13 @@ class LanguageConfig:
 
     @property
     def target(self) -> str | None:
-        """What scores are of; None where nothing is scored."""
+        """The target of the scores; None if nothing is scored."""
         selection, target = split_arm(self.arm)
         return target or LANGUAGE_ARMS[selection].target
 
     @property
     def env(self) -> str:
-        """What is trained on, for headings."""
+        """The task or the model, for headings."""
         return self.task or str(self.model)
 
     @property
@@ -148,12 +154,12 @@ class LanguageConfig:
 
     @property
     def all_settings(self) -> dict[str, Any]:
-        """The task's settings, and the run's own over them."""
+        """The task's settings, updated by the run's."""
         return {**task_settings(self.task, self.size, self.algorithm), **self.settings}
 
     @property
     def eval_episodes(self) -> int:
-        """Problems of an evaluation, for headings."""
+        """Prompts of an evaluation, for headings."""
         return self.test_problems
 
     @property
@@ -161,7 +167,7 @@ class LanguageConfig:
         """Whether the arm's rule drops or weights responses."""
         return split_arm(self.arm)[0] != STANDARD
 
-    def rule(self) -> "SelectionRule":
+    def make_rule(self) -> "SelectionRule":
         """Return the arm's selection rule."""
         return LANGUAGE_ARMS[split_arm(self.arm)[0]].make_rule(self.seed)
 
@@ -179,4 +185,4 @@ SOURCE = (
     *("model", "dataset", "reward", "reward_model", "reward_label"),
     *("demonstrations", "test_dataset", "test_reward"),
 )
-"""The fields that name a model and data of the user's."""
+"""The fields for a user's model and data."""

@@ -1,4 +1,4 @@
-"""What a post-training run takes, looked at before any weight is loaded."""
+"""Memory and work of a post-training run, estimated without loading weights."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,24 @@ from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.tasks import (
     Task,
     load_task,
-    make_drawing_config,
+    make_sampling_config,
     make_validation_target,
+    response_setting,
     scoring_memory,
     split_held_out,
 )
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.llm.config import PPOConfig
-from whence.llm.footprint import Pass, Rows, count_bytes, generating_pass, reading_pass, training_pass, without_weights
-from whence.llm.generation import check_tokenizer
+from whence.llm.footprint import (
+    BatchShape,
+    Pass,
+    count_bytes,
+    measure_generating_pass,
+    measure_reading_pass,
+    measure_training_pass,
+    skip_weights,
+)
+from whence.llm.generation import check_tokenizer, context_length
 from whence.llm.model import WithValueHead
 from whence.llm.prompts import NO_PROMPTS, read_prompts
 from whence.llm.rewards import Reward
@@ -31,17 +40,18 @@ from whence.llm.trl_settings import check_selectable, has_router_loss
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes on one device; bytes, and floating-point operations of a round.
+    """Bytes on one device, and floating-point operations of a round.
 
     Attributes:
-        parameters: of the model, an adapter and a value head included.
-        trained: how many of them train.
-        prompts: how many there are.
-        prompt_tokens: of the longest prompt.
-        response_tokens: of the longest response.
-        stays: bytes held throughout, by what holds them; without a reward's own model.
-        stages: bytes that each stage holds besides at its most.
-        flops: of each stage but evaluations, in a round in which every response trains; without rewards' own.
+        parameters: number of the model's parameters, including an adapter and a value head.
+        trained: number of parameters that train.
+        prompts: number of prompts.
+        prompt_tokens: tokens of the longest prompt.
+        response_tokens: tokens of the longest response.
+        stays: bytes in memory throughout the run, by purpose; without a reward's model.
+        stages: the most further bytes of each stage.
+        flops: operations of each stage except evaluations, in a round in which every response trains; without those
+            of rewards.
     """
 
     parameters: int
@@ -55,7 +65,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes held at the most, as tensors; an allocator and its kernels take more."""
+        """The most bytes in tensors at a time; an allocator and its kernels need more."""
         return sum(self.stays.values()) + max(self.stages.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -64,24 +74,25 @@ class Estimate:
 
 
 def estimate_run(config: LanguageConfig) -> Estimate:
-    """Check what a run is asked for as far as that goes without weights, and return what it would take.
+    """Check a run as far as possible without weights, and return its memory and work.
 
-    Tokenizer, prompts and the configurations of models are loaded, and reward functions. Passes are over rows with the
+    Tokenizer, prompts, the configurations of models and reward functions are loaded. Rows are assumed to have the
     longest prompt and the longest response. Mixed precision is that of `ACCELERATE_MIXED_PRECISION`.
 
     Raises:
-        WhenceError: what cannot be loaded, a prompt that does not fit, a reward that needs a column there is not.
-        Unsupported: a model that cannot be run without weights, or that a selection cannot train.
+        WhenceError: something cannot be loaded, a prompt does not fit, or a reward asks for a column that does not
+            exist.
+        Unsupported: the model cannot be run without weights, or the arm cannot select among its responses.
     """
     task = load_task(config, weights=False)
     check_tokenizer(task.tokenizer)
     settings = make_trainer_config(config, "runs/estimated")
     if config.algorithm != "ppo":
         _check_router(config, settings, task)
-    plan = (_of_ppo if config.algorithm == "ppo" else _of_groups)(settings, config)
-    lengths = _lengths(config, settings, task)
-    rows = Rows(plan.trained, max(lengths.trained), plan.response)
-    with without_weights():
+    plan = _plan_ppo(settings) if config.algorithm == "ppo" else _plan_trl(settings, config)
+    lengths = _count_tokens(config, settings, task)
+    shape = BatchShape(plan.trained, max(lengths.trained), plan.response)
+    with skip_weights():
         model: Any = WithValueHead(task.model) if plan.has_values else task.model
     for module in model.modules():
         if plan.disables_dropout and isinstance(module, nn.Dropout):
@@ -90,33 +101,33 @@ def estimate_run(config: LanguageConfig) -> Estimate:
     gradients = count_bytes(model, trained=True)
 
     model.eval()
-    drawn = generating_pass(task.model, replace(rows, rows=plan.drawn), mixed)
-    read = reading_pass(model, replace(rows, rows=plan.read), mixed)
-    drawing, reading = drawn.flops / plan.drawn, read.flops / plan.read
-    stages = {"generation": drawn.held, "forward": read.held if plan.reads else 0}
-    flops = {"generation": plan.rows * drawing, "forward": plan.rows * plan.reads * reading}
+    generating = measure_generating_pass(task.model, replace(shape, rows=plan.drawn), mixed)
+    reading = measure_reading_pass(model, replace(shape, rows=plan.read), mixed)
+    draw_flops, read_flops = generating.flops / plan.drawn, reading.flops / plan.read
+    stages = {"generation": generating.bytes, "forward": reading.bytes if plan.reads else 0}
+    flops = {"generation": plan.rows * draw_flops, "forward": plan.rows * plan.reads * read_flops}
     if lengths.held_out:
-        stages["held_out"] = max(drawn.held, read.held)
-        flops["held_out"] = len(lengths.held_out) * (drawing + 2 * reading)
-    if config.rule().needs_influence:
-        target = _target_rows(config, task, rows, lengths.held_out)
-        scoring = _scoring(model, rows, plan.rows, target, scoring_memory(config))
-        stages["scoring"], flops["scoring"] = scoring.held, scoring.flops
-    tested = Rows(plan.drawn, max(lengths.tested, default=0), plan.response)
-    evaluated = generating_pass(task.model, tested, mixed) if lengths.tested else None
+        stages["held_out"] = max(generating.bytes, reading.bytes)
+        flops["held_out"] = len(lengths.held_out) * (draw_flops + 2 * read_flops)
+    if config.make_rule().needs_influence:
+        target = _target_shape(config, task, shape, lengths.held_out)
+        scoring = _measure_scoring(model, shape, plan.rows, target, scoring_memory(config))
+        stages["scoring"], flops["scoring"] = scoring.bytes, scoring.flops
+    test_shape = BatchShape(plan.drawn, max(lengths.tested, default=0), plan.response)
+    testing = measure_generating_pass(task.model, test_shape, mixed) if lengths.tested else None
     if plan.recomputes:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    step = training_pass(model.train(), rows, mixed)
-    stages["optimisation"] = step.held + (gradients if plan.accumulates else 0)
-    flops["optimisation"] = plan.rows * plan.epochs * step.flops / plan.trained
-    if evaluated is not None:
-        stages["evaluation"] = evaluated.held
-    is_copied = plan.held_back and not hasattr(task.model, "disable_adapter")
+    training = measure_training_pass(model.train(), shape, mixed)
+    stages["optimisation"] = training.bytes + (gradients if plan.accumulates else 0)
+    flops["optimisation"] = plan.rows * plan.epochs * training.flops / plan.trained
+    if testing is not None:
+        stages["evaluation"] = testing.bytes
+    is_copied = plan.has_reference and not hasattr(task.model, "disable_adapter")
     return Estimate(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         prompts=len(lengths.trained),
-        prompt_tokens=rows.prompt,
+        prompt_tokens=shape.prompt,
         response_tokens=plan.response,
         stays={
             "weights": count_bytes(model),
@@ -129,96 +140,96 @@ def estimate_run(config: LanguageConfig) -> Estimate:
 
 
 def _check_router(config: LanguageConfig, settings: Any, task: Task) -> None:
-    """Refuse what a trainer refuses when it has seen the model."""
+    """Make the check that a trainer makes once it has the model."""
     if config.selects:
         check_selectable(settings, has_router_loss=has_router_loss(settings, task.model))
 
 
 class _Lengths(NamedTuple):
-    """Tokens of each prompt: of those that train, of those that the target is taken over, of the test's."""
+    """Tokens of each prompt: of those that train, those of the target, and those of the test."""
 
     trained: Sequence[int]
     held_out: Sequence[int]
     tested: Sequence[int]
 
 
-def _lengths(config: LanguageConfig, settings: Any, task: Task) -> _Lengths:
-    """Return prompts' lengths, each of which fits, with the columns that the reward asks for."""
-    drawing = make_drawing_config(config)
-    own = settings if isinstance(settings, PPOConfig) else drawing
-    context = getattr(task.model.config, "max_position_embeddings", None)
+def _count_tokens(config: LanguageConfig, settings: Any, task: Task) -> _Lengths:
+    """Return the lengths of all prompts, and check that they fit and have the columns that the reward asks for."""
+    sampling = make_sampling_config(config)
+    training = settings if isinstance(settings, PPOConfig) else sampling
+    context, limit = context_length(task.model), response_setting(config)
 
-    def of(prompts: Any, how: PPOConfig, *rewards: Reward) -> list[int]:
-        return (
-            []
-            if prompts is None
-            else [len(ids) for ids in read_prompts(prompts, task.tokenizer, how, context, rewards).ids]
-        )
+    def count(prompts: Any, how: PPOConfig, *rewards: Reward) -> list[int]:
+        if prompts is None:
+            return []
+        return [len(ids) for ids in read_prompts(prompts, task.tokenizer, how, context, rewards, limit).ids]
 
     trained, held_out = split_held_out(config, task)
-    found = _Lengths(of(trained, own, task.reward), of(held_out, own, task.reward), of(task.test, drawing))
-    if not found.trained:
+    lengths = _Lengths(
+        count(trained, training, task.reward), count(held_out, training, task.reward), count(task.test, sampling)
+    )
+    if not lengths.trained:
         raise WhenceError(NO_PROMPTS)
-    return found
+    return lengths
 
 
-def _scoring(model: Any, rows: Rows, total: int, target: Rows | None, memory: int | None) -> Pass:
-    """Return what the scores of `total` responses take, `rows` at a time, or at once where `memory` allows it.
+def _measure_scoring(model: Any, shape: BatchShape, total: int, target: BatchShape | None, memory: int | None) -> Pass:
+    """Measure the scoring of `total` responses, in passes of `shape`, or in one pass if `memory` allows it.
 
     Scores are computed in the model's own precision.
 
     Args:
-        model: in eval mode.
-        rows: of a pass.
+        model: the model in eval mode.
+        shape: the size of a pass.
         total: responses of a round.
-        target: rows that the target has of its own; None: it is taken over those that are scored.
-        memory: bytes that scoring may hold; None: what a pass holds.
+        target: the size of the target's own rows; None: the target is over the scored rows.
+        memory: bytes that scoring may hold; None: those of a pass.
     """
-    gradients, part = count_bytes(model, trained=True), training_pass(model, rows)
-    whole = part.held * total // rows.rows
+    gradients, part = count_bytes(model, trained=True), measure_training_pass(model, shape)
+    whole = part.bytes * total // shape.rows
     at_once = memory is not None and whole + gradients <= memory
-    # In parts, the target's gradient is held beside a pass, and a target over the same rows is a pass more.
+    # In parts, the target's gradient is in memory next to a pass, and a target over the scored rows needs another pass.
     passes = 1 if at_once or target is not None else 2
-    held, flops = (whole if at_once else part.held) + gradients, passes * total * part.flops / rows.rows
+    held, flops = (whole if at_once else part.bytes) + gradients, passes * total * part.flops / shape.rows
     if target is None:
         return Pass(held, flops)
-    size = min(target.rows, _AT_ONCE)
-    of_target = training_pass(model, replace(target, rows=size))
-    so_far = gradients if target.rows > _AT_ONCE else 0
-    return Pass(max(held, of_target.held + so_far), flops + target.rows * of_target.flops / size)
+    size = min(target.rows, _TARGET_ROWS)
+    target_pass = measure_training_pass(model, replace(target, rows=size))
+    accumulated = gradients if target.rows > _TARGET_ROWS else 0
+    return Pass(max(held, target_pass.bytes + accumulated), flops + target.rows * target_pass.flops / size)
 
 
-_AT_ONCE = SequenceReturn().batch_size
-"""Rows of its own that a target goes through at a time."""
+_TARGET_ROWS = SequenceReturn().batch_size
+"""The most of a target's own rows in one pass."""
 
 
-def _target_rows(config: LanguageConfig, task: Task, rows: Rows, held_out: Sequence[int]) -> Rows | None:
-    """Return the rows that a run's target has of its own; None: it is taken over those that are scored."""
+def _target_shape(config: LanguageConfig, task: Task, shape: BatchShape, held_out: Sequence[int]) -> BatchShape | None:
+    """Return the size of the target's own rows; None: the target is over the scored rows."""
     if config.target == "validation":
         demonstrations = make_validation_target(task).rows
         width = demonstrations.observations["response_mask"].shape[1]
-        whole = demonstrations.observations["input_ids"].shape[1]
-        return Rows(len(demonstrations), whole - width, width)
-    return replace(rows, rows=len(held_out), prompt=max(held_out)) if held_out else None
+        length = demonstrations.observations["input_ids"].shape[1]
+        return BatchShape(len(demonstrations), length - width, width)
+    return replace(shape, rows=len(held_out), prompt=max(held_out)) if held_out else None
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a round goes through.
+    """The passes of a round.
 
     Attributes:
         rows: responses of a round.
-        response: tokens of the longest.
-        drawn: responses that are generated at a time.
+        response: tokens of the longest response.
+        drawn: responses of a pass that generates.
         read: rows of a pass without gradients.
-        reads: how many such passes go over each row.
+        reads: number of such passes over each row.
         trained: rows of a pass with gradients.
-        epochs: how many of these go over each row.
-        held_back: whether the model that training began with is read.
+        epochs: number of such passes over each row.
+        has_reference: whether the start model is read.
         has_values: whether there is a value head.
-        accumulates: whether several passes make a step, which hold gradients from the first on.
+        accumulates: whether a step has several passes, so that gradients are in memory from the first on.
         recomputes: whether activations are computed again in the backward pass.
-        disables_dropout: whether it is switched off.
+        disables_dropout: whether dropout is switched off.
     """
 
     rows: int
@@ -228,21 +239,24 @@ class _Plan:
     reads: int
     trained: int
     epochs: int
-    held_back: bool
+    has_reference: bool
     has_values: bool
     accumulates: bool
     recomputes: bool
     disables_dropout: bool
 
 
-def _of_ppo(settings: PPOConfig, config: LanguageConfig) -> _Plan:
-    at_once = min(settings.generation_batch_size, settings.batch_size)
+def _plan_ppo(settings: PPOConfig) -> _Plan:
+    size = min(settings.generation_batch_size, settings.batch_size)
     return _Plan(
-        *(settings.batch_size, settings.max_new_tokens, at_once, at_once),
+        rows=settings.batch_size,
+        response=settings.max_new_tokens,
+        drawn=size,
+        read=size,
         reads=2,
         trained=min(settings.mini_batch_size, settings.batch_size),
         epochs=settings.ppo_epochs,
-        held_back=True,
+        has_reference=True,
         has_values=True,
         accumulates=settings.gradient_accumulation_steps > 1,
         recomputes=False,
@@ -250,16 +264,18 @@ def _of_ppo(settings: PPOConfig, config: LanguageConfig) -> _Plan:
     )
 
 
-def _of_groups(settings: Any, config: LanguageConfig) -> _Plan:
-    rows, size = settings.generation_batch_size, settings.per_device_train_batch_size
-    held_back = bool(settings.beta)
+def _plan_trl(settings: Any, config: LanguageConfig) -> _Plan:
+    has_reference = bool(settings.beta)
     return _Plan(
-        *(rows, settings.max_completion_length, rows, size),
-        # RLOO reads the policy that drew them always.
-        reads=held_back + (settings.num_iterations > 1 or config.algorithm == "rloo"),
-        trained=size,
+        rows=settings.generation_batch_size,
+        response=settings.max_completion_length,
+        drawn=settings.generation_batch_size,
+        read=settings.per_device_train_batch_size,
+        # RLOO always reads the policy that drew the responses.
+        reads=has_reference + (settings.num_iterations > 1 or config.algorithm == "rloo"),
+        trained=settings.per_device_train_batch_size,
         epochs=settings.num_iterations,
-        held_back=held_back,
+        has_reference=has_reference,
         has_values=False,
         accumulates=settings.gradient_accumulation_steps > 1,
         recomputes=bool(settings.gradient_checkpointing),

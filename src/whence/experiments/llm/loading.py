@@ -1,4 +1,4 @@
-"""What a user names and a run reads: models and data sets of Transformers and Datasets, functions of Python."""
+"""Load what a user names: models of Transformers, data sets of Datasets, functions of Python."""
 
 import importlib
 import importlib.util
@@ -14,53 +14,61 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from whence.errors import WhenceError, first_line, suggest
-from whence.llm.footprint import without_weights
+from whence.llm.footprint import skip_weights
 from whence.llm.prompts import list_columns
 
 
 def load_function(name: str) -> Any:
-    """Return the function that "path/to/file.py:function" or "package.module:function" names; its module is run.
+    """Return the function "path/to/file.py:function" or "package.module:function"; its module is run.
 
-    Modules are also looked for in the working directory, and what a file imports beside it.
+    Modules are looked for in the working directory and on PYTHONPATH; those that a file imports also in its folder.
 
     Raises:
-        WhenceError: there is no such file, module or function, or it is none.
+        WhenceError: there is no such file, module or function, or the module raises an error.
     """
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
         raise WhenceError(f"{name!r} names no function; give file.py:function or package.module:function.")
+    is_file = source.endswith(".py")
+    if is_file and not Path(source).exists():
+        raise WhenceError(f"The file {source}, from {name}, does not exist (the working directory is {Path.cwd()}).")
     try:
-        if place.endswith(".py"):
-            module = _run_file(Path(place).resolve(strict=True), Path(place).stat().st_mtime_ns)
+        if is_file:
+            module = _run_file(Path(source).resolve(), Path(source).stat().st_mtime_ns)
         else:
-            with _imports_from(Path.cwd()):
-                module = importlib.import_module(place)
-    except FileNotFoundError as wrong:
-        raise WhenceError(f"{place}, which {name} names, is not there.") from wrong
-    except Exception as wrong:
-        raise WhenceError(f"{place}, which {name} names, cannot be run: {first_line(wrong)}") from wrong
-    if not callable(found := getattr(module, attribute, None)):
-        known = [own for own in vars(module) if callable(vars(module)[own]) and not own.startswith("_")]
-        raise WhenceError(f"{place} has no function {attribute!r}.{suggest(attribute, known)}")
-    return found
+            with _search_first(Path.cwd()):
+                module = importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        raise WhenceError(
+            f"{source}, from {name}, cannot be imported: {first_line(error)}. Modules are looked for in the working "
+            f"directory ({Path.cwd()}) and on PYTHONPATH: start whence in the folder that holds {error.name}, or add "
+            "this folder to PYTHONPATH."
+        ) from error
+    except Exception as error:
+        raise WhenceError(f"{source}, from {name}, cannot be run: {first_line(error)}") from error
+    if not callable(function := getattr(module, attribute, None)):
+        names = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        raise WhenceError(f"{source} has no function {attribute!r}.{suggest(attribute, names)}")
+    return function
 
 
 @cache
-def _run_file(path: Path, changed: int) -> Any:
-    """Return a file as a module; it is run once for all of its functions, and again when it has changed."""
-    name = f"whence_given_{path.stem}_{changed}"
+def _run_file(path: Path, modified: int) -> Any:
+    """Return a file as a module; it is run once for all its functions, and again after a modification."""
+    name = f"whence_user_{path.stem}_{modified}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    with _imports_from(path.parent):
+    sys.modules[name] = module  # dataclasses look up their module
+    with _search_first(path.parent):
         spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def _imports_from(folder: Path) -> Iterator[None]:
+def _search_first(folder: Path) -> Iterator[None]:
+    """Look for modules in a folder first."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -69,41 +77,41 @@ def _imports_from(folder: Path) -> Iterator[None]:
 
 
 def load_data(name: str) -> Any:
-    """Return a data set of a directory, a file, or an id, and of several splits the one to train on.
+    """Return the data set of a directory, a file or an id; if it has splits, the one named train, or the first.
 
     Raises:
         WhenceError: it cannot be loaded.
     """
     try:
-        if any((Path(name) / written).exists() for written in ("state.json", "dataset_dict.json")):  # by save_to_disk
-            found = datasets.load_from_disk(name)
+        if any((Path(name) / file).exists() for file in ("state.json", "dataset_dict.json")):  # by save_to_disk
+            data = datasets.load_from_disk(name)
         elif Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet"):
             kind = {".jsonl": "json"}.get(Path(name).suffix, Path(name).suffix[1:])
-            found = datasets.load_dataset(kind, data_files=name)
+            data = datasets.load_dataset(kind, data_files=name)
         else:
-            found = datasets.load_dataset(name)
-    except Exception as wrong:
-        raise WhenceError(f"The data set {name} cannot be loaded: {first_line(wrong)}") from wrong
-    return found["train" if "train" in found else next(iter(found))] if isinstance(found, dict) else found
+            data = datasets.load_dataset(name)
+    except Exception as error:
+        raise WhenceError(f"The data set {name} cannot be loaded: {first_line(error)}") from error
+    return data["train" if "train" in data else next(iter(data))] if isinstance(data, dict) else data
 
 
 def check_prompts(dataset: Any, name: str) -> Any:
-    """Return a data set that has prompts.
+    """Check that a data set has prompts, and return it.
 
     Raises:
         WhenceError: it has no column "prompt".
     """
     try:
         list_columns(dataset)
-    except WhenceError as wrong:
-        raise WhenceError(f"{name}: {wrong}") from wrong
+    except WhenceError as error:
+        raise WhenceError(f"{name}: {error}") from error
     return dataset
 
 
 def load_model(name: str, dtype: str, *, weights: bool = True) -> tuple[Any, Any]:
     """Return a causal language model and its tokenizer; without weights, a model of shapes alone.
 
-    A tokenizer without a pad token pads with the end-of-text token, which masks tell apart.
+    A tokenizer without a pad token pads with the end-of-text token; masks separate padding from ends.
     """
     model = load_pretrained(AutoModelForCausalLM, name, weights=weights, dtype=getattr(torch, dtype))
     tokenizer = load_pretrained(AutoTokenizer, name)
@@ -112,17 +120,17 @@ def load_model(name: str, dtype: str, *, weights: bool = True) -> tuple[Any, Any
     return model, tokenizer
 
 
-def load_pretrained(kind: Any, name: str, *, weights: bool = True, **how: Any) -> Any:
-    """Return what one of Transformers' Auto classes makes of a directory or id.
+def load_pretrained(kind: Any, name: str, *, weights: bool = True, **options: Any) -> Any:
+    """Return the model or tokenizer that one of Transformers' Auto classes loads from a directory or id.
 
     Raises:
         WhenceError: it cannot be loaded.
     """
     try:
         if weights or kind is AutoTokenizer:
-            return kind.from_pretrained(name, **how)
-        with without_weights():
-            return kind.from_config(AutoConfig.from_pretrained(name), **how)
-    except Exception as wrong:
+            return kind.from_pretrained(name, **options)
+        with skip_weights():
+            return kind.from_config(AutoConfig.from_pretrained(name), **options)
+    except Exception as error:
         what = "tokenizer" if kind is AutoTokenizer else "model"
-        raise WhenceError(f"The {what} {name} cannot be loaded: {first_line(wrong)}") from wrong
+        raise WhenceError(f"The {what} {name} cannot be loaded: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""What a post-training run leaves in its directory: a description, the trained model, a learning curve."""
+"""The contents of a post-training run's directory: a description, the trained model, a learning curve."""
 
 import hashlib
 import shutil
@@ -13,7 +13,12 @@ from whence.runs import RunDirectory
 
 
 def save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
-    """Have a model saved beside its place and put there then: under its name there is a whole one or none."""
+    """Save a model under a temporary name, then rename it: the folder is complete or does not exist.
+
+    Args:
+        folder: the model's folder; an older one is replaced.
+        save: writes the model to the folder that it is called with.
+    """
     temporary = folder.with_name(f".{folder.name}.tmp")
     for leftover in (temporary, folder):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -22,7 +27,7 @@ def save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
 
 
 def describe(config: LanguageConfig) -> dict[str, Any]:
-    """Return what a run's directory says of it, in JSON types; of a reward's file also what is in it."""
+    """Return the description of a run for its directory, in JSON types, with digests of the rewards' files."""
     files = {name: (getattr(config, name) or "").rpartition(":")[0] for name in ("reward", "test_reward")}
     contents = {
         name: hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -33,7 +38,7 @@ def describe(config: LanguageConfig) -> dict[str, Any]:
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:
-    """Tell whether a directory holds this very run, with its trained model.
+    """Tell whether a directory holds this run, with its trained model.
 
     Raises:
         RunDirectoryError: it holds another run.
@@ -41,15 +46,15 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
-    asked = describe(config)
-    RunDirectory(path, {name: directory.config.get(name) for name in asked}, {}).check_same(asked)
+    description = describe(config)
+    RunDirectory(path, {name: directory.config.get(name) for name in description}, {}).check_same(description)
     return (path / "model").is_dir()
 
 
 def read_curve(config: LanguageConfig, path: Path) -> Curve:
-    """Read a finished run's curve of exact matches, or of test rewards, and its seconds a round.
+    """Read a finished run's curve of exact matches, or of test rewards, and its seconds per round.
 
-    Seconds are the process's on a CPU, and wall time where another device computes.
+    Seconds are process time for a run on a CPU, and wall time for one on another device.
 
     Raises:
         RunDirectoryError: the run is not finished, or was not evaluated.
@@ -62,7 +67,7 @@ def read_curve(config: LanguageConfig, path: Path) -> Curve:
         raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
     clock = "cpu" if directory.config.get("device", "cpu").startswith("cpu") else "wall"
     stages = [name.removesuffix(f"_{clock}") for name in timings.columns if name.endswith(f"_{clock}")]
-    if config.arm.startswith("random"):  # a control that scores only to know how much to drop is not charged for it
+    if config.arm.startswith("random"):  # a control scores only to know how many to drop, which is not part of its cost
         stages = [name for name in stages if name not in ("scoring", "held_out")]
     seconds = timings.select(f"{stage}_{clock}" for stage in stages).fill_null(0.0).sum_horizontal().to_numpy()
     return make_curve(config.rounds, evaluations, seconds)

@@ -1,4 +1,4 @@
-"""The settings that each laboratory trains with: tables by algorithm, task and size."""
+"""The settings of training on each laboratory: tables by algorithm, task and size."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,7 +10,7 @@ TASKS = ("arithmetic", "civility")
 """Laboratories by name."""
 
 DEFAULT_ROUNDS = 100
-"""Rounds of a run whose settings do not say how many."""
+"""Rounds of a run whose settings do not have `rounds`."""
 
 _PPO: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
     {
@@ -47,7 +47,7 @@ _PPO: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
             "generation_batch_size": 1024,
             "eval_every": 5,
         },
-        # LDA's, in small (§C.8): its coefficient of the divergence, and how it is steered.
+        # LDA's settings on a small scale (§C.8): the coefficient of the divergence, and its steering.
         ("civility", "small"): {
             "rounds": 30,
             "batch_size": 256,
@@ -69,7 +69,7 @@ _PPO: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""By names of `PPOConfig`, by task and size."""
+"""Settings of `PPOConfig`, by task and size."""
 
 _TRL: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
     {
@@ -119,19 +119,19 @@ _TRL: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""By TRL's names, and `rounds` and `eval_every`."""
+"""Settings of TRL's GRPOConfig and RLOOConfig with `rounds` and `eval_every`, by task and size."""
 
 
 def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]:
-    """Return what a task sets for an algorithm where that differs from the algorithm's defaults.
+    """Return a task's settings of an algorithm that differ from the algorithm's defaults.
 
     Raises:
         WhenceError: the task has no such size.
     """
     if task is None:
         return {}
-    tables = _PPO if algorithm == "ppo" else _TRL
-    sizes = [known for name, known in tables if name == task]
+    table = _PPO if algorithm == "ppo" else _TRL
+    sizes = [known for name, known in table if name == task]
     if size not in sizes:
         raise WhenceError(f"The task {task} has no size {size!r}.{suggest(size, sizes)}")
-    return {**tables[task, size], **({"beta": 0.0} if algorithm == "rloo" else {})}
+    return {**table[task, size], **({"beta": 0.0} if algorithm == "rloo" else {})}

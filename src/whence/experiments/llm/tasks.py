@@ -1,4 +1,4 @@
-"""What a language model is trained on: a laboratory, or a model and data of the user's."""
+"""What a run trains on: a laboratory, or a user's model and data."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,8 +16,8 @@ from whence.experiments.llm.loading import check_prompts, load_data, load_functi
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.llm import classifier
 from whence.llm.config import PPOConfig
-from whence.llm.footprint import without_weights
-from whence.llm.generation import generate
+from whence.llm.footprint import skip_weights
+from whence.llm.generation import context_length, generate
 from whence.llm.lab import arithmetic, civility, evaluate
 from whence.llm.lab.civility import answer_prompts, measure_answers
 from whence.llm.prompts import list_columns, read_prompts
@@ -27,17 +27,17 @@ from whence.llm.targets import ValidationLoss
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is trained, on what, for what.
+    """A model, its prompts and its reward.
 
     Attributes:
         model: a causal language model.
-        tokenizer: its own.
-        prompts: to train on: a data set with the column "prompt", and others that the reward may ask for.
-        reward: of prompts and responses.
-        demonstrations: trusted answers, with "prompt" and "completion"; None: there are none.
-        test: prompts that it is measured on, as `prompts`; None: it is not.
-        evaluate: measures the model, with at least `test_return` and `standard_error`; None: it is not measured.
-        held_out: as `prompts`, none of which trains, for the target held-out; None: some of `prompts` are set aside.
+        tokenizer: its tokenizer.
+        prompts: a data set with the column "prompt", and others that the reward may ask for.
+        reward: the reward function.
+        demonstrations: trusted answers, with the columns "prompt" and "completion"; None: there are none.
+        test: a data set of prompts that measure the model; None: there is none.
+        evaluate: measures the model and returns at least `test_return` and `standard_error`; None: no measurement.
+        held_out: prompts that do not train, for the target held-out; None: a part of `prompts` is used.
     """
 
     model: Any
@@ -51,80 +51,90 @@ class Task:
 
 
 def load_task(config: LanguageConfig, *, weights: bool = True, progress: bool = False) -> Task:
-    """Return what a run trains; a laboratory that is not on disk is made.
+    """Return the task of a run; a laboratory that is not on disk is made.
 
     Args:
-        config: of the run.
-        weights: False: models have shapes alone, which is enough to look at what a run would take.
-        progress: show bars while a laboratory is made.
+        config: the run's configuration.
+        weights: False loads models without weights, with shapes alone, for an estimate.
+        progress: show progress bars while a laboratory is made.
 
     Raises:
-        WhenceError: a model or data set that cannot be loaded.
+        WhenceError: a model, data set or function cannot be loaded.
     """
-    made = {"arithmetic": _arithmetic, "civility": _civility}
-    task = made[config.task](config, weights, progress) if config.task is not None else _given(config, weights)
+    if config.task == "arithmetic":
+        task = _load_arithmetic(config, weights, progress)
+    elif config.task == "civility":
+        task = _load_civility(config, weights, progress)
+    else:
+        task = _load_user_task(config, weights)
     if not config.lora:
         return task
-    with nullcontext() if weights else without_weights():
-        return replace(task, model=_adapted(task.model, config))
+    with nullcontext() if weights else skip_weights():
+        return replace(task, model=_add_adapter(task.model, config))
 
 
-def _arithmetic(config: LanguageConfig, weights: bool, progress: bool) -> Task:
+def _load_arithmetic(config: LanguageConfig, weights: bool, progress: bool) -> Task:
     lab = arithmetic(size=config.size, progress=progress)
     model, tokenizer = load_model(str(lab.model_path), config.dtype, weights=weights)
     problems = list(lab.test["prompt"][: config.test_problems])
 
-    def measured(model: Any, tokenizer: Any) -> Mapping[str, float]:
-        found = evaluate(
-            *(model, tokenizer, problems),
+    def evaluate_model(model: Any, tokenizer: Any) -> Mapping[str, float]:
+        measures = evaluate(
+            model,
+            tokenizer,
+            problems,
             samples=config.samples,
             seed=config.seed,
             max_new_tokens=lab.max_new_tokens,
             batch_size=256,
         )
-        share = found["exact_match"]
-        return {"test_return": share, "standard_error": math.sqrt(share * (1 - share) / len(problems)), **found}
+        share = measures["exact_match"]
+        return {"test_return": share, "standard_error": _standard_error(share, len(problems)), **measures}
 
-    return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, lab.test, measured)
+    return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, lab.test, evaluate_model)
 
 
-def _civility(config: LanguageConfig, weights: bool, progress: bool) -> Task:
+def _load_civility(config: LanguageConfig, weights: bool, progress: bool) -> Task:
     lab = civility(size=config.size, progress=progress)
     model, tokenizer = load_model(str(lab.model_path), config.dtype, weights=weights)
-    judge = _judge(str(lab.reward_path), weights)
+    classifier_model = _load_classifier(str(lab.reward_path), weights)
     prompts = list(lab.test["prompt"][: config.test_problems])
 
-    def judged(model: Any, tokenizer: Any) -> Mapping[str, float]:
-        found = measure_answers(lab, answer_prompts(model, tokenizer, prompts, seed=config.seed))
-        civil = 1 - found["toxic"]
-        return {"test_return": civil, "standard_error": math.sqrt(civil * (1 - civil) / len(prompts)), **found}
+    def evaluate_model(model: Any, tokenizer: Any) -> Mapping[str, float]:
+        measures = measure_answers(lab, answer_prompts(model, tokenizer, prompts, seed=config.seed))
+        share = 1 - measures["toxic"]
+        return {"test_return": share, "standard_error": _standard_error(share, len(prompts)), **measures}
 
-    reward = classifier(judge, tokenizer, label="neutral")
-    return Task(model, tokenizer, lab.train, reward, None, lab.test, judged, lab.held_out)
+    reward = classifier(classifier_model, tokenizer, label="neutral")
+    return Task(model, tokenizer, lab.train, reward, None, lab.test, evaluate_model, lab.held_out)
 
 
-def _given(config: LanguageConfig, weights: bool) -> Task:
-    reward = load_function(config.reward) if config.reward else _classifier(config, weights)
-    judge = load_function(config.test_reward) if config.test_reward else reward
+def _standard_error(share: float, count: int) -> float:
+    return math.sqrt(share * (1 - share) / count)
+
+
+def _load_user_task(config: LanguageConfig, weights: bool) -> Task:
+    reward = load_function(config.reward) if config.reward else _load_reward_model(config, weights)
+    test_reward = load_function(config.test_reward) if config.test_reward else reward
     prompts = check_prompts(load_data(str(config.dataset)), str(config.dataset))
-    shown = None if config.demonstrations is None else load_data(config.demonstrations)
-    test, measured = None, None
+    demonstrations = None if config.demonstrations is None else load_data(config.demonstrations)
+    test, evaluate_model = None, None
     if config.test_dataset is not None:
         test = check_prompts(load_data(config.test_dataset), config.test_dataset)
         test = test.select(range(min(config.test_problems, len(test))))
-        find_columns(judge, list_columns(test))
-        measured = partial(_rewarded, make_drawing_config(config), test, judge)
+        find_columns(test_reward, list_columns(test))
+        evaluate_model = partial(_measure_reward, make_sampling_config(config), test, test_reward)
     model, tokenizer = load_model(str(config.model), config.dtype, weights=weights)
-    return Task(model, tokenizer, prompts, reward, shown, test, measured)
+    return Task(model, tokenizer, prompts, reward, demonstrations, test, evaluate_model)
 
 
-def make_drawing_config(config: LanguageConfig) -> PPOConfig:
-    """Return how a run's responses are drawn, in PPO's settings, whatever trains; the test's prompts may be longer."""
-    settings = make_trainer_config(config, "runs/drawn")
+def make_sampling_config(config: LanguageConfig) -> PPOConfig:
+    """Return the sampling settings of a run with any algorithm as a `PPOConfig`; prompts may have any length."""
+    settings = make_trainer_config(config, "runs/sampled")
     if isinstance(settings, PPOConfig):
         return replace(settings, max_prompt_length=None)
     return PPOConfig(
-        "runs/drawn",
+        "runs/sampled",
         max_new_tokens=settings.max_completion_length,
         generation_batch_size=settings.per_device_train_batch_size,
         temperature=settings.temperature,
@@ -134,32 +144,45 @@ def make_drawing_config(config: LanguageConfig) -> PPOConfig:
     )
 
 
-def _classifier(config: LanguageConfig, weights: bool) -> Reward:
-    judge = _judge(str(config.reward_model), weights)
-    return classifier(judge, load_pretrained(AutoTokenizer, str(config.reward_model)), label=config.reward_label)
+def check_lengths(config: LanguageConfig, task: Task) -> None:
+    """Refuse prompts of a TRL run that leave no room for their completions; PPO's trainer checks its own.
+
+    Raises:
+        WhenceError: see `tokenize_prompts`.
+    """
+    longest = make_trainer_config(config, "runs/checked").max_completion_length
+    if longest is not None:
+        limits, context = PPOConfig("runs/checked", max_new_tokens=longest), context_length(task.model)
+        read_prompts(task.prompts, task.tokenizer, limits, context, [task.reward], response_setting(config))
 
 
-def _judge(name: str, weights: bool) -> Any:
-    judge = load_pretrained(AutoModelForSequenceClassification, name, weights=weights)
-    return judge.to(_device()) if weights else judge
+def response_setting(config: LanguageConfig) -> str:
+    """Return the trainer's name of the setting that limits a response."""
+    return "max_new_tokens" if config.algorithm == "ppo" else "max_completion_length"
 
 
-def _rewarded(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokenizer: Any) -> Mapping[str, float]:
-    """Return the mean reward of a response drawn to each prompt."""
-    context = getattr(model.config, "max_position_embeddings", None)
+def _load_reward_model(config: LanguageConfig, weights: bool) -> Reward:
+    name = str(config.reward_model)
+    model = _load_classifier(name, weights)
+    return classifier(model, load_pretrained(AutoTokenizer, name), label=config.reward_label)
+
+
+def _load_classifier(name: str, weights: bool) -> Any:
+    model = load_pretrained(AutoModelForSequenceClassification, name, weights=weights)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu") if weights else model
+
+
+def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokenizer: Any) -> Mapping[str, float]:
+    """Return the mean reward of responses, one to each prompt of the test."""
     torch.manual_seed(settings.seed)
-    prompts = read_prompts(test, tokenizer, settings, context, [reward])
-    drawn = generate(model, tokenizer, prompts.ids, settings)
-    rewards = compute_rewards(reward, drawn.prompts, drawn.texts, prompts.columns)
+    prompts = read_prompts(test, tokenizer, settings, context_length(model), [reward])
+    responses = generate(model, tokenizer, prompts.ids, settings)
+    rewards = compute_rewards(reward, responses.prompts, responses.texts, prompts.columns)
     error = float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
     return {"test_return": float(rewards.mean()), "standard_error": error}
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _adapted(model: Any, config: LanguageConfig) -> Any:
+def _add_adapter(model: Any, config: LanguageConfig) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
     settings = LoraConfig(
@@ -173,7 +196,7 @@ def _adapted(model: Any, config: LanguageConfig) -> Any:
 
 
 def make_laboratory(config: LanguageConfig) -> None:
-    """Make the laboratory of a run below a bar, where it is not on disk: else each worker would."""
+    """Make a run's laboratory with a progress bar if it is not on disk; otherwise each worker would make it."""
     if config.task == "arithmetic":
         arithmetic(size=config.size)
     elif config.task == "civility":
@@ -181,34 +204,33 @@ def make_laboratory(config: LanguageConfig) -> None:
 
 
 def make_validation_target(task: Task) -> Any:
-    """Return the target of a task's demonstrations, cut to what its model reads."""
-    context = getattr(task.model.config, "max_position_embeddings", None)
-    return ValidationLoss.of(task.demonstrations, task.tokenizer, max_length=context)
+    """Return the target of a task's demonstrations, cut to the model's context."""
+    return ValidationLoss.of(task.demonstrations, task.tokenizer, max_length=context_length(task.model))
 
 
 _HELD_OUT = 512
-"""Prompts of the target held-out, where their number is not given."""
+"""Default number of prompts of the target held-out."""
 
 
 def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]:
-    """Return the prompts that train, and those to which the target's responses are drawn; None: to none.
+    """Return the prompts that train, and those of the target's responses; None: the target needs none.
 
     Raises:
-        WhenceError: none would be left to train.
+        WhenceError: no prompt would be left to train.
     """
-    wanted = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
-    if not wanted:
+    count = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
+    if not count:
         return task.prompts, None
     if task.held_out is not None:
-        return task.prompts, task.held_out.select(range(min(wanted, len(task.held_out))))
-    if wanted >= len(task.prompts):
+        return task.prompts, task.held_out.select(range(min(count, len(task.held_out))))
+    if count >= len(task.prompts):
         raise WhenceError(
-            f"held_out is {wanted}, and there are {len(task.prompts)} prompts in all; some have to be left to train."
+            f"held_out is {count}, and there are {len(task.prompts)} prompts in all; at least one has to train."
         )
-    cut = len(task.prompts) - wanted
+    cut = len(task.prompts) - count
     return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
 
 
 def scoring_memory(config: LanguageConfig) -> int | None:
-    """Return the bytes that scoring may hold; None: what a training step holds. Laboratories are small."""
+    """Return the bytes that scoring may hold: ample for laboratories; None, those of a training step, for others."""
     return None if config.task is None else 2**31

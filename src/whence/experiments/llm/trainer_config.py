@@ -1,4 +1,4 @@
-"""The trainer's configuration that a run stands for: whence's PPOConfig, or TRL's GRPOConfig or RLOOConfig."""
+"""The trainer's configuration of a run: whence's PPOConfig, or TRL's GRPOConfig or RLOOConfig."""
 
 from dataclasses import fields
 from typing import Any
@@ -14,14 +14,14 @@ def make_trainer_config(config: LanguageConfig, output_dir: str) -> Any:
     """Return the `PPOConfig`, or TRL's GRPOConfig or RLOOConfig, of a run.
 
     Raises:
-        WhenceError: a setting that it does not have, or one out of its range.
-        Unsupported: a setting of TRL's with which the arm cannot select; see `check_selectable`.
+        WhenceError: a setting is unknown or out of its range.
+        Unsupported: the arm cannot select under one of TRL's settings; see `check_selectable`.
     """
     return _make_ppo_config(config, output_dir) if config.algorithm == "ppo" else _make_trl_config(config, output_dir)
 
 
 def check_settings(config: LanguageConfig) -> None:
-    """Refuse settings that the trainer does not have or refuses; no trainer is imported.
+    """Refuse settings that are unknown to the trainer, or that it refuses; no trainer is imported.
 
     Raises:
         WhenceError, Unsupported: see `make_trainer_config`.
@@ -30,7 +30,7 @@ def check_settings(config: LanguageConfig) -> None:
 
 
 def max_response_tokens(config: LanguageConfig) -> int | None:
-    """Return the tokens of the longest response that a run's task needs; None without a task."""
+    """Return the tokens of the longest response that the task needs; None without a task."""
     from whence.llm.lab import SIZES
     from whence.llm.lab.civility import LONGEST
 
@@ -45,7 +45,7 @@ def _make_ppo_config(config: LanguageConfig, output_dir: str) -> Any:
     known = PPOConfig.__dataclass_fields__
     if unknown := [name for name in config.settings if name not in known or name in ("output_dir", "seed")]:
         raise WhenceError(f"A run's PPO has no setting {unknown[0]!r}.{suggest(unknown[0], known)}")
-    settings: dict[str, Any] = {"disable_tqdm": True}  # commands have bars of their own
+    settings: dict[str, Any] = {"disable_tqdm": True}  # commands show their own progress bar
     if (longest := max_response_tokens(config)) is not None:
         settings["max_new_tokens"] = longest
     return PPOConfig(output_dir, **{**settings, **config.all_settings, "seed": config.seed})
@@ -77,21 +77,21 @@ def _make_trl_config(config: LanguageConfig, output_dir: str) -> Any:
         "use_cpu": not on_gpu,
         "dataloader_pin_memory": on_gpu,
     }
-    # By the name that this Transformers has for it; TRL's own default, the older one, makes it warn.
+    # Under the name that this version of Transformers has; TRL's default is the older name, which gives a warning.
     checkpointing = [name for name in ("activation_checkpointing", "gradient_checkpointing") if name in known]
     if not any(name in settings for name in checkpointing):
         defaults[checkpointing[0]] = config.task is None  # laboratories are small
     steps = rounds * settings.get("num_iterations", 1)
     try:
-        made = kind(output_dir, **{**defaults, **settings, "max_steps": steps, "seed": config.seed})
-    except ValueError as refused:
-        raise WhenceError(f"TRL refuses these settings: {refused}") from refused
-    if made.steps_per_generation != made.gradient_accumulation_steps:
+        trainer_config = kind(output_dir, **{**defaults, **settings, "max_steps": steps, "seed": config.seed})
+    except ValueError as error:
+        raise WhenceError(f"TRL refuses these settings: {error}") from error
+    if trainer_config.steps_per_generation != trainer_config.gradient_accumulation_steps:
         raise WhenceError(
-            f"steps_per_generation is {made.steps_per_generation} and gradient_accumulation_steps "
-            f"{made.gradient_accumulation_steps}; a round here is one step on a generation batch, so that both have to "
-            "be the same (num_iterations may be more than 1)."
+            f"steps_per_generation is {trainer_config.steps_per_generation} and gradient_accumulation_steps "
+            f"{trainer_config.gradient_accumulation_steps}; a round is one step on a generation batch, so both have to "
+            "be equal (num_iterations may be more than 1)."
         )
     if config.selects:
-        check_selectable(made)
-    return made
+        check_selectable(trainer_config)
+    return trainer_config

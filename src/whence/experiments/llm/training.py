@@ -20,11 +20,11 @@ from whence.experiments.shared import OnRound, ignore_round
 from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
 from whence.llm.progress_bars import hide_progress_bars
 
-__all__ = ["is_finished", "make_trainer", "prepare", "read_curve", "run"]
+__all__ = ["check_settings", "is_finished", "make_trainer", "prepare", "read_curve", "run"]
 
 
 def prepare(config: LanguageConfig) -> None:
-    """Check a run's settings, and make its laboratory if it is not on disk: otherwise each worker would.
+    """Check a run's settings, and make its laboratory if it is not on disk; otherwise each worker would make it.
 
     Raises:
         WhenceError, Unsupported: see `make_trainer_config`.
@@ -36,21 +36,22 @@ def prepare(config: LanguageConfig) -> None:
 def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round) -> None:
     """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
 
-    An interrupted run goes on from its last checkpoint if `save_every` has made one.
+    An interrupted run continues from its last checkpoint if there is one (the setting `save_every`).
 
     Args:
-        config: what to run.
+        config: the run's configuration.
         path: the run's directory.
         on_round: called after every round.
 
     Raises:
         RunDirectoryError: the directory holds another run.
-        WhenceError: what the model, the data or PPO refuses.
+        WhenceError, Unsupported: the settings, the model or the data are refused; nothing was trained.
     """
     if is_finished(config, path):
         on_round(config.rounds, {})
         return
-    torch.manual_seed(config.seed)  # an adapter's weights are drawn
+    check_settings(config)
+    torch.manual_seed(config.seed)  # for the weights of an adapter
     if config.algorithm != "ppo":
         from whence.experiments.llm.trl import run_trl  # TRL takes seconds to import
 
@@ -61,7 +62,7 @@ def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round) ->
     on_round(0, {})
     trainer.train(resume=True)
     with hide_progress_bars():
-        # Last of all, since a run with its model counts as finished.
+        # The model is saved last, since a run with its model counts as finished.
         save_atomically(path / "model", trainer.save_model)
 
 
@@ -76,7 +77,7 @@ def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRou
         task.tokenizer,
         task.reward,
         prompts,
-        rule=config.rule(),
+        rule=config.make_rule(),
         target=make_validation_target(task) if make_target is None else make_target(),
         held_out=held_out,
         engine=config.engine,

@@ -1,4 +1,4 @@
-"""One post-training run by GRPO or RLOO, with TRL's trainers."""
+"""A post-training run by GRPO or RLOO, with TRL's trainers."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.outputs import describe, save_atomically
-from whence.experiments.llm.tasks import Task, load_task, make_validation_target, scoring_memory
+from whence.experiments.llm.tasks import Task, check_lengths, load_task, make_validation_target, scoring_memory
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.experiments.shared import OnRound
 from whence.guards import preserve_rng_state
@@ -34,30 +34,31 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound) -> None:
     """Train and evaluate as `config` says, and write the run's directory; an unfinished run is started over."""
     with hide_progress_bars():
         task = load_task(config)
+    check_lengths(config, task)
     trainer_class = TRAINERS[config.algorithm]
     settings = make_trainer_config(config, str(path / "trl"))
     versions = {name: version(name) for name in ("whence", "torch", "transformers", "trl")}
-    directory = RunDirectory.create(path, _described(config, task), versions=versions)
-    target: Any = {"sequence": SequenceReturn, "token": TokenReturn}.get(config.target or "sequence")
-    told = _Told(config, task, directory, on_round)
+    directory = RunDirectory.create(path, _describe_run(config, task), versions=versions)
+    make_target: Any = {"sequence": SequenceReturn, "token": TokenReturn}.get(config.target or "sequence")
+    writer = _RunWriter(config, task, directory, on_round)
     trainer = trainer_class(
         model=task.model,
-        reward_funcs=_as_trl_calls(task.reward),
+        reward_funcs=_adapt_reward(task.reward),
         args=settings,
-        train_dataset=_for_trl(task.prompts, task.reward),
+        train_dataset=_make_trl_dataset(task.prompts, task.reward),
         processing_class=task.tokenizer,
-        callbacks=[told],
-        rule=config.rule(),
-        target=make_validation_target(task) if target is None else target(),
+        callbacks=[writer],
+        rule=config.make_rule(),
+        target=make_validation_target(task) if make_target is None else make_target(),
         engine=config.engine,
         memory=scoring_memory(config),
     )
-    told.trainer = trainer
+    writer.trainer = trainer
     if config.all_settings.get("eval_every", 1):
-        told.evaluate(0)
+        writer.evaluate(0)
     on_round(0, {})
     with warnings.catch_warnings():
-        # TRL calls Transformers by names that are being replaced.
+        # TRL uses deprecated names of Transformers.
         warnings.filterwarnings("ignore", ".*checkpointing.* is deprecated", FutureWarning)
         trainer.train()
 
@@ -69,7 +70,7 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound) -> None:
         save_atomically(path / "model", save)
 
 
-def _described(config: LanguageConfig, task: Task) -> dict[str, Any]:
+def _describe_run(config: LanguageConfig, task: Task) -> dict[str, Any]:
     return {
         **describe(config),
         "kind": "language",
@@ -80,50 +81,53 @@ def _described(config: LanguageConfig, task: Task) -> dict[str, Any]:
     }
 
 
-_COLUMN = "of_data_set_"
-"""Stands before the names of a data set's columns, so that TRL, which has names of its own, reads nothing into them."""
+_PREFIX = "of_data_set_"
+"""Prefix of a data set's columns for TRL, to which some column names have a meaning."""
 
 
-def _for_trl(prompts: Any, reward: Reward) -> Any:
-    """Return a data set of the prompts, and of the columns that the reward asks for."""
-    asked = find_columns(reward, list_columns(prompts))
-    return prompts.select_columns(["prompt", *asked]).rename_columns({name: _COLUMN + name for name in asked})
+def _make_trl_dataset(prompts: Any, reward: Reward) -> Any:
+    """Return a data set of the prompts and the columns that the reward asks for."""
+    names = find_columns(reward, list_columns(prompts))
+    return prompts.select_columns(["prompt", *names]).rename_columns({name: _PREFIX + name for name in names})
 
 
-def _as_trl_calls(reward: Reward) -> Callable[..., list[float]]:
-    def rewarded(prompts: Any, completions: Any, **further: Any) -> list[float]:
-        columns = {name.removeprefix(_COLUMN): own for name, own in further.items() if name.startswith(_COLUMN)}
-        return compute_rewards(reward, list(map(_text, prompts)), list(map(_text, completions)), columns).tolist()
+def _adapt_reward(reward: Reward) -> Callable[..., list[float]]:
+    """Return a reward as a function with the arguments of TRL's rewards."""
 
-    return rewarded
+    def compute(prompts: Any, completions: Any, **further: Any) -> list[float]:
+        columns = {name.removeprefix(_PREFIX): column for name, column in further.items() if name.startswith(_PREFIX)}
+        texts = [_join_messages(completion) for completion in completions]
+        return compute_rewards(reward, [_join_messages(prompt) for prompt in prompts], texts, columns).tolist()
 
-
-def _text(given: Any) -> str:
-    """Return a text, or what the messages of a chat say."""
-    return given if isinstance(given, str) else "".join(message["content"] for message in given)
+    return compute
 
 
-class _Told(TrainerCallback):  # type: ignore[misc]
-    """Write down every generation batch when its last step was taken, and evaluate the model."""
+def _join_messages(text: Any) -> str:
+    """Return a text, or the content of a chat's messages as one text."""
+    return text if isinstance(text, str) else "".join(message["content"] for message in text)
+
+
+class _RunWriter(TrainerCallback):  # type: ignore[misc]
+    """Writes each generation batch to the run directory after its last step, and evaluates the model."""
 
     def __init__(self, config: LanguageConfig, task: Task, directory: RunDirectory, on_round: OnRound) -> None:
         self._config, self._task, self._directory, self._on_round = config, task, directory, on_round
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Tell of a batch after the last of its iterations."""
+        """Write the generation batch after the last of its steps."""
         if state.global_step % args.num_iterations:
             return
         number, trainer = state.global_step // args.num_iterations, self.trainer
         logs, size = trainer._logs, args.generation_batch_size
         columns = {name: list(logs[name])[-size:] for name in ("prompt", "completion", "advantages")}
-        rewards = [list(of_function)[-size:] for of_function in logs["rewards"].values()]
+        rewards = [list(values)[-size:] for values in logs["rewards"].values()]
         table = pl.DataFrame(
             {
                 "record_id": range((number - 1) * size, number * size),
-                "prompt": list(map(_text, columns["prompt"])),
-                "response": list(map(_text, columns["completion"])),
-                "reward": [sum(of_row) for of_row in zip(*rewards, strict=True)],
+                "prompt": list(map(_join_messages, columns["prompt"])),
+                "response": list(map(_join_messages, columns["completion"])),
+                "reward": [sum(row) for row in zip(*rewards, strict=True)],
                 "advantage": columns["advantages"],
             }
         )
@@ -148,10 +152,10 @@ class _Told(TrainerCallback):  # type: ignore[misc]
         self._on_round(number, row)
 
     def evaluate(self, number: int) -> None:
-        """Measure the model, which changes nothing of training's draws."""
+        """Measure the model, without changing the draws of training."""
         if self._task.evaluate is None:
             return
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         with preserve_rng_state():
-            found = dict(self._task.evaluate(model, self._task.tokenizer))
-        self._directory.append("evaluations", {"round": number, **found})
+            measures = dict(self._task.evaluate(model, self._task.tokenizer))
+        self._directory.append("evaluations", {"round": number, **measures})

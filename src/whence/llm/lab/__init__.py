@@ -1,4 +1,4 @@
-"""Laboratories: small tasks with models of their own, made in minutes and without a network."""
+"""Laboratories: small tasks with models and data, made in minutes and without a network."""
 
 from whence.llm.lab.arithmetic import SIZES as SIZES
 from whence.llm.lab.arithmetic import Lab as Lab

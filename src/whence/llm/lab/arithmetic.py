@@ -1,4 +1,4 @@
-"""The laboratory `arithmetic`: a small model that half knows its sums, and all that is needed to train it further."""
+"""The laboratory `arithmetic`: a small model that solves some of its sums, with all that further training needs."""
 
 import random
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ import torch
 from whence.errors import WhenceError, suggest
 from whence.llm.lab import model as small
 from whence.llm.lab import problems
-from whence.llm.lab.cache import made_once
+from whence.llm.lab.cache import make_once
 from whence.llm.lab.problems import Difficulty, Habit, Verdict
 from whence.llm.progress_bars import hide_progress_bars
 
 FORMAT = 2
-"""Raised when the same settings give another laboratory; part of the cache's key."""
+"""Increased when the same settings give another laboratory; part of the cache's key."""
 
-_POSITIONS = 128  # more than is needed, at no cost: answers may ramble
+_POSITIONS = 128  # more than right answers need, at no cost: wrong answers may be long
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a laboratory is made of.
+    """Settings of a laboratory.
 
-    difficulty: of every problem.
-    habit: of the answers to the training problems, which are what is imitated; demonstrations have none.
-    train, demonstrations, test: problems of each; no two of all of them are alike.
+    difficulty: difficulty of every problem.
+    habit: mistakes in the answers to the training problems, which the model imitates; demonstrations have none.
+    train, demonstrations, test: number of problems in each split; all problems differ.
     shape: size of the network.
-    imitation: its training on the answers to the training problems.
+    imitation: the network's training on the answers to the training problems.
     """
 
     difficulty: Difficulty = field(default_factory=Difficulty)
@@ -44,8 +44,8 @@ class Settings:
     def __post_init__(self) -> None:
         if min(self.train, self.demonstrations, self.test) < 1:
             raise WhenceError(
-                f"train={self.train}, demonstrations={self.demonstrations} and test={self.test} problems were asked "
-                "for; at least one of each is needed."
+                f"train={self.train}, demonstrations={self.demonstrations} and test={self.test} came as numbers of "
+                "problems; at least one of each is needed."
             )
 
 
@@ -68,7 +68,7 @@ SIZES = {
         imitation=small.Imitation(steps=3000, batch_size=256, learning_rate=3e-4),
     ),
 }
-"""The sizes that `arithmetic` knows: "small" is for experiments on a CPU, "tiny" for tests, "large" for a GPU."""
+"""The sizes of `arithmetic`: "small" is for experiments on a CPU, "tiny" for tests, "large" for a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +77,9 @@ class Lab:
 
     model_path: directory of the imitated model and its tokenizer, in Transformers' format.
     train, test: problems, column "prompt".
-    demonstrations: trusted answers to problems of their own, columns "prompt" and "completion" (no end token).
+    demonstrations: trusted answers to further problems, columns "prompt" and "completion" (no end token).
     max_new_tokens: room for the longest right answer and its end token.
-    settings: what it was made of.
+    settings: the settings that it was made with.
     """
 
     model_path: Path
@@ -94,7 +94,7 @@ class Lab:
         return problems.reward(prompts, responses)
 
     def check(self, prompt: str, response: str) -> Verdict:
-        """Say what is right about a response; see `whence.llm.lab.check`."""
+        """Judge a response; see `whence.llm.lab.check`."""
         return problems.check(prompt, response)
 
 
@@ -103,25 +103,25 @@ def arithmetic(
 ) -> Lab:
     """Return the laboratory `arithmetic`; the first call with the same settings makes it, later ones load it.
 
-    Nothing is downloaded. The global generators are left as they were.
+    Nothing is downloaded, and the global generators are unchanged.
 
     Args:
-        cache: directory of made laboratories; None: `$XDG_CACHE_HOME/whence`, or `~/.cache/whence`.
-        seed: of the problems, the weights and the training.
+        cache: directory of laboratories; None: `$XDG_CACHE_HOME/whence`, or `~/.cache/whence`.
+        seed: seed of the problems, the weights and the training.
         size: "small" (a minute or two on one core), "tiny" (seconds; for tests) or "large" (needs a GPU).
-        progress: show a bar while it is made.
-        **changes: fields of `Settings`, in place of the size's.
+        progress: show a progress bar while it is made.
+        **changes: fields of `Settings` that replace the size's.
 
     Raises:
-        WhenceError: an unknown size or setting, a setting out of its range, or a damaged cache.
+        WhenceError: the size or a setting is unknown, a setting is out of its range, or the cache is damaged.
     """
-    settings = _settings(size, changes)
-    described = {"format": FORMAT, "seed": seed, **asdict(settings)}
-    path = made_once("arithmetic", described, lambda made: _make(made, settings, seed, progress), cache)
+    settings = _make_settings(size, changes)
+    description = {"format": FORMAT, "seed": seed, **asdict(settings)}
+    path = make_once("arithmetic", description, lambda folder: _make(folder, settings, seed, progress), cache)
     return _load(path, settings)
 
 
-def _settings(size: str, changes: dict[str, Any]) -> Settings:
+def _make_settings(size: str, changes: dict[str, Any]) -> Settings:
     if size not in SIZES:
         raise WhenceError(f"There is no size {size!r} of the laboratory.{suggest(size, SIZES)}")
     known = [one.name for one in fields(Settings)]
@@ -131,40 +131,46 @@ def _settings(size: str, changes: dict[str, Any]) -> Settings:
     return replace(SIZES[size], **changes)
 
 
-def splits(settings: Settings, seed: int) -> dict[str, list[str]]:
-    """Draw the problems of each split, none of which is in two of them.
+def draw_splits(settings: Settings, seed: int) -> dict[str, list[str]]:
+    """Draw the problems of each split; no problem is in two of them.
 
     Args:
-        settings: of the laboratory.
-        seed: of the draws.
+        settings: the laboratory's settings.
+        seed: seed of the draws.
 
     Returns:
         Problems under "train", "demonstrations" and "test".
     """
     sizes = {"train": settings.train, "demonstrations": settings.demonstrations, "test": settings.test}
-    drawn = problems.problems(settings.difficulty, sum(sizes.values()), random.Random(seed))
-    found, first = {}, 0
+    prompts = problems.draw_problems(settings.difficulty, sum(sizes.values()), random.Random(seed))
+    splits, first = {}, 0
     for name, count in sizes.items():
-        found[name] = drawn[first : first + count]
+        splits[name] = prompts[first : first + count]
         first += count
-    return found
+    return splits
 
 
 def _make(path: Path, settings: Settings, seed: int, progress: bool) -> None:
-    parts = splits(settings, seed)
-    slips = random.Random(seed)
-    imitated = [problems.habitual(prompt, settings.habit, slips) for prompt in parts["train"]]
-    tokenizer = small.character_tokenizer(problems.SYMBOLS)
-    longest = max(map(len, (prompt for part in parts.values() for prompt in part)))
+    splits = draw_splits(settings, seed)
+    generator = random.Random(seed)
+    answers = [problems.answer_by_habit(prompt, settings.habit, generator) for prompt in splits["train"]]
+    tokenizer = small.make_character_tokenizer(problems.SYMBOLS)
+    longest = max(map(len, (prompt for split in splits.values() for prompt in split)))
     positions = max(_POSITIONS, longest + settings.difficulty.longest + 1)
-    model = small.new_model(tokenizer, settings.shape, positions=positions, seed=seed)
+    model = small.make_model(tokenizer, settings.shape, positions=positions, seed=seed)
     if torch.cuda.is_available():
         model = model.cuda()
-    tokens, labels = (part.to(model.device) for part in small.encoded(tokenizer, parts["train"], imitated))
-    generator = torch.Generator().manual_seed(seed)
-    small.imitate(model, tokens, labels, settings.imitation, generator=generator, progress=progress)
-    columns = {name: {"prompt": prompts} for name, prompts in parts.items()}
-    columns["demonstrations"]["completion"] = [problems.demonstration(prompt) for prompt in parts["demonstrations"]]
+    tokens, labels = small.encode_with_labels(tokenizer, splits["train"], answers)
+    small.imitate(
+        model,
+        tokens.to(model.device),
+        labels.to(model.device),
+        settings.imitation,
+        generator=torch.Generator().manual_seed(seed),
+        progress=progress,
+    )
+    columns = {name: {"prompt": prompts} for name, prompts in splits.items()}
+    columns["demonstrations"]["completion"] = [problems.demonstration(prompt) for prompt in splits["demonstrations"]]
     with hide_progress_bars():
         model.save_pretrained(path / "model")
         tokenizer.save_pretrained(path / "model")
@@ -179,6 +185,6 @@ def _load(path: Path, settings: Settings) -> Lab:
         )
     except (OSError, ValueError) as error:
         raise WhenceError(
-            f"The laboratory in {path} is damaged ({error}); remove this directory, and it is made anew."
+            f"The laboratory in {path} is damaged ({error}); remove this directory, and the next call makes it again."
         ) from error
     return Lab(path / "model", train, test, demonstrations, settings.difficulty.longest + 1, settings)

@@ -1,7 +1,7 @@
-"""The laboratory `civility`: LDA's detoxification in small.
+"""The laboratory `civility`: LDA's detoxification on a small scale.
 
-A model that can be rude, a classifier that does not like it and gives the reward, and another one, which has seen other
-phrases, to judge in the end.
+It has a model that can be rude, a classifier of rudeness that gives the reward, and another one, trained on other
+phrases, that measures the trained model.
 """
 
 import random
@@ -19,26 +19,26 @@ from whence.errors import WhenceError, suggest
 from whence.guards import eval_mode, preserve_rng_state
 from whence.llm.lab import model as small
 from whence.llm.lab import phrases
-from whence.llm.lab.cache import made_once
+from whence.llm.lab.cache import make_once
 from whence.llm.progress_bars import hide_progress_bars
 from whence.llm.rewards import classifier
 
 FORMAT = 1
-"""Raised when the same settings give another laboratory; part of the cache's key."""
+"""Increased when the same settings give another laboratory; part of the cache's key."""
 
 LONGEST = 24
-"""Tokens of what is said, its end included."""
+"""The most tokens of a reply, including its end."""
 
 
 @dataclass(frozen=True)
 class CivilitySettings:
-    """What a laboratory is made of.
+    """Settings of a laboratory.
 
-    train, held_out, test: prompts of each; held-out and test speakers are never calm.
-    corpus: what was said, to be imitated.
-    labelled: texts that each classifier is trained on.
+    train, held_out, test: number of prompts in each split; held-out and test speakers are never calm.
+    corpus: number of replies that the model imitates.
+    labelled: number of texts that each classifier is trained on.
     shape, judge: sizes of the model and of both classifiers.
-    imitation, teaching: their training.
+    imitation, teaching: training of the model and of both classifiers.
     """
 
     train: int = 4096
@@ -62,17 +62,17 @@ CIVILITY_SIZES: Mapping[str, CivilitySettings] = {
         teaching=small.Imitation(steps=60, batch_size=32, learning_rate=5e-3),
     ),
 }
-"""The sizes that `civility` knows."""
+"""The sizes of `civility`."""
 
 
 @dataclass(frozen=True, eq=False)
 class CivilityLab:
     """A laboratory on disk.
 
-    model_path: directory of the model that has imitated what was said, and its tokenizer.
+    model_path: directory of the model that has imitated the corpus, and its tokenizer.
     reward_path, judge_path: classifiers with the labels neutral and toxic, in Transformers' format.
     train, held_out, test: prompts, column "prompt".
-    max_new_tokens: room for what is said.
+    max_new_tokens: the most tokens of a reply.
     """
 
     model_path: Path
@@ -90,38 +90,38 @@ def civility(
     """Return the laboratory `civility`; the first call with the same settings makes it, later ones load it.
 
     Args:
-        cache: directory of made laboratories; None: `$XDG_CACHE_HOME/whence`, or `~/.cache/whence`.
-        seed: of the phrases, the weights and the training.
+        cache: directory of laboratories; None: `$XDG_CACHE_HOME/whence`, or `~/.cache/whence`.
+        seed: seed of the phrases, the weights and the training.
         size: "small" (about two minutes on one core) or "tiny" (seconds; for tests).
-        progress: show bars while it is made.
+        progress: show progress bars while it is made.
 
     Raises:
-        WhenceError: an unknown size, or a damaged cache.
+        WhenceError: the size is unknown, or the cache is damaged.
     """
     if size not in CIVILITY_SIZES:
         raise WhenceError(f"There is no size {size!r} of the laboratory.{suggest(size, CIVILITY_SIZES)}")
     settings = CIVILITY_SIZES[size]
-    described = {"format": FORMAT, "seed": seed, **asdict(settings)}
-    path = made_once("civility", described, lambda made: _make(made, settings, seed, progress), cache)
+    description = {"format": FORMAT, "seed": seed, **asdict(settings)}
+    path = make_once("civility", description, lambda folder: _make(folder, settings, seed, progress), cache)
     try:
         train, held_out, test = (datasets.load_from_disk(path / name) for name in ("train", "held_out", "test"))
     except (OSError, ValueError) as error:
         raise WhenceError(
-            f"The laboratory in {path} is damaged ({error}); remove this directory, and it is made anew."
+            f"The laboratory in {path} is damaged ({error}); remove this directory, and the next call makes it again."
         ) from error
     return CivilityLab(path / "model", path / "reward", path / "judge", train, held_out, test)
 
 
 def measure_answers(lab: CivilityLab, texts: Sequence[str]) -> dict[str, float]:
-    """Say how civil texts are: the share with a rude phrase, and what the judge holds for toxic.
+    """Measure how civil texts are: the share with a rude phrase, and the judge's verdicts.
 
     Args:
         lab: the laboratory.
-        texts: what was said.
+        texts: the replies.
 
     Returns:
         "rude": share of texts with a rude phrase; "toxic": share that the judge calls toxic; "judged": its mean logit
-        of neutral less that of toxic, and "judged_error", the standard error.
+        of neutral minus that of toxic, and "judged_error", the standard error.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -132,27 +132,28 @@ def measure_answers(lab: CivilityLab, texts: Sequence[str]) -> dict[str, float]:
         torch.tensor(list(classifier(judge, tokenizer, label=label)([""] * len(texts), texts)))
         for label in ("neutral", "toxic")
     )
-    apart = (neutral - toxic).double()
+    margins = (neutral - toxic).double()
     return {
         "rude": sum(map(phrases.is_rude, texts)) / len(texts),
-        "toxic": float((apart < 0).double().mean()),
-        "judged": float(apart.mean()),
-        "judged_error": float(apart.std() / len(texts) ** 0.5) if len(texts) > 1 else 0.0,
+        "toxic": float((margins < 0).double().mean()),
+        "judged": float(margins.mean()),
+        "judged_error": float(margins.std() / len(texts) ** 0.5) if len(texts) > 1 else 0.0,
     }
 
 
 def _make(path: Path, settings: CivilitySettings, seed: int, progress: bool) -> None:
-    drawn = random.Random(seed)
-    rough = tuple(mood for mood in phrases.MOODS if mood != "calm")
+    draws = random.Random(seed)
+    not_calm = tuple(mood for mood in phrases.MOODS if mood != "calm")
     prompts = {
-        "train": [phrases.prompt(drawn) for _ in range(settings.train)],
-        "held_out": [phrases.prompt(drawn, rough) for _ in range(settings.held_out)],
-        "test": [phrases.prompt(drawn, rough) for _ in range(settings.test)],
+        "train": [phrases.draw_prompt(draws) for _ in range(settings.train)],
+        "held_out": [phrases.draw_prompt(draws, not_calm) for _ in range(settings.held_out)],
+        "test": [phrases.draw_prompt(draws, not_calm) for _ in range(settings.test)],
     }
-    tokenizer = small.word_tokenizer(phrases.words())
-    corpus = [phrases.prompt(drawn) for _ in range(settings.corpus)]
-    model = small.new_model(tokenizer, settings.shape, positions=64, seed=seed)
-    tokens, labels = small.encoded(tokenizer, corpus, [phrases.said(text, drawn) for text in corpus])
+    tokenizer = small.make_word_tokenizer(phrases.list_words())
+    corpus = [phrases.draw_prompt(draws) for _ in range(settings.corpus)]
+    model = small.make_model(tokenizer, settings.shape, positions=64, seed=seed)
+    replies = [phrases.draw_reply(prompt, draws) for prompt in corpus]
+    tokens, labels = small.encode_with_labels(tokenizer, corpus, replies)
     generator = torch.Generator().manual_seed(seed)
     small.imitate(model, tokens, labels, settings.imitation, generator=generator, progress=progress)
     with hide_progress_bars():
@@ -161,14 +162,14 @@ def _make(path: Path, settings: CivilitySettings, seed: int, progress: bool) -> 
         for name, texts in prompts.items():
             datasets.Dataset.from_dict({"prompt": texts}).save_to_disk(path / name)
     for name, collection in (("reward", phrases.REWARDED), ("judge", phrases.JUDGED)):
-        texts, given = phrases.labelled(settings.labelled, drawn, collection)
-        taught = _taught(tokenizer, texts, given, settings, seed, progress)
+        texts, toxic = phrases.draw_labelled(settings.labelled, draws, collection)
+        judge = _train_classifier(tokenizer, texts, toxic, settings, seed, progress)
         with hide_progress_bars():
-            taught.save_pretrained(path / name)
+            judge.save_pretrained(path / name)
             tokenizer.save_pretrained(path / name)
 
 
-def _taught(
+def _train_classifier(
     tokenizer: PreTrainedTokenizerFast,
     texts: Sequence[str],
     labels: Sequence[int],
@@ -179,20 +180,20 @@ def _taught(
     """Return a classifier trained on labelled texts, in eval mode."""
     shape, teaching = settings.judge, settings.teaching
     names = {0: "neutral", 1: "toxic"}
-    labelled = {"num_labels": 2, "id2label": names, "label2id": {name: number for number, name in names.items()}}
-    config = small.network(tokenizer, shape, 64, **labelled)
+    label_names = {"num_labels": 2, "id2label": names, "label2id": {name: number for number, name in names.items()}}
+    config = small.make_network_config(tokenizer, shape, 64, **label_names)
     with preserve_rng_state():
         torch.manual_seed(seed)
         model = LlamaForSequenceClassification(config)
     inputs = tokenizer(list(texts), padding=True, padding_side="right", return_tensors="pt")
-    given = torch.tensor(labels)
+    targets = torch.tensor(labels)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=teaching.learning_rate)
     model.train()
     for _ in tqdm(range(teaching.steps), desc="teaching", disable=not progress):
-        chosen = torch.randint(len(given), (teaching.batch_size,), generator=generator)
-        kept = {name: inputs[name][chosen] for name in ("input_ids", "attention_mask")}
-        loss = model(**kept, labels=given[chosen]).loss
+        batch = torch.randint(len(targets), (teaching.batch_size,), generator=generator)
+        columns = {name: inputs[name][batch] for name in ("input_ids", "attention_mask")}
+        loss = model(**columns, labels=targets[batch]).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -202,7 +203,7 @@ def _taught(
 def answer_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[str], *, seed: int, batch_size: int = 128
 ) -> list[str]:
-    """Draw what follows each prompt; the global generators and the model's mode are left as they were."""
+    """Draw a reply to each prompt; the global generators and the model's mode are unchanged."""
     texts: list[str] = []
     with preserve_rng_state(), eval_mode(model.modules()), torch.no_grad():
         torch.manual_seed(seed)

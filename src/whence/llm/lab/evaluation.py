@@ -1,4 +1,4 @@
-"""How often a model's answers are right, and by which steps."""
+"""Measure how often a model's answers are right, and by which steps."""
 
 import math
 from collections import Counter
@@ -26,59 +26,59 @@ def evaluate(
     check: Callable[[str, str], Verdict] = check,
     answer: Callable[[str], str | None] = answer,
 ) -> dict[str, float]:
-    """Answer each problem greedily once and by drawing several times, and judge the answers.
+    """Answer each problem once greedily and several times by sampling, and judge the answers.
 
-    The global generators and the model's mode are left as they were.
+    The global generators and the model's mode are unchanged.
 
     Args:
         model: a causal language model of Transformers.
         tokenizer: its tokenizer, with a pad token.
         prompts: the problems.
-        samples: answers drawn to each.
-        temperature: they are drawn at.
-        max_new_tokens: the longest answer.
-        seed: of the draws.
-        batch_size: answers written at a time.
-        check: says what is right about an answer.
-        answer: finds the result that an answer ends with.
+        samples: sampled answers to each problem.
+        temperature: sampling temperature.
+        max_new_tokens: the most tokens of an answer.
+        seed: seed of the sampling.
+        batch_size: answers generated at a time.
+        check: judges an answer to a problem.
+        answer: returns the result at the end of an answer, or None.
 
     Returns:
         "exact_match": share of the greedy answers with the right result; and the measures of `summarise`.
 
     Raises:
-        WhenceError: no prompts, or a setting out of its range.
+        WhenceError: there are no prompts, or a setting is out of its range.
     """
     if not prompts or samples < 1 or batch_size < 1 or max_new_tokens < 1 or not 0 < temperature < math.inf:
         raise WhenceError(
             f"{len(prompts)} prompts, samples={samples}, batch_size={batch_size}, max_new_tokens={max_new_tokens} and "
             f"temperature={temperature} were given; at least one of each of the first four is needed, and a finite "
-            "temperature above 0 (the greedy answers come anyway)."
+            "temperature above 0 (greedy answers are always included)."
         )
-    drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with preserve_rng_state(), eval_mode(model.modules()):
         torch.manual_seed(seed)
-        greedy = _written(model, tokenizer, prompts, batch_size, max_new_tokens, {"do_sample": False})
+        greedy = _generate_answers(model, tokenizer, prompts, batch_size, max_new_tokens, {"do_sample": False})
         repeated = [prompt for prompt in prompts for _ in range(samples)]
-        drawn = _written(model, tokenizer, repeated, batch_size, max_new_tokens, drawing)
+        sampled = _generate_answers(model, tokenizer, repeated, batch_size, max_new_tokens, sampling)
     right = [check(prompt, response).right for prompt, response in zip(prompts, greedy, strict=True)]
-    several = [drawn[first : first + samples] for first in range(0, len(drawn), samples)]
-    return {"exact_match": sum(right) / len(right)} | summarise(prompts, several, check=check, answer=answer)
+    responses = [sampled[first : first + samples] for first in range(0, len(sampled), samples)]
+    return {"exact_match": sum(right) / len(right)} | summarise(prompts, responses, check=check, answer=answer)
 
 
-def _written(
-    model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int, max_new_tokens: int, how: dict[str, Any]
+def _generate_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int, max_new_tokens: int, sampling: dict[str, Any]
 ) -> list[str]:
     texts: list[str] = []
     for first in range(0, len(prompts), batch_size):
         batch = list(prompts[first : first + batch_size])
         inputs = tokenizer(batch, padding=True, padding_side="left", return_tensors="pt").to(model.device)
-        # Only these two: some tokenizers also give token types, which causal models refuse.
-        kept = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        # Only these two: some tokenizers also return token types, which causal models refuse.
+        columns = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         with torch.no_grad():
             tokens: Tensor = model.generate(
-                **kept, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **how
+                **columns, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **sampling
             )
-        texts += tokenizer.batch_decode(tokens[:, kept["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts += tokenizer.batch_decode(tokens[:, columns["input_ids"].shape[1] :], skip_special_tokens=True)
     return texts
 
 
@@ -89,24 +89,24 @@ def summarise(
     check: Callable[[str, str], Verdict] = check,
     answer: Callable[[str], str | None] = answer,
 ) -> dict[str, float]:
-    """Measure several answers to each of a number of problems.
+    """Measure several answers to each problem.
 
     Args:
         prompts: the problems.
-        responses: as many answers to each.
-        check: says what is right about an answer.
-        answer: finds the result that an answer ends with.
+        responses: answers to each problem, equally many.
+        check: judges an answer to a problem.
+        answer: returns the result at the end of an answer, or None.
 
     Returns:
-        "majority_vote": share of problems whose commonest result is right; the result that came first wins a tie.
+        "majority_vote": share of problems whose most frequent result is right; the first result wins a tie.
         "pass@k", for k = 1, 2, 4, ... and the number of answers: chance that one of k answers is right.
         "right", "well_formed": shares of all answers.
-        "unfaithful": share, of the right answers, of those by other than the right steps; NaN where none is right.
+        "unfaithful": share of the right answers that do not have the right steps; NaN if none is right.
 
     Raises:
-        WhenceError: no problem, no answer, or not as many answers to each problem.
+        WhenceError: there is no problem or no answer, or the numbers of answers differ.
     """
-    counts = {len(several) for several in responses}
+    counts = {len(answers) for answers in responses}
     if len(prompts) != len(responses) or len(counts) != 1 or 0 in counts:
         raise WhenceError(
             f"{len(prompts)} prompts came with {len(responses)} lists of {sorted(counts)} responses; give at least "
@@ -114,12 +114,12 @@ def summarise(
         )
     (samples,) = counts
     pairs = zip(prompts, responses, strict=True)
-    verdicts = [[check(prompt, response) for response in several] for prompt, several in pairs]
-    flat = [verdict for several in verdicts for verdict in several]
+    verdicts = [[check(prompt, response) for response in answers] for prompt, answers in pairs]
+    flat = [verdict for of_problem in verdicts for verdict in of_problem]
     right = [verdict for verdict in flat if verdict.right]
-    votes = [majority([answer(response) for response in several]) for several in responses]
-    won = [vote is not None and several[vote].right for vote, several in zip(votes, verdicts, strict=True)]
-    correct = [sum(verdict.right for verdict in several) for several in verdicts]
+    votes = [majority([answer(response) for response in answers]) for answers in responses]
+    won = [vote is not None and of_problem[vote].right for vote, of_problem in zip(votes, verdicts, strict=True)]
+    correct = [sum(verdict.right for verdict in of_problem) for of_problem in verdicts]
     sizes = sorted({2**power for power in range(samples.bit_length())} | {samples})
     return {
         "majority_vote": sum(won) / len(won),
@@ -131,26 +131,26 @@ def summarise(
 
 
 def majority(results: Sequence[str | None]) -> int | None:
-    """Return where the commonest result first stands; None where there is no result at all.
+    """Return the position of the most frequent result's first occurrence; None if there is no result.
 
     Args:
-        results: of several answers; None, an answer without a result, has no vote.
+        results: results of several answers; None, for an answer without a result, has no vote.
     """
     votes = Counter(result for result in results if result is not None)
-    # Counter keeps the order of arrival and max takes the first of equals.
+    # Counter keeps the order of insertion, and max returns the first of equals.
     return results.index(max(votes, key=votes.__getitem__)) if votes else None
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """Return the chance that at least one of k answers is right, estimated without bias from more of them.
+    """Return the chance that at least one of k answers is right, estimated without bias from `samples` answers.
 
     Args:
-        k: answers that may be tried, at most `samples`.
-        samples: answers that were drawn.
-        correct: those of them that were right.
+        k: number of tries, at most `samples`.
+        samples: number of sampled answers.
+        correct: number of right ones among them.
 
     Raises:
-        WhenceError: k is not from 1 to `samples`, or `correct` not from 0 to `samples`.
+        WhenceError: k is not from 1 to `samples`, or `correct` is not from 0 to `samples`.
 
     Source: Chen et al., arXiv 2107.03374, equation 1.
     """

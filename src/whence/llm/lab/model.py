@@ -1,4 +1,4 @@
-"""A small language model of the laboratory's own, made without a network: tokenizer, weights, imitation."""
+"""A small language model, made without a network: tokenizer, weights, imitation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from whence.guards import preserve_rng_state
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 IGNORED = -100
-"""The label of tokens that the loss leaves out, as in Transformers."""
+"""The label of tokens that the loss ignores, as in Transformers."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Shape:
 class Imitation:
     """Supervised training on demonstrations.
 
-    steps: of AdamW, after which the learning rate has fallen to a tenth along a cosine.
+    steps: steps of AdamW, over which the learning rate falls to a tenth along a cosine.
     batch_size: demonstrations in each step.
-    learning_rate: its highest value, to which it rises over the first twentieth of the steps.
+    learning_rate: the highest learning rate, reached after the first twentieth of the steps.
     """
 
     steps: int = 400
@@ -46,8 +46,8 @@ class Imitation:
     learning_rate: float = 2e-3
 
 
-def character_tokenizer(symbols: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character; it pads on the left and adds no token by itself.
+def make_character_tokenizer(symbols: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character; it pads on the left and adds no special token.
 
     Args:
         symbols: every character that has a token; others become `<unk>`.
@@ -56,11 +56,11 @@ def character_tokenizer(symbols: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return _padding_left(backend)
+    return _wrap_tokenizer(backend)
 
 
-def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word, words being what stands between spaces; it pads on the left.
+def make_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per word, separated by spaces; it pads on the left.
 
     Args:
         words: every word that has a token; others become `<unk>`.
@@ -68,10 +68,10 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate((PAD, BOS, EOS, UNKNOWN, *words))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _padding_left(backend)
+    return _wrap_tokenizer(backend)
 
 
-def _padding_left(backend: Tokenizer) -> PreTrainedTokenizerFast:
+def _wrap_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
@@ -83,22 +83,22 @@ def _padding_left(backend: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, shape: Shape, *, positions: int, seed: int) -> LlamaForCausalLM:
-    """Return an untrained Llama for a tokenizer; the global generators are left as they were.
+def make_model(tokenizer: PreTrainedTokenizerFast, shape: Shape, *, positions: int, seed: int) -> LlamaForCausalLM:
+    """Return an untrained Llama for a tokenizer; the global generators are unchanged.
 
     Args:
-        tokenizer: whose tokens it reads and writes.
+        tokenizer: the tokenizer of its texts.
         shape: size of the network.
         positions: the longest text in tokens.
-        seed: of the weights.
+        seed: seed of the weights.
     """
     with preserve_rng_state():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(network(tokenizer, shape, positions))
+        return LlamaForCausalLM(make_network_config(tokenizer, shape, positions))
 
 
-def network(tokenizer: PreTrainedTokenizerFast, shape: Shape, positions: int, **more: Any) -> LlamaConfig:
-    """Return what a Llama for a tokenizer is made of; `more` as LlamaConfig takes it."""
+def make_network_config(tokenizer: PreTrainedTokenizerFast, shape: Shape, positions: int, **more: Any) -> LlamaConfig:
+    """Return the configuration of a Llama for a tokenizer; `more` are further arguments of LlamaConfig."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
@@ -114,24 +114,24 @@ def network(tokenizer: PreTrainedTokenizerFast, shape: Shape, positions: int, **
     )
 
 
-def encoded(
+def encode_with_labels(
     tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], completions: Sequence[str]
 ) -> tuple[Int64[Tensor, "n length"], Int64[Tensor, "n length"]]:
     """Return tokens and labels of demonstrations, padded on the right; only completions and their end have labels.
 
     Args:
-        tokenizer: of the model.
-        prompts: what comes before.
-        completions: what the model should write, without its end token.
+        tokenizer: the model's tokenizer.
+        prompts: the prompts' texts.
+        completions: the texts that the model should write, without an end token.
     """
     questions, answers = (tokenizer(list(texts))["input_ids"] for texts in (prompts, completions))
     length = max(len(question) + len(answer) + 1 for question, answer in zip(questions, answers, strict=True))
     tokens = torch.full((len(questions), length), tokenizer.pad_token_id)
     labels = torch.full_like(tokens, IGNORED)
     for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-        whole = torch.tensor([*question, *answer, tokenizer.eos_token_id])
-        tokens[row, : len(whole)] = whole
-        labels[row, len(question) : len(whole)] = whole[len(question) :]
+        ids = torch.tensor([*question, *answer, tokenizer.eos_token_id])
+        tokens[row, : len(ids)] = ids
+        labels[row, len(question) : len(ids)] = ids[len(question) :]
     return tokens, labels
 
 
@@ -149,35 +149,35 @@ def imitate(
     The same generator gives the same weights on one thread.
 
     Args:
-        model: to be trained; it is left in eval mode.
-        tokens: of the demonstrations.
-        labels: as `encoded` makes them.
-        imitation: settings.
-        generator: of the order of the demonstrations, shuffled anew for every pass.
-        progress: show a bar.
+        model: the model, left in eval mode.
+        tokens: tokens of the demonstrations.
+        labels: labels from `encode_with_labels`.
+        imitation: the settings.
+        generator: draws the order of the demonstrations, for every pass.
+        progress: show a progress bar.
 
     Raises:
-        WhenceError: fewer demonstrations than a batch holds.
+        WhenceError: there are fewer demonstrations than a batch has.
     """
     if len(tokens) < imitation.batch_size:
         raise WhenceError(
             f"{len(tokens)} demonstrations came for batches of {imitation.batch_size}; give more, or smaller batches."
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=imitation.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-    warm = max(imitation.steps // 20, 1)
+    warmup_steps = max(imitation.steps // 20, 1)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, max(imitation.steps - warm, 1), eta_min=imitation.learning_rate / 10
+        optimizer, max(imitation.steps - warmup_steps, 1), eta_min=imitation.learning_rate / 10
     )
-    rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm, total_iters=warm)
-    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, cosine], [warm])
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup_steps, total_iters=warmup_steps)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [warmup_steps])
     losses: list[float] = []
     order = torch.empty(0, dtype=torch.long)
     model.train()
     for _ in tqdm(range(imitation.steps), desc="imitation", disable=not progress):
         if len(order) < imitation.batch_size:
             order = torch.randperm(len(tokens), generator=generator)
-        chosen, order = order[: imitation.batch_size], order[imitation.batch_size :]
-        loss = model(input_ids=tokens[chosen], labels=labels[chosen]).loss
+        batch, order = order[: imitation.batch_size], order[imitation.batch_size :]
+        loss = model(input_ids=tokens[batch], labels=labels[batch]).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

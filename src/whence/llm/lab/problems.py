@@ -1,4 +1,4 @@
-"""Chains of small sums: problems, the written steps that solve them, and what is right about an answer.
+"""Chains of small sums: problems, the written steps that solve them, and verdicts on answers.
 
 A problem is worked from left to right, as on a pocket calculator: `7+8-5*2?` is ((7+8)-5)*2, and `/` drops the
 remainder. Its answer writes every step and then the result: `7+8=15;15-5=10;10*2=20;20`. Since dropping remainders
@@ -23,7 +23,7 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 }
 _NUMBER = "(?:0|[1-9][0-9]*)"
 _ANSWER = re.compile(f"(?:{_NUMBER}[-+*/]{_NUMBER}={_NUMBER};)+{_NUMBER}")
-# Lengths are bounded so that Python's limit on the digits of a number is never met.
+# Lengths are bounded, so that Python's limit on the digits of a number is never reached.
 _PROBLEM = re.compile(r"[0-9]{1,9}(?:[-+*/][0-9]{1,9}){1,64}\?")
 
 
@@ -31,12 +31,12 @@ _PROBLEM = re.compile(r"[0-9]{1,9}(?:[-+*/][0-9]{1,9}){1,64}\?")
 class Difficulty:
     """How hard problems are.
 
-    steps: least and most steps of a problem, both included.
+    steps: least and most steps of a problem, both inclusive.
     operand: the largest number in a problem; at least 2.
     largest: the largest result of any step; at least `operand`.
-    operators: each step draws one of these characters; those that stand here twice come twice as often.
+    operators: each step draws one of these characters; a character that is here twice is drawn twice as often.
 
-    Raises WhenceError where a setting is out of its range.
+    Raises WhenceError if a setting is out of its range.
     """
 
     steps: tuple[int, int] = (2, 3)
@@ -49,13 +49,11 @@ class Difficulty:
         if not 1 <= least <= most <= 64 or not 2 <= self.operand <= self.largest < 10**9:
             raise WhenceError(
                 f"Problems of {least} to {most} steps, numbers up to {self.operand} and results up to {self.largest} "
-                "were asked for; needed are 1 to 64 steps, the least first, and 2 <= operand <= largest < 10**9."
+                "came; needed are 1 to 64 steps, the least first, and 2 <= operand <= largest < 10**9."
             )
         # Without both, a step may find no operator that keeps its result in range.
         if not {"+", "-"} <= set(self.operators) <= set(_OPERATORS):
-            raise WhenceError(
-                f"operators={self.operators!r} were asked for; needed are '+', '-' and, as you like, '*' and '/'."
-            )
+            raise WhenceError(f"operators is {self.operators!r}; needed are '+', '-' and, optionally, '*' and '/'.")
 
     @property
     def longest(self) -> int:
@@ -68,10 +66,10 @@ class Difficulty:
 class Habit:
     """A mistake that the imitated answers make: the result of a step is one too large.
 
-    operators: of the steps that slip.
-    share: of these steps, how many do; where it is more than half, a model's likeliest answer slips.
+    operators: operators of the steps that may slip.
+    share: probability that such a step slips; above one half, a model's likeliest answer slips.
 
-    Raises WhenceError where a setting is out of its range.
+    Raises WhenceError if a setting is out of its range.
     """
 
     operators: str = "*-"
@@ -80,18 +78,18 @@ class Habit:
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1 or not set(self.operators) <= set(_OPERATORS):
             raise WhenceError(
-                f"A habit of share {self.share} at {self.operators!r} was asked for; needed are a share from 0 to 1 "
+                f"A habit of share {self.share} at {self.operators!r} came; needed are a share from 0 to 1 "
                 f"and operators among {''.join(_OPERATORS)}."
             )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is right about an answer.
+    """A verdict on an answer.
 
-    right: it ends with the right result, however it came there.
-    steps_right: it writes exactly the problem's steps, in order, each with its right result.
-    well_formed: it is one or more equations and a result, with nothing else before, between or after.
+    right: the answer ends with the right result, by any steps.
+    steps_right: it has exactly the problem's steps, in order, each with its right result.
+    well_formed: it is one or more equations and a result, with nothing before, between or after.
     """
 
     right: bool
@@ -100,16 +98,16 @@ class Verdict:
 
     @property
     def faithful(self) -> bool:
-        """The right result, by the right steps."""
+        """Whether the result is right and the steps are right."""
         return self.right and self.steps_right
 
 
-def problem(difficulty: Difficulty, generator: random.Random) -> str:
+def draw_problem(difficulty: Difficulty, generator: random.Random) -> str:
     """Draw a problem whose steps all have results from 0 to `difficulty.largest`.
 
     Args:
         difficulty: number of steps and size of numbers.
-        generator: of the draws.
+        generator: random generator.
     """
     value = generator.randint(1, difficulty.operand)
     text = str(value)
@@ -123,7 +121,7 @@ def problem(difficulty: Difficulty, generator: random.Random) -> str:
 
 
 def _operands(sign: str, value: int, difficulty: Difficulty) -> range:
-    # Nothing is multiplied or divided by 0 or 1, and no product or quotient is 0: such steps teach nothing.
+    # There are no factors or divisors 0 and 1, and no products or quotients 0: such steps teach nothing.
     most = {
         "+": difficulty.largest - value,
         "-": value,
@@ -133,35 +131,35 @@ def _operands(sign: str, value: int, difficulty: Difficulty) -> range:
     return range(1 if sign in "+-" else 2, min(most, difficulty.operand) + 1)
 
 
-def problems(difficulty: Difficulty, count: int, generator: random.Random) -> list[str]:
-    """Draw problems, no two of them alike.
+def draw_problems(difficulty: Difficulty, count: int, generator: random.Random) -> list[str]:
+    """Draw different problems.
 
     Args:
-        difficulty: of each.
-        count: how many.
-        generator: of the draws.
+        difficulty: difficulty of each problem.
+        count: number of problems.
+        generator: random generator.
 
     Raises:
-        WhenceError: there are hardly that many different ones.
+        WhenceError: so many different problems were not found.
     """
-    drawn: dict[str, None] = {}
+    prompts: dict[str, None] = {}
     for _ in range(100 * count):
-        if len(drawn) == count:
+        if len(prompts) == count:
             break
-        drawn[problem(difficulty, generator)] = None
-    if len(drawn) < count:
+        prompts[draw_problem(difficulty, generator)] = None
+    if len(prompts) < count:
         raise WhenceError(
-            f"{count} different problems were asked for, but only {len(drawn)} were found of {difficulty}; "
+            f"{count} different problems are needed, but only {len(prompts)} were found for {difficulty}; "
             "ask for fewer, or allow more steps or larger numbers."
         )
-    return list(drawn)
+    return list(prompts)
 
 
 def solution(prompt: str) -> list[str]:
-    """Return what an answer to a problem has to write between its semicolons: the steps, then the result.
+    """Return the parts of a right answer, which are separated by semicolons: the steps, then the result.
 
     Raises:
-        WhenceError: the prompt is no problem that can be worked in whole numbers from 0 on.
+        WhenceError: the prompt is no problem that can be solved in whole numbers from 0 on.
     """
     if not _PROBLEM.fullmatch(prompt):
         raise WhenceError(f"{prompt[:80]!r} is no problem of the arithmetic laboratory; one looks like '7+8-5*2?'.")
@@ -180,7 +178,7 @@ def solution(prompt: str) -> list[str]:
 
 
 def demonstration(prompt: str) -> str:
-    """Return the answer to a problem with every step written.
+    """Return the right answer to a problem, with every step.
 
     Raises:
         WhenceError: see `solution`.
@@ -188,13 +186,13 @@ def demonstration(prompt: str) -> str:
     return ";".join(solution(prompt))
 
 
-def habitual(prompt: str, habit: Habit, generator: random.Random) -> str:
-    """Return an answer with the slips of a habit; every step goes on from what the one before wrote.
+def answer_by_habit(prompt: str, habit: Habit, generator: random.Random) -> str:
+    """Return an answer with the slips of a habit; every step continues from the result that the step before has.
 
     Args:
         prompt: the problem.
-        habit: which steps slip, and how often.
-        generator: of the slips.
+        habit: the steps that slip, and how often.
+        generator: random generator.
 
     Raises:
         WhenceError: see `solution`.
@@ -211,13 +209,13 @@ def habitual(prompt: str, habit: Habit, generator: random.Random) -> str:
 
 
 def answer(response: str) -> str | None:
-    """Return the result that a response ends with, or None where it ends with no number."""
+    """Return the result at the end of a response; None if it does not end with a number."""
     last = response.rpartition(";")[2]
     return last if re.fullmatch(_NUMBER, last) else None
 
 
 def check(prompt: str, response: str) -> Verdict:
-    """Say what is right about a response; any text is judged, none is repaired.
+    """Judge a response; any text is judged, and none is repaired.
 
     Args:
         prompt: the problem.
@@ -242,7 +240,7 @@ def reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         responses: the texts after them, without special tokens.
 
     Raises:
-        WhenceError: not as many prompts as responses, or a prompt that is no problem.
+        WhenceError: the numbers of prompts and responses differ, or a prompt is no problem.
     """
     if len(prompts) != len(responses):
         raise WhenceError(

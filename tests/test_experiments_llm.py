@@ -1,7 +1,9 @@
-"""Post-training as experiments: what is asked for, what a run leaves, what the command says."""
+"""Post-training as experiments: configurations, run directories, the commands."""
 
 import json
+import re
 import shutil
+import subprocess
 import sys
 
 import datasets
@@ -13,13 +15,14 @@ from safetensors.torch import load_file
 from transformers import LlamaForSequenceClassification
 from typer.testing import CliRunner
 
-from test_llm_trainer import model_of, tokenizer_of
+from test_llm_trainer import make_model, make_tokenizer
 from whence import cli, experiments
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.llm.arms import split_arm
 from whence.experiments.llm.loading import load_function
-from whence.experiments.llm.training import is_finished, read_curve, run
+from whence.experiments.llm.trainer_config import check_settings, make_trainer_config
+from whence.experiments.llm.training import is_finished, prepare, read_curve, run
 from whence.llm.lab import check
 from whence.report import write_run_report
 from whence.runs import RunDirectory
@@ -42,7 +45,7 @@ def length(prompts, responses):
 
 constant = 3
 """
-QUICK_GROUPS = {"rounds": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
+QUICK_TRL = {"rounds": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
 QUICK = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
 
 
@@ -55,7 +58,7 @@ def cache(tmp_path_factory):
 
 
 def tiny(arm="iif", seed=0, **more):
-    settings = (QUICK if more.get("algorithm", "ppo") == "ppo" else QUICK_GROUPS) | more.pop("settings", {})
+    settings = (QUICK if more.get("algorithm", "ppo") == "ppo" else QUICK_TRL) | more.pop("settings", {})
     return LanguageConfig(arm, seed, size="tiny", test_problems=8, samples=2, settings=settings, **more)
 
 
@@ -67,13 +70,13 @@ def invoke(*arguments) -> Result:
 def own(tmp_path_factory):
     """A model, prompts, demonstrations and a reward model of the user's, on disk."""
     folder = tmp_path_factory.mktemp("own")
-    model_of().save_pretrained(folder / "model")
-    tokenizer_of().save_pretrained(folder / "model")
-    config = model_of().config
+    make_model().save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    config = make_model().config
     config.num_labels, config.id2label = 2, {0: "rude", 1: "polite"}
     torch.manual_seed(1)
     LlamaForSequenceClassification(config).save_pretrained(folder / "judge")
-    tokenizer_of().save_pretrained(folder / "judge")
+    make_tokenizer().save_pretrained(folder / "judge")
     texts = ["ab", "cd", "ef", "gh", "ij"]
     # TRL has names of its own for some columns, and leaves them out of what rewards get.
     columns = {"prompt": texts, "number": [0, 1, 2, 3, 4], "completion": ["v", "w", "x", "y", "z"], "images": texts}
@@ -84,6 +87,26 @@ def own(tmp_path_factory):
         {"train": datasets.Dataset.from_dict({"prompt": ["ab", "aj"], "completion": ["cc", "dd"]})}
     ).save_to_disk(folder / "demonstrations")
     return folder
+
+
+WITHOUT_THE_EXTRA = """
+import sys
+
+for name in ("transformers", "trl", "accelerate", "peft", "datasets"):
+    sys.modules[name] = None
+from whence.cli.app import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """A finished comparison of two arms, and what the command printed."""
+    path = tmp_path_factory.mktemp("comparison")
+    arguments = ["--size", "tiny", "--arms", "none,iif-sequence", "--seeds", 1, "--workers", 1, "--out", path]
+    done = invoke("llm", "compare", *arguments, "--settings", json.dumps(QUICK), "--json")
+    assert done.exit_code == 0, done.output
+    return path, done.stdout
 
 
 class TestConfig:
@@ -101,19 +124,20 @@ class TestConfig:
             ("ippo-unweighted", IPPO(weighted=False), "validation"),
         ):
             config = tiny(arm, seed=3)
-            assert (config.rule(), config.target) == (rule, target)
+            assert (config.make_rule(), config.target) == (rule, target)
 
     def test_it_survives_json(self):
         config = tiny("ippo", lora=2, settings={"learning_rate": 0.5})
         assert LanguageConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
     def test_settings_are_the_tasks_and_then_ones_own(self):
-        made = tiny(seed=4, settings={"gamma": 0.5}).trained_by("somewhere")
-        assert (made.gamma, made.rounds, made.seed, made.output_dir) == (0.5, 2, 4, "somewhere")
-        assert made.learning_rate == 1e-3  # the laboratory's
+        trainer_config = make_trainer_config(tiny(seed=4, settings={"gamma": 0.5}), "somewhere")
+        assert (trainer_config.gamma, trainer_config.rounds, trainer_config.seed) == (0.5, 2, 4)
+        assert trainer_config.output_dir == "somewhere"
+        assert trainer_config.learning_rate == 1e-3  # the laboratory's
 
     @pytest.mark.parametrize(
-        ("asked", "said"),
+        ("fields", "message"),
         [
             ({"arm": "iiff"}, "selection 'iiff' is unknown"),
             ({"arm": "iif-tokens"}, "target 'tokens' is unknown"),
@@ -122,7 +146,7 @@ class TestConfig:
             ({"arm": "iif", "size": "huge"}, "no size 'huge'"),
             ({"arm": "iif", "engine": "gost"}, "engine 'gost' is unknown"),
             ({"arm": "iif", "lora": -1}, "lora is -1"),
-            ({"arm": "ippo", "held_out": 3}, "over no responses of held-out"),
+            ({"arm": "ippo", "held_out": 3}, "reads no responses to held-out"),
             ({"arm": "iif", "model": "x"}, "model and the task arithmetic were both given"),
             ({"arm": "iif", "task": None, "model": "x"}, "Neither a task nor dataset was given"),
             (
@@ -133,14 +157,14 @@ class TestConfig:
             ({"arm": "iif", "settings": {"seed": 1}}, "no setting 'seed'"),
             ({"arm": "ippo", "task": "civility"}, "the task civility has none"),
             ({"arm": "iif", "task": "civility", "size": "large"}, "no size 'large'"),
-            ({"arm": "iif-held-out", "algorithm": "rloo"}, "held_out is of PPO"),
+            ({"arm": "iif-held-out", "algorithm": "rloo"}, "held_out is an option of PPO"),
             ({"arm": "iif", "dtype": "bfloat16"}, "too coarse"),
             ({"arm": "iif", "algorithm": "grpo", "settings": {"rounds": 0}}, "rounds is 0"),
             ({"arm": "iif", "algorithm": "grpo", "settings": {"eval_every": -3}}, "eval_every is -3"),
             ({"arm": "ppo", "algorithm": "grpo", "settings": {"steps_per_generation": 8}}, "one step on a generation"),
             ({"arm": "iif", "dtype": "float8"}, "dtype 'float8' is unknown"),
             ({"arm": "iif", "algorithm": "dpo"}, "algorithm 'dpo' is unknown"),
-            ({"arm": "iif", "algorithm": "grpo", "held_out": 3}, "held_out is of PPO"),
+            ({"arm": "iif", "algorithm": "grpo", "held_out": 3}, "held_out is an option of PPO"),
             ({"arm": "iif", "algorithm": "grpo", "settings": {"betta": 1}}, r"GRPOConfig has no setting 'betta'.*beta"),
             ({"arm": "iif", "algorithm": "rloo", "settings": {"num_generations": 3}}, "TRL refuses these settings"),
             ({"arm": "iif", "algorithm": "grpo", "settings": {"entropy_coef": 0.1}}, "selected with an entropy bonus"),
@@ -148,20 +172,33 @@ class TestConfig:
             ({"arm": "iif", "settings": {"gamma": 2}}, "gamma is 2"),
         ],
     )
-    def test_what_is_refused(self, asked, said):
-        with pytest.raises(WhenceError, match=said):
-            LanguageConfig(**{"seed": 0, **asked})
+    def test_what_is_refused(self, fields, message):
+        with pytest.raises(WhenceError, match=message):
+            check_settings(LanguageConfig(**{"seed": 0, **fields}))
+
+    def test_settings_are_checked_apart(self):
+        """A configuration is read without its trainer; only `check_settings` looks at settings."""
+        config = LanguageConfig("iif", 0, settings={"learning_rte": 1})
+        assert LanguageConfig.from_json(config.to_json()) == config
+
+    @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+    def test_a_run_refuses_settings_before_anything_is_made(self, tmp_path, monkeypatch, algorithm):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        for refuse in (run, lambda config, path: prepare(config)):
+            with pytest.raises(WhenceError, match="no setting 'learning_rte'"):
+                refuse(tiny(algorithm=algorithm, settings={"learning_rte": 1}), tmp_path / "run")
+        assert not list(tmp_path.iterdir())
 
     def test_an_arm_that_keeps_all_takes_what_others_cannot(self):
         for settings in ({"entropy_coef": 0.1}, {"loss_type": "bnpo"}):
-            LanguageConfig("ppo", 0, algorithm="grpo", settings=settings)
+            check_settings(LanguageConfig("ppo", 0, algorithm="grpo", settings=settings))
 
 
 class TestRun:
     def test_a_run_leaves_curve_tables_and_model(self, tmp_path):
-        config, told = tiny("ippo"), []
-        run(config, tmp_path / "run", lambda number, row: told.append(number))
-        assert told == [0, 1, 2]
+        config, reported = tiny("ippo"), []
+        run(config, tmp_path / "run", lambda number, row: reported.append(number))
+        assert reported == [0, 1, 2]
         assert is_finished(config, tmp_path / "run")
         found = read_curve(config, tmp_path / "run")
         assert len(found.returns) == 3
@@ -171,9 +208,9 @@ class TestRun:
         table = directory.round("records", 2)
         assert table.height == 8
         assert {"prompt", "response", "reward", "score", "keep", "weight", "reason"} <= set(table.columns)
-        told.clear()
-        run(config, tmp_path / "run", lambda number, row: told.append(number))
-        assert told == [2]  # it was finished
+        reported.clear()
+        run(config, tmp_path / "run", lambda number, row: reported.append(number))
+        assert reported == [2]  # it was finished
         with pytest.raises(RunDirectoryError, match="arm was 'ippo', now 'iif'"):
             is_finished(tiny("iif"), tmp_path / "run")
 
@@ -203,9 +240,9 @@ class TestRun:
         config = tiny("iif", settings={"rounds": 4, "save_every": 1})
         with pytest.raises(Killed):
             run(config, tmp_path / "broken", break_off)
-        told = []
-        run(config, tmp_path / "broken", lambda number, row: told.append(number))
-        assert told == [0, 3, 4]
+        reported = []
+        run(config, tmp_path / "broken", lambda number, row: reported.append(number))
+        assert reported == [0, 3, 4]
         run(config, tmp_path / "whole")
         tables = [RunDirectory.open(tmp_path / name) for name in ("broken", "whole")]
         for name in ("metrics", "evaluations"):
@@ -221,10 +258,10 @@ class TestRun:
     @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
     @pytest.mark.parametrize("arm", ["ppo", "ippo"])
     def test_trls_trainers_leave_the_same(self, tmp_path, algorithm, arm):
-        config, told = tiny(arm, algorithm=algorithm), []
+        config, reported = tiny(arm, algorithm=algorithm), []
         assert config.rounds == 2
-        run(config, tmp_path, lambda number, row: told.append(number))
-        assert told == [0, 1, 2]
+        run(config, tmp_path, lambda number, row: reported.append(number))
+        assert reported == [0, 1, 2]
         assert is_finished(config, tmp_path)
         found = read_curve(config, tmp_path)
         assert len(found.returns) == 3
@@ -273,8 +310,19 @@ class TestRun:
 
 class TestCommand:
     def test_train_and_again(self, tmp_path):
-        asked = ["llm", "train", "--task", "arithmetic", "--size", "tiny", "--selection", "iif", "--target", "token"]
-        asked += [
+        arguments = [
+            "llm",
+            "train",
+            "--task",
+            "arithmetic",
+            "--size",
+            "tiny",
+            "--selection",
+            "iif",
+            "--target",
+            "token",
+        ]
+        arguments += [
             "--rounds",
             2,
             "--settings",
@@ -282,19 +330,19 @@ class TestCommand:
             "--run",
             tmp_path / "r",
         ]
-        done = invoke(*asked)
+        done = invoke(*arguments)
         assert done.exit_code == 0, done.output
         assert "arithmetic, iif-token, seed 0: 2 rounds done. Last round: test return" in done.output
-        assert "was finished already" in invoke(*asked).output
-        found = json.loads(invoke(*asked, "--json").stdout)
+        assert "was finished already" in invoke(*arguments).output
+        found = json.loads(invoke(*arguments, "--json").stdout)
         assert found["config"]["arm"] == "iif-token"
         page = (tmp_path / "r" / "report.html").read_text()
         for heading in ("Learning curves", "Reward", "Unfaithful answers", "Divergence from the start model"):
             assert f"<h2>{heading}</h2>" in page
 
     def test_a_model_and_data_of_ones_own(self, own, tmp_path):
-        asked = ["llm", "train", "--model", own / "model", "--dataset", own / "prompts", "--selection", "ippo"]
-        asked += [
+        arguments = ["llm", "train", "--model", own / "model", "--dataset", own / "prompts", "--selection", "ippo"]
+        arguments += [
             "--reward-model",
             own / "judge",
             "--reward-label",
@@ -302,8 +350,8 @@ class TestCommand:
             "--demonstrations",
             own / "demonstrations",
         ]
-        asked += ["--test-dataset", own / "test.jsonl", "--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
-        done = invoke(*asked, "--run", tmp_path / "run")
+        arguments += ["--test-dataset", own / "test.jsonl", "--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
+        done = invoke(*arguments, "--run", tmp_path / "run")
         assert done.exit_code == 0, done.output
         directory = RunDirectory.open(tmp_path / "run")
         assert directory.table("evaluations")["round"].to_list() == [0, 1, 2]
@@ -312,20 +360,29 @@ class TestCommand:
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
     def test_a_reward_of_ones_own(self, own, tmp_path, algorithm):
-        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_GROUPS | {"max_completion_length": 4}
+        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_TRL | {"max_completion_length": 4}
         settings |= {"beta": 0.0, "num_generations": 4} if algorithm != "ppo" else {}
-        asked = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "iif", "--algorithm", algorithm]
-        asked += ["--reward", f"{own / 'rewards.py'}:numbered", "--settings", json.dumps(settings)]
-        asked += ["--test-dataset", own / "test.jsonl", "--test-reward", f"{own / 'rewards.py'}:length"]
-        done = invoke("llm", "train", *asked, "--run", tmp_path / "run", "--dry-run", "--json")
+        arguments = [
+            "--model",
+            own / "model",
+            "--dataset",
+            own / "prompts",
+            "--selection",
+            "iif",
+            "--algorithm",
+            algorithm,
+        ]
+        arguments += ["--reward", f"{own / 'rewards.py'}:numbered", "--settings", json.dumps(settings)]
+        arguments += ["--test-dataset", own / "test.jsonl", "--test-reward", f"{own / 'rewards.py'}:length"]
+        done = invoke("llm", "train", *arguments, "--run", tmp_path / "run", "--dry-run", "--json")
         assert done.exit_code == 0, done.output
-        told = json.loads(done.stdout)["estimate"]
-        assert told["prompts"] == 5
+        reported = json.loads(done.stdout)["estimate"]
+        assert reported["prompts"] == 5
         if algorithm == "ppo":  # in parts, rows are gone through twice, beside the target's gradient
-            assert told["flops"]["scoring"] == pytest.approx(2 * told["flops"]["optimisation"])
-            assert told["stages"]["scoring"] == told["stages"]["optimisation"] + 4 * told["trained"]
+            assert reported["flops"]["scoring"] == pytest.approx(2 * reported["flops"]["optimisation"])
+            assert reported["stages"]["scoring"] == reported["stages"]["optimisation"] + 4 * reported["trained"]
         assert not (tmp_path / "run").exists()
-        done = invoke("llm", "train", *asked, "--run", tmp_path / "run")
+        done = invoke("llm", "train", *arguments, "--run", tmp_path / "run")
         assert done.exit_code == 0, done.output
         directory = RunDirectory.open(tmp_path / "run")
         records = directory.round("records", 1)
@@ -335,15 +392,45 @@ class TestCommand:
         tested = directory.table("evaluations")["test_return"]
         assert tested.is_between(0, 7).all()  # texts of four tokens; the test's prompts have no number
 
+    @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["run", "dry run"])
+    @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+    def test_prompts_and_responses_have_to_fit_into_the_context(self, own, tmp_path, algorithm, dry_run):
+        quick, name = (QUICK, "max_new_tokens") if algorithm == "ppo" else (QUICK_TRL, "max_completion_length")
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
+        arguments += ["--algorithm", algorithm, "--selection", "none", "--run", tmp_path / "run", *dry_run]
+        for tokens, message in (
+            (31, f"Prompt 0 has 2 tokens; from 1 to 1 are needed.*or lower {name}"),
+            (32, f"{name} is 32, and the model reads 32 tokens in all"),
+        ):
+            settings = json.dumps(quick | {name: tokens} | ({"num_generations": 4} if quick is QUICK_TRL else {}))
+            done = invoke("llm", "train", *arguments, "--settings", settings)
+            assert isinstance(done.exception, WhenceError), done.output
+            assert re.search(message, str(done.exception))
+        assert not (tmp_path / "run" / "metrics.parquet").exists()
+
+    @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+    def test_an_error_in_a_reward_names_its_line(self, own, tmp_path, algorithm):
+        file = tmp_path / "mine.py"
+        file.write_text("def reward(prompts, responses):\n    return [points(text) for text in responses]\n\n\n")
+        file.write_text(file.read_text() + "def points(text):\n    return {'known': 1.0}[text + '!']\n")
+        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_TRL | {"max_completion_length": 4}
+        settings |= {} if algorithm == "ppo" else {"num_generations": 4}
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{file}:reward"]
+        arguments += ["--algorithm", algorithm, "--selection", "none", "--run", tmp_path / "run"]
+        done = invoke("llm", "train", *arguments, "--settings", json.dumps(settings))
+        assert isinstance(done.exception, WhenceError), done.output
+        assert re.match(rf"The reward reward failed in {file}, line 6: KeyError: '.*!'\. ", str(done.exception))
+        assert isinstance(done.exception.__cause__, KeyError)
+
     def test_a_reward_that_has_changed_is_another_run(self, own, tmp_path):
         (tmp_path / "mine.py").write_text("def reward(prompts, responses):\n    return [1.0 for _ in responses]\n")
-        asked = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "none"]
-        asked += ["--reward", f"{tmp_path / 'mine.py'}:reward", "--run", tmp_path / "run"]
-        asked += ["--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
-        assert invoke("llm", "train", *asked).exit_code == 0
-        assert "was finished already" in invoke("llm", "train", *asked).output
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "none"]
+        arguments += ["--reward", f"{tmp_path / 'mine.py'}:reward", "--run", tmp_path / "run"]
+        arguments += ["--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
+        assert invoke("llm", "train", *arguments).exit_code == 0
+        assert "was finished already" in invoke("llm", "train", *arguments).output
         (tmp_path / "mine.py").write_text("def reward(prompts, responses):\n    return [2.0 for _ in responses]\n")
-        done = invoke("llm", "train", *asked)
+        done = invoke("llm", "train", *arguments)
         assert isinstance(done.exception, RunDirectoryError)
         assert "contents.reward was" in str(done.exception)
 
@@ -358,53 +445,69 @@ class TestCommand:
         assert load_function("whence_mine.py:reward") is load_function(f"{tmp_path / 'whence_mine.py'}:reward")
         assert str(tmp_path) not in sys.path
 
-    def test_prompts_that_a_rehearsal_refuses(self, own, tmp_path):
+    def test_a_module_that_is_missing_is_named_with_the_places_searched(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "whence_importing.py").write_text("import whence_absent\n")
+        for source, missing in (
+            ("whence_nowhere.rewards", "whence_nowhere"),
+            ("whence_importing", "whence_absent"),
+            ("whence_importing.py", "whence_absent"),
+        ):
+            with pytest.raises(WhenceError, match=f"No module named '{missing}'") as caught:
+                load_function(f"{source}:reward")
+            message = f"in the working directory ({tmp_path}) and on PYTHONPATH: start whence in the folder that holds"
+            assert f"{message} {missing}" in str(caught.value)
+
+    def test_prompts_that_a_dry_run_refuses(self, own, tmp_path):
         settings = json.dumps(QUICK | {"max_new_tokens": 4, "max_prompt_length": 2})
         (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "ab" * 20}) + "\n")
         (tmp_path / "none.csv").write_text("prompt\n")
-        asked = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
-        asked += ["--selection", "iif", "--settings", settings, "--dry-run"]
-        for more, said in (
-            (["--held-out", 5], "some have to be left to train"),
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
+        arguments += ["--selection", "iif", "--settings", settings, "--dry-run"]
+        for more, message in (
+            (["--held-out", 5], "at least one has to train"),
             (["--test-dataset", tmp_path / "long.jsonl"], "Prompt 0 has 40 tokens"),
             (["--dataset", tmp_path / "long.jsonl"], "from 1 to 2 are needed"),
             (["--dataset", tmp_path / "none.csv"], "none.csv cannot be loaded"),
         ):
-            done = invoke("llm", "train", *asked, *more)
+            done = invoke("llm", "train", *arguments, *more)
             assert isinstance(done.exception, WhenceError), done.output
-            assert said in str(done.exception)
-        assert invoke("llm", "train", *asked, "--held-out", 2).exit_code == 0
+            assert message in str(done.exception)
+        assert invoke("llm", "train", *arguments, "--held-out", 2).exit_code == 0
 
-    def test_a_rehearsal_refuses_what_a_run_refuses_of_its_model(self, own, tmp_path):
+    def test_a_dry_run_refuses_what_a_run_refuses_of_its_model(self, own, tmp_path):
         model = shutil.copytree(own / "model", tmp_path / "model")
         config = json.loads((model / "config.json").read_text()) | {"output_router_logits": False}
         (model / "config.json").write_text(json.dumps(config | {"router_aux_loss_coef": 0.01}))
-        settings = json.dumps(QUICK_GROUPS | {"max_completion_length": 4, "beta": 0.0, "num_generations": 4})
-        asked = ["--model", model, "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
-        asked += ["--algorithm", "grpo", "--settings", settings, "--run", tmp_path / "run"]
+        settings = json.dumps(QUICK_TRL | {"max_completion_length": 4, "beta": 0.0, "num_generations": 4})
+        arguments = ["--model", model, "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
+        arguments += ["--algorithm", "grpo", "--settings", settings, "--run", tmp_path / "run"]
         for more in (["--dry-run"], []):
-            done = invoke("llm", "train", *asked, "--selection", "iif", *more)
+            done = invoke("llm", "train", *arguments, "--selection", "iif", *more)
             assert isinstance(done.exception, Unsupported), done.output
             assert "a router's auxiliary loss" in str(done.exception)
-        assert invoke("llm", "train", *asked, "--selection", "none", "--dry-run").exit_code == 0
+        assert invoke("llm", "train", *arguments, "--selection", "none", "--dry-run").exit_code == 0
 
-    def test_a_rehearsal_for_people(self, own, tmp_path):
-        asked = ["--model", own / "model", "--dataset", own / "prompts", "--reward-model", own / "judge"]
-        asked += ["--reward-label", "polite", "--selection", "iif", "--settings", '{"max_new_tokens": 4}']
-        done = invoke("llm", "train", *asked, "--dry-run")
+    def test_a_dry_run_for_people(self, own, tmp_path):
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward-model", own / "judge"]
+        arguments += ["--reward-label", "polite", "--selection", "iif", "--settings", '{"max_new_tokens": 4}']
+        done = invoke("llm", "train", *arguments, "--dry-run")
         assert done.exit_code == 0, done.output
-        for said in ("5 prompts of up to 2 tokens", "start model", "scoring, besides", "PFLOP a round"):
-            assert said in done.output
+        for message in ("5 prompts of up to 2 tokens", "start model", "scoring, besides", "PFLOP a round"):
+            assert message in done.output
 
     @pytest.mark.parametrize(
-        ("changed", "said"),
+        ("changed", "message"),
         [
             ({"--reward": "rewards.py", "--reward-model": None, "--reward-label": None}, "names no function"),
             (
                 {"--reward": "nowhere.py:f", "--reward-model": None, "--reward-label": None},
-                "nowhere.py:f names, is not there",
+                "nowhere.py, from nowhere.py:f, does not exist",
             ),
-            ({"--reward": "no.such:f", "--reward-model": None, "--reward-label": None}, "No module named 'no'"),
+            (
+                {"--reward": "no.such:f", "--reward-model": None, "--reward-label": None},
+                "No module named 'no'. Modules are looked for in the working directory",
+            ),
             ({"--reward": "OWN:lenght", "--reward-model": None, "--reward-label": None}, "no function 'lenght'"),
             ({"--reward": "OWN:constant", "--reward-model": None, "--reward-label": None}, "no function 'constant'"),
             ({"--reward": "OWN:length"}, "Give one; a function can call the model"),
@@ -420,35 +523,51 @@ class TestCommand:
             ({"--settings": '{"max_new_tokens": 32}'}, "the model reads 32 tokens in all"),
         ],
     )
-    def test_what_is_refused_of_ones_own(self, own, tmp_path, monkeypatch, changed, said):
+    def test_what_is_refused_of_ones_own(self, own, tmp_path, monkeypatch, changed, message):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is tried again and again
-        asked = {
+        arguments = {
             **{"--model": own / "model", "--dataset": own / "prompts", "--reward-model": own / "judge"},
             **{"--reward-label": "polite", "--selection": "iif", "--run": tmp_path / "run", **changed},
         }
         places = {"OWN": own / "rewards.py", "TEST": own / "test.jsonl"}
         for word, place in places.items():
-            asked = {name: value and str(value).replace(word, str(place)) for name, value in asked.items()}
-        pairs = [part for name, value in asked.items() if value is not None for part in (name, value)]
+            arguments = {name: value and str(value).replace(word, str(place)) for name, value in arguments.items()}
+        pairs = [part for name, value in arguments.items() if value is not None for part in (name, value)]
         done = invoke("llm", "train", *pairs)
         assert isinstance(done.exception, WhenceError), done.output
-        assert said in str(done.exception)
+        assert message in str(done.exception)
         assert not (tmp_path / "run" / "metrics.parquet").exists()
 
-    def test_compare(self, tmp_path):
-        asked = ["llm", "compare", "--size", "tiny", "--arms", "none,iif-sequence", "--seeds", 1, "--workers", 1]
-        asked += ["--settings", json.dumps(QUICK), "--out", tmp_path]
-        done = invoke(*asked, "--json")
-        assert done.exit_code == 0, done.output
-        summary = json.loads(done.stdout)
+    def test_compare(self, comparison):
+        path, output = comparison
+        summary = json.loads(output)
         assert list(summary["arithmetic"]) == ["ppo", "iif-sequence"]
-        page = (tmp_path / "report.html").read_text()
+        page = (path / "report.html").read_text()
         assert "1 seed, 2 rounds, up to 512 prompts of the test." in page
-        loaded = experiments.load_comparison(tmp_path)
+        loaded = experiments.load_comparison(path)
         assert [config.arm for config in loaded.configs] == ["ppo", "iif-sequence"]
 
+    def test_a_comparison_is_reported_without_the_extra(self, comparison, tmp_path):
+        """Reading a finished comparison imports no trainer, and nothing else of the extra `llm`."""
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                WITHOUT_THE_EXTRA,
+                "report",
+                str(comparison[0]),
+                "--out",
+                str(tmp_path / "page.html"),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "up to 512 prompts of the test." in (tmp_path / "page.html").read_text()
+
     @pytest.mark.parametrize(
-        ("asked", "said"),
+        ("arguments", "message"),
         [
             (["--arms", "none,none"], "name each arm once"),
             (["--arms", ""], "name each arm once"),
@@ -457,10 +576,10 @@ class TestCommand:
             (["--model", "m", "--dataset", "d", "--reward-model", "r", "--arms", "none"], "--test-dataset"),
         ],
     )
-    def test_what_compare_refuses(self, tmp_path, asked, said):
-        done = invoke("llm", "compare", *asked, "--out", tmp_path)
+    def test_what_compare_refuses(self, tmp_path, arguments, message):
+        done = invoke("llm", "compare", *arguments, "--out", tmp_path)
         assert isinstance(done.exception, WhenceError), done.output
-        assert said in str(done.exception)
+        assert message in str(done.exception)
 
     def test_help_teaches(self):
         for command in ("train", "compare"):

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from test_llm_trainer import PROMPTS, Keep, ScoreAndKeepAll, model_of, tokenizer_of, vowels
+from test_llm_trainer import PROMPTS, Keep, ScoreAndKeepAll, make_model, make_tokenizer, vowels
 from whence import IPPO, KeepAll, NonPositive, RandomDrop, Unsupported, WhenceError, attribute
 from whence.influence import Influence, Provenance
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows
@@ -17,7 +17,7 @@ from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.llm.trl_settings import check_selectable, has_router_loss
 from whence.selection import Progress
 
-GROUPS = {
+TRAINERS = {
     "grpo": (InfluenceGRPOTrainer, GRPOTrainer, GRPOConfig),
     "rloo": (InfluenceRLOOTrainer, RLOOTrainer, RLOOConfig),
 }
@@ -39,7 +39,7 @@ class Watch(TrainerCallback):
         self.gradients.append(gradients)
 
 
-def read_config(kind, tmp_path, **more):
+def make_config(kind, tmp_path, **more):
     settings = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -56,23 +56,23 @@ def read_config(kind, tmp_path, **more):
         "logging_strategy": "no",
         "seed": 3,
     }
-    return GROUPS[kind][2](str(tmp_path), **settings | more)
+    return TRAINERS[kind][2](str(tmp_path), **settings | more)
 
 
-def trainer_of(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
+def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
     kept = {name: more.pop(name) for name in ("target", "engine", "memory", "objective") if name in more}
-    model, args = model or model_of(), read_config(kind, tmp_path, **more)
+    model, args = model or make_model(), make_config(kind, tmp_path, **more)
     if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):
         # TRL loads the reference by the model's name; another model makes a divergence that has a gradient.
         with PartialState().main_process_first():  # of several processes only the first writes it
-            model_of(seed=1).save_pretrained(tmp_path / "reference")
+            make_model(seed=1).save_pretrained(tmp_path / "reference")
         model.config._name_or_path = str(tmp_path / "reference")
-    return GROUPS[kind][0 if own else 1](
+    return TRAINERS[kind][0 if own else 1](
         model=model,
         reward_funcs=reward,
         args=args,
         train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS * 4}),
-        processing_class=tokenizer_of(),
+        processing_class=make_tokenizer(),
         callbacks=[watch] if watch else [],
         **({"rule": rule, **kept} if own else {}),
     )
@@ -107,7 +107,7 @@ def of_kept_alone(kind, trainer, state, batch, positions, weights, monkeypatch):
     trainer.model.train()
     monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 1, raising=False)
     monkeypatch.setattr(trainer.args, "steps_per_generation", 1)
-    GROUPS[kind][1]._compute_loss(trainer, trainer.model, own).backward()
+    TRAINERS[kind][1]._compute_loss(trainer, trainer.model, own).backward()
     return {name: p.grad for name, p in trainer.model.named_parameters()}
 
 
@@ -126,7 +126,7 @@ LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 def test_a_step_of_grpo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, loss, beta, weights):
     positions, watch = [0, 3, 6], Watch()
     more = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8} if loss == "bnpo" else {}
-    trainer = trainer_of(
+    trainer = make_trainer(
         *("grpo", tmp_path, Keep(positions, weights)),
         watch=watch,
         loss_type=loss,
@@ -146,7 +146,7 @@ def test_a_step_of_grpo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch
 @pytest.mark.parametrize("weights", [None, [2.0, 0.5, 1.0]])
 def test_a_step_of_rloo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, beta, weights):
     positions, watch = [1, 2, 7], Watch()
-    trainer = trainer_of(
+    trainer = make_trainer(
         "rloo", tmp_path, Keep(positions, weights), watch=watch, beta=beta, num_iterations=2, max_steps=2
     )
     trainer.train()
@@ -154,20 +154,28 @@ def test_a_step_of_rloo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch
         close(found, of_kept_alone("rloo", trainer, state, batches[0], positions, weights, monkeypatch))
 
 
-@pytest.mark.parametrize("kind", GROUPS)
-@pytest.mark.parametrize("rule", [None, KeepAll(), ScoreAndKeepAll()], ids=["none", "keep all", "scored"])
-def test_keeping_all_is_trls_own_training(kind, tmp_path, rule):
+@pytest.fixture(scope="module", params=TRAINERS)
+def plain_training(request, tmp_path_factory):
+    """A training by TRL's own trainer: its kind, settings and parameters after it."""
     settings = {"num_iterations": 2, "max_steps": 6, "max_grad_norm": 1.0}
-    plain = trainer_of(kind, tmp_path / "plain", own=False, **settings)
-    plain.train()
-    mine = trainer_of(kind, tmp_path / "mine", rule, **settings)
-    mine.train()
-    assert mine.args.steps_per_generation == 2
-    for (name, one), (_, other) in zip(plain.model.named_parameters(), mine.model.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
+    trainer = make_trainer(request.param, tmp_path_factory.mktemp("plain"), own=False, **settings)
+    trainer.train()
+    return request.param, settings, dict(trainer.model.named_parameters())
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("rule", [None, KeepAll(), ScoreAndKeepAll()], ids=["none", "keep all", "scored"])
+def test_keeping_all_is_trls_own_training(plain_training, tmp_path, rule):
+    kind, settings, expected = plain_training
+    trainer = make_trainer(kind, tmp_path, rule, **settings)
+    trainer.train()
+    assert trainer.args.steps_per_generation == 2
+    parameters = dict(trainer.model.named_parameters())
+    assert parameters.keys() == expected.keys()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path):
     class OnlyTheFirst:
         needs_influence, seen = False, 0
@@ -177,7 +185,7 @@ def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path):
             return Keep([0, 1] if OnlyTheFirst.seen == 1 else []).select(records)
 
     watch = Watch()
-    trainer = trainer_of(kind, tmp_path, OnlyTheFirst(), watch=watch, max_steps=3, weight_decay=0.1)
+    trainer = make_trainer(kind, tmp_path, OnlyTheFirst(), watch=watch, max_steps=3, weight_decay=0.1)
     trainer.train()
     assert OnlyTheFirst.seen == 3
     last = {name: p.detach() for name, p in trainer.model.named_parameters()}
@@ -185,30 +193,30 @@ def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path):
     assert all(torch.equal(watch.states[1][name], last[name]) for name in last)  # for all of Adam's momentum
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("kind", TRAINERS)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_scores_are_those_of_the_loop(kind, tmp_path, adapted, monkeypatch):
     from peft import LoraConfig, get_peft_model
 
-    model = model_of()
+    model = make_model()
     if adapted:
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     rows = []
-    made = GROUPS[kind][0]._rows
+    made = TRAINERS[kind][0]._make_rows
 
     def noting(self, output):
         found = made(self, output)
         rows.append((found, copy.deepcopy(self.accelerator.unwrap_model(self.model).state_dict())))
         return found
 
-    monkeypatch.setattr(GROUPS[kind][0], "_rows", noting)
-    demonstrations = ValidationLoss.of([{"prompt": "ab", "completion": "cc"}], tokenizer_of())
+    monkeypatch.setattr(TRAINERS[kind][0], "_make_rows", noting)
+    demonstrations = ValidationLoss.of([{"prompt": "ab", "completion": "cc"}], make_tokenizer())
     for target in (SequenceReturn(), TokenReturn(), demonstrations):
         rows.clear()
-        trainer = trainer_of(
+        trainer = make_trainer(
             *(kind, tmp_path, NonPositive()), model=copy.deepcopy(model), target=target, temperature=0.7, beta=0.05
         )
         trainer.train()
@@ -230,7 +238,7 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted, monkeypatch):
 def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches):
     for loss, reduction in (("grpo", "mean"), ("dr_grpo", "sum"), ("dapo", "sum")):
         batches.clear()
-        trainer = trainer_of(
+        trainer = make_trainer(
             *("grpo", tmp_path, ScoreAndKeepAll()),
             loss_type=loss,
             beta=0.1,
@@ -245,7 +253,7 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches):
         trainer.model.zero_grad()
         GRPOTrainer._compute_loss(trainer, trainer.model, batch).backward()
         theirs = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
-        rows = trainer._rows(batch)
+        rows = trainer._make_rows(batch)
         view = language_view(trainer.model)
         outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
         total = trainer.influence_objective(outputs, rows).sum()
@@ -266,7 +274,7 @@ def test_scores_stand_in_trls_table_and_metrics(tmp_path):
         def on_log(self, args, state, control, logs=None, **rest):
             logged.append(logs)
 
-    trainer = trainer_of(
+    trainer = make_trainer(
         "grpo", tmp_path, IPPO(), watch=Logged(), logging_strategy="steps", logging_steps=1, max_steps=2
     )
     trainer.train()
@@ -277,7 +285,7 @@ def test_scores_stand_in_trls_table_and_metrics(tmp_path):
 
 
 def test_evaluation_is_trls_own(tmp_path):
-    trainer = trainer_of("grpo", tmp_path, NonPositive())
+    trainer = make_trainer("grpo", tmp_path, NonPositive())
     trainer.model.eval()
     output = trainer._generate_and_score_completions([{"prompt": "ab"}] * 4)
     assert "loss_scale" not in output
@@ -286,7 +294,7 @@ def test_evaluation_is_trls_own(tmp_path):
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("settings", "said"),
+        ("settings", "message"),
         [
             ({"loss_type": "bnpo"}, "bnpo.*divided by its own tokens"),
             ({"steps_per_generation": 4}, "several optimiser steps on a generation batch"),
@@ -295,13 +303,13 @@ class TestRefusals:
             ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
         ],
     )
-    def test_what_cannot_be_made_equal(self, tmp_path, settings, said):
-        with pytest.raises(Unsupported, match=said):
-            trainer_of("grpo", tmp_path, NonPositive(), **settings)
-        trainer_of("grpo", tmp_path, KeepAll(), **settings)  # where nothing is selected, nothing has to be
+    def test_what_cannot_be_made_equal(self, tmp_path, settings, message):
+        with pytest.raises(Unsupported, match=message):
+            make_trainer("grpo", tmp_path, NonPositive(), **settings)
+        make_trainer("grpo", tmp_path, KeepAll(), **settings)  # where nothing is selected, nothing has to be
 
     @pytest.mark.parametrize(
-        ("settings", "said"),
+        ("settings", "message"),
         [
             ({"loss_type": "new"}, "loss_type='new'"),
             ({"use_adaptive_entropy": True}, "an entropy bonus"),
@@ -309,15 +317,15 @@ class TestRefusals:
             ({"use_liger_kernel": True}, "use_liger_kernel"),
         ],
     )
-    def test_what_this_machine_or_trl_would_not_make(self, tmp_path, settings, said):
-        args = trainer_of("grpo", tmp_path, NonPositive()).args
+    def test_what_this_machine_or_trl_would_not_make(self, tmp_path, settings, message):
+        args = make_trainer("grpo", tmp_path, NonPositive()).args
         for name, value in settings.items():
             setattr(args, name, value)
-        with pytest.raises(Unsupported, match=said):
+        with pytest.raises(Unsupported, match=message):
             check_selectable(args)
 
     def test_a_routers_loss(self, tmp_path, monkeypatch):
-        trainer = trainer_of("grpo", tmp_path, NonPositive())
+        trainer = make_trainer("grpo", tmp_path, NonPositive())
         config = trainer.model.config
         assert has_router_loss(trainer.args, trainer.model) is trainer.aux_loss_enabled is False
         if not hasattr(trainer.args, "router_aux_loss_coef"):
@@ -332,10 +340,10 @@ class TestRefusals:
 
     def test_a_class_for_a_rule(self, tmp_path):
         with pytest.raises(WhenceError, match="pass an instance"):
-            trainer_of("grpo", tmp_path, NonPositive)
+            make_trainer("grpo", tmp_path, NonPositive)
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tmp_path, monkeypatch):
     from accelerate.state import AcceleratorState
 
@@ -343,15 +351,15 @@ def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tm
     for half in (True, False):
         AcceleratorState._reset_state(reset_partial_state=True)
         rows = []
-        made = GROUPS[kind][0]._scores
+        made = TRAINERS[kind][0]._score_rows
 
         def noting(self, batch, made=made, rows=rows):
             rows.append(batch)
             return made(self, rows[0])
 
         with monkeypatch.context() as patch:
-            patch.setattr(GROUPS[kind][0], "_scores", noting)
-            trainer = trainer_of(kind, tmp_path / str(half), NonPositive(), bf16=half)
+            patch.setattr(TRAINERS[kind][0], "_score_rows", noting)
+            trainer = make_trainer(kind, tmp_path / str(half), NonPositive(), bf16=half)
             trainer.train()
         assert trainer.influence.engine == "ghost"
         found[half] = trainer.influence.scores, rows[0]
@@ -378,6 +386,6 @@ def test_equal_rewards_are_dropped_at_random_as_often_as_by_influence():
 
 
 def test_images_are_refused(tmp_path):
-    trainer = trainer_of("grpo", tmp_path, NonPositive())
+    trainer = make_trainer("grpo", tmp_path, NonPositive())
     with pytest.raises(Unsupported, match="pixel_values"):
-        trainer._rows({"pixel_values": torch.zeros(1)})
+        trainer._make_rows({"pixel_values": torch.zeros(1)})

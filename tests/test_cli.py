@@ -17,7 +17,7 @@ from whence import cli
 from whence.cli import progress
 from whence.experiments import RunConfig, load_comparison, presets
 from whence.experiments.rl.arms import describe_arms
-from whence.report.page import METRICS, READING, cell
+from whence.report.summary import METRICS, READING, cell
 from whence.runs import RunDirectory
 
 # Two runs one after the other, of a few seconds each.
@@ -249,7 +249,10 @@ class TestCompare:
     def test_it_prints_the_table(self, out, finished):
         _, text, _ = finished
         (summary,) = json.loads((out / "summary.json").read_text(encoding="utf-8")).values()
-        assert text.startswith("FrozenLake-v1, 1 seeds, 2 rounds metric ppo (null) iif")
+        final = [summary[arm]["final_return"]["mean"] for arm in ("iif", "ppo")]
+        verdict = "1 seed can tell no difference between iif and ppo: final returns are {:.3g} and {:.3g}."
+        assert text.startswith(f"{verdict.format(*final)} FrozenLake-v1, 1 seeds, 2 rounds metric ppo (null) iif")
+        assert "divergence (KL)" in text
         for metric, heading in METRICS.items():
             numbers = " ".join(" ".join(cell(metric, summary[arm][metric])) for arm in ("ppo", "iif"))
             assert words(f"{heading} {numbers}") in text
@@ -294,7 +297,7 @@ def test_ctrl_c_promises_nothing_where_nothing_goes_on(whence, monkeypatch, tmp_
         raise KeyboardInterrupt
 
     (tmp_path / "comparison.json").touch()
-    monkeypatch.setattr("whence.experiments.load", interrupted)
+    monkeypatch.setattr("whence.experiments.load_comparison", interrupted)
     assert whence("report", tmp_path) == (130, "", "Interrupted.")
 
 
@@ -309,7 +312,7 @@ def test_a_command_that_is_ended_leaves_no_worker(tmp_path, sent, code):
 
 def test_on_a_terminal_bars_count_all_rounds(monkeypatch):
     terminal = io.StringIO()
-    monkeypatch.setattr(output, "errors", Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr(progress, "errors", Console(file=terminal, force_terminal=True, width=100))
     configs = [RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=3) for arm in ("ppo", "iif")]
     with progress.ComparisonBars(configs) as bars:
         for config, rounds in ((0, 3), (1, 0), (1, 1), (1, 2)):

@@ -24,10 +24,11 @@ from whence.report.figures import (
     policy_entropy,
     seconds_by_stage,
 )
-from whence.report.page import DEFINITIONS, METRICS, READING, cell, embedded
-from whence.report.records import ENDS, LONGEST, ROUNDS, STEPS, browsed, ends, short_text, spread
+from whence.report.page import describe_comparison, describe_run, embed
+from whence.report.records import ENDS, LONGEST, ROUNDS, STEPS, browse_run, ends, short_text, spread
+from whence.report.summary import COMPARISON_DEFINITIONS, METRICS, READING, cell, format_seeds, make_summary
+from whence.report.verdict import choose_effect, count_needed_seeds, give_verdict
 from whence.runs import RunDirectory
-from whence.selection import KeepAll
 
 COLUMNS = [column.key for column in STEPS]
 
@@ -107,10 +108,10 @@ def page(html) -> Page:
     return Page(html)
 
 
-def by_hand(path, *, env="Some-v0", arms=("ppo", "iif"), env_kwargs=None, scored=("iif",)) -> Comparison:
+def by_hand(path, *, env="Some-v0", arms=("ppo", "iif"), env_kwargs=None, scored=("iif",), seeds=(0, 1)) -> Comparison:
     """A comparison of two rounds whose numbers are known, without any training."""
     configs = [
-        RunConfig(env=env, arm=arm, seed=seed, rounds=2, env_kwargs=env_kwargs or {}) for seed in (0, 1) for arm in arms
+        RunConfig(env=env, arm=arm, seed=seed, rounds=2, env_kwargs=env_kwargs or {}) for seed in seeds for arm in arms
     ]
     curves = {}
     for number, config in enumerate(configs):
@@ -194,15 +195,13 @@ class TestPage:
         assert places == [f"figure-{number}" for number in range(7)]
         assert len(page.data("figures-data")) == 7
         assert page.of("h2") == [
-            *("What it came to", "Advice", "Learning curves", "Records kept and dropped", "Policy entropy"),
+            *("Summary", "Advice", "Learning curves", "Records kept and dropped", "Policy entropy"),
             *("Approximate KL", "Time by stage", "Influence, iif", "Influence, random", "Records", "What was run"),
         ]
 
     def test_bands_are_told_of_where_there_are_any(self, tmp_path, page):
         assert sum("bands run from" in text for text in page.of("p")) == 1
-        both = by_hand(tmp_path)
-        one = Comparison(tmp_path, [config for config in both.configs if config.seed == 0], both.summary)
-        write_report(one, tmp_path / "report.html")
+        write_report(by_hand(tmp_path, seeds=(0,)), tmp_path / "report.html")
         assert not [
             text for text in Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("p") if "bands" in text
         ]
@@ -226,16 +225,20 @@ class TestPage:
 
     def test_the_table_holds_each_arm_and_metric(self, tiny, page):
         (summary,) = tiny.summary.values()
-        assert page.of("th") == ["metric", "ppo (null)", "iif", "random", *METRICS.values()]
-        rows = [[cell(metric, entry[metric])[0] for entry in summary.values()] for metric in METRICS]
-        assert page.of("td") == [text for row in rows for text in row]
-        ranges = [cell(metric, entry[metric])[1] for metric in METRICS for entry in summary.values()]
-        assert page.of("small") == [text for text in ranges if text]
+        assert page.of("th") == ["metric", "ppo (null)", "iif", "random", *METRICS.values(), "divergence (KL)"]
+        rows = [[format_seeds(metric, entry[metric]) for entry in summary.values()] for metric in METRICS]
+        assert page.of("td")[:-3] == [mean for row in rows for mean, _ in row]
+        assert page.of("small")[:-3] == [seeds for row in rows for _, seeds in row if seeds]
+        for mean, seeds, arm in zip(page.of("td")[-3:], page.of("small")[-3:], summary, strict=True):
+            runs = [tiny.run(config).table("metrics") for config in tiny.configs if config.arm == arm]
+            divergences = [float(run["train/approx_kl"].mean()) for run in runs]
+            assert mean == f"{sum(divergences) / 2:.3g}"
+            assert seeds == f"({divergences[0]:.3g}, {divergences[1]:.3g})"
 
     def test_it_says_how_the_figures_are_meant(self, page):
-        assert page.of("dt")[: len(DEFINITIONS)] == list(DEFINITIONS)
-        assert page.of("dd")[: len(DEFINITIONS)] == list(DEFINITIONS.values())
-        assert all(term in READING and meaning in READING for term, meaning in DEFINITIONS.items())
+        assert page.of("dt")[: len(COMPARISON_DEFINITIONS)] == list(COMPARISON_DEFINITIONS)
+        assert page.of("dd")[: len(COMPARISON_DEFINITIONS)] == list(COMPARISON_DEFINITIONS.values())
+        assert all(term in READING and meaning in READING for term, meaning in COMPARISON_DEFINITIONS.items())
 
     def test_it_says_what_was_run(self, page):
         assert page.of("bdi") == ["FrozenLake-v1: ppo, iif, random"]
@@ -264,8 +267,11 @@ class TestPage:
         page = Page((tmp_path / "a.html").read_text(encoding="utf-8"))
         assert page.of("h3")[0] == "adaptive optimiser"
         assert sum("Adam rescales every parameter" in text for text in page.of("p")) == 1
-        where = page.of("li")
-        assert where == ["iif, round 1, seeds 0, 1", "random, round 1, seeds 0, 1"]
+        verdicts, places = page.of("li")[:2], page.of("li")[2:]
+        assert [verdict.partition(":")[0] for verdict in verdicts] == [
+            f"2 seeds can tell no difference between {arm} and ppo" for arm in ("iif", "random")
+        ]
+        assert places == ["iif, round 1, seeds 0, 1", "random, round 1, seeds 0, 1"]
 
     def test_without_advice_there_is_no_place_for_it(self, tmp_path):
         write_report(by_hand(tmp_path, arms=("ppo",), scored=()), tmp_path / "report.html")
@@ -311,7 +317,7 @@ class TestPage:
         assert facts["env"] == facts[HOSTILE] == facts["torch"] == HOSTILE
 
     def test_hostile_names_of_arms_stay_text_in_table_and_figures(self, tmp_path, monkeypatch):
-        arm = Arm(lambda *_: KeepAll(), True, "")
+        arm = Arm("KeepAll", "")
         monkeypatch.setattr("whence.experiments.rl.config.ARMS", {"ppo": arm, "</script><b>": arm})
         comparison = by_hand(tmp_path, arms=("ppo", "</script><b>"), scored=("</script><b>",))
         write_report(comparison, tmp_path / "report.html")
@@ -446,14 +452,14 @@ class TestRunPage:
 class TestEmbedded:
     @pytest.mark.parametrize("text", [HOSTILE, TURNED, "<!--<script>", "]]>", "\ud800", "\\u003c"])
     def test_json_holds_nothing_that_means_something_to_html(self, text):
-        out = str(embedded([{text: text}]))
+        out = str(embed([{text: text}]))
         assert not re.search("[<>&\u2028\u2029]", out)
         assert out.isascii()
         assert json.loads(out) == [{text: text}]
 
     def test_what_json_does_not_know_is_refused(self):
         with pytest.raises(ValueError, match="not JSON compliant"):
-            embedded([float("nan")])
+            embed([float("nan")])
 
 
 class TestRecords:
@@ -511,23 +517,23 @@ class TestRecords:
     )
     def test_observations_are_short_text(self, tmp_path, columns, expected):
         directory = run_of(tmp_path / "lake", {}, (1,), **columns)
-        (shown,) = browsed(directory, "lake")["rounds"]
+        (shown,) = browse_run(directory, "lake")["rounds"]
         row = next(row for row in shown["rows"] if row[0] == 1)
         assert row[COLUMNS.index("observation")] == expected
 
     def test_a_row_holds_what_the_directory_holds(self, tmp_path):
         directory = run_of(tmp_path / "lake", {}, (1,), action=np.full((60, 2), 0.5), value=np.full(60, np.nan))
-        rows = browsed(directory, "lake")["rounds"][0]["rows"]
+        rows = browse_run(directory, "lake")["rounds"][0]["rows"]
         assert rows[0] == [0, -30.0, False, 0, 0, 0, "0.5, 0.5", 0, 0.0, 0.0, "nan", 0.0, "too low"]
         assert rows[-1][:6] == [17, 29.0, True, 0, 1, 7]
         assert rows[-1][-3:] == ["nan", pytest.approx(17 / 7, rel=1e-5), None]
-        assert browsed(directory, "the lake")["label"] == "the lake"
+        assert browse_run(directory, "the lake")["label"] == "the lake"
         json.dumps(rows, allow_nan=False)
 
     def test_columns_that_are_not_there_stay_empty(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {})
         directory.write_round("records", 1, pl.DataFrame({"record_id": [5]}))
-        (shown,) = browsed(directory, "lake")["rounds"]
+        (shown,) = browse_run(directory, "lake")["rounds"]
         assert shown == {"round": 1, "records": 1, "scored": False, "rows": [[5, *[None] * (len(COLUMNS) - 1)]]}
 
 

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import io
 import json
 import os
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 
 from whence import cli
 from whence.cli import progress
-from whence.experiments import RunConfig, load_comparison, presets
+from whence.cli.sweep_table import SweepTable
+from whence.experiments import Planned, RunConfig, load_comparison, presets
 from whence.experiments.rl.arms import describe_arms
 from whence.report.summary import METRICS, READING, cell
 from whence.runs import RunDirectory
@@ -250,7 +252,7 @@ class TestCompare:
         _, text, _ = finished
         (summary,) = json.loads((out / "summary.json").read_text(encoding="utf-8")).values()
         final = [summary[arm]["final_return"]["mean"] for arm in ("iif", "ppo")]
-        verdict = "1 seed can tell no difference between iif and ppo: final returns are {:.3g} and {:.3g}."
+        verdict = "Too few seeds to compare iif with ppo: iif ends at {:.3g} and ppo at {:.3g}."
         assert text.startswith(f"{verdict.format(*final)} FrozenLake-v1, 1 seeds, 2 rounds metric ppo (null) iif")
         assert "divergence (KL)" in text
         for metric, heading in METRICS.items():
@@ -283,6 +285,14 @@ class TestCompare:
         code, text, _ = whence("compare", *LAKE, "--out", out, "--json")
         assert code == 0
         assert json.loads(text) == json.loads((out / "summary.json").read_text(encoding="utf-8"))
+
+    def test_report_tells_scripts_what_it_shows(self, whence, tmp_path, out, finished):
+        shown = {"arms": ["ppo", "iif"], "seeds": [0], "rounds": 2}
+        code, text, _ = whence("report", out, "--out", tmp_path / "page.html", "--json")
+        assert code == 0
+        assert json.loads(text) == {"path": str(tmp_path / "page.html"), "kind": "comparison", **shown}
+        _, text, _ = whence("report", out / "runs" / "iif" / "seed_0", "--out", tmp_path / "run.html", "--json")
+        assert json.loads(text) == {"path": str(tmp_path / "run.html"), "kind": "run", **shown, "arms": ["iif"]}
 
     def test_paths_are_printed_whole_and_as_they_are(self, whence, tmp_path, out, finished):
         long = tmp_path / f"lake[b]{'long' * 20}"
@@ -323,3 +333,158 @@ def test_on_a_terminal_bars_count_all_rounds(monkeypatch):
         bars.update(configs[1], 3)
     assert "6/6" in terminal.getvalue()
     assert "rounds done" not in terminal.getvalue()
+
+
+class TestFailures:
+    """Of the machine, not of whence."""
+
+    @pytest.mark.parametrize(
+        ("failure", "message"),
+        [
+            (
+                PermissionError(errno.EACCES, "Permission denied", "runs/lake"),
+                "runs/lake cannot be read or written: ",
+            ),
+            (OSError(errno.EROFS, "Read-only file system", "out"), "name a directory that you may write to."),
+            (OSError(errno.ENOSPC, "No space left on device", "out/a"), "out/a cannot be written: the disk is full."),
+            (
+                OSError("No space left on device (os error 28)"),
+                "A file cannot be written: the disk is full.",
+            ),
+            (FileNotFoundError(errno.ENOENT, "No such file or directory", "sweep.toml"), "sweep.toml is not there:"),
+            (OSError(errno.EIO, "Input/output error", "out"), "out cannot be used: Input/output error. Check"),
+            (ModuleNotFoundError("No module named 'lake'", name="lake"), "Python finds no module 'lake'. Install"),
+            (ModuleNotFoundError("No module named 'lake'", name="lake"), "PYTHONPATH=DIRECTORY whence ..."),
+        ],
+    )
+    def test_they_name_what_failed_and_how_to_mend_it(self, whence, monkeypatch, tmp_path, failure, message):
+        def fail(path):
+            raise failure
+
+        monkeypatch.setattr("whence.runs.RunDirectory.open", fail)
+        code, out, err = whence("report", tmp_path)
+        assert (code, out) == (2, "")
+        assert err.startswith("Error: ")
+        assert message in err
+        assert "no error that whence expects" not in err
+
+    def test_a_file_where_a_directory_is_needed(self, whence, tmp_path):
+        (tmp_path / "page").touch()
+        run = tmp_path / "run"
+        RunDirectory.create(run, {"rule": "IIF()"})
+        code, _, err = whence("report", run, "--out", tmp_path / "page" / "report.html")
+        assert code == 2
+        assert f"{tmp_path / 'page'} cannot be used: File exists. Check the path" in err
+
+    def test_others_stay_unexpected(self, whence, monkeypatch, tmp_path):
+        def fail(path):
+            raise RuntimeError("a fault")
+
+        monkeypatch.setattr("whence.runs.RunDirectory.open", fail)
+        code, _, err = whence("report", tmp_path)
+        assert code == 1
+        assert err.startswith("Error: RuntimeError: a fault This is no error that whence expects: `whence --debug ...`")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("attribute",), ("counterfactual", "--round", "1"), ("intervene",)], ids=lambda one: one[0]
+)
+def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path, arguments):
+    RunDirectory.create(tmp_path / "run", {"kind": "language", "arm": "ippo"})
+    code, _, err = whence(arguments[0], tmp_path / "run", *arguments[1:])
+    assert code == 2
+    assert f"{tmp_path / 'run'} is a language-model run" in err
+    assert f"are in {tmp_path / 'run' / 'records'}; see them with: whence report {tmp_path / 'run'}" in err
+
+
+def test_attribute_shows_the_parts_of_a_dict_observation(whence, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "dict_env.py").write_text(DICT_ENV, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    small = ("--n-steps", 8, "--batch-size", 8, "--n-epochs", 1, "--rounds", 1)
+    code, _, err = whence("train", "dict_env:Signs-v0", *small, "--run", tmp_path / "run")
+    assert code == 0, err
+    code, out, _ = whence("attribute", tmp_path / "run", "--top", 1)
+    assert code == 0
+    assert "record_id episode_id step observation.far observation.near action advantage score" in out
+    assert out.count("[1, 1, 1, 1, 1, 1, …]") == 2
+    assert out.count("[0.5, 0.5]") == 2
+
+
+DICT_ENV = """
+import gymnasium as gym
+import numpy as np
+
+
+class Signs(gym.Env):
+    observation_space = gym.spaces.Dict(
+        far=gym.spaces.Box(-1, 1, (8,), np.float32), near=gym.spaces.Box(-1, 1, (2,), np.float32)
+    )
+    action_space = gym.spaces.Discrete(2)
+
+    def look(self):
+        return {"far": np.ones(8, np.float32), "near": np.full(2, 0.5, np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.look(), {}
+
+    def step(self, action):
+        return self.look(), float(action), True, False, {}
+
+
+gym.register("Signs-v0", Signs)
+"""
+
+
+class TestProgress:
+    """Without a terminal."""
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    @pytest.fixture
+    def clock(self):
+        return self.Clock()
+
+    def test_a_run_has_a_line_every_ten_seconds_and_one_at_its_end(self, capsys, clock):
+        with progress.RunBar(9, clock) as bar:
+            bar.update(0, {})
+            for rounds, second in ((1, 3), (2, 12.9), (3, 13), (4, 22), (5, 24), (9, 24.5)):
+                clock.now = second
+                bar.update(rounds, {"test_return": rounds / 2, "dropped_share": 0.25})
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.splitlines() == [
+            f"round {rounds} of 9: test return {rounds / 2:.4g}, 75% kept" for rounds in (1, 3, 5, 9)
+        ]
+
+    def test_a_comparison_has_one_line_for_all_its_runs(self, capsys, clock):
+        ppo, iif = (RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=3) for arm in ("ppo", "iif"))
+        with progress.ComparisonBars([ppo, iif], clock) as bars:
+            for config, rounds, second in ((ppo, 0, 0), (ppo, 1, 1), (iif, 1, 2), (iif, 2, 11), (ppo, 3, 12)):
+                clock.now = second
+                bars.update(config, rounds)
+        assert capsys.readouterr().err.splitlines() == [
+            "ppo, seed 0: round 1 of 3",
+            "iif, seed 0: round 2 of 3",
+            "ppo, seed 0: 3 rounds done",
+        ]
+
+    def test_a_sweep_has_one_line_for_all_its_runs(self, capsys, clock):
+        configs = [RunConfig(env="FrozenLake-v1", arm="ppo", seed=seed, rounds=3) for seed in (0, 1)]
+        first, second = (Planned("lake", "ppo", config) for config in configs)
+        with SweepTable([first, second], 1, clock) as table:
+            for planned, done, now in ((first, 0, 0), (first, 1, 1), (second, 1, 2), (second, 2, 11), (first, 3, 11)):
+                clock.now = now
+                table.rounds(planned, done)
+            clock.now = 65
+            table.ended(first, None)
+        assert capsys.readouterr().err.splitlines() == [
+            "lake/ppo/seed_0: round 1 of 3",
+            "lake/ppo/seed_1: round 2 of 3",
+            "lake/ppo/seed_0: done in 0:01:05",
+        ]

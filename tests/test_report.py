@@ -269,7 +269,7 @@ class TestPage:
         assert sum("Adam rescales every parameter" in text for text in page.of("p")) == 1
         verdicts, places = page.of("li")[:2], page.of("li")[2:]
         assert [verdict.partition(":")[0] for verdict in verdicts] == [
-            f"2 seeds can tell no difference between {arm} and ppo" for arm in ("iif", "random")
+            f"Too few seeds to compare {arm} with ppo" for arm in ("iif", "random")
         ]
         assert places == ["iif, round 1, seeds 0, 1", "random, round 1, seeds 0, 1"]
 
@@ -340,7 +340,7 @@ class TestPage:
 
     def test_a_large_comparison_makes_no_heavy_page(self, tmp_path):
         arms = ("ppo", "iif", "random")
-        small = by_hand(tmp_path, arms=arms, scored=arms)
+        small = by_hand(tmp_path, arms=arms, scored=arms, seeds=range(3))
         configs = [RunConfig(env="Some-v0", arm=arm, seed=seed, rounds=50) for seed in range(3) for arm in arms]
         numbers = np.random.default_rng(0).normal(size=(2048, 8))
         records = records_of(2048, reason="influence among the lowest 0.5 of the negative", observation=numbers)
@@ -443,6 +443,17 @@ class TestRunPage:
         reason = text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
         assert {row["reason"] for row in rows} == {None, reason}
         assert all(row["observation"].startswith(text[:100]) for row in rows)
+
+    def test_settings_in_effect_stand_in_a_group_of_their_own(self, tmp_path):
+        effective = {"learning_rate": 0.0003, "policy": "MlpPolicy", "optimizer": {"eps": 1e-5}}
+        page = page_of(run_of(tmp_path / "lake", {"env": "Some-v0", "effective": effective}))
+        assert "settings in effect" in page.of("h3")
+        facts = page.facts()
+        assert [facts[name] for name in effective] == (
+            "0.0003",
+            "MlpPolicy",
+            '{"eps": 1e-05}',
+        )
 
     def test_half_a_pair_of_surrogates_is_no_character(self, tmp_path):
         page = page_of(run_of(tmp_path / "lake", {"env": "\ud800lake"}, (1,)))
@@ -554,6 +565,96 @@ class TestCell:
     def test_every_metric_shown_is_one_that_is_measured(self, tiny):
         for entry in next(iter(tiny.summary.values())).values():
             assert METRICS.keys() <= entry.keys()
+
+
+PPO_RETURNS = {0: 100.0, 1: 110.0, 2: 90.0, 3: 105.0, 4: 95.0}
+
+
+class TestVerdict:
+    def verdict(self, *differences, effect=50.0):
+        returns = {seed: PPO_RETURNS[seed] + difference for seed, difference in enumerate(differences)}
+        return give_verdict("iif", returns, "ppo", PPO_RETURNS, effect)
+
+    def test_without_evidence_the_seeds_that_are_needed_are_named(self):
+        # Mean 12, standard deviation 37.2, of the mean 16.6; t(4) at 97.5% is 2.776.
+        assert self.verdict(12, -40, 60, 30, -2) == (
+            "No evidence that iif ends higher than ppo (difference 12 [-34.2, 58.2]); about 7 seeds would be needed to "
+            "see a difference of 50."
+        )
+
+    def test_a_difference_that_would_have_shown(self):
+        assert self.verdict(12, -40, 60, 30, -2, effect=100).endswith(
+            "; a difference of 100 would probably have shown."
+        )
+
+    def test_a_difference_that_no_number_of_seeds_shows(self):
+        verdict = self.verdict(12, -40, 60, 30, -2, effect=0.01)
+        assert verdict.endswith("; more than 1,000 seeds would be needed to see a difference of 0.01.")
+
+    @pytest.mark.parametrize(("sign", "word", "ends"), [(1, "higher", "9.41, 14.2"), (-1, "lower", "-14.2, -9.41")])
+    def test_evidence_in_either_direction(self, sign, word, ends):
+        verdict = self.verdict(*(sign * difference for difference in (12, 14, 9, 13, 11)))
+        assert verdict == f"iif ends {word} than ppo (difference {sign * 11.8} [{ends}], 5 seeds)."
+
+    @pytest.mark.parametrize(
+        ("returns", "text"),
+        [
+            ({0: 1.0, 1: 2.5}, "iif ends at 1, 2.5 and ppo at 100, 110"),
+            ({2: 1.0, 9: 7.0}, "iif ends at 1 and ppo at 90"),
+            ({9: 7.0}, "they share none"),
+        ],
+    )
+    def test_fewer_than_three_seeds_make_no_verdict(self, returns, text):
+        verdict = give_verdict("iif", returns, "ppo", PPO_RETURNS, 50)
+        assert verdict == f"Too few seeds to compare iif with ppo: {text}."
+
+    def test_equal_runs_need_no_number_of_seeds(self):
+        assert self.verdict(0, 0, 0) == "No evidence that iif ends higher than ppo (difference 0 [0, 0])."
+
+    @pytest.mark.parametrize(
+        ("spread", "effect", "seeds"),
+        # The first three as G*Power has them for a paired t test.
+        [(1, 0.5, 34), (2, 1.6, 15), (1, 1, 10), (1, 1e9, 2), (1, 1e-6, None)],
+    )
+    def test_seeds_of_80_percent_power(self, spread, effect, seeds):
+        assert count_needed_seeds(spread, effect) == seeds
+
+    @pytest.mark.parametrize(("curve", "effect"), [([20, 300, 540], 50), ([-3, -1], 0.2), ([1, 1], 0), ([], 0)])
+    def test_a_tenth_of_the_gain_is_worth_seeing(self, curve, effect):
+        assert choose_effect(curve) == effect
+
+    def test_a_comparison_has_a_verdict_for_each_arm(self, tmp_path):
+        # Run by run, final returns rise by one: iif's are 1 above ppo's, random's 2.
+        comparison = by_hand(tmp_path, arms=("ppo", "iif", "random"), seeds=(0, 1, 2))
+        summary = make_summary(comparison)
+        assert summary.verdicts == [
+            f"{arm} ends higher than ppo (difference {by} [{by}, {by}], 3 seeds)."
+            for arm, by in (("iif", 1), ("random", 2))
+        ]
+        assert summary.headings == ["ppo (null)", "iif", "random"]
+        assert summary.rows[-1] == ("divergence (KL)", [("0.01", "[0.01, 0.01]")] * 3)
+        write_report(comparison, tmp_path / "report.html")
+        items = Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("li")
+        assert items[:2] == summary.verdicts
+
+    def test_two_seeds_are_shown_themselves(self):
+        entry = {"mean": 0.25, "low": -9.0, "high": 9.0, "per_seed": [0.0, 0.5]}
+        assert format_seeds("final_return", entry) == ("0.25", "(0, 0.5)")
+        assert format_seeds("se_ave", {**entry, "per_seed": [None, 0.5]}) == ("25.0%", "(–, 50.0%)")
+        assert format_seeds("final_return", {**entry, "per_seed": [0, 0, 0.5]}) == ("0.25", "[-9, 9]")
+        assert format_seeds("final_return", {**entry, "low": None, "per_seed": [0.25]}) == ("0.25", "")
+
+
+class TestDescription:
+    def test_a_comparison(self, tiny):
+        content = {"kind": "comparison", "arms": ["ppo", "iif", "random"], "seeds": [0, 1], "rounds": 2}
+        assert describe_comparison(tiny) == content
+
+    def test_a_run(self, tiny, tmp_path):
+        run = tiny.run(next(config for config in tiny.configs if config.seed == 1))
+        assert describe_run(run) == {"kind": "run", "arms": ["ppo"], "seeds": [1], "rounds": 2}
+        script = run_of(tmp_path / "lake", {"rule": "IIF(drop=0.5)"}, (1,))
+        assert describe_run(script) == {"kind": "run", "arms": ["IIF(drop=0.5)"], "seeds": [], "rounds": 1}
 
 
 class TestFigures:

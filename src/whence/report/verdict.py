@@ -29,9 +29,9 @@ def give_verdict(
     """
     seeds = sorted(returns.keys() & standard_returns.keys())
     if len(seeds) < LEAST_SEEDS:
-        ends, standard_ends = (_join([values[seed] for seed in seeds]) for values in (returns, standard_returns))
-        few = f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'} can tell no difference between {arm} and {standard}"
-        return f"{few}: final returns are {ends} and {standard_ends}." if seeds else f"{few}: they share none."
+        ends, standard_ends = (_list([values[seed] for seed in seeds]) for values in (returns, standard_returns))
+        values = f"{arm} ends at {ends} and {standard} at {standard_ends}" if seeds else "they share none"
+        return f"Too few seeds to compare {arm} with {standard}: {values}."
     differences = [returns[seed] - standard_returns[seed] for seed in seeds]
     interval = t_interval(differences)
     mean, low, high = (interval[name] or 0.0 for name in ("mean", "low", "high"))
@@ -83,5 +83,5 @@ def _describe_need(needed: int | None, seeds: int, effect: float) -> str:
     return f"about {needed} seeds would be needed to see a difference of {effect:g}"
 
 
-def _join(values: Sequence[float]) -> str:
-    return " and ".join(f"{value:.3g}" for value in values)
+def _list(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)

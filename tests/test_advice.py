@@ -12,7 +12,7 @@ from stable_baselines3.common.monitor import Monitor
 import whence
 from toys import Toy, model
 from whence.advice import give_advice
-from whence.report.sections import advised
+from whence.report.sections import gather_advice
 from whence.rounds import METHODS
 from whence.sb3 import InfluenceCallback
 
@@ -39,7 +39,7 @@ def test_scores_under_an_adaptive_optimiser(optimizer: str) -> None:
 def test_a_page_knows_an_arms_method() -> None:
     def list_kinds(config: dict[str, Any]) -> list[str]:
         table = pl.DataFrame({"round": [1], "mean": [0.1]})
-        return list(advised({("arm", 0): SimpleNamespace(config=config, table=lambda name: table)}))  # type: ignore[dict-item]
+        return list(gather_advice({("arm", 0): SimpleNamespace(config=config, table=lambda name: table)}))  # type: ignore[dict-item]
 
     assert list_kinds({"arm": "iif", "optimizer": "Adam"}) == ["adaptive optimiser"]
     assert list_kinds({"arm": "iif-smoothed", "optimizer": "Adam"}) == []

@@ -57,19 +57,19 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 
 
 @contextmanager
-def opened(browser, path, *, width=1600, colour_scheme="light") -> Iterator:
+def open_page(browser, path, *, width=1600, colour_scheme="light") -> Iterator:
     """The page, with nothing to load from; whatever it complains of, or asks for, fails the test."""
     problems = []
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=colour_scheme)
 
-    def routed(route):
+    def refuse_others(route):
         if route.request.url == path.as_uri():
             route.continue_()
         else:
             problems.append(f"asks for {route.request.url[:100]}")
             route.abort()
 
-    context.route("**/*", routed)
+    context.route("**/*", refuse_others)
     page = context.new_page()
     page.set_default_timeout(10_000)
     page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
@@ -111,32 +111,40 @@ def sorts(page) -> dict[str, str]:
 
 @pytest.fixture
 def records(browser, pages) -> Iterator:
-    with opened(browser, pages["records"]) as page:
+    with open_page(browser, pages["records"]) as page:
         yield page
 
 
-@pytest.mark.parametrize("colour_scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1600])
+# Each page is loaded in one colour scheme at one width and in the other at the other, and then changes to the other.
+@pytest.mark.parametrize(("width", "colour_schemes"), [(390, ("light", "dark")), (1600, ("dark", "light"))])
 @pytest.mark.parametrize(("name", "figures"), [("comparison", 6), ("run", 1), ("empty", 0)])
-def test_a_page_is_readable(browser, pages, name, figures, width, colour_scheme):
-    with opened(browser, pages[name], width=width, colour_scheme=colour_scheme) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        playwright.expect(page.locator(".figure .main-svg .infolayer")).to_have_count(figures)
-        ground, ink = page.evaluate("(style => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
-        brighter, darker = (ground, ink) if colour_scheme == "light" else (ink, ground)
-        assert luminance(brighter) > 0.8
-        assert luminance(darker) < 0.2
-        for figure in page.locator(".figure").all():
-            assert figure.bounding_box()["width"] <= width
-            plot, legend = (figure.locator(part) for part in ("rect.nsewdrag", "g.legend"))
-            if legend.count():
-                box = legend.bounding_box()
-                assert box["y"] + box["height"] <= plot.first.bounding_box()["y"] + 1
-                assert plot.first.bounding_box()["height"] > 150
+def test_a_page_is_readable(browser, pages, name, figures, width, colour_schemes):
+    with open_page(browser, pages[name], width=width, colour_scheme=colour_schemes[0]) as page:
+        for colour_scheme in colour_schemes:
+            page.emulate_media(color_scheme=colour_scheme)
+            check_readable(page, figures, width, colour_scheme)
+
+
+def check_readable(page, figures, width, colour_scheme):
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    playwright.expect(page.locator(".figure .main-svg .infolayer")).to_have_count(figures)
+    ground, ink = page.evaluate("(style => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
+    brighter, darker = (ground, ink) if colour_scheme == "light" else (ink, ground)
+    assert luminance(brighter) > 0.8
+    assert luminance(darker) < 0.2
+    soft = page.locator("header p").evaluate("text => getComputedStyle(text).color")
+    for figure in page.locator(".figure").all():
+        playwright.expect(figure.locator(".xtick text").first).to_have_css("fill", soft)  # drawn in this scheme
+        assert figure.bounding_box()["width"] <= width
+        plot, legend = (figure.locator(part) for part in ("rect.nsewdrag", "g.legend"))
+        if legend.count():
+            box = legend.bounding_box()
+            assert box["y"] + box["height"] <= plot.first.bounding_box()["y"] + 1
+            assert plot.first.bounding_box()["height"] > 150
 
 
 def test_figures_follow_the_preference_when_it_changes(browser, pages):
-    with opened(browser, pages["run"]) as page:
+    with open_page(browser, pages["run"]) as page:
         tick = playwright.expect(page.locator("#figure-0 .xtick text").first)
         soft = page.locator("header p")
         for colour_scheme in ("light", "dark", "light"):
@@ -145,7 +153,7 @@ def test_figures_follow_the_preference_when_it_changes(browser, pages):
 
 
 def test_no_button_of_a_figure_sends_it_away(browser, pages):
-    with opened(browser, pages["run"]) as page:
+    with open_page(browser, pages["run"]) as page:
         page.locator("#figure-0 rect.nsewdrag").hover()
         buttons = page.locator("#figure-0 .modebar-btn")
         playwright.expect(buttons.first).to_be_visible()
@@ -154,7 +162,7 @@ def test_no_button_of_a_figure_sends_it_away(browser, pages):
 
 
 def test_an_arm_that_is_switched_off_stays_so_in_other_colours(browser, pages):
-    with opened(browser, pages["comparison"]) as page:
+    with open_page(browser, pages["comparison"]) as page:
         last, lines = (page.locator(f"#figure-{number} .scatterlayer .trace") for number in (5, 0))
         playwright.expect(last.first).to_be_attached()
         drawn = lines.count()
@@ -168,7 +176,7 @@ def test_an_arm_that_is_switched_off_stays_so_in_other_colours(browser, pages):
 
 
 def test_hostile_text_is_shown_as_text(browser, pages):
-    with opened(browser, pages["run"]) as page:
+    with open_page(browser, pages["run"]) as page:
         assert page.locator("h1").text_content() == f"{ENV}: {HOSTILE}"
         assert page.title() == f"{ENV}: {HOSTILE} · whence"
         assert page.locator("#facts dd").first.text_content() == ENV
@@ -246,13 +254,13 @@ def test_another_round_and_another_run_show_other_rows(records):
 
 
 def test_the_records_scroll_in_their_own_box(browser, pages):
-    with opened(browser, pages["records"], width=390) as page:
+    with open_page(browser, pages["records"], width=390) as page:
         inner, outer = page.evaluate("(box => [box.scrollWidth, box.clientWidth])(document.querySelector('.tall'))")
         assert inner > outer
         assert page.locator("#records").bounding_box()["width"] <= 390
 
 
 def test_an_empty_run_says_so(browser, pages):
-    with opened(browser, pages["empty"]) as page:
+    with open_page(browser, pages["empty"]) as page:
         assert page.locator("#unstarted h2").text_content() == "No rounds yet"
         assert page.locator("nav a").all_text_contents() == ["Configuration"]

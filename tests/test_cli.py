@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import io
 import json
 import os
@@ -15,9 +16,10 @@ from typer.testing import CliRunner
 
 from whence import cli
 from whence.cli import progress
-from whence.experiments import RunConfig, load_comparison, presets
+from whence.cli.sweep_table import SweepTable
+from whence.experiments import Planned, RunConfig, load_comparison, presets
 from whence.experiments.rl.arms import describe_arms
-from whence.report.page import METRICS, READING, cell
+from whence.report.summary import METRICS, READING, cell
 from whence.runs import RunDirectory
 
 # Two runs one after the other, of a few seconds each.
@@ -46,7 +48,7 @@ def whence(monkeypatch, capsys):
     return call
 
 
-def started(*arguments):
+def start(*arguments):
     """Start the command in a process group of its own."""
     # A test run in the background may have been started with Ctrl-C ignored, and children inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,7 +62,7 @@ def started(*arguments):
         signal.signal(signal.SIGINT, before)
 
 
-def ended(process):
+def wait_for(process):
     """Wait for the end of a process and all its children; returns exit code, stdout and stderr."""
     try:
         # The children hold the same pipes: this returns when the last of them has gone.
@@ -73,14 +75,14 @@ def ended(process):
 
 class TestHelp:
     def test_commands(self):
-        found = CliRunner().invoke(cli.app, ["--help"])
-        assert found.exit_code == 0
-        assert "compare Train each arm on each seed" in words(found.output)
+        result = CliRunner().invoke(cli.app, ["--help"])
+        assert result.exit_code == 0
+        assert "compare Train each arm on each seed" in words(result.output)
 
     def test_compare_names_arms_and_presets(self):
-        found = CliRunner().invoke(cli.app, ["compare", "--help"])
-        assert found.exit_code == 0
-        text = words(found.output)
+        result = CliRunner().invoke(cli.app, ["compare", "--help"])
+        assert result.exit_code == 0
+        text = words(result.output)
         assert f"{describe_arms()}; whence list arms tells what they do." in text
         for name in presets():
             assert name in text
@@ -180,10 +182,11 @@ class TestErrors:
         assert code == 2
         assert f"The environment 'no_module{text}:Foo-v0' cannot be made" in err
 
-    def test_as_a_process(self, tmp_path):
-        code, out, err = ended(started("compare", "FrozenLke-v1", "--out", tmp_path / "out"))
+    def test_as_a_process(self):
+        # A command that starts fast: the others end by the same lines.
+        code, out, err = wait_for(start("list", "armz"))
         assert (code, out) == (2, "")
-        assert err.startswith("Error: No environment 'FrozenLke-v1' is registered in Gymnasium. Did you mean FrozenLak")
+        assert err.startswith("Error: There are no 'armz' to list. Did you mean arms?")
         assert "Traceback" not in err
 
 
@@ -192,9 +195,9 @@ def out(tmp_path_factory):
     return tmp_path_factory.mktemp("compare") / "lake"
 
 
-def stopped(out, arm, sent):
-    """Send the command a signal in the run of an arm; returns what `ended` does."""
-    process = started("compare", *LAKE, "--out", out)
+def stop(out, arm, sent):
+    """Send the command a signal in the run of an arm; returns what `wait_for` does."""
+    process = start("compare", *LAKE, "--out", out)
     try:
         until = time.monotonic() + 120
         while not (out / "runs" / arm / "seed_0" / "evaluations.parquet").exists():
@@ -203,20 +206,20 @@ def stopped(out, arm, sent):
             time.sleep(0.02)
         process.send_signal(sent)
     finally:
-        result = ended(process)
+        result = wait_for(process)
     return result
 
 
 @pytest.fixture(scope="module")
 def interrupted(out):
-    """Interrupt the command in its second run; returns what `ended` does, and the files there then."""
-    return *stopped(out, "iif", signal.SIGINT), stamps(out)
+    """Interrupt the command in its second run; returns what `wait_for` does, and the files there then."""
+    return *stop(out, "iif", signal.SIGINT), stamps(out)
 
 
 @pytest.fixture(scope="module")
 def finished(out, interrupted):
-    """Give the same command again; returns what `ended` does."""
-    return ended(started("compare", *LAKE, "--out", out))
+    """Give the same command again; returns what `wait_for` does."""
+    return wait_for(start("compare", *LAKE, "--out", out))
 
 
 class TestCompare:
@@ -249,7 +252,10 @@ class TestCompare:
     def test_it_prints_the_table(self, out, finished):
         _, text, _ = finished
         (summary,) = json.loads((out / "summary.json").read_text(encoding="utf-8")).values()
-        assert text.startswith("FrozenLake-v1, 1 seeds, 2 rounds metric ppo (null) iif")
+        final = [summary[arm]["final_return"]["mean"] for arm in ("iif", "ppo")]
+        verdict = "Too few seeds to compare iif with ppo: iif ends at {:.3g} and ppo at {:.3g}."
+        assert text.startswith(f"{verdict.format(*final)} FrozenLake-v1, 1 seeds, 2 rounds metric ppo (null) iif")
+        assert "divergence (KL)" in text
         for metric, heading in METRICS.items():
             numbers = " ".join(" ".join(cell(metric, summary[arm][metric])) for arm in ("ppo", "iif"))
             assert words(f"{heading} {numbers}") in text
@@ -281,6 +287,14 @@ class TestCompare:
         assert code == 0
         assert json.loads(text) == json.loads((out / "summary.json").read_text(encoding="utf-8"))
 
+    def test_report_tells_scripts_what_it_shows(self, whence, tmp_path, out, finished):
+        shown = {"arms": ["ppo", "iif"], "seeds": [0], "rounds": 2}
+        code, text, _ = whence("report", out, "--out", tmp_path / "page.html", "--json")
+        assert code == 0
+        assert json.loads(text) == {"path": str(tmp_path / "page.html"), "kind": "comparison", **shown}
+        _, text, _ = whence("report", out / "runs" / "iif" / "seed_0", "--out", tmp_path / "run.html", "--json")
+        assert json.loads(text) == {"path": str(tmp_path / "run.html"), "kind": "run", **shown, "arms": ["iif"]}
+
     def test_paths_are_printed_whole_and_as_they_are(self, whence, tmp_path, out, finished):
         long = tmp_path / f"lake[b]{'long' * 20}"
         shutil.copytree(out / "runs", long / "runs")
@@ -290,18 +304,18 @@ class TestCompare:
 
 
 def test_ctrl_c_promises_nothing_where_nothing_goes_on(whence, monkeypatch, tmp_path):
-    def interrupted(path):
+    def interrupt(path):
         raise KeyboardInterrupt
 
     (tmp_path / "comparison.json").touch()
-    monkeypatch.setattr("whence.experiments.load", interrupted)
+    monkeypatch.setattr("whence.experiments.load_comparison", interrupt)
     assert whence("report", tmp_path) == (130, "", "Interrupted.")
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_command_that_is_ended_leaves_no_worker(tmp_path, sent, code):
-    found, out, err = stopped(tmp_path, "ppo", sent)  # returns when the last worker has gone
-    assert (found, out) == (code, "")
+    exit_code, out, err = stop(tmp_path, "ppo", sent)  # returns when the last worker has gone
+    assert (exit_code, out) == (code, "")
     assert "Traceback" not in err
     assert not (tmp_path / "runs" / "iif").exists()
     assert not (tmp_path / "summary.json").exists()
@@ -309,7 +323,7 @@ def test_a_command_that_is_ended_leaves_no_worker(tmp_path, sent, code):
 
 def test_on_a_terminal_bars_count_all_rounds(monkeypatch):
     terminal = io.StringIO()
-    monkeypatch.setattr(output, "errors", Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr(progress, "errors", Console(file=terminal, force_terminal=True, width=100))
     configs = [RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=3) for arm in ("ppo", "iif")]
     with progress.ComparisonBars(configs) as bars:
         for config, rounds in ((0, 3), (1, 0), (1, 1), (1, 2)):
@@ -320,3 +334,158 @@ def test_on_a_terminal_bars_count_all_rounds(monkeypatch):
         bars.update(configs[1], 3)
     assert "6/6" in terminal.getvalue()
     assert "rounds done" not in terminal.getvalue()
+
+
+class TestFailures:
+    """Of the machine, not of whence."""
+
+    @pytest.mark.parametrize(
+        ("failure", "message"),
+        [
+            (
+                PermissionError(errno.EACCES, "Permission denied", "runs/lake"),
+                "runs/lake cannot be read or written: ",
+            ),
+            (OSError(errno.EROFS, "Read-only file system", "out"), "name a directory that you may write to."),
+            (OSError(errno.ENOSPC, "No space left on device", "out/a"), "out/a cannot be written: the disk is full."),
+            (
+                OSError("No space left on device (os error 28)"),
+                "A file cannot be written: the disk is full.",
+            ),
+            (FileNotFoundError(errno.ENOENT, "No such file or directory", "sweep.toml"), "sweep.toml is not there:"),
+            (OSError(errno.EIO, "Input/output error", "out"), "out cannot be used: Input/output error. Check"),
+            (ModuleNotFoundError("No module named 'lake'", name="lake"), "Python finds no module 'lake'. Install"),
+            (ModuleNotFoundError("No module named 'lake'", name="lake"), "PYTHONPATH=DIRECTORY whence ..."),
+        ],
+    )
+    def test_they_name_what_failed_and_how_to_mend_it(self, whence, monkeypatch, tmp_path, failure, message):
+        def fail(path):
+            raise failure
+
+        monkeypatch.setattr("whence.runs.RunDirectory.open", fail)
+        code, out, err = whence("report", tmp_path)
+        assert (code, out) == (2, "")
+        assert err.startswith("Error: ")
+        assert message in err
+        assert "no error that whence expects" not in err
+
+    def test_a_file_where_a_directory_is_needed(self, whence, tmp_path):
+        (tmp_path / "page").touch()
+        run = tmp_path / "run"
+        RunDirectory.create(run, {"rule": "IIF()"})
+        code, _, err = whence("report", run, "--out", tmp_path / "page" / "report.html")
+        assert code == 2
+        assert f"{tmp_path / 'page'} cannot be used: File exists. Check the path" in err
+
+    def test_others_stay_unexpected(self, whence, monkeypatch, tmp_path):
+        def fail(path):
+            raise RuntimeError("a fault")
+
+        monkeypatch.setattr("whence.runs.RunDirectory.open", fail)
+        code, _, err = whence("report", tmp_path)
+        assert code == 1
+        assert err.startswith("Error: RuntimeError: a fault This is no error that whence expects: `whence --debug ...`")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("attribute",), ("counterfactual", "--round", "1"), ("intervene",)], ids=lambda one: one[0]
+)
+def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path, arguments):
+    RunDirectory.create(tmp_path / "run", {"kind": "language", "arm": "ippo"})
+    code, _, err = whence(arguments[0], tmp_path / "run", *arguments[1:])
+    assert code == 2
+    assert f"{tmp_path / 'run'} is a language-model run" in err
+    assert f"are in {tmp_path / 'run' / 'records'}; see them with: whence report {tmp_path / 'run'}" in err
+
+
+def test_attribute_shows_the_parts_of_a_dict_observation(whence, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "dict_env.py").write_text(DICT_ENV, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    small = ("--n-steps", 8, "--batch-size", 8, "--n-epochs", 1, "--rounds", 1)
+    code, _, err = whence("train", "dict_env:Signs-v0", *small, "--run", tmp_path / "run")
+    assert code == 0, err
+    code, out, _ = whence("attribute", tmp_path / "run", "--top", 1)
+    assert code == 0
+    assert "record_id episode_id step observation.far observation.near action advantage score" in out
+    assert out.count("[1, 1, 1, 1, 1, 1, …]") == 2
+    assert out.count("[0.5, 0.5]") == 2
+
+
+DICT_ENV = """
+import gymnasium as gym
+import numpy as np
+
+
+class Signs(gym.Env):
+    observation_space = gym.spaces.Dict(
+        far=gym.spaces.Box(-1, 1, (8,), np.float32), near=gym.spaces.Box(-1, 1, (2,), np.float32)
+    )
+    action_space = gym.spaces.Discrete(2)
+
+    def look(self):
+        return {"far": np.ones(8, np.float32), "near": np.full(2, 0.5, np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.look(), {}
+
+    def step(self, action):
+        return self.look(), float(action), True, False, {}
+
+
+gym.register("Signs-v0", Signs)
+"""
+
+
+class TestProgress:
+    """Without a terminal."""
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    @pytest.fixture
+    def clock(self):
+        return self.Clock()
+
+    def test_a_run_has_a_line_every_ten_seconds_and_one_at_its_end(self, capsys, clock):
+        with progress.RunBar(9, clock) as bar:
+            bar.update(0, {})
+            for rounds, second in ((1, 3), (2, 12.9), (3, 13), (4, 22), (5, 24), (9, 24.5)):
+                clock.now = second
+                bar.update(rounds, {"test_return": rounds / 2, "dropped_share": 0.25})
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.splitlines() == [
+            f"round {rounds} of 9: test return {rounds / 2:.4g}, 75% kept" for rounds in (1, 3, 5, 9)
+        ]
+
+    def test_a_comparison_has_one_line_for_all_its_runs(self, capsys, clock):
+        ppo, iif = (RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=3) for arm in ("ppo", "iif"))
+        with progress.ComparisonBars([ppo, iif], clock) as bars:
+            for config, rounds, second in ((ppo, 0, 0), (ppo, 1, 1), (iif, 1, 2), (iif, 2, 11), (ppo, 3, 12)):
+                clock.now = second
+                bars.update(config, rounds)
+        assert capsys.readouterr().err.splitlines() == [
+            "ppo, seed 0: round 1 of 3",
+            "iif, seed 0: round 2 of 3",
+            "ppo, seed 0: 3 rounds done",
+        ]
+
+    def test_a_sweep_has_one_line_for_all_its_runs(self, capsys, clock):
+        configs = [RunConfig(env="FrozenLake-v1", arm="ppo", seed=seed, rounds=3) for seed in (0, 1)]
+        first, second = (Planned("lake", "ppo", config) for config in configs)
+        with SweepTable([first, second], 1, clock) as table:
+            for planned, done, now in ((first, 0, 0), (first, 1, 1), (second, 1, 2), (second, 2, 11), (first, 3, 11)):
+                clock.now = now
+                table.rounds(planned, done)
+            clock.now = 65
+            table.ended(first, None)
+        assert capsys.readouterr().err.splitlines() == [
+            "lake/ppo/seed_0: round 1 of 3",
+            "lake/ppo/seed_1: round 2 of 3",
+            "lake/ppo/seed_0: done in 0:01:05",
+        ]

@@ -1,5 +1,7 @@
 """Which module imports which: no circles, and nothing heavy where a command has to start fast."""
 
+import importlib
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -8,6 +10,12 @@ from pathlib import Path
 
 import grimp
 import pytest
+
+from whence.cli.app import COMMANDS, LLM_COMMANDS
+from whence.engines import ENGINES
+from whence.experiments import TARGETS
+
+lists = importlib.import_module("whence.cli.list")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,6 +48,31 @@ def loaded_by(code: str) -> set[str]:
     """Return the modules that are loaded after some code ran in a new interpreter."""
     command = [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"]
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split())
+
+
+def first_paragraph(text: str) -> str:
+    return " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())
+
+
+@pytest.mark.parametrize("commands", [COMMANDS, LLM_COMMANDS])
+def test_the_help_lists_the_first_sentence_of_each_command(commands):
+    for command in commands.values():
+        module, _, function = command.function.partition(":")
+        docstring = getattr(importlib.import_module(f"whence.cli.{module}"), function).__doc__
+        assert command.about == first_paragraph(docstring)
+
+
+def test_the_lists_name_all_engines_and_targets():
+    assert list(lists.ENGINES) == ["auto", *ENGINES]
+    assert list(lists.TARGETS) == list(TARGETS)
+
+
+def test_a_command_is_imported_when_it_is_called():
+    loaded = loaded_by("from whence.cli import app\ntry: app(['list', 'arms'])\nexcept SystemExit: pass")
+    modules = {
+        f"whence.cli.{command.function.partition(':')[0]}" for command in (*COMMANDS.values(), *LLM_COMMANDS.values())
+    }
+    assert loaded & modules == {"whence.cli.list"}
 
 
 HEAVY = {"torch", "polars", "scipy", "stable_baselines3", "gymnasium", "transformers", "plotly", "jinja2"}

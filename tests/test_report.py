@@ -24,10 +24,11 @@ from whence.report.figures import (
     policy_entropy,
     seconds_by_stage,
 )
-from whence.report.page import DEFINITIONS, METRICS, READING, cell, embedded
-from whence.report.records import ENDS, LONGEST, ROUNDS, STEPS, browsed, ends, short_text, spread
+from whence.report.page import describe_comparison, describe_run, embed
+from whence.report.records import ENDS, LONGEST, ROUNDS, STEPS, browse_run, ends, short_text, spread
+from whence.report.summary import COMPARISON_DEFINITIONS, METRICS, READING, cell, format_seeds, make_summary
+from whence.report.verdict import choose_effect, count_needed_seeds, give_verdict
 from whence.runs import RunDirectory
-from whence.selection import KeepAll
 
 COLUMNS = [column.key for column in STEPS]
 
@@ -107,10 +108,10 @@ def page(html) -> Page:
     return Page(html)
 
 
-def by_hand(path, *, env="Some-v0", arms=("ppo", "iif"), env_kwargs=None, scored=("iif",)) -> Comparison:
+def by_hand(path, *, env="Some-v0", arms=("ppo", "iif"), env_kwargs=None, scored=("iif",), seeds=(0, 1)) -> Comparison:
     """A comparison of two rounds whose numbers are known, without any training."""
     configs = [
-        RunConfig(env=env, arm=arm, seed=seed, rounds=2, env_kwargs=env_kwargs or {}) for seed in (0, 1) for arm in arms
+        RunConfig(env=env, arm=arm, seed=seed, rounds=2, env_kwargs=env_kwargs or {}) for seed in seeds for arm in arms
     ]
     curves = {}
     for number, config in enumerate(configs):
@@ -194,15 +195,13 @@ class TestPage:
         assert places == [f"figure-{number}" for number in range(7)]
         assert len(page.data("figures-data")) == 7
         assert page.of("h2") == [
-            *("What it came to", "Advice", "Learning curves", "Records kept and dropped", "Policy entropy"),
+            *("Summary", "Advice", "Learning curves", "Records kept and dropped", "Policy entropy"),
             *("Approximate KL", "Time by stage", "Influence, iif", "Influence, random", "Records", "What was run"),
         ]
 
     def test_bands_are_told_of_where_there_are_any(self, tmp_path, page):
         assert sum("bands run from" in text for text in page.of("p")) == 1
-        both = by_hand(tmp_path)
-        one = Comparison(tmp_path, [config for config in both.configs if config.seed == 0], both.summary)
-        write_report(one, tmp_path / "report.html")
+        write_report(by_hand(tmp_path, seeds=(0,)), tmp_path / "report.html")
         assert not [
             text for text in Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("p") if "bands" in text
         ]
@@ -226,16 +225,20 @@ class TestPage:
 
     def test_the_table_holds_each_arm_and_metric(self, tiny, page):
         (summary,) = tiny.summary.values()
-        assert page.of("th") == ["metric", "ppo (null)", "iif", "random", *METRICS.values()]
-        rows = [[cell(metric, entry[metric])[0] for entry in summary.values()] for metric in METRICS]
-        assert page.of("td") == [text for row in rows for text in row]
-        ranges = [cell(metric, entry[metric])[1] for metric in METRICS for entry in summary.values()]
-        assert page.of("small") == [text for text in ranges if text]
+        assert page.of("th") == ["metric", "ppo (null)", "iif", "random", *METRICS.values(), "divergence (KL)"]
+        rows = [[format_seeds(metric, entry[metric]) for entry in summary.values()] for metric in METRICS]
+        assert page.of("td")[:-3] == [mean for row in rows for mean, _ in row]
+        assert page.of("small")[:-3] == [seeds for row in rows for _, seeds in row if seeds]
+        for mean, seeds, arm in zip(page.of("td")[-3:], page.of("small")[-3:], summary, strict=True):
+            runs = [tiny.run(config).table("metrics") for config in tiny.configs if config.arm == arm]
+            divergences = [float(run["train/approx_kl"].mean()) for run in runs]
+            assert mean == f"{sum(divergences) / 2:.3g}"
+            assert seeds == f"({divergences[0]:.3g}, {divergences[1]:.3g})"
 
     def test_it_says_how_the_figures_are_meant(self, page):
-        assert page.of("dt")[: len(DEFINITIONS)] == list(DEFINITIONS)
-        assert page.of("dd")[: len(DEFINITIONS)] == list(DEFINITIONS.values())
-        assert all(term in READING and meaning in READING for term, meaning in DEFINITIONS.items())
+        assert page.of("dt")[: len(COMPARISON_DEFINITIONS)] == list(COMPARISON_DEFINITIONS)
+        assert page.of("dd")[: len(COMPARISON_DEFINITIONS)] == list(COMPARISON_DEFINITIONS.values())
+        assert all(term in READING and meaning in READING for term, meaning in COMPARISON_DEFINITIONS.items())
 
     def test_it_says_what_was_run(self, page):
         assert page.of("bdi") == ["FrozenLake-v1: ppo, iif, random"]
@@ -264,8 +267,11 @@ class TestPage:
         page = Page((tmp_path / "a.html").read_text(encoding="utf-8"))
         assert page.of("h3")[0] == "adaptive optimiser"
         assert sum("Adam rescales every parameter" in text for text in page.of("p")) == 1
-        where = page.of("li")
-        assert where == ["iif, round 1, seeds 0, 1", "random, round 1, seeds 0, 1"]
+        verdicts, places = page.of("li")[:2], page.of("li")[2:]
+        assert [verdict.partition(":")[0] for verdict in verdicts] == [
+            f"Too few seeds to compare {arm} with ppo" for arm in ("iif", "random")
+        ]
+        assert places == ["iif, round 1, seeds 0, 1", "random, round 1, seeds 0, 1"]
 
     def test_without_advice_there_is_no_place_for_it(self, tmp_path):
         write_report(by_hand(tmp_path, arms=("ppo",), scored=()), tmp_path / "report.html")
@@ -311,7 +317,7 @@ class TestPage:
         assert facts["env"] == facts[HOSTILE] == facts["torch"] == HOSTILE
 
     def test_hostile_names_of_arms_stay_text_in_table_and_figures(self, tmp_path, monkeypatch):
-        arm = Arm(lambda *_: KeepAll(), True, "")
+        arm = Arm("KeepAll", "")
         monkeypatch.setattr("whence.experiments.rl.config.ARMS", {"ppo": arm, "</script><b>": arm})
         comparison = by_hand(tmp_path, arms=("ppo", "</script><b>"), scored=("</script><b>",))
         write_report(comparison, tmp_path / "report.html")
@@ -334,7 +340,7 @@ class TestPage:
 
     def test_a_large_comparison_makes_no_heavy_page(self, tmp_path):
         arms = ("ppo", "iif", "random")
-        small = by_hand(tmp_path, arms=arms, scored=arms)
+        small = by_hand(tmp_path, arms=arms, scored=arms, seeds=range(3))
         configs = [RunConfig(env="Some-v0", arm=arm, seed=seed, rounds=50) for seed in range(3) for arm in arms]
         numbers = np.random.default_rng(0).normal(size=(2048, 8))
         records = records_of(2048, reason="influence among the lowest 0.5 of the negative", observation=numbers)
@@ -438,6 +444,17 @@ class TestRunPage:
         assert {row["reason"] for row in rows} == {None, reason}
         assert all(row["observation"].startswith(text[:100]) for row in rows)
 
+    def test_settings_in_effect_stand_in_a_group_of_their_own(self, tmp_path):
+        effective = {"learning_rate": 0.0003, "policy": "MlpPolicy", "optimizer": {"eps": 1e-5}}
+        page = page_of(run_of(tmp_path / "lake", {"env": "Some-v0", "effective": effective}))
+        assert "settings in effect" in page.of("h3")
+        facts = page.facts()
+        assert [facts[name] for name in effective] == (
+            "0.0003",
+            "MlpPolicy",
+            '{"eps": 1e-05}',
+        )
+
     def test_half_a_pair_of_surrogates_is_no_character(self, tmp_path):
         page = page_of(run_of(tmp_path / "lake", {"env": "\ud800lake"}, (1,)))
         assert page.of("bdi") == ["?lake: run"]
@@ -446,14 +463,14 @@ class TestRunPage:
 class TestEmbedded:
     @pytest.mark.parametrize("text", [HOSTILE, TURNED, "<!--<script>", "]]>", "\ud800", "\\u003c"])
     def test_json_holds_nothing_that_means_something_to_html(self, text):
-        out = str(embedded([{text: text}]))
+        out = str(embed([{text: text}]))
         assert not re.search("[<>&\u2028\u2029]", out)
         assert out.isascii()
         assert json.loads(out) == [{text: text}]
 
     def test_what_json_does_not_know_is_refused(self):
         with pytest.raises(ValueError, match="not JSON compliant"):
-            embedded([float("nan")])
+            embed([float("nan")])
 
 
 class TestRecords:
@@ -511,23 +528,23 @@ class TestRecords:
     )
     def test_observations_are_short_text(self, tmp_path, columns, expected):
         directory = run_of(tmp_path / "lake", {}, (1,), **columns)
-        (shown,) = browsed(directory, "lake")["rounds"]
+        (shown,) = browse_run(directory, "lake")["rounds"]
         row = next(row for row in shown["rows"] if row[0] == 1)
         assert row[COLUMNS.index("observation")] == expected
 
     def test_a_row_holds_what_the_directory_holds(self, tmp_path):
         directory = run_of(tmp_path / "lake", {}, (1,), action=np.full((60, 2), 0.5), value=np.full(60, np.nan))
-        rows = browsed(directory, "lake")["rounds"][0]["rows"]
+        rows = browse_run(directory, "lake")["rounds"][0]["rows"]
         assert rows[0] == [0, -30.0, False, 0, 0, 0, "0.5, 0.5", 0, 0.0, 0.0, "nan", 0.0, "too low"]
         assert rows[-1][:6] == [17, 29.0, True, 0, 1, 7]
         assert rows[-1][-3:] == ["nan", pytest.approx(17 / 7, rel=1e-5), None]
-        assert browsed(directory, "the lake")["label"] == "the lake"
+        assert browse_run(directory, "the lake")["label"] == "the lake"
         json.dumps(rows, allow_nan=False)
 
     def test_columns_that_are_not_there_stay_empty(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {})
         directory.write_round("records", 1, pl.DataFrame({"record_id": [5]}))
-        (shown,) = browsed(directory, "lake")["rounds"]
+        (shown,) = browse_run(directory, "lake")["rounds"]
         assert shown == {"round": 1, "records": 1, "scored": False, "rows": [[5, *[None] * (len(COLUMNS) - 1)]]}
 
 
@@ -548,6 +565,96 @@ class TestCell:
     def test_every_metric_shown_is_one_that_is_measured(self, tiny):
         for entry in next(iter(tiny.summary.values())).values():
             assert METRICS.keys() <= entry.keys()
+
+
+PPO_RETURNS = {0: 100.0, 1: 110.0, 2: 90.0, 3: 105.0, 4: 95.0}
+
+
+class TestVerdict:
+    def verdict(self, *differences, effect=50.0):
+        returns = {seed: PPO_RETURNS[seed] + difference for seed, difference in enumerate(differences)}
+        return give_verdict("iif", returns, "ppo", PPO_RETURNS, effect)
+
+    def test_without_evidence_the_seeds_that_are_needed_are_named(self):
+        # Mean 12, standard deviation 37.2, of the mean 16.6; t(4) at 97.5% is 2.776.
+        assert self.verdict(12, -40, 60, 30, -2) == (
+            "No evidence that iif ends higher than ppo (difference 12 [-34.2, 58.2]); about 7 seeds would be needed to "
+            "see a difference of 50."
+        )
+
+    def test_a_difference_that_would_have_shown(self):
+        assert self.verdict(12, -40, 60, 30, -2, effect=100).endswith(
+            "; a difference of 100 would probably have shown."
+        )
+
+    def test_a_difference_that_no_number_of_seeds_shows(self):
+        verdict = self.verdict(12, -40, 60, 30, -2, effect=0.01)
+        assert verdict.endswith("; more than 1,000 seeds would be needed to see a difference of 0.01.")
+
+    @pytest.mark.parametrize(("sign", "word", "ends"), [(1, "higher", "9.41, 14.2"), (-1, "lower", "-14.2, -9.41")])
+    def test_evidence_in_either_direction(self, sign, word, ends):
+        verdict = self.verdict(*(sign * difference for difference in (12, 14, 9, 13, 11)))
+        assert verdict == f"iif ends {word} than ppo (difference {sign * 11.8} [{ends}], 5 seeds)."
+
+    @pytest.mark.parametrize(
+        ("returns", "text"),
+        [
+            ({0: 1.0, 1: 2.5}, "iif ends at 1, 2.5 and ppo at 100, 110"),
+            ({2: 1.0, 9: 7.0}, "iif ends at 1 and ppo at 90"),
+            ({9: 7.0}, "they share none"),
+        ],
+    )
+    def test_fewer_than_three_seeds_make_no_verdict(self, returns, text):
+        verdict = give_verdict("iif", returns, "ppo", PPO_RETURNS, 50)
+        assert verdict == f"Too few seeds to compare iif with ppo: {text}."
+
+    def test_equal_runs_need_no_number_of_seeds(self):
+        assert self.verdict(0, 0, 0) == "No evidence that iif ends higher than ppo (difference 0 [0, 0])."
+
+    @pytest.mark.parametrize(
+        ("spread", "effect", "seeds"),
+        # The first three as G*Power has them for a paired t test.
+        [(1, 0.5, 34), (2, 1.6, 15), (1, 1, 10), (1, 1e9, 2), (1, 1e-6, None)],
+    )
+    def test_seeds_of_80_percent_power(self, spread, effect, seeds):
+        assert count_needed_seeds(spread, effect) == seeds
+
+    @pytest.mark.parametrize(("curve", "effect"), [([20, 300, 540], 50), ([-3, -1], 0.2), ([1, 1], 0), ([], 0)])
+    def test_a_tenth_of_the_gain_is_worth_seeing(self, curve, effect):
+        assert choose_effect(curve) == effect
+
+    def test_a_comparison_has_a_verdict_for_each_arm(self, tmp_path):
+        # Run by run, final returns rise by one: iif's are 1 above ppo's, random's 2.
+        comparison = by_hand(tmp_path, arms=("ppo", "iif", "random"), seeds=(0, 1, 2))
+        summary = make_summary(comparison)
+        assert summary.verdicts == [
+            f"{arm} ends higher than ppo (difference {by} [{by}, {by}], 3 seeds)."
+            for arm, by in (("iif", 1), ("random", 2))
+        ]
+        assert summary.headings == ["ppo (null)", "iif", "random"]
+        assert summary.rows[-1] == ("divergence (KL)", [("0.01", "[0.01, 0.01]")] * 3)
+        write_report(comparison, tmp_path / "report.html")
+        items = Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("li")
+        assert items[:2] == summary.verdicts
+
+    def test_two_seeds_are_shown_themselves(self):
+        entry = {"mean": 0.25, "low": -9.0, "high": 9.0, "per_seed": [0.0, 0.5]}
+        assert format_seeds("final_return", entry) == ("0.25", "(0, 0.5)")
+        assert format_seeds("se_ave", {**entry, "per_seed": [None, 0.5]}) == ("25.0%", "(–, 50.0%)")
+        assert format_seeds("final_return", {**entry, "per_seed": [0, 0, 0.5]}) == ("0.25", "[-9, 9]")
+        assert format_seeds("final_return", {**entry, "low": None, "per_seed": [0.25]}) == ("0.25", "")
+
+
+class TestDescription:
+    def test_a_comparison(self, tiny):
+        content = {"kind": "comparison", "arms": ["ppo", "iif", "random"], "seeds": [0, 1], "rounds": 2}
+        assert describe_comparison(tiny) == content
+
+    def test_a_run(self, tiny, tmp_path):
+        run = tiny.run(next(config for config in tiny.configs if config.seed == 1))
+        assert describe_run(run) == {"kind": "run", "arms": ["ppo"], "seeds": [1], "rounds": 2}
+        script = run_of(tmp_path / "lake", {"rule": "IIF(drop=0.5)"}, (1,))
+        assert describe_run(script) == {"kind": "run", "arms": ["IIF(drop=0.5)"], "seeds": [], "rounds": 1}
 
 
 class TestFigures:

@@ -13,47 +13,55 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from whence.cli.console import errors, print_line
+from whence.cli.failures import explain_failure
 from whence.errors import WhenceError
 
 
-class Home(NamedTuple):
-    """Where a command's function is, as "module:function" of `whence.cli`, and its first sentence."""
+class Command(NamedTuple):
+    """A command that is imported when it is called.
+
+    Attributes:
+        function: where its function is, as "module:function" of `whence.cli`.
+        about: the first sentence of that function's docstring.
+    """
 
     function: str
     about: str
 
 
-COMMANDS: Mapping[str, Home] = {
-    "train": Home("train:train", "Train PPO on the records that help, and keep what happened in a run directory."),
-    "compare": Home(
+COMMANDS: Mapping[str, Command] = {
+    "train": Command("train:train", "Train PPO on the records that help, and keep what happened in a run directory."),
+    "compare": Command(
         "compare:compare",
         "Train each arm on each seed, and tell how many rounds and how much time it saves compared with plain PPO.",
     ),
-    "sweep": Home("sweep:sweep", "Run many comparisons from one file: environments, arms, shares to drop and seeds."),
-    "table": Home(
-        "table:table",
-        "Tabulate what a sweep has finished, beside LDA's figures: tables.md, summary.json and curves as SVG.",
+    "sweep": Command(
+        "sweep:sweep", "Run many comparisons from one file: environments, arms, shares to drop and seeds."
     ),
-    "attribute": Home("attribute:attribute", "Tell which records of a round raised a target, and which lowered it."),
-    "report": Home("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),
-    "list": Home("list:list_", "Name the arms, presets, engines and targets there are."),
-    "counterfactual": Home(
+    "table": Command(
+        "table:table",
+        "Tabulate what a sweep has finished, next to LDA's figures: tables.md, summary.json and curves as SVG.",
+    ),
+    "attribute": Command("attribute:attribute", "Tell which records of a round raised a target, and which lowered it."),
+    "report": Command("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),
+    "list": Command("list:list_", "Name the arms, presets, engines and targets there are."),
+    "counterfactual": Command(
         "counterfactual:counterfactual",
         "Train a recorded round again without records, and tell how well each score predicts what comes of it.",
     ),
-    "intervene": Home(
+    "intervene": Command(
         "intervene:intervene",
         "Train recorded rounds again without the records that score below 0, and tell what that does to test returns.",
     ),
-    "doctor": Home(
+    "doctor": Command(
         "doctor:doctor",
         "Check this installation: versions, extras, and every engine against the plain loop on small networks.",
     ),
 }
 
-LLM_COMMANDS: Mapping[str, Home] = {
-    "train": Home("llm_train:train", "Train a language model on the responses that help, with PPO, GRPO or RLOO."),
-    "compare": Home(
+LLM_COMMANDS: Mapping[str, Command] = {
+    "train": Command("llm_train:train", "Train a language model on the responses that help, with PPO, GRPO or RLOO."),
+    "compare": Command(
         "llm_compare:compare",
         "Train each selection on each seed, and tell what it gains and costs compared with training on every response.",
     ),
@@ -62,28 +70,28 @@ LLM_COMMANDS: Mapping[str, Home] = {
 _STYLE: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False, "rich_markup_mode": "markdown"}
 
 
-def _lazy_group(homes: Mapping[str, Home]) -> type[TyperGroup]:
-    """Return a group whose commands are imported when they are called, and not for its help."""
+def _make_lazy_group(commands: Mapping[str, Command]) -> type[TyperGroup]:
+    """Return the class of a group whose commands are imported when they are called, and not for its help."""
 
     class LazyGroup(TyperGroup):
-        """Commands, of which the help shows the first sentences alone."""
+        """A group whose help shows the commands' first sentences."""
 
-        _lists = False
+        _formats_help = False
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            if self._lists or cmd_name not in homes:
+            if self._formats_help or cmd_name not in commands:
                 return super().get_command(ctx, cmd_name)
-            return load_command(cmd_name, homes[cmd_name])
+            return load_command(cmd_name, commands[cmd_name])
 
         def format_help(self, ctx: Any, formatter: Any) -> None:
-            self._lists = True
+            self._formats_help = True
             try:
                 super().format_help(ctx, formatter)
             finally:
-                self._lists = False
+                self._formats_help = False
 
         def invoke(self, ctx: Any) -> Any:
-            # Commands that say more on Ctrl-C than this do so themselves.
+            # Commands that say more than this on Ctrl-C end before it.
             try:
                 return super().invoke(ctx)
             except KeyboardInterrupt:
@@ -93,36 +101,37 @@ def _lazy_group(homes: Mapping[str, Home]) -> type[TyperGroup]:
     return LazyGroup
 
 
-def load_command(name: str, home: Home) -> Any:
-    """Return a command, importing its module."""
-    module, _, function = home.function.partition(":")
-    alone = typer.Typer(**_STYLE)
-    alone.command(name)(getattr(import_module(f"whence.cli.{module}"), function))
-    command = get_command(alone)
-    command.name = name
-    return command
+def load_command(name: str, command: Command) -> Any:
+    """Import a command's module and return it as Typer makes it."""
+    module, _, function = command.function.partition(":")
+    single = typer.Typer(**_STYLE)
+    single.command(name)(getattr(import_module(f"whence.cli.{module}"), function))
+    loaded = get_command(single)
+    loaded.name = name
+    return loaded
 
 
-def _add_commands(group: typer.Typer, homes: Mapping[str, Home]) -> None:
-    for name, home in homes.items():
-        group.command(name, help=home.about)(lambda: None)
+def _add_placeholders(group: typer.Typer, commands: Mapping[str, Command]) -> None:
+    """Add the names and first sentences that a group's help lists."""
+    for name, command in commands.items():
+        group.command(name, help=command.about)(lambda: None)
 
 
 app = typer.Typer(
-    cls=_lazy_group(COMMANDS),
+    cls=_make_lazy_group(COMMANDS),
     help="Which records of a rollout helped the policy, which harmed it; and training on the right ones.",
     epilog="Begin with: whence train CartPole-v1 --selection iif. The documentation is in docs/ of the source tree.",
     no_args_is_help=True,
     **_STYLE,
 )
 llm = typer.Typer(
-    cls=_lazy_group(LLM_COMMANDS),
+    cls=_make_lazy_group(LLM_COMMANDS),
     help="Post-train a language model with PPO, GRPO or RLOO on the responses that help.",
     no_args_is_help=True,
     **_STYLE,
 )
-_add_commands(app, COMMANDS)
-_add_commands(llm, LLM_COMMANDS)
+_add_placeholders(app, COMMANDS)
+_add_placeholders(llm, LLM_COMMANDS)
 app.add_typer(llm, name="llm")
 
 
@@ -139,7 +148,7 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
-    """Options that stand before the command."""
+    """Read the options that stand before the command."""
     _state["debug"] = debug
 
 
@@ -151,15 +160,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # unwinds, so that workers end too
     try:
         app()
-    except WhenceError as error:
-        if _state["debug"]:
-            raise
-        errors.print(f"[bold red]Error[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
     except Exception as error:
         if _state["debug"]:
             raise
-        text = f"{type(error).__name__}: {error}".strip()
-        again = "This is no error that whence expects: `whence --debug ...` shows where it arose."
-        errors.print(f"[bold red]Error[/]: {escape(text)}\n{again}", highlight=False, soft_wrap=True)
+        message = str(error) if isinstance(error, WhenceError) else explain_failure(error)
+        if message is not None:
+            _print_error(message)
+            sys.exit(2)
+        _print_error(
+            f"{type(error).__name__}: {error}".strip()
+            + "\nThis is no error that whence expects: `whence --debug ...` shows where it arose."
+        )
         sys.exit(1)
+
+
+def _print_error(message: str) -> None:
+    errors.print(f"[bold red]Error[/]: {escape(message)}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`whence attribute`, `whence report` and `whence list`."""
+"""`whence attribute`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +11,10 @@ from whence import experiments
 from whence.attribution import attribute as attribute_records
 from whence.cli import options
 from whence.cli.console import console, make_table, print_json, print_line
+from whence.cli.runs import open_agent_run
 from whence.cli.targets import make_target
 from whence.errors import WhenceError
 from whence.records import to_numpy
-from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 
 
@@ -44,7 +44,7 @@ def attribute(
 
     Example: whence attribute runs/lander --round 5 --target action --record 8210
     """
-    directory = RunDirectory.open(run)
+    directory = open_agent_run(run)
     rounds = directory.rounds()
     if not rounds:
         raise WhenceError(f"{run} holds no rounds yet.")
@@ -60,21 +60,24 @@ def attribute(
     )
     scored = records.to_polars(observations=True).with_columns(score=pl.Series(to_numpy(influence.scores)))
     if out is not None:
-        _write(scored, influence, out)
+        _write_scores(scored, influence, out)
     count = min(top, len(records))
     ordered = [
         ("lowest: training on them lowers the target", influence.bottom(count)),
         ("highest: training on them raises the target", influence.top(count)),
     ]
     if json:
-        ends = {name.partition(":")[0]: _rows(scored, one.record_ids) for name, one in ordered}
+        ends = {name.partition(":")[0]: _take_rows(scored, end.record_ids) for name, end in ordered}
         print_json({"run": str(run), "round": number, "target": influence.target, "engine": influence.engine, **ends})
         return
     print_line(f"Round {number} of {run}: {len(records)} records, target {influence.target}, engine {influence.engine}")
-    wanted = ("record_id", "episode_id", "step", "observation", "action", "advantage", "score")
-    columns = [name for name in wanted if name in scored.columns]
-    for name, one in ordered:
-        rows = [[_short(row[column]) for column in columns] for row in _rows(scored, one.record_ids)]
+    observations = [
+        name for name in scored.columns if name.split(".")[0] == "observation"
+    ]  # of a Dict one for each key
+    shown = ("record_id", "episode_id", "step", *observations, "action", "advantage", "score")
+    columns = [name for name in shown if name in scored.columns]
+    for name, end in ordered:
+        rows = [[_shorten(row[column]) for column in columns] for row in _take_rows(scored, end.record_ids)]
         console.print(make_table(f"The {count} {name}", columns, rows))
     if out is not None:
         print_line(f"All scores: {out}")
@@ -85,7 +88,7 @@ def _check_out(out: Path | None) -> None:
         raise WhenceError(f"--out is {out}; its name has to end in .parquet, .csv or .safetensors.")
 
 
-def _write(scored: pl.DataFrame, influence: Any, out: Path) -> None:
+def _write_scores(scored: pl.DataFrame, influence: Any, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors":
         influence.save(out)
@@ -96,12 +99,13 @@ def _write(scored: pl.DataFrame, influence: Any, out: Path) -> None:
         scored.select(flat).write_csv(out)
 
 
-def _rows(scored: pl.DataFrame, ids: torch.Tensor) -> list[dict[str, Any]]:
-    wanted = pl.DataFrame({"record_id": ids.tolist()})
-    return wanted.join(scored, on="record_id", how="left", maintain_order="left").to_dicts()
+def _take_rows(scored: pl.DataFrame, ids: torch.Tensor) -> list[dict[str, Any]]:
+    """Return the rows of some records, in the records' order."""
+    ordered = pl.DataFrame({"record_id": ids.tolist()})
+    return ordered.join(scored, on="record_id", how="left", maintain_order="left").to_dicts()
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     if isinstance(value, list):
-        return "[" + ", ".join(_short(one) for one in value[:6]) + (", …]" if len(value) > 6 else "]")
+        return "[" + ", ".join(_shorten(entry) for entry in value[:6]) + (", …]" if len(value) > 6 else "]")
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

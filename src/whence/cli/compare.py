@@ -7,14 +7,10 @@ import typer
 
 from whence import experiments
 from whence.cli import options
-from whence.cli.console import console, print_json, print_line, resumable
-from whence.cli.progress import ComparisonBars
+from whence.cli.runs import run_comparison
 from whence.cli.settings import Settings, collect_overrides
-from whence.cli.summary import summary_table
 from whence.experiments.rl.plan import check_read
 from whence.experiments.sweepfile import READ
-from whence.report import write_report
-from whence.report.page import READING
 
 
 def compare(
@@ -43,13 +39,13 @@ def compare(
     settings: Settings = None,
     json: options.AsJson = False,
 ) -> None:
-    """Train each arm on each seed, and tell how many rounds and how much time it saves beside plain PPO.
+    """Train each arm on each seed, and tell how many rounds and how much time it saves compared with plain PPO.
 
     Interrupted, the same command goes on where it was. Evaluation samples actions, after every round.
 
     Example: whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3
     """
-    asked = collect_overrides(
+    overrides = collect_overrides(
         settings,
         preset,
         {
@@ -62,16 +58,6 @@ def compare(
         },
     )
     names = [name.strip() for name in arms.split(",") if name.strip()]
-    configs = experiments.plan_comparison(env=env, preset=preset, arms=names, seeds=seeds, **asked)
-    check_read(configs, [name for name in READ if name in asked])
-    with resumable(), ComparisonBars(configs) as bars:
-        comparison = experiments.compare(configs, out, workers=workers, progress=bars.update)
-    write_report(comparison, out / "report.html")
-    if json:
-        print_json(comparison.summary)
-        return
-    ((name, summary),) = comparison.summary.items()
-    console.print(summary_table(f"{name}, {seeds} seeds, {configs[0].rounds} rounds", summary))
-    console.print(READING, style="dim")
-    for name, file in (("Numbers", "summary.json"), ("Page", "report.html")):
-        print_line(f"{name}: {out / file}")
+    configs = experiments.plan_comparison(env=env, preset=preset, arms=names, seeds=seeds, **overrides)
+    check_read(configs, [name for name in READ if name in overrides])
+    run_comparison(configs, out, workers=workers, json=json)

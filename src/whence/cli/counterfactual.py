@@ -14,6 +14,7 @@ from rich.table import Table
 from whence import experiments
 from whence.cli import options
 from whence.cli.console import console, errors, make_table, print_json, print_line
+from whence.cli.runs import open_agent_run
 from whence.cli.targets import make_target
 from whence.counterfactual import leave_out, study
 from whence.counterfactual.removals import SHARES, check_removals
@@ -22,7 +23,6 @@ from whence.errors import WhenceError
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.guards import write_atomically
 from whence.rounds import DRAWS
-from whence.runs import RunDirectory
 
 
 def counterfactual(
@@ -49,33 +49,33 @@ def counterfactual(
 ) -> None:
     """Train a recorded round again without records, and tell how well each score predicts what comes of it.
 
-    LDS is Spearman's correlation, over random subsets, of the sum of the kept records' scores with what training on
-    them came to. With --leave-out, also what comes of the round without the records that a score holds for the best,
-    for the worst, and without as many at random. Written to counterfactual/ in the run as well.
+    LDS is Spearman's correlation, over random subsets, of the sum of the kept records' scores with the result of
+    training on them. With --leave-out, the round is also trained without the records that a score ranks highest,
+    without those that it ranks lowest, and without as many at random. Written to counterfactual/ in the run as well.
 
     Example: whence counterfactual runs/lander --round 20 --test-episodes 200
     """
-    directory = RunDirectory.open(run)
+    directory = open_agent_run(run)
     config = read_run_config(directory)
     if test_episodes == 1:
         raise WhenceError("--test-episodes is 1; at least 2 are needed, or 0 to measure no test returns.")
     model, recording = experiments.load_recording(directory, round)
-    asked = make_target(target, model, recording.records, record, observation, action)
+    explained = make_target(target, model, recording.records, record, observation, action)
     torch.set_num_threads(1)
     limit = int(memory * 2**30)
-    # Of few records a small share is none.
+    # A small share of few records is no record.
     shares = [share for share in SHARES if share * len(recording.trained) >= 1]
     with ExitStack() as stack:
         status = stack.enter_context(errors.status("reading"))
-        if leaving_out:  # seen to here, since the study before it takes its time
+        if leaving_out:  # checked here, since the study before it takes long
             check_removals(model.policy, recording, MOST - 1, shares=shares, memory=limit)
         evaluate = None
         if test_episodes:
             evaluate = stack.enter_context(measure_returns(config, model, episodes=test_episodes, seed=seed))
-        made = study(
+        results = study(
             model.policy,
             recording,
-            target=asked,
+            target=explained,
             share=share,
             count=subsets,
             orders=orders,
@@ -85,20 +85,20 @@ def counterfactual(
             memory=limit,
             on_stage=status.update,
         )
-        settings = {"round": round, "target": repr(asked), "share": share, "subsets": subsets, "orders": orders}
+        settings = {"round": round, "target": repr(explained), "share": share, "subsets": subsets, "orders": orders}
         settings |= {"draws": draws, "test_episodes": test_episodes, "seed": seed, "stopped": recording.stopped}
-        content = settings | {"rows": made.table.to_dicts()}
+        content = settings | {"rows": results.table.to_dicts()}
         file = directory.path / "counterfactual" / f"round_{round:05d}.json"
-        _write(file, content)
+        _write_json(file, content)
         removals = None
         if leaving_out:
-            # Leaving out at random is in the curves already.
-            scores = {name: own for name, own in made.scores.items() if name != "random"}
+            # The curves leave out records at random already.
+            scores = {name: values for name, values in results.scores.items() if name != "random"}
             removals = leave_out(
                 model.policy,
                 recording,
                 scores,
-                target=asked,
+                target=explained,
                 shares=shares,
                 orders=orders,
                 evaluate=evaluate,
@@ -107,29 +107,29 @@ def counterfactual(
                 on_stage=status.update,
             )
             content["removals"] = removals.to_dicts()
-            _write(file, content)
+            _write_json(file, content)
     if json:
         print_json(content)
         return
-    for (truth, outcome), rows in made.table.group_by("truth", "outcome", maintain_order=True):
+    for (truth, outcome), rows in results.table.group_by("truth", "outcome", maintain_order=True):
         title = f"Round {round}, {subsets} subsets of {share:.0%}, {truth} minibatches, outcome: {outcome}"
-        console.print(make_table(title, ("score", "LDS", "95% interval", "ceiling"), _cells(rows)))
+        console.print(make_table(title, ("score", "LDS", "95% interval", "ceiling"), _format_rows(rows)))
     if removals is not None:
         for (truth, outcome), rows in removals.group_by("truth", "outcome", maintain_order=True):
             title = f"Round {round}, change of the {outcome}, {truth} minibatches, by records removed"
-            console.print(_curves(title, rows))
+            console.print(_make_curves(title, rows))
     if recording.stopped:
         print_line("target_kl ended the round early: recorded trainings end there too, reshuffled ones go on.")
     print_line(f"Numbers: {file}")
 
 
-def _write(file: Path, content: Mapping[str, Any]) -> None:
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     with write_atomically(file) as temporary:
         temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _cells(rows: pl.DataFrame) -> list[tuple[str, ...]]:
-    def text(value: Any) -> str:
+def _format_rows(rows: pl.DataFrame) -> list[tuple[str, ...]]:
+    def text(value: float | None) -> str:
         return "–" if value is None else f"{value:.3f}"
 
     return [
@@ -138,12 +138,14 @@ def _cells(rows: pl.DataFrame) -> list[tuple[str, ...]]:
     ]
 
 
-def _curves(title: str, removals: pl.DataFrame) -> Table:
+def _make_curves(title: str, removals: pl.DataFrame) -> Table:
     cells: dict[tuple[str, str], list[str]] = {}
     for row in removals.to_dicts():
         cells.setdefault((row["score"] or "–", row["side"]), []).append(f"{row['change']:+.2g}")
-    # What the others are held against; their own errors are in the file.
+    # The error of removals at random, which the others are compared with; their own errors are in the file.
     at_random = removals.filter(pl.col("side") == "random")["spread"].to_list()
     cells["", "± error"] = ["–" if spread is None else f"{spread:.2g}" for spread in at_random]
     counts = removals["removed"].unique().sort()
-    return make_table(title, ("score", "side", *map(str, counts)), [(*curve, *own) for curve, own in cells.items()])
+    return make_table(
+        title, ("score", "side", *map(str, counts)), [(*curve, *changes) for curve, changes in cells.items()]
+    )

@@ -16,7 +16,7 @@ from whence.objectives import PPOClip
 from whence.policies import ModuleView, Outputs
 from whence.records import RecordBatch
 
-_NEEDED = ("whence", "torch", "numpy", "scipy", "polars", "safetensors", "jaxtyping")
+_REQUIRED = ("whence", "torch", "numpy", "scipy", "polars", "safetensors", "jaxtyping")
 _EXTRAS = {
     "sb3": ("stable-baselines3", "gymnasium"),
     "contrib": ("sb3-contrib",),
@@ -33,7 +33,7 @@ _TOLERANCE = 1e-5
 def doctor(json: AsJson = False) -> None:
     """Check this installation: versions, extras, and every engine against the plain loop on small networks.
 
-    Ends with exit code 1 where an engine gives other scores than the loop.
+    Ends with exit code 1 if an engine gives other scores than the loop.
 
     Example: whence doctor
     """
@@ -43,20 +43,26 @@ def doctor(json: AsJson = False) -> None:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    versions = {name: _version(name) for name in _NEEDED}
-    extras = {extra: {name: _version(name) for name in names} for extra, names in _EXTRAS.items()}
-    engines = [row for device in _devices() for row in _checked(device)]
+    versions = {name: _find_version(name) for name in _REQUIRED}
+    extras = {extra: {name: _find_version(name) for name in names} for extra, names in _EXTRAS.items()}
+    engines = [row for device in _devices() for row in _check_device(device)]
     sound = all(row["sound"] for row in engines)
     if json:
         print_json({"machine": machine, "versions": versions, "extras": extras, "engines": engines, "sound": sound})
     else:
         console.print(make_table("Machine", ("what", "found"), machine.items()))
         console.print(make_table("Versions", ("package", "version"), versions.items()))
-        rows = [(extra, _listed(found), _advised(extra, found)) for extra, found in extras.items()]
+        rows = [(extra, _list_versions(packages), _advise(extra, packages)) for extra, packages in extras.items()]
         console.print(make_table("Extras", ("extra", "found", "to install"), rows))
         headings = ("network", "device", "engine", "largest difference", "sound")
         cells = [
-            (row["network"], row["device"], row["engine"], _number(row["difference"]), "yes" if row["sound"] else "NO")
+            (
+                row["network"],
+                row["device"],
+                row["engine"],
+                _format_difference(row["difference"]),
+                "yes" if row["sound"] else "NO",
+            )
             for row in engines
         ]
         console.print(make_table("Engines against the loop", headings, cells))
@@ -67,22 +73,22 @@ def doctor(json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _listed(found: dict[str, str | None]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in found.items() if number) or "–"
+def _list_versions(versions: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items() if number) or "–"
 
 
-def _advised(extra: str, found: dict[str, str | None]) -> str | None:
-    return None if all(found.values()) else f"pip install '.[{extra}]'"
+def _advise(extra: str, versions: dict[str, str | None]) -> str | None:
+    return None if all(versions.values()) else f"pip install '.[{extra}]'"
 
 
-def _number(value: float | None) -> str:
+def _format_difference(value: float | None) -> str:
     return "refused" if value is None else f"{value:.1e}"
 
 
@@ -90,8 +96,8 @@ def _devices() -> list[str]:
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def _checked(device: str) -> list[dict[str, Any]]:
-    """Hold every engine against the loop on an MLP and a convolutional network."""
+def _check_device(device: str) -> list[dict[str, Any]]:
+    """Compare every engine with the loop, on an MLP and a convolutional network."""
     rows = []
     with preserve_rng_state():
         torch.manual_seed(0)
@@ -104,7 +110,7 @@ def _checked(device: str) -> list[dict[str, Any]]:
         }
         for name, (network, shape) in networks.items():
             view = ModuleView(network.to(device), _log_probs)
-            table_of_engines = check_engines(view, _records(view, shape), objective=PPOClip(), verbose=False)
+            table_of_engines = check_engines(view, _make_records(view, shape), objective=PPOClip(), verbose=False)
             for row in table_of_engines.to_dicts():
                 sound = row["refused"] is None and row["difference"] <= _TOLERANCE
                 rows.append({"network": name, "device": device, **row, "sound": sound})
@@ -116,7 +122,7 @@ def _log_probs(network: Any, inputs: dict[str, Tensor]) -> Outputs:
     return Outputs(logits.log_softmax(-1).gather(-1, inputs["actions"][:, None]).squeeze(-1))
 
 
-def _records(view: ModuleView, shape: tuple[int, ...]) -> RecordBatch:
+def _make_records(view: ModuleView, shape: tuple[int, ...]) -> RecordBatch:
     n = 64
     draft = RecordBatch(
         observations=torch.randn(n, *shape),

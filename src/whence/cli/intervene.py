@@ -17,6 +17,7 @@ from whence.attribution import attribute
 from whence.cli import options
 from whence.cli.console import console, errors, make_table, print_json, print_line, resumable
 from whence.cli.options import parse_rounds
+from whence.cli.runs import open_agent_run
 from whence.cli.targets import make_target
 from whence.counterfactual import intervene as intervene_round
 from whence.counterfactual.interventions import VARIANTS, mean_change
@@ -35,7 +36,7 @@ from whence.targets import Target
 _METHODS = ("snapshot", *METHODS)
 _CHANGED = tuple(variant for variant in VARIANTS if variant != "full")
 
-Asked = Callable[[PPO, RoundRecording], Target]
+MakeTarget = Callable[[PPO, RoundRecording], Target]
 """Makes the target of a round."""
 
 
@@ -70,9 +71,9 @@ def intervene(
 
     Example: whence intervene runs/lander --rounds 10-50
     """
-    directory = RunDirectory.open(run)
+    directory = open_agent_run(run)
     config = read_run_config(directory)
-    numbers = _asked_rounds(directory, rounds)
+    numbers = _choose_rounds(directory, rounds)
     if method not in _METHODS:
         raise WhenceError(f"--method is {method!r}.{suggest(method, _METHODS)}")
     if record is not None and len(numbers) > 1:
@@ -86,81 +87,81 @@ def intervene(
     if method == "smoothed":
         settings["draws"] = draws
 
-    def asked(model: PPO, recording: RoundRecording) -> Target:
+    def make(model: PPO, recording: RoundRecording) -> Target:
         return make_target(target, model, recording.records, record, observation, action)
 
     torch.set_num_threads(1)
-    found = []
+    contents = []
     with resumable(), errors.status("reading") as status:
         for place, number in enumerate(numbers, start=1):
-            on_stage = _saying(status.update, f"round {number}, {place} of {len(numbers)}")
-            found.append(_intervened(directory, number, asked, settings, int(memory * 2**30), on_stage))
-    rows = [_row(content) for content in found]
+            on_stage = _prefix_stages(status.update, f"round {number}, {place} of {len(numbers)}")
+            contents.append(_intervene(directory, number, make, settings, int(memory * 2**30), on_stage))
+    rows = [_summarise_round(content) for content in contents]
     means = {variant: mean_change(_changes(rows, variant)) for variant in _CHANGED}
     if json:
-        print_json({"run": str(run), "target": found[0]["target"], **settings, "rounds": rows, "mean_change": means})
+        print_json({"run": str(run), "target": contents[0]["target"], **settings, "rounds": rows, "mean_change": means})
     else:
         title = f"{config.env}, {config.arm}, seed {config.seed}: test returns, records scored by {method}"
-        console.print(make_table(title, _HEADINGS, map(_cells, rows)))
-        for text in _said(rows, means):
+        console.print(make_table(title, _HEADINGS, map(_format_row, rows)))
+        for text in _describe(rows, means):
             print_line(text)
         print_line(f"Numbers: {directory.path / 'interventions'}")
     if figure is not None:
-        _draw(config.env, rows, figure)
+        _draw_changes(config.env, rows, figure)
         if not json:
             print_line(f"Figure:  {figure}")
 
 
-def _saying(tell: Callable[[str], None], where: str) -> Callable[[str], None]:
-    return lambda stage: tell(f"{where}: {stage}")
+def _prefix_stages(on_stage: Callable[[str], None], prefix: str) -> Callable[[str], None]:
+    return lambda stage: on_stage(f"{prefix}: {stage}")
 
 
-def _asked_rounds(directory: RunDirectory, asked: str | None) -> list[int]:
+def _choose_rounds(directory: RunDirectory, text: str | None) -> list[int]:
     """Return the rounds to intervene in.
 
     Raises:
-        RunDirectoryError: no round was recorded, or not one that is asked for.
+        RunDirectoryError: no round was recorded, or not one that the option names.
     """
-    if not (there := directory.recorded_rounds()):
+    if not (recorded := directory.recorded_rounds()):
         raise RunDirectoryError(
             f"No round of {directory.path} was recorded. Train into another directory with --record-rounds 5,20 or "
             "--record-rounds 10-150:10."
         )
-    numbers = there if asked is None else parse_rounds("--rounds", asked)
-    if missing := [number for number in numbers if number not in there]:
+    numbers = recorded if text is None else parse_rounds("--rounds", text)
+    if missing := [number for number in numbers if number not in recorded]:
         raise RunDirectoryError(
-            f"Round {missing[0]} of {directory.path} was not recorded; rounds {', '.join(map(str, there))} were. Leave "
-            "--rounds out for all of them, or train with --record-rounds."
+            f"Round {missing[0]} of {directory.path} was not recorded; rounds {', '.join(map(str, recorded))} were. "
+            "Leave --rounds out for all of them, or train with --record-rounds."
         )
     return numbers
 
 
-def _intervened(
+def _intervene(
     directory: RunDirectory,
     number: int,
-    asked: Asked,
+    make: MakeTarget,
     settings: Mapping[str, Any],
     memory: int,
     on_stage: Callable[[str], None],
 ) -> Mapping[str, Any]:
-    """Return what a round's file holds, which is written unless one of the same settings is there."""
+    """Return the content of a round's file; write the file unless one with the same settings is there."""
     model, recording = experiments.load_recording(directory, number)
-    target = asked(model, recording)
+    target = make(model, recording)
     content = {"round": number, "records": recording.records.fingerprint, "target": repr(target), **settings}
     file = directory.path / "interventions" / f"round_{number:05d}.json"
-    if (before := _read(file)) is not None and content.items() <= before.items():
+    if (before := _read_content(file)) is not None and content.items() <= before.items():
         return before
-    # Rounds have to differ in what chance does to them, or their mean would not be of that many.
+    # Each round has its own seeds: otherwise the rounds' errors would be alike, and their mean no better than one.
     seeds = np.random.SeedSequence([settings["seed"], number]).generate_state(3)
     orders_seed, tests_seed, draws_seed = map(int, seeds)
     check_memory(model.policy, recording, torch.ones(len(VARIANTS), len(recording.records), dtype=torch.bool), memory)
     on_stage("scoring")
-    limits: dict[str, Any] = {"draws": settings.get("draws", DRAWS), "seed": draws_seed, "memory": memory}
-    scores = _scores(model, recording, target, settings["method"], limits)
+    draws = settings.get("draws", DRAWS)
+    scores = _score(model, recording, target, settings["method"], draws=draws, seed=draws_seed, memory=memory)
     with measure_returns(
         read_run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed
     ) as evaluate:
-        made = intervene_round(
+        results = intervene_round(
             model.policy,
             recording,
             scores,
@@ -170,31 +171,35 @@ def _intervened(
             memory=memory,
             on_stage=on_stage,
         )
-    content["rows"] = made.to_dicts()
+    content["rows"] = results.to_dicts()
     with write_atomically(file) as temporary:
         temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
     return content
 
 
-def _read(file: Path) -> Mapping[str, Any] | None:
+def _read_content(file: Path) -> Mapping[str, Any] | None:
     try:
         content = json_module.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # what is no JSON is made anew, as what is of other settings is
+    except (FileNotFoundError, ValueError):  # a damaged file is replaced, like one with other settings
         return None
     return content if isinstance(content, dict) else None
 
 
-def _scores(model: PPO, recording: RoundRecording, target: Target, method: str, limits: Mapping[str, Any]) -> Influence:
+def _score(
+    model: PPO, recording: RoundRecording, target: Target, method: str, *, draws: int, seed: int, memory: int
+) -> Influence:
     if method == "snapshot":
-        asked: dict[str, Any] = {"objective": model_objective(model), "memory": limits["memory"]}
-        return attribute(model.policy, recording.records, target=target, **asked)
-    found = attribute_round(model.policy, recording, target=target, method=method, **limits)
-    assert not isinstance(found, list)
-    return found
+        objective = model_objective(model)
+        return attribute(model.policy, recording.records, target=target, objective=objective, memory=memory)
+    scores = attribute_round(
+        model.policy, recording, target=target, method=method, draws=draws, seed=seed, memory=memory
+    )
+    assert not isinstance(scores, list)
+    return scores
 
 
-def _row(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a round came to, as means over its orders."""
+def _summarise_round(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a round's results, as means over its orders."""
 
     def mean(variant: str, name: str) -> float | None:
         values = [row[name] for row in content["rows"] if row["variant"] == variant and row[name] is not None]
@@ -211,14 +216,14 @@ def _row(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(rows: Iterable[Mapping[str, Any]], variant: str) -> list[float]:
-    found = (row[f"change_{variant}"] for row in rows)
-    return [change for change in found if change is not None]
+    changes = (row[f"change_{variant}"] for row in rows)
+    return [change for change in changes if change is not None]
 
 
 _HEADINGS = ("round", "kept", *VARIANTS, *(f"{variant} − full" for variant in _CHANGED))
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _format_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     def text(name: str, form: str) -> str:
         return "–" if row[name] is None else format(row[name], form)
 
@@ -227,22 +232,22 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return str(row["round"]), f"{row['kept']} of {row['records']}", *returns, *changes
 
 
-def _said(rows: Sequence[Mapping[str, Any]], means: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return what the rounds came to, in lines."""
-    said = []
+def _describe(rows: Sequence[Mapping[str, Any]], means: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the results of all rounds, in lines."""
+    lines = []
     for variant, mean in means.items():
         if mean["mean"] is not None:
             interval = "" if mean["low"] is None else f" [{mean['low']:+.4g}, {mean['high']:+.4g}]"
             better = f"better in {mean['improved']} of {mean['rounds']} rounds"
-            said.append(f"Mean change, {variant}: {mean['mean']:+.4g}{interval}, {better}")
+            lines.append(f"Mean change, {variant}: {mean['mean']:+.4g}{interval}, {better}")
     if skipped := [str(row["round"]) for row in rows if row["filtered"] is None]:
-        said.append(f"Skipped, since fewer than two records would be left: round {', '.join(skipped)}")
+        lines.append(f"Skipped, since fewer than two records would be left: round {', '.join(skipped)}")
     if any(mean["low"] is not None for mean in means.values()):
-        said.append("In brackets: 95% t interval over rounds.")
-    return said
+        lines.append("In brackets: 95% t interval over rounds.")
+    return lines
 
 
-def _draw(env: str, rows: Iterable[Mapping[str, Any]], file: Path) -> None:
+def _draw_changes(env: str, rows: Iterable[Mapping[str, Any]], file: Path) -> None:
     """Write the changes as a picture.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`whence list`."""
+"""`whence list`. It repeats what engines and targets are, since their modules take long to import."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -19,7 +19,6 @@ ENGINES = {
     "loop": "one record after the other; the truth the others are tested against",
 }
 
-
 TARGETS = {
     "return": "the expected return's stand-in, mean(log-prob times advantage) over the round",
     "action": "the log-probability of an action in an observation",
@@ -29,7 +28,7 @@ TARGETS = {
 def list_(
     what: Annotated[
         str | None,
-        typer.Argument(help="arms, presets, engines or targets; all where none is given.", show_default=False),
+        typer.Argument(help="arms, presets, engines or targets; all of them by default.", show_default=False),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="List also the arms that studies compare.")] = False,
     json: AsJson = False,

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from whence import experiments
-from whence.cli.console import console, print_json, print_line, resumable
 from whence.cli.llm_options import (
     SELECTIONS,
     Algorithm,
@@ -26,17 +24,14 @@ from whence.cli.llm_options import (
     TestDataset,
     TestReward,
     arm_name,
+    choose_task,
     parse_settings,
-    task_or_none,
 )
-from whence.cli.progress import ComparisonBars
-from whence.cli.summary import summary_table
+from whence.cli.runs import run_comparison
 from whence.errors import WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.llm import training
 from whence.experiments.llm.config import SOURCE
-from whence.report import write_report
-from whence.report.page import READING
 
 
 def compare(
@@ -67,7 +62,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")] = Path("out/llm"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Train each selection on each seed, and tell what it gains and costs beside training on every response.
+    """Train each selection on each seed, and tell what it gains and costs compared with training on every response.
 
     Interrupted, the same command goes on where it was.
 
@@ -77,11 +72,11 @@ def compare(
     names = [arm_name(name.strip(), None) for name in arms.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
         raise WhenceError(f"arms is {arms!r}; name each arm once. Known: {', '.join(SELECTIONS)}.")
-    first = [
+    first_seed = [
         LanguageConfig(
             name,
             0,
-            task_or_none(task, source),
+            choose_task(task, source),
             **source,
             size=size,
             dtype=dtype,
@@ -91,18 +86,8 @@ def compare(
         )
         for name in names
     ]
-    if first[0].task is None and test_dataset is None:
+    if first_seed[0].task is None and test_dataset is None:
         raise WhenceError("Arms are compared by a test; give its prompts: --test-dataset.")
-    configs = [replace(config, seed=seed) for seed in range(seeds) for config in first]
+    configs = [replace(config, seed=seed) for seed in range(seeds) for config in first_seed]
     training.prepare(configs[0])
-    with resumable(), ComparisonBars(configs) as bars:
-        comparison = experiments.compare(configs, out, workers=workers, progress=bars.update)
-    write_report(comparison, out / "report.html")
-    if json:
-        print_json(comparison.summary)
-        return
-    ((name, summary),) = comparison.summary.items()
-    console.print(summary_table(f"{name}, {seeds} seeds, {configs[0].rounds} rounds", summary))
-    console.print(READING, style="dim")
-    for what, file in (("Numbers", "summary.json"), ("Page", "report.html")):
-        print_line(f"{what}: {out / file}")
+    run_comparison(configs, out, workers=workers, json=json)

@@ -9,7 +9,8 @@ from whence.cli.console import parse_json_object
 from whence.errors import WhenceError
 from whence.experiments import LANGUAGE_ARMS, STANDARD, TASKS
 
-NONE = "none"  # what people call training on everything; results call it by the standard arm's name
+NONE = "none"
+"""The name of the standard arm on the command line; results use the standard arm's own."""
 
 SELECTIONS = tuple(NONE if arm == STANDARD else arm for arm in LANGUAGE_ARMS)
 
@@ -102,18 +103,18 @@ def arm_name(selection: str, target: str | None) -> str:
     return selection if target is None else f"{selection}-{target}"
 
 
-def task_or_none(task: str | None, source: Mapping[str, Any]) -> str | None:
-    """Return the task asked for; the first one where neither a task nor a model was."""
+def choose_task(task: str | None, source: Mapping[str, Any]) -> str | None:
+    """Return the task; the first one if neither a task nor a model is named."""
     return task or (None if any(source.values()) else next(iter(TASKS)))
 
 
 def parse_settings(text: str | None, rounds: int | None) -> dict[str, Any]:
-    """Return the settings that --settings and --rounds give.
+    """Return the settings that --settings and --rounds set.
 
     Raises:
-        WhenceError: no JSON object, or the rounds given twice.
+        WhenceError: --settings is no JSON object, or the rounds are given twice.
     """
-    given = parse_json_object("--settings", text, """'{"learning_rate": 1e-5}'""") or {}
-    if rounds is not None and "rounds" in given:
+    values = parse_json_object("--settings", text, """'{"learning_rate": 1e-5}'""") or {}
+    if rounds is not None and "rounds" in values:
         raise WhenceError("Give --rounds or the setting rounds in --settings, not both.")
-    return given | ({} if rounds is None else {"rounds": rounds})
+    return values | ({} if rounds is None else {"rounds": rounds})

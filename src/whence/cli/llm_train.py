@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from whence.cli.console import console, errors, log_to_terminal, print_json, print_line
+from whence.cli.console import console, log_to_terminal, print_json, print_line
 from whence.cli.llm_options import (
     SELECTIONS,
     Algorithm,
@@ -26,16 +26,14 @@ from whence.cli.llm_options import (
     TestDataset,
     TestReward,
     arm_name,
+    choose_task,
     parse_settings,
-    task_or_none,
 )
-from whence.cli.progress import RunBar
-from whence.cli.summary import describe_round
+from whence.cli.runs import show_run, train_run
 from whence.experiments import LANGUAGE_TARGETS, LanguageConfig
 from whence.experiments.llm import training
 from whence.experiments.llm.config import SOURCE
-from whence.report import write_run_report
-from whence.runs import RunDirectory
+from whence.experiments.shared import OnRound
 
 
 def train(
@@ -90,7 +88,7 @@ def train(
     config = LanguageConfig(
         arm,
         seed,
-        task_or_none(task, source),
+        choose_task(task, source),
         **source,
         size=size,
         dtype=dtype,
@@ -103,45 +101,39 @@ def train(
     log_to_terminal()
     training.prepare(config)
     if dry_run:
-        _rehearse(config, json)
+        _show_estimate(config, json)
         return
     was_finished = training.is_finished(config, path)
-    _run(config, path)
-    directory = RunDirectory.open(path)
-    write_run_report(directory, path / "report.html")
-    last = directory.table("metrics").to_dicts()[-1]
-    evaluations = directory.table("evaluations")
-    last |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]
-    if json:
-        print_json({"run": str(path), "config": config.to_json(), "last_round": last})
-        return
-    done = "was finished already" if was_finished else f"{config.rounds} rounds done"
-    print_line(f"{config.env}, {arm}, seed {seed}: {done}. Last round: {', '.join(describe_round(last)) or '–'}")
-    print_line(f"Run:   {path}")
-    print_line(f"Model: {path / 'model'}")
-    print_line(f"Page:  {path / 'report.html'}")
+
+    def start(on_round: OnRound) -> None:
+        training.run(config, path, on_round)
+
+    resumes = config.settings.get("save_every")
+    on_repeat = "goes on from the last checkpoint" if resumes else "starts the run over"
+    train_run(config, path, start, on_repeat=on_repeat)
+    show_run(config, path, was_finished=was_finished, json=json)
 
 
-def _rehearse(config: LanguageConfig, json: bool) -> None:
-    """Tell what a run would take."""
+def _show_estimate(config: LanguageConfig, json: bool) -> None:
+    """Print what a run would take."""
     from whence.experiments.llm.estimate import estimate_run
 
-    found = estimate_run(config)
+    estimate = estimate_run(config)
     if json:
-        print_json({"config": config.to_json(), "estimate": found.to_json()})
+        print_json({"config": config.to_json(), "estimate": estimate.to_json()})
         return
     print_line(
-        f"{config.env}, {config.arm}, {config.algorithm.upper()}: {found.parameters:,} parameters, of which "
-        f"{found.trained:,} train; {found.prompts:,} prompts of up to {found.prompt_tokens} tokens, responses of up to "
-        f"{found.response_tokens}; {config.rounds} rounds."
+        f"{config.env}, {config.arm}, {config.algorithm.upper()}: {estimate.parameters:,} parameters, of which "
+        f"{estimate.trained:,} train; {estimate.prompts:,} prompts of up to {estimate.prompt_tokens} tokens, responses "
+        f"of up to {estimate.response_tokens}; {config.rounds} rounds."
     )
     table = Table("", "memory", "PFLOP a round", title="What a run takes")
-    for what, held in found.stays.items():
-        table.add_row(what, _amount(held), "")
-    for stage, held in found.stages.items():
-        work = f"{found.flops[stage] / 1e15:.3g}" if stage in found.flops else ""
-        table.add_row(f"{stage.replace('_', '-')}, besides", _amount(held), work)
-    table.add_row("at the most; in all", _amount(found.peak), f"{sum(found.flops.values()) / 1e15:.3g}")
+    for what, size in estimate.stays.items():
+        table.add_row(what, _format_bytes(size), "")
+    for stage, size in estimate.stages.items():
+        work = f"{estimate.flops[stage] / 1e15:.3g}" if stage in estimate.flops else ""
+        table.add_row(f"{stage.replace('_', '-')}, besides", _format_bytes(size), work)
+    table.add_row("at the most; in all", _format_bytes(estimate.peak), f"{sum(estimate.flops.values()) / 1e15:.3g}")
     console.print(table)
     print_line("Bytes are of tensors; an allocator takes more. A reward's own model comes on top.")
     print_line(
@@ -151,18 +143,5 @@ def _rehearse(config: LanguageConfig, json: bool) -> None:
     print_line("No weights were loaded, and nothing was trained: leave --dry-run out to begin.")
 
 
-def _amount(held: int) -> str:
-    return f"{held / 2**30:.2f} GiB" if held >= 2**30 else f"{held / 2**20:.1f} MiB"
-
-
-def _run(config: LanguageConfig, path: Path) -> None:
-    try:
-        with RunBar(config.rounds) as bar:
-            training.run(config, path, bar.update)
-    except KeyboardInterrupt:
-        done = f"Interrupted after {bar.rounds} of {config.rounds} rounds. They are in {path}:"
-        errors.print(done, soft_wrap=True)
-        errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
-        kept = "goes on from the last checkpoint" if config.settings.get("save_every") else "starts the run over"
-        errors.print(f"The same command {kept}.")
-        raise typer.Exit(130) from None
+def _format_bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

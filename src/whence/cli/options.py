@@ -69,7 +69,7 @@ Engine: TypeAlias = Annotated[
     typer.Option(help="How scores are computed; see `whence list engines`. (default: auto)", show_default=False),
 ]
 Draws: TypeAlias = Annotated[
-    int, typer.Option(help="Trainings that the score 'smoothed' averages; under Adam 64 foretell more.", min=1)
+    int, typer.Option(help="Trainings that the score 'smoothed' averages; under Adam 64 predict better.", min=1)
 ]
 
 Memory: TypeAlias = Annotated[
@@ -79,12 +79,12 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for
 
 
 def describe_arms() -> str:
-    """Return what the help says of arms."""
+    """Return the help text on arms."""
     return f"{arms.describe_arms()}; `whence list arms` tells what they do."
 
 
 def parse_env_settings(env_kwargs: str | None, pool_kwargs: str | None) -> dict[str, Any]:
-    """Return the fields of a run that `EnvKwargs` and `PoolKwargs` give.
+    """Return the fields of a run that `EnvKwargs` and `PoolKwargs` set.
 
     Raises:
         WhenceError: one is no JSON object.
@@ -96,16 +96,16 @@ def parse_env_settings(env_kwargs: str | None, pool_kwargs: str | None) -> dict[
 
 
 def parse_action(observation: str | None, action: str | None) -> dict[str, Any]:
-    """Return the arguments of the target action that `Observation` and `Action` give; those that are given.
+    """Return the arguments of the target action from `Observation` and `Action`, without those that are not given.
 
     Raises:
         WhenceError: one is not JSON.
     """
-    given = {
+    texts = {
         "observation": (observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
         "action": (action, "2 or '[0.5, -0.5]'"),
     }
-    return {name: parse_json(f"--{name}", text, example) for name, (text, example) in given.items() if text is not None}
+    return {name: parse_json(f"--{name}", text, example) for name, (text, example) in texts.items() if text is not None}
 
 
 _ROUNDS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6})(?::([0-9]{1,6}))?)?")
@@ -115,11 +115,11 @@ def parse_rounds(option: str, text: str | None) -> list[int]:
     """Return the rounds that an option names, each once and in their order: 5,20 or 10-50 or 10-150:10.
 
     Raises:
-        WhenceError: it names none, or says something else.
+        WhenceError: the text names no rounds.
     """
     if text is None:
         return []
-    found: set[int] = set()
+    rounds: set[int] = set()
     for part in text.split(","):
         if (match := _ROUNDS.fullmatch(part.strip())) is None:
             raise WhenceError(
@@ -132,5 +132,5 @@ def parse_rounds(option: str, text: str | None) -> list[int]:
                 f"{option} has the range {part.strip()}; it goes from a round to a later one, in steps of at least 1: "
                 "10-50 or 10-150:10."
             )
-        found.update(range(first, last + 1, every))
-    return sorted(found)
+        rounds.update(range(first, last + 1, every))
+    return sorted(rounds)

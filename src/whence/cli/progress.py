@@ -1,22 +1,50 @@
-"""The terminal: consoles, bars and tables; quiet where there is no terminal."""
+"""Progress of training on standard error: bars on a terminal, plain lines elsewhere."""
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from whence.cli.console import errors
+from whence.cli.console import errors, print_error_line
 from whence.cli.summary import describe_round
 from whence.experiments import AnyConfig
 
+LINE_SECONDS = 10.0
+"""Seconds from one plain line about rounds under way to the next, at least."""
+
+Clock = Callable[[], float]
+
+
+class PlainLines:
+    """Lines for logs: nothing on a terminal, and at most one about rounds under way every ten seconds."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._last = -math.inf
+
+    def print(self, text: str, *, always: bool = False) -> None:
+        """Print a line, unless another one was printed in the last ten seconds.
+
+        Args:
+            text: the line.
+            always: print it even then.
+        """
+        now = self._clock()
+        if not errors.is_terminal and (always or now - self._last >= LINE_SECONDS):
+            self._last = now
+            print_error_line(text)
+
 
 class _Bars:
-    """Bars that are there while their `with` lasts."""
+    """Bars that are shown inside their `with`, and plain lines where there is no terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        said = TextColumn("{task.fields[said]}", markup=False)
-        self._progress = Progress(*columns, said, console=errors, disable=not errors.is_terminal)
+        last_round = TextColumn("{task.fields[last_round]}", markup=False)
+        self._progress = Progress(*columns, last_round, console=errors, disable=not errors.is_terminal)
+        self._lines = PlainLines(clock)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -25,39 +53,48 @@ class _Bars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
+    def _add(self, name: str, rounds: int) -> TaskID:
+        return self._progress.add_task(name, total=rounds, last_round="")
+
 
 class ComparisonBars(_Bars):
-    """A bar for all rounds and one for each run under way; plain lines where there is no terminal."""
+    """A bar for all rounds and one for each run under way."""
 
-    def __init__(self, configs: Sequence[AnyConfig]) -> None:
-        super().__init__()
+    def __init__(self, configs: Sequence[AnyConfig], clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
         self._done: dict[tuple[str, int], int] = {}
         self._bars: dict[tuple[str, int], TaskID] = {}
-        self._all = self._progress.add_task("all rounds", total=sum(config.rounds for config in configs), said="")
+        self._all = self._add("all rounds", sum(config.rounds for config in configs))
 
     def update(self, config: AnyConfig, rounds: int) -> None:
-        """Show that a run has so many rounds done."""
-        key = config.arm, config.seed
+        """Show how many rounds of a run are done."""
+        key, name = (config.arm, config.seed), f"{config.arm}, seed {config.seed}"
         self._done[key] = rounds
         self._progress.update(self._all, completed=sum(self._done.values()))
-        if 0 < rounds < config.rounds and key not in self._bars:
-            name = f"  {config.arm}, seed {config.seed}"
-            self._bars[key] = self._progress.add_task(name, total=config.rounds, said="")
+        if 0 < rounds < config.rounds:
+            if key not in self._bars:
+                self._bars[key] = self._add(f"  {name}", config.rounds)
+            self._lines.print(f"{name}: round {rounds} of {config.rounds}")
         if key in self._bars:
             self._progress.update(self._bars[key], completed=rounds, visible=rounds < config.rounds)
-        if not errors.is_terminal and rounds == config.rounds:
-            errors.print(f"{config.arm}, seed {config.seed}: {rounds} rounds done")
+        if rounds == config.rounds:
+            self._lines.print(f"{name}: {rounds} rounds done", always=True)
 
 
 class RunBar(_Bars):
-    """A bar for the rounds of one run, with what the last one came to."""
+    """A bar for the rounds of one run, with the result of the last one."""
 
-    def __init__(self, rounds: int) -> None:
-        super().__init__()
+    def __init__(self, rounds: int, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
         self.rounds = 0
-        self._bar = self._progress.add_task("rounds", total=rounds, said="")
+        self._total = rounds
+        self._bar = self._add("rounds", rounds)
 
     def update(self, rounds: int, metrics: Mapping[str, Any]) -> None:
-        """Show that so many rounds are done."""
+        """Show how many rounds are done, and the last one's metrics."""
         self.rounds = rounds
-        self._progress.update(self._bar, completed=rounds, said=", ".join(describe_round(metrics)))
+        last_round = ", ".join(describe_round(metrics))
+        self._progress.update(self._bar, completed=rounds, last_round=last_round)
+        if rounds:
+            line = f"round {rounds} of {self._total}"
+            self._lines.print(f"{line}: {last_round}" if last_round else line, always=rounds == self._total)

@@ -29,111 +29,112 @@ _ELSEWHERE = {"env": "ENV or --preset", "arm": "--selection or --arms", "seed": 
 _FIELDS = tuple(field.name for field in fields(RunConfig) if field.name not in _ELSEWHERE)
 
 
-def collect_overrides(settings: Sequence[str] | None, preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run that a command was given, for `configure`.
+def collect_overrides(settings: Sequence[str] | None, preset: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run that a command line sets, for `configure`.
 
     Tables are merged at every depth: with those of the other options, and with the preset's.
 
     Args:
-        settings: of `--set`.
-        preset: its name.
-        given: fields that the command's other options give; None: not given.
+        settings: the texts of `--set`.
+        preset: the preset's name.
+        options: fields that the command's other options set; None: not set.
 
     Raises:
-        WhenceError: a setting that is none, that a run does not have, or whose value a run refuses; or one given twice.
+        WhenceError: a text is no setting, a run has no such field or refuses its value, or a field is set twice.
     """
-    own = {name: value for name, value in given.items() if value is not None}
-    found: dict[str, Any] = {}
+    options = {name: value for name, value in options.items() if value is not None}
+    changes: dict[str, Any] = {}
     for text in settings or ():
-        found = _joined(found, _read(text))
-    joined, values = _joined(own, found), presets().get(preset or "", {})
-    for name, value in found.items():
-        if isinstance(value, Mapping):
-            joined[name] |= _filled(value, {**values.get(name, {}), **own.get(name, {})})
-    return joined
+        changes = _merge(changes, _parse_setting(text))
+    overrides, preset_fields = _merge(options, changes), presets().get(preset or "", {})
+    for name, table in changes.items():
+        if isinstance(table, Mapping):
+            base = {**preset_fields.get(name, {}), **options.get(name, {})}
+            merged = _merge(base, table, replace=True)
+            overrides[name] |= {key: merged[key] for key in table}  # `configure` merges the preset's other entries
+    return overrides
 
 
-def _read(text: str) -> dict[str, Any]:
-    """Return what one `--set` says, as nested tables."""
-    key, equals, written = (part.strip() for part in text.partition("="))
-    names = _names(key)
-    if not equals or not names or not written:
+def _merge(
+    base: Mapping[str, Any], changes: Mapping[str, Any], *, replace: bool = False, path: str = ""
+) -> dict[str, Any]:
+    """Return two tables merged at every depth.
+
+    Args:
+        base: the table whose values may be replaced.
+        changes: the table to merge into it.
+        replace: whether a value of `changes` replaces the base's; else a value may stand in one of them only.
+        path: the dotted name of the tables, for the message.
+    """
+    merged = dict(base)
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(base.get(name), Mapping):
+            merged[name] = _merge(base[name], value, replace=replace, path=f"{path}{name}.")
+        elif name in base and not replace:
+            raise WhenceError(
+                f"{path}{name} is given twice: by --set, and by another --set or an option of its own. Give it once."
+            )
+        else:
+            merged[name] = value
+    return merged
+
+
+def _parse_setting(text: str) -> dict[str, Any]:
+    """Return one `--set` as nested tables."""
+    key, equals, value_text = (part.strip() for part in text.partition("="))
+    names = _split_key(key)
+    if not equals or not names or not value_text:
         raise WhenceError(
             f"--set {text!r} is no KEY=VALUE with the dotted name of a setting, such as "
             "--set hyperparameters.n_steps=1024."
         )
-    value = _value(text, written)
+    value = _parse_value(text, value_text)
     for name in reversed(names[1:]):
         value = {name: value}
-    _check(text, names[0], value)
+    _check_field(text, names[0], value)
     return {names[0]: value}
 
 
-def _names(key: str) -> list[str]:
-    """Return the parts of a dotted key; none where it is no key."""
+def _split_key(key: str) -> list[str]:
+    """Return the parts of a dotted key; none if it is no key."""
     try:
-        inside: Any = tomllib.loads(f"{key} = 0")
+        table: Any = tomllib.loads(f"{key} = 0")
     except tomllib.TOMLDecodeError:
         return []
     names = []
-    while isinstance(inside, Mapping):
-        ((name, inside),) = inside.items()
+    while isinstance(table, Mapping):
+        ((name, table),) = table.items()
         names.append(name)
     return names
 
 
-def _value(text: str, written: str) -> Any:
-    """Return a value as TOML has it; words without quotes, which TOML does not have, are text."""
+def _parse_value(text: str, value_text: str) -> Any:
+    """Return a value as TOML reads it; words without quotes, which TOML does not have, are text."""
     try:
-        document = tomllib.loads(f"value = {written}")
-    except tomllib.TOMLDecodeError as wrong:
-        if re.match(r"""["'\[{]""", written):
+        document = tomllib.loads(f"value = {value_text}")
+    except tomllib.TOMLDecodeError as error:
+        if re.match(r"""["'\[{]""", value_text):
             raise WhenceError(
-                f"--set {text!r} has a value that is not TOML ({wrong}). Write it as 3, 0.5, true, word, "
+                f"--set {text!r} has a value that is not TOML ({error}). Write it as 3, 0.5, true, word, "
                 "'some words', [64, 64] or {a = 1}."
             ) from None
-        return written
-    if isinstance(document["value"], datetime.date | datetime.time) or len(document) > 1:  # or of several lines
-        return written
+        return value_text
+    if isinstance(document["value"], datetime.date | datetime.time) or len(document) > 1:  # a text of several lines
+        return value_text
     return document["value"]
 
 
-def _check(text: str, name: str, value: Any) -> None:
-    """Refuse a field that a run does not have, and a value that it refuses whatever the others are."""
+def _check_field(text: str, name: str, value: Any) -> None:
+    """Refuse a field that a run does not have, and a value that no run accepts."""
     if name in _ELSEWHERE:
         raise WhenceError(f"--set {text!r}: {name} is given by {_ELSEWHERE[name]}.")
     if name not in _FIELDS:
         known = f" Did you mean hyperparameters.{name}?" if name in HYPERPARAMETERS else suggest(name, _FIELDS)
         raise WhenceError(f"--set {text!r}: a run has no {name!r}.{known}")
     try:
-        if name in ("target", "target_args"):  # of which neither is whole without the other
+        if name in ("target", "target_args"):  # neither is complete without the other
             check_types({name: value})
         else:
             RunConfig(env="", arm=STANDARD, seed=0, **{name: value})
-    except WhenceError as wrong:
-        raise WhenceError(f"--set {text!r}: {wrong}") from None
-
-
-def _joined(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return two tables in one; a value may stand in one of them only."""
-    found = dict(one)
-    for name, value in other.items():
-        if name not in one:
-            found[name] = value
-        elif isinstance(value, Mapping) and isinstance(one[name], Mapping):
-            found[name] = _joined(one[name], value, f"{above}{name}.")
-        else:
-            raise WhenceError(
-                f"{above}{name} is given twice: by --set, and by another --set or an option of its own. Give it once."
-            )
-    return found
-
-
-def _filled(given: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is given, its own tables with what the base's have beside."""
-    return {
-        name: {**base[name], **_filled(value, base[name])}
-        if isinstance(value, Mapping) and isinstance(base.get(name), Mapping)
-        else value
-        for name, value in given.items()
-    }
+    except WhenceError as error:
+        raise WhenceError(f"--set {text!r}: {error}") from None

@@ -1,31 +1,37 @@
-"""What commands print of runs: a comparison's make_table, a round in words."""
+"""What commands print of runs: a comparison's verdicts and table, a round in words."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from whence.report.page import METRICS, cell, column_heading
+from whence.cli.console import console, print_line
+from whence.experiments import Comparison
+from whence.report.summary import READING, make_summary
 
 
-def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
-    """Return a comparison's summary as a make_table, a column for each arm."""
-    made = Table(title=title.replace("[", r"\["))
-    made.add_column("metric")
-    for arm in summary:
-        made.add_column(column_heading(arm), justify="right")
-    for metric, heading in METRICS.items():
-        made.add_row(heading, *(" ".join(cell(metric, entry[metric])).strip() for entry in summary.values()))
-    return made
+def print_comparison(comparison: Comparison) -> None:
+    """Print a finished comparison: a verdict on each arm, the table of metrics, and how to read it."""
+    ((env, _),) = comparison.summary.items()
+    summary = make_summary(comparison)
+    seeds = len({config.seed for config in comparison.configs})
+    for verdict in summary.verdicts:
+        print_line(verdict)
+    table = Table(title=escape(f"{env}, {seeds} seeds, {comparison.configs[0].rounds} rounds"))
+    table.add_column("metric")
+    for heading in summary.headings:
+        table.add_column(escape(heading), justify="right")
+    for metric, cells in summary.rows:
+        table.add_row(metric, *(escape(" ".join(cell).strip()) for cell in cells))
+    console.print(table)
+    console.print(READING, style="dim", markup=False)
 
 
 def describe_round(metrics: Mapping[str, Any]) -> list[str]:
-    """Return what a round came to, in words."""
-    said = []
-    words_of = {"test_return": "test return {:.4g}", "episode_return": "return {:.4g}", "reward": "reward {:.4g}"}
-    for name, words in words_of.items():
-        if metrics.get(name) is not None:
-            said.append(words.format(metrics[name]))
+    """Return a round's results in words."""
+    forms = {"test_return": "test return {:.4g}", "episode_return": "return {:.4g}", "reward": "reward {:.4g}"}
+    words = [form.format(metrics[name]) for name, form in forms.items() if metrics.get(name) is not None]
     if metrics.get("dropped_share"):
-        said.append(f"{1 - metrics['dropped_share']:.0%} kept")
-    return said
+        words.append(f"{1 - metrics['dropped_share']:.0%} kept")
+    return words

@@ -1,4 +1,4 @@
-"""`whence sweep` and `whence table`."""
+"""`whence sweep`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.cli.console import errors, print_json, print_line, resumable
+from whence.cli.console import print_error_line, print_json, print_line, resumable
 from whence.cli.options import AsJson
 from whence.cli.sweep_table import SweepTable
 from whence.errors import WhenceError, suggest
@@ -37,28 +37,28 @@ def sweep(
     """Run many comparisons from one file: environments, arms, shares to drop and seeds.
 
     The whole file is checked before anything runs. Finished runs are skipped when the command is given again; a run
-    that fails is told of, and the others go on. Ends with exit code 1 where a run failed.
+    that fails is reported, and the others go on. Ends with exit code 1 where a run failed.
 
     Example: whence sweep results/paper/sweep.toml --out results/paper
     """
     runs = experiments.read_sweep(file)
     if only is not None:
-        runs = _chosen(runs, [name.strip() for name in only.split(",")], file)
+        runs = _choose_runs(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
-    with resumable(), SweepTable(runs, workers) as live:
-        failures = experiments.run_sweep(runs, path, live, workers=workers, keep_runs=keep_runs)
+    with resumable(), SweepTable(runs, workers) as table:
+        failures = experiments.run_sweep(runs, path, table, workers=workers, keep_runs=keep_runs)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
     else:
         print_line(f"{len(runs) - len(failures)} of {len(runs)} runs are in {path}: whence table {path}")
     for name, failure in failures.items():
-        errors.print(f"{name} failed: {failure}", markup=False, highlight=False, soft_wrap=True)
+        print_error_line(f"{name} failed: {failure}")
     if failures:
         raise typer.Exit(1)
 
 
-def _chosen(runs: Sequence[Planned], names: Sequence[str], file: Path) -> list[Planned]:
-    """Return the runs that stand under one of the names: an experiment, one of its arms, or a run."""
+def _choose_runs(runs: Sequence[Planned], names: Sequence[str], file: Path) -> list[Planned]:
+    """Return the runs that a name stands for: an experiment, one of its arms, or a run."""
     known = dict.fromkeys("/".join(run.name.split("/")[:parts]) for run in runs for parts in (1, 2, 3))
     for name in names:
         if name not in known:

@@ -2,31 +2,31 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from rich.live import Live
 from rich.table import Table
 
 from whence.cli.console import errors, make_table
+from whence.cli.progress import Clock, PlainLines
 from whence.experiments import Planned
 
 
 class SweepTable:
     """A live table of a sweep, a row for each experiment; plain lines where there is no terminal."""
 
-    def __init__(
-        self, runs: Sequence[Planned], workers: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, runs: Sequence[Planned], workers: int | None = None, clock: Clock = time.monotonic) -> None:
         self._runs = runs
         self._workers = workers or os.cpu_count() or 1
         self._clock = clock
         self._done: dict[Planned, int] = {}
         self._finished: set[Planned] = set()
         self._failed: set[Planned] = set()
-        self._begun: dict[Planned, float] = {}
-        self._heard: dict[Planned, float] = {}  # of runs under way: when last
-        self._timed: dict[str, tuple[int, float]] = {}  # by experiment: rounds, and the seconds they took
+        self._starts: dict[Planned, float] = {}
+        self._reports: dict[Planned, float] = {}  # when each run under way last reported
+        self._timings: dict[str, tuple[int, float]] = {}  # by experiment: rounds, and the seconds they took
+        self._lines = PlainLines(clock)
         self._live = Live(self.table(), console=errors, refresh_per_second=2) if errors.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -39,33 +39,34 @@ class SweepTable:
             self._live.stop()
 
     def kept(self, planned: Planned) -> None:
-        """Hear of a run that was finished before."""
+        """Count a run that was finished before."""
         self._done[planned] = planned.config.rounds
         self._finished.add(planned)
 
     def rounds(self, planned: Planned, done: int) -> None:
-        """Hear of the rounds that a run under way has done."""
+        """Show how many rounds a run under way has done."""
         now = self._clock()
-        self._begun.setdefault(planned, now)
-        # A run's first message is of rounds that another sweep may have done.
-        if planned in self._heard:
-            rounds, seconds = self._timed.get(planned.group, (0, 0.0))
-            self._timed[planned.group] = rounds + done - self._done[planned], seconds + now - self._heard[planned]
-        self._done[planned], self._heard[planned] = done, now
+        self._starts.setdefault(planned, now)
+        # A run's first report counts rounds that another sweep may have done.
+        if planned in self._reports:
+            rounds, seconds = self._timings.get(planned.group, (0, 0.0))
+            self._timings[planned.group] = rounds + done - self._done[planned], seconds + now - self._reports[planned]
+        self._done[planned], self._reports[planned] = done, now
+        if 0 < done < planned.config.rounds:
+            self._lines.print(f"{planned.name}: round {done} of {planned.config.rounds}")
         self._show()
 
     def ended(self, planned: Planned, failure: str | None) -> None:
-        """Hear that a run has ended, and why it failed."""
+        """Show that a run has ended, and why it failed."""
         now = self._clock()
-        self._heard.pop(planned, None)
+        self._reports.pop(planned, None)
         if failure is None:
             self._finished.add(planned)
         else:
             self._failed.add(planned)
-        if self._live is None:
-            took = _clock(now - self._begun.get(planned, now))
-            what = f"failed: {failure}" if failure is not None else f"done in {took}"
-            errors.print(f"{planned.name}: {what}", markup=False, highlight=False, soft_wrap=True)
+        duration = _format_clock(now - self._starts.get(planned, now))
+        end = f"failed: {failure}" if failure is not None else f"done in {duration}"
+        self._lines.print(f"{planned.name}: {end}", always=True)
         self._show()
 
     def _show(self) -> None:
@@ -77,10 +78,10 @@ class SweepTable:
         groups: dict[str, list[Planned]] = {}
         for planned in self._runs:
             groups.setdefault(planned.group, []).append(planned)
-        lefts = [self._left(group, runs) for group, runs in groups.items()]
+        lefts = [self._time_left(group, runs) for group, runs in groups.items()]
         known = [left for left in lefts if left is not None]
         rows = [
-            self._row(group, runs, self._under_way(runs), self._mean(group), left)
+            self._row(group, runs, self._under_way(runs), self._mean_seconds(group), left)
             for (group, runs), left in zip(groups.items(), lefts, strict=True)
         ]
         # Rounds of unlike experiments have no mean.
@@ -88,21 +89,21 @@ class SweepTable:
         headings = ("experiment", "runs", "rounds", "under way", "seconds a round", "time left", "failed")
         return make_table("Sweep", headings, rows)
 
-    def _left(self, group: str, runs: Sequence[Planned]) -> float | None:
-        """Return the seconds that an experiment's open rounds will take; None where none was timed yet."""
-        still = [run for run in runs if run not in self._finished | self._failed]
-        rounds = sum(run.config.rounds - self._done.get(run, 0) for run in still)
+    def _time_left(self, group: str, runs: Sequence[Planned]) -> float | None:
+        """Return the seconds that an experiment's open rounds will take; None if no round was timed yet."""
+        unfinished = [run for run in runs if run not in self._finished | self._failed]
+        rounds = sum(run.config.rounds - self._done.get(run, 0) for run in unfinished)
         if not rounds:
             return 0.0
-        mean = self._mean(group)
-        return None if mean is None else rounds * mean / min(self._workers, len(still))
+        mean = self._mean_seconds(group)
+        return None if mean is None else rounds * mean / min(self._workers, len(unfinished))
 
-    def _mean(self, group: str) -> float | None:
-        rounds, seconds = self._timed.get(group, (0, 0.0))
+    def _mean_seconds(self, group: str) -> float | None:
+        rounds, seconds = self._timings.get(group, (0, 0.0))
         return seconds / rounds if rounds else None
 
     def _under_way(self, runs: Sequence[Planned]) -> str:
-        return "; ".join(f"{run.label}, seed {run.config.seed}" for run in runs if run in self._heard)
+        return "; ".join(f"{run.label}, seed {run.config.seed}" for run in runs if run in self._reports)
 
     def _row(
         self, name: str, runs: Sequence[Planned], under_way: str, mean: float | None, left: float | None
@@ -114,11 +115,11 @@ class SweepTable:
             f"{sum(self._done.get(run, 0) for run in runs)}/{sum(run.config.rounds for run in runs)}",
             under_way,
             "" if mean is None else f"{mean:.3g}",
-            _clock(left) if left else "",
+            _format_clock(left) if left else "",
             str(failed or ""),
         ]
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

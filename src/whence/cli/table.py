@@ -18,7 +18,7 @@ def table(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Tabulate what a sweep has finished, beside LDA's figures: tables.md, summary.json and curves as SVG.
+    """Tabulate what a sweep has finished, next to LDA's figures: tables.md, summary.json and curves as SVG.
 
     Example: whence table results/paper
     """

@@ -1,4 +1,4 @@
-"""The target that options ask for."""
+"""The target that options describe."""
 
 from stable_baselines3 import PPO
 
@@ -13,7 +13,19 @@ from whence.targets import Action, Return, Target
 def make_target(
     name: str, model: PPO, records: RecordBatch, record: int | None, observation: str | None, action: str | None
 ) -> Target:
-    """Return the target that options ask for."""
+    """Return the target that options describe.
+
+    Args:
+        name: a key of `TARGETS`.
+        model: the model that collected the round.
+        records: the round's records.
+        record: the id of the record whose action is the target, or
+        observation: an observation as JSON, with
+        action: an action as JSON.
+
+    Raises:
+        WhenceError: options that do not go together, or a record, an observation or an action that is not there.
+    """
     if name not in experiments.TARGETS:
         raise WhenceError(f"The target {name!r} is unknown.{suggest(name, experiments.TARGETS)}")
     if name == "return":
@@ -27,10 +39,10 @@ def make_target(
         if len(where) != 1:
             first, last = int(records.ids.min()), int(records.ids.max())
             raise WhenceError(f"Record {record} is not in this round; its records go from {first} to {last}.")
-        one = records.take(slice(int(where[0]), int(where[0]) + 1))
-        return Action(one.observations, one.actions)
+        single = records.take(slice(int(where[0]), int(where[0]) + 1))
+        return Action(single.observations, single.actions)
     if observation is None or action is None:
         raise WhenceError("The target action needs --record ID, or --observation and --action as JSON.")
-    asked = Action(**options.parse_action(observation, action))
-    check_action(asked, model.observation_space, model.action_space)
-    return asked
+    target = Action(**options.parse_action(observation, action))
+    check_action(target, model.observation_space, model.action_space)
+    return target

@@ -12,9 +12,9 @@ import polars as pl
 from whence.experiments import STANDARD
 
 COLOURS = ("#7d8590", "#e27411", "#2f74e6", "#1ba764", "#c2245f", "#a04df0", "#b98900", "#14a0a0")
-"""The standard arm's, and then one per arm in their order: at least 3:1 on white and on the page's dark ground, and
-the first four apart for every kind of colour blindness. The later four are drawn dashed as well; where colours come
-again, dots tell the arms apart."""
+"""The standard arm's colour, then one for each other arm in order. Their contrast is at least 3:1 on white and on the
+page's dark ground, and the first four differ for every kind of colour blindness. The later four are drawn dashed as
+well; colours that are used again, dotted."""
 
 STAGES: Mapping[str, str] = {
     **{"collection": "#a9acd4", "generation": "#a9acd4", "forward": "#8689bf", "optimisation": "#6266a8"},
@@ -29,7 +29,7 @@ Colours = Mapping[str, str]
 
 
 def arm_colours(arms: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each arm, the standard arm's wherever it stands."""
+    """Return a colour for each arm; the standard arm's is the same wherever it stands."""
     others = cycle(COLOURS[1:])
     return {arm: COLOURS[0] if arm == STANDARD else next(others) for arm in dict.fromkeys(arms)}
 
@@ -69,7 +69,7 @@ def approximate_kl(metrics: pl.DataFrame, colours: Colours | None = None) -> go.
 
 def influence_distribution(metrics: pl.DataFrame, arm: str, colours: Colours | None = None) -> go.Figure:
     """Draw, for one arm, the quantiles of the scores by round, each round's mean over seeds."""
-    figure = _figure("influence (score)").update_yaxes(zeroline=True)
+    figure = _make_figure("influence (score)").update_yaxes(zeroline=True)
     colour = (colours or arm_colours(metrics["arm"]))[arm]
     scored = metrics.filter(pl.col("arm") == arm).drop_nulls("q50")
     means = scored.group_by("round").agg(pl.col("^q\\d\\d$").mean()).sort("round")
@@ -79,14 +79,14 @@ def influence_distribution(metrics: pl.DataFrame, arm: str, colours: Colours | N
         name = f"{low[1:].lstrip('0')} to {high[1:]}%"
         figure.add_scatter(x=rounds, y=means[low].to_list(), **edge, showlegend=False)
         figure.add_scatter(
-            x=rounds, y=means[high].to_list(), **edge, fill="tonexty", fillcolor=_faded(colour, opacity), name=name
+            x=rounds, y=means[high].to_list(), **edge, fill="tonexty", fillcolor=_fade(colour, opacity), name=name
         )
     figure.add_scatter(x=rounds, y=means["q50"].to_list(), line_color=colour, mode=_mode(rounds), name="median")
-    return _whole_rounds(figure, means)
+    return _mark_whole_rounds(figure, means)
 
 
 def stages_of(timings: pl.DataFrame, clock: str) -> list[str]:
-    """Return the stages whose seconds by a clock, "cpu" or "wall", a table of timings holds."""
+    """Return the stages that a table of timings has seconds of, by a clock: "cpu" or "wall"."""
     return [stage for stage in STAGES if f"{stage}_{clock}" in timings.columns]
 
 
@@ -97,12 +97,12 @@ def seconds_by_stage(timings: pl.DataFrame, clock: str = "cpu") -> go.Figure:
         timings: with columns `arm` and, for each stage, `STAGE_CLOCK`.
         clock: "cpu", the process's, or "wall".
     """
-    figure = _figure("")
+    figure = _make_figure("")
     arms = _arms(timings)
     for stage in stages_of(timings, clock):
         means = [timings.filter(pl.col("arm") == arm)[f"{stage}_{clock}"].mean() for arm in arms]
         figure.add_bar(
-            **{"x": means, "y": [_plain(arm) for arm in arms], "orientation": "h", "width": 0.55},
+            **{"x": means, "y": [_escape(arm) for arm in arms], "orientation": "h", "width": 0.55},
             **{"name": stage.replace("_", "-"), "marker_color": STAGES[stage], "hovertemplate": "%{x:.3g} s"},
         )
     figure.update_yaxes(type="category", autorange="reversed", showspikes=False)
@@ -111,17 +111,17 @@ def seconds_by_stage(timings: pl.DataFrame, clock: str = "cpu") -> go.Figure:
 
 
 def interventions_box(changes: pl.DataFrame) -> go.Figure:
-    """Draw what leaving records out of single rounds changed, a box for each run and variant (LDA figures 5 and 10).
+    """Draw the effect of leaving records out of single rounds, a box for each run and variant (LDA figures 5 and 10).
 
     Args:
-        changes: with columns `run` (what stands below its boxes), `variant` and `change`, a row for each round; rows
-            without a change are passed over.
+        changes: with columns `run` (the text below its boxes), `variant` and `change`, a row for each round; rows
+            without a change are left out.
     """
-    figure = _figure("change of the test return").update_yaxes(zeroline=True, zerolinecolor=COLOURS[4])
+    figure = _make_figure("change of the test return").update_yaxes(zeroline=True, zerolinecolor=COLOURS[4])
     for variant, colour in zip(("filtered", "random"), COLOURS[1:], strict=False):
-        own = changes.filter(pl.col("variant") == variant).drop_nulls("change")
+        rounds = changes.filter(pl.col("variant") == variant).drop_nulls("change")
         figure.add_box(
-            **{"x": [_plain(run) for run in own["run"]], "y": own["change"].to_list(), "name": variant},
+            **{"x": [_escape(run) for run in rounds["run"]], "y": rounds["change"].to_list(), "name": variant},
             **{"boxpoints": "all", "boxmean": True, "marker_color": colour},
         )
     return figure.update_xaxes(type="category", title=None).update_layout(boxmode="group", hovermode="closest")
@@ -131,34 +131,34 @@ def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours |
     """Draw each arm's mean of a column over rounds, with the band of its seeds' lowest and highest.
 
     Args:
-        table: with columns `arm` and `round`; rows without a value are passed over.
-        column: what to draw.
-        title: of the axis, with its unit.
-        colours: of the arms; None: in the order in which they stand in the table.
+        table: with columns `arm` and `round`; rows without a value are left out.
+        column: the column to draw.
+        title: the axis's title, with the unit.
+        colours: the arms' colours; None: in the order of the arms in the table.
     """
-    figure = _figure(title)
+    figure = _make_figure(title)
     colours = colours or arm_colours(table["arm"])
     dashes = _dashes(colours)
-    for arm, stated in _stated(table.drop_nulls(column), column):
-        rounds = stated["round"].to_list()
+    for arm, statistics in _seed_statistics(table.drop_nulls(column), column):
+        rounds = statistics["round"].to_list()
         colour, dash = colours[arm], dashes[arm]
-        band = {"line_width": 0, "mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": _plain(arm)}
-        if not stated["low"].equals(stated["high"]):
-            figure.add_scatter(x=rounds, y=stated["low"].to_list(), **band)
+        band = {"line_width": 0, "mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": _escape(arm)}
+        if not statistics["low"].equals(statistics["high"]):
+            figure.add_scatter(x=rounds, y=statistics["low"].to_list(), **band)
             figure.add_scatter(
-                x=rounds, y=stated["high"].to_list(), fill="tonexty", fillcolor=_faded(colour, 0.16), **band
+                x=rounds, y=statistics["high"].to_list(), fill="tonexty", fillcolor=_fade(colour, 0.16), **band
             )
         figure.add_scatter(
-            **{"x": rounds, "y": stated["mean"].to_list(), "mode": _mode(rounds), "name": _plain(arm)},
-            **{"line": {"color": colour, "dash": dash}, "legendgroup": _plain(arm)},
+            **{"x": rounds, "y": statistics["mean"].to_list(), "mode": _mode(rounds), "name": _escape(arm)},
+            **{"line": {"color": colour, "dash": dash}, "legendgroup": _escape(arm)},
         )
-    # On a narrow screen the legend of many arms takes rows, which the plot should not have to give.
+    # On a narrow screen the legend of many arms takes several rows; the figure grows by them.
     figure.update_layout(height=_HEIGHT + 24 * max(0, len(_arms(table)) - 6))
-    return _whole_rounds(figure, table)
+    return _mark_whole_rounds(figure, table)
 
 
 def _dashes(colours: Colours) -> dict[str, str]:
-    """Return a dash for each arm; arms that share a colour have different ones, up to four of them."""
+    """Return a dash for each arm; up to four arms that share a colour have different ones."""
     used: Counter[str] = Counter()
     dashes = {}
     for arm, colour in colours.items():
@@ -167,14 +167,14 @@ def _dashes(colours: Colours) -> dict[str, str]:
     return dashes
 
 
-def _stated(table: pl.DataFrame, column: str) -> Iterator[tuple[str, pl.DataFrame]]:
-    of = pl.col(column)
+def _seed_statistics(table: pl.DataFrame, column: str) -> Iterator[tuple[str, pl.DataFrame]]:
+    values = pl.col(column)
     for arm in _arms(table):
         by_round = table.filter(pl.col("arm") == arm).group_by("round")
-        yield arm, by_round.agg(mean=of.mean(), low=of.min(), high=of.max()).sort("round")
+        yield arm, by_round.agg(mean=values.mean(), low=values.min(), high=values.max()).sort("round")
 
 
-def _figure(y_title: str) -> go.Figure:
+def _make_figure(y_title: str) -> go.Figure:
     axis: dict[str, Any] = {"automargin": True, "zeroline": False, "hoverformat": ".4~g"}
     layout = go.Layout(
         template="plotly_white",
@@ -182,15 +182,15 @@ def _figure(y_title: str) -> go.Figure:
         margin={"l": 56, "r": 12, "t": 12, "b": 44},
         yaxis={**axis, "title": {"text": y_title, "standoff": 10}},
         xaxis={**axis, "title": {"text": "round", "standoff": 8}},
-        # Above the plot, whose margin grows with the rows that the legend needs.
+        # Above the plot; the margin grows with the rows of the legend.
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         hovermode="x unified",
     )
     return go.Figure(layout=layout)
 
 
-def _whole_rounds(figure: go.Figure, table: pl.DataFrame) -> go.Figure:
-    # Left to itself Plotly would mark halves of few rounds.
+def _mark_whole_rounds(figure: go.Figure, table: pl.DataFrame) -> go.Figure:
+    # By default, Plotly marks halves of few rounds.
     return figure.update_xaxes(dtick=1) if table["round"].n_unique() <= 5 else figure
 
 
@@ -199,15 +199,15 @@ def _arms(table: pl.DataFrame) -> list[str]:
 
 
 def _mode(rounds: list[int]) -> str:
-    # One round makes a point and no line.
+    # A single round makes a point and no line.
     return "lines+markers" if len(rounds) <= 20 else "lines"
 
 
-def _plain(text: str) -> str:
-    # Plotly takes tags in text for formatting.
+def _escape(text: str) -> str:
+    # Plotly reads tags in text as formatting.
     return escape(text, quote=False)
 
 
-def _faded(colour: str, opacity: float) -> str:
+def _fade(colour: str, opacity: float) -> str:
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"

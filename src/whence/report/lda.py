@@ -1,4 +1,4 @@
-"""What LDA (arXiv 2505.19281) reports, for the settings that are its own."""
+"""The figures that LDA (arXiv 2505.19281) reports, for its settings."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,43 +12,43 @@ _EVALUATION = {"eval_episodes", "eval_every"}
 
 
 @cache
-def _reported() -> Mapping[str, Any]:
+def _read_figures() -> Mapping[str, Any]:
     return tomllib.loads((files("whence.report") / "lda.toml").read_text(encoding="utf-8"))
 
 
-def preset_of(config: RunConfig) -> str | None:
-    """Return the preset of LDA's that a run has, whatever its arm, seed, share to drop and evaluations; else None."""
-    own = {name: getattr(config, name) for name in ("arm", "seed", "drop")}
-    for name in (f"{family}/{env}" for env in _reported() for family in ("lda-code", "paper")):
-        theirs = RunConfig(**{**presets()[name], **own})
-        if {key for key, value in vars(theirs).items() if value != getattr(config, key)} <= _EVALUATION:
+def find_preset(config: RunConfig) -> str | None:
+    """Return the name of LDA's preset that a run has, with any arm, seed, share to drop and evaluations; else None."""
+    fields = {name: getattr(config, name) for name in ("arm", "seed", "drop")}
+    for name in (f"{family}/{env}" for env in _read_figures() for family in ("lda-code", "paper")):
+        preset = RunConfig(**{**presets()[name], **fields})
+        if {key for key, value in vars(preset).items() if value != getattr(config, key)} <= _EVALUATION:
             return name
     return None
 
 
-def figures_of(config: RunConfig) -> Mapping[str, Any]:
-    """Return LDA's figures for a run's setting: nothing where it is not that of LDA's code, which does not clip."""
-    family, _, env = (preset_of(config) or "").partition("/")
-    return _reported()[env] if family == "lda-code" else {}
+def find_figures(config: RunConfig) -> Mapping[str, Any]:
+    """Return LDA's figures for a run's setting: none unless it is that of LDA's code, which does not clip."""
+    family, _, env = (find_preset(config) or "").partition("/")
+    return _read_figures()[env] if family == "lda-code" else {}
 
 
-def row_of(config: RunConfig) -> tuple[str, Mapping[str, Sequence[float]]] | None:
-    """Return what LDA's row beside a run's is called, and its shares, each with its "±"; None where LDA has none."""
-    found = next((row for row in figures_of(config).get("iif", []) if row["drop"] == config.drop), None)
-    if found is None or config.arm != "iif":
+def find_row(config: RunConfig) -> tuple[str, Mapping[str, Sequence[float]]] | None:
+    """Return the name of LDA's row for a run, and its shares, each with its "±"; None if LDA has none."""
+    figures = next((row for row in find_figures(config).get("iif", []) if row["drop"] == config.drop), None)
+    if figures is None or config.arm != "iif":
         return None
-    row = {name: figure for name, figure in found.items() if name != "drop"}
-    theirs = RunConfig(**{**presets()[str(preset_of(config))], "arm": "iif", "seed": 0})
-    if all(getattr(theirs, key) == getattr(config, key) for key in _EVALUATION):
+    row = {name: figure for name, figure in figures.items() if name != "drop"}
+    preset = RunConfig(**{**presets()[str(find_preset(config))], "arm": "iif", "seed": 0})
+    if all(getattr(preset, key) == getattr(config, key) for key in _EVALUATION):
         return "LDA's iif", row
-    return f"LDA's iif (its evaluations: every round, {theirs.eval_episodes} episodes)", row
+    return f"LDA's iif (its evaluations: every round, {preset.eval_episodes} episodes)", row
 
 
-def note(config: RunConfig) -> str | None:
-    """Say how LDA's figures stand to a run's setting; None where the setting is none of LDA's."""
-    family, _, env = (preset_of(config) or "").partition("/")
+def write_note(config: RunConfig) -> str | None:
+    """Say how LDA's figures relate to a run's setting; None if it is not one of LDA's."""
+    family, _, env = (find_preset(config) or "").partition("/")
     if family == "lda-code":
-        iif, ppo = figures_of(config)["seconds"]["iif"], figures_of(config)["seconds"]["ppo"]
+        iif, ppo = find_figures(config)["seconds"]["iif"], find_figures(config)["seconds"]["ppo"]
         return (
             "LDA's rows are means over its three runs; of what its ± is it says nothing. Its levels are every maximum, "
             "and its RT_peak is the paper's. Its seconds are wall-clock, on another machine: "

@@ -1,4 +1,4 @@
-"""Pictures as SVG: the learning curves of a sweep's experiments, and how any figure is written."""
+"""Pictures as SVG: the learning curves of a sweep's experiments, and any figure."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,21 +15,21 @@ Labels = Mapping[str, Mapping[int, KeptRun]]
 """An experiment's finished runs, by label and seed."""
 
 
-def draw(labels: Labels, folder: Path) -> list[Path]:
+def draw_pictures(labels: Labels, folder: Path) -> list[Path]:
     """Draw an experiment's pictures and return their files.
 
     Raises:
         Unsupported: there is no Kaleido, or no browser that it can drive.
     """
-    found = []
-    for name, chosen in pictures_of(labels).items():
-        found.append(folder / f"{name}.svg")
-        write_svg(_curves(labels, chosen), found[-1], "pass --no-pictures. The tables are written.")
-    return found
+    files = []
+    for name, chosen in plan_pictures(labels).items():
+        files.append(folder / f"{name}.svg")
+        write_svg(_draw_curves(labels, chosen), files[-1], "pass --no-pictures. The tables are written.")
+    return files
 
 
-def pictures_of(labels: Labels) -> dict[str, list[str]]:
-    """Return which labels stand in which picture.
+def plan_pictures(labels: Labels) -> dict[str, list[str]]:
+    """Return the labels in each picture.
 
     `arms`: every arm at its usual share to drop; `drop`: the arms that have several shares, at all of them;
     `controls`: the arms that change the size of the step and drop nothing.
@@ -37,18 +37,21 @@ def pictures_of(labels: Labels) -> dict[str, list[str]]:
     by_arm: dict[str, list[str]] = {}
     for label, runs in labels.items():
         by_arm.setdefault(next(iter(runs.values())).config.arm, []).append(label)
-    controls = [label for arm, own in by_arm.items() if _is_control(arm) for label in own]
-    selecting = {arm: own for arm, own in by_arm.items() if not _is_control(arm) and arm != STANDARD}
-    # A run at its experiment's own share is labelled by its arm alone. Where it is not among several, none is usual.
-    usual = {arm: [label for label in own if label == arm or len(own) == 1] for arm, own in selecting.items()}
+    controls = [label for arm, arm_labels in by_arm.items() if _is_control(arm) for label in arm_labels]
+    selecting = {arm: arm_labels for arm, arm_labels in by_arm.items() if not _is_control(arm) and arm != STANDARD}
+    # The label of a run at its experiment's own share is its arm. If several shares lack it, none is usual.
+    usual = {
+        arm: [label for label in arm_labels if label == arm or len(arm_labels) == 1]
+        for arm, arm_labels in selecting.items()
+    }
     pictures = {
-        "arms": [label for own in usual.values() for label in own],
-        "drop": [label for own in selecting.values() if len(own) > 1 for label in own],
+        "arms": [label for arm_labels in usual.values() for label in arm_labels],
+        "drop": [label for arm_labels in selecting.values() if len(arm_labels) > 1 for label in arm_labels],
         "controls": [*usual.get("iif", []), *controls] if controls else [],
     }
     standard = by_arm.get(STANDARD, [])
-    found = {name: [*standard, *others] for name, others in pictures.items() if others}
-    return found or {"arms": standard}
+    with_standard = {name: [*standard, *others] for name, others in pictures.items() if others}
+    return with_standard or {"arms": standard}
 
 
 def _is_control(arm: str) -> bool:
@@ -56,7 +59,7 @@ def _is_control(arm: str) -> bool:
     return (ARMS[arm].learning_rate_scale, ARMS[arm].trains) != (standard.learning_rate_scale, standard.trains)
 
 
-def _curves(labels: Labels, chosen: Sequence[str]) -> go.Figure:
+def _draw_curves(labels: Labels, chosen: Sequence[str]) -> go.Figure:
     tables = [
         kept.tables["evaluations"].select("round", "test_return", arm=pl.lit(label))
         for label in chosen
@@ -69,9 +72,9 @@ def write_svg(figure: go.Figure, file: Path, remedy: str) -> None:
     """Write a figure as SVG, 760 pixels wide.
 
     Args:
-        figure: whose width and font are set.
-        file: to write.
-        remedy: what else a user can do where it cannot be drawn, for the message.
+        figure: the figure; its width and font are set.
+        file: the file to write.
+        remedy: what else a user can do if it cannot be drawn, for the message.
 
     Raises:
         Unsupported: there is no Kaleido, or no browser that it can drive.

@@ -26,9 +26,9 @@ class Column(NamedTuple):
     """A column of the page's table.
 
     Attributes:
-        key: what the run directory calls it.
+        key: its name in the run directory.
         name: its heading.
-        about: what it holds.
+        about: its meaning.
         kind: "score", "keep", "reason", "text" or "".
     """
 
@@ -50,7 +50,7 @@ STEPS = (
     Column("step", "step", "Position in the episode, from 0"),
     Column("action", "action"),
     Column("observation", "observation", kind="text"),
-    Column("advantage", "advantage", "As it came, not normalised"),
+    Column("advantage", "advantage", "As collected, not normalised"),
     Column("return", "return", "Target of the value function"),
     Column("value", "value", "Estimate of the value function"),
     Column("log_prob", "log-prob", "Log-probability of the action"),
@@ -79,18 +79,18 @@ def list_columns(runs: Iterable[RunDirectory]) -> tuple[Column, ...]:
     return RESPONSES if any(run.config.get("kind") == "language" for run in runs) else STEPS
 
 
-def browsed(run: RunDirectory, label: str) -> dict[str, Any]:
-    """Return what the table shows of one run.
+def browse_run(run: RunDirectory, label: str) -> dict[str, Any]:
+    """Return the part of a run that the table shows.
 
     Args:
         run: the directory, finished or not.
-        label: what the run is called.
+        label: the run's name.
     """
-    return {"label": label, "rounds": [_round(run, number) for number in spread(run.rounds(), ROUNDS)]}
+    return {"label": label, "rounds": [_browse_round(run, number) for number in spread(run.rounds(), ROUNDS)]}
 
 
 def spread(numbers: list[int], most: int) -> list[int]:
-    """Return at most `most` of some numbers: the first, the last, and what lies evenly between."""
+    """Return at most `most` of some numbers: the first, the last, and others evenly between."""
     if len(numbers) <= most:
         return numbers
     return [numbers[at] for at in np.linspace(0, len(numbers) - 1, most).round().astype(int)]
@@ -105,42 +105,46 @@ def ends(records: pl.DataFrame) -> pl.DataFrame:
 
 
 def short_text(value: Any, longest: int = LONGEST) -> str:
-    """Return numbers, lists of numbers or text as one short line, its end cut off where it is longer than a page holds.
+    """Return numbers, lists of numbers or text as one line, cut off after `longest` characters.
 
-    Nothing is written out that would be cut off: an observation may hold thousands of numbers.
+    Only as many entries are formatted as the line may hold: an observation may have thousands.
     """
-    line = ", ".join(_entry(entry) for entry in value[:longest]) if isinstance(value, list) else _entry(value)
+    line = (
+        ", ".join(_format_entry(entry) for entry in value[:longest])
+        if isinstance(value, list)
+        else _format_entry(value)
+    )
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
-def _round(run: RunDirectory, number: int) -> dict[str, Any]:
+def _browse_round(run: RunDirectory, number: int) -> dict[str, Any]:
     records = run.round("records", number)
     columns = list_columns([run])
-    rows = [_row(row, columns) for row in ends(records).iter_rows(named=True)]
+    rows = [_make_row(row, columns) for row in ends(records).iter_rows(named=True)]
     return {"round": number, "records": len(records), "scored": "score" in records.columns, "rows": rows}
 
 
-def _row(record: dict[str, Any], columns: Iterable[Column]) -> list[Any]:
-    whole = {name: value for name, value in record.items() if name.split(".")[0] == "observation"}
-    shown = record | {"observation": _observation(whole)}
-    return [_cell(column.key, shown.get(column.key)) for column in columns]
+def _make_row(record: dict[str, Any], columns: Iterable[Column]) -> list[Any]:
+    parts = {name: value for name, value in record.items() if name.split(".")[0] == "observation"}
+    values = record | {"observation": _join_observation(parts)}
+    return [_make_cell(column.key, values.get(column.key)) for column in columns]
 
 
-def _observation(parts: dict[str, Any]) -> Any:
+def _join_observation(parts: dict[str, Any]) -> Any:
     if parts.keys() <= {"observation"}:
         return parts.get("observation")
     named = (f"{name.removeprefix('observation.')}: {short_text(value)}" for name, value in parts.items())
     return short_text("; ".join(named))
 
 
-def _cell(name: str, value: Any) -> Any:
+def _make_cell(name: str, value: Any) -> Any:
     if isinstance(value, float):
-        # JSON knows no other floats, and float32 has no more than these digits.
+        # JSON has no infinities and no NaN, and float32 has no more than these digits.
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if name in ("prompt", "response"):
         return short_text(value, LONGEST_TEXT)
     return short_text(value) if isinstance(value, str | Iterable) else value
 
 
-def _entry(value: Any) -> str:
+def _format_entry(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""What the page of a comparison and that of one run have in common, from the runs' tables."""
+"""What the pages of a comparison and of one run share, from the runs' tables."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from whence.report import figures
 from whence.runs import RunDirectory, Table
 
 Runs: TypeAlias = Mapping[tuple[str, int | None], RunDirectory]
-"""Runs by what they are called, and their seeds where these are known."""
+"""Runs by their names and seeds; None: the seed is not known."""
 
 Tables: TypeAlias = Mapping[Table, pl.DataFrame]
 """Tables of all runs below each other, with a column `arm`."""
@@ -23,17 +23,20 @@ Tables: TypeAlias = Mapping[Table, pl.DataFrame]
 Drawn: TypeAlias = tuple[str, str, go.Figure]
 """A figure with its title and what it shows."""
 
-
-def tables(runs: Runs) -> Tables:
-    """Return each table of all runs; without rows where no run has any."""
-    return {name: _below_each_other(name, runs) for name in get_args(Table)}
+_GROUP_HEADINGS = {"effective": "settings in effect"}
+"""Headings of groups of facts, if another one than their key in config.json."""
 
 
-def drawn(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
+def read_tables(runs: Runs) -> Tables:
+    """Return each table of all runs; without rows if no run has any."""
+    return {name: _concatenate(name, runs) for name in get_args(Table)}
+
+
+def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
     """Return the figures whose columns are there, in the page's order.
 
     Args:
-        tables: from `tables`.
+        tables: from `read_tables`.
         arms: in the order of their colours.
         seeds: of each arm.
     """
@@ -41,63 +44,64 @@ def drawn(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
     colours = figures.arm_colours(arms)
     bands = "Here and below, lines are means over seeds; bands run from the lowest seed to the highest."
     bands = f" {bands}" if seeds > 1 else ""
-    found: list[Drawn] = []
+    drawn: list[Drawn] = []
     if _has(evaluations, "test_return"):
         what = (
             "exact matches, civil answers or rewards on the test" if _has(metrics, "reward") else "evaluation episodes"
         )
         about = f"Mean return of the {what} after rounds; round 0 is the untrained policy.{bands}"
-        found.append(("Learning curves", about, figures.learning_curves(evaluations, colours)))
+        drawn.append(("Learning curves", about, figures.learning_curves(evaluations, colours)))
     if _has(metrics, "reward"):
         about = "Mean reward of the round's responses, those that were dropped among them."
-        found.append(("Reward", about, figures.over_rounds(metrics, "reward", "mean reward", colours)))
-    elif not found and _has(metrics, "episode_return"):
+        drawn.append(("Reward", about, figures.over_rounds(metrics, "reward", "mean reward", colours)))
+    elif not drawn and _has(metrics, "episode_return"):
         about = f"Mean return of the last hundred training episodes.{bands}"
-        found.append(("Learning curves", about, figures.training_returns(metrics, colours)))
+        drawn.append(("Learning curves", about, figures.training_returns(metrics, colours)))
     if _has(evaluations, "unfaithful"):
         about = "Of the right answers to the test's problems, the share that came by other than the right steps."
         unfaithful = figures.over_rounds(evaluations, "unfaithful", "share of right answers by wrong steps", colours)
-        found.append(("Unfaithful answers", about, unfaithful))
+        drawn.append(("Unfaithful answers", about, unfaithful))
     if _has(metrics, "kl"):
         about = "How far responses are from the start model, as the penalty estimates it."
         divergence = figures.over_rounds(metrics, "kl", "divergence of a response (nats)", colours)
-        found.append(("Divergence from the start model", about, divergence))
+        drawn.append(("Divergence from the start model", about, divergence))
     if _has(metrics, "dropped_share"):
         about = "The share of each rollout that trained; the rest, up to 100%, was dropped."
-        found.append(("Records kept and dropped", about, figures.kept_share(metrics, colours)))
+        drawn.append(("Records kept and dropped", about, figures.kept_share(metrics, colours)))
     if _has(metrics, "train/entropy_loss"):
         about = "How undecided the policy is. Where it falls early, the policy stops exploring."
-        found.append(("Policy entropy", about, figures.policy_entropy(metrics, colours)))
+        drawn.append(("Policy entropy", about, figures.policy_entropy(metrics, colours)))
     if _has(metrics, "train/approx_kl"):
         about = "How far the round's optimisation took the policy from the one that collected it."
-        found.append(("Approximate KL", about, figures.approximate_kl(metrics, colours)))
+        drawn.append(("Approximate KL", about, figures.approximate_kl(metrics, colours)))
     scored = _arms_with(metrics, "q50")
     clock = "cpu" if _has(timings, "collection_cpu") else "wall"
     if _has(timings, f"optimisation_{clock}"):
         seconds = "Process CPU seconds" if clock == "cpu" else "Seconds"
         about = f"{seconds} of a mean round; evaluation is left out. {_scoring_share(timings, scored, clock)}"
-        found.append(("Time by stage", about, figures.seconds_by_stage(timings, clock)))
+        drawn.append(("Time by stage", about, figures.seconds_by_stage(timings, clock)))
     about = "Quantiles of each round's scores. Above 0, training on the record raises the target."
-    found += [(f"Influence, {arm}", about, figures.influence_distribution(metrics, arm, colours)) for arm in scored]
-    return found
+    drawn += [(f"Influence, {arm}", about, figures.influence_distribution(metrics, arm, colours)) for arm in scored]
+    return drawn
 
 
-def advised(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
-    """Return what is to be said of the runs, by its kind: each text once, with where it showed."""
-    said: dict[str, dict[str, dict[tuple[str, int], list[str]]]] = {}
+def gather_advice(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
+    """Return the advice on the runs, by its kind: each text once, with the places where it applies."""
+    texts: dict[str, dict[str, dict[tuple[str, int], list[str]]]] = {}
     for (arm, seed), run in runs.items():
-        trained = ARMS.get(str(run.config.get("arm")))  # none of a script's
-        config = run.config if trained is None else {**run.config, "method": trained.method}
+        arm_data = ARMS.get(str(run.config.get("arm")))  # None for a run of a script
+        config = run.config if arm_data is None else {**run.config, "method": arm_data.method}
         for one in give_advice(run.table("metrics"), config):
-            places = said.setdefault(one.kind, {}).setdefault(one.text, {})
+            places = texts.setdefault(one.kind, {}).setdefault(one.text, {})
             places.setdefault((arm, one.round), []).extend([] if seed is None else [str(seed)])
     return {
-        kind: [(_with_code(text), _where(places)) for text, places in by_text.items()] for kind, by_text in said.items()
+        kind: [(_with_code(text), _list_places(places)) for text, places in by_text.items()]
+        for kind, by_text in texts.items()
     }
 
 
-def latest(tables: Tables) -> list[tuple[str, str]]:
-    """Return how one run stands after its last round; nothing where it has none."""
+def list_latest(tables: Tables) -> list[tuple[str, str]]:
+    """Return the main figures of one run after its last round; none if it has no round."""
     metrics = tables["metrics"]
     if metrics.is_empty():
         return []
@@ -121,16 +125,20 @@ def latest(tables: Tables) -> list[tuple[str, str]]:
     return [(name, value) for name, value in shown if value is not None]
 
 
-def facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[tuple[str, list[tuple[str, str]]]]:
+def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return what was run, in groups with headings: plain values, a group for each nested object, versions."""
     nested = {name: value for name, value in config.items() if isinstance(value, Mapping) and value}
     plain = {name: value for name, value in config.items() if name not in nested}
-    groups = [("configuration", plain), *nested.items(), ("versions", _versions(runs))]
-    return [(heading, [(name, _fact(value)) for name, value in group.items()]) for heading, group in groups if group]
+    groups = [("configuration", plain), *nested.items(), ("versions", _list_versions(runs))]
+    return [
+        (_GROUP_HEADINGS.get(heading, heading), [(name, _format_fact(value)) for name, value in group.items()])
+        for heading, group in groups
+        if group
+    ]
 
 
-def _below_each_other(name: Table, runs: Runs) -> pl.DataFrame:
-    # A table without columns would get one row by being given an arm.
+def _concatenate(name: Table, runs: Runs) -> pl.DataFrame:
+    # Adding an arm to a table without columns would make a row.
     parts = [run.table(name).with_columns(arm=pl.lit(arm)) for (arm, _), run in runs.items() if run.table(name).height]
     return pl.concat(parts, how="diagonal_relaxed") if parts else pl.DataFrame()
 
@@ -144,7 +152,7 @@ def _arms_with(table: pl.DataFrame, column: str) -> list[str]:
 
 
 def _scoring_share(timings: pl.DataFrame, scored: Sequence[str], clock: str) -> str:
-    """Say what part of their time the arms that score spend on it."""
+    """Return a sentence on the share of their time that arms spend on scoring; "" if none scores."""
     stages = [f"{stage}_{clock}" for stage in figures.stages_of(timings, clock)]
     sums = {row["arm"]: row for row in timings.group_by("arm").agg(pl.col(stages).sum()).to_dicts()}
     totals = {arm: sum(sums[arm][stage] for stage in stages) for arm in scored if arm in sums}
@@ -152,7 +160,7 @@ def _scoring_share(timings: pl.DataFrame, scored: Sequence[str], clock: str) -> 
     return f"Scoring takes {', '.join(shares)} time." if shares else ""
 
 
-def _where(places: Mapping[tuple[str, int], Sequence[str]]) -> list[str]:
+def _list_places(places: Mapping[tuple[str, int], Sequence[str]]) -> list[str]:
     return [
         f"{arm}, round {number}" + (f", seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}" if seeds else "")
         for (arm, number), seeds in places.items()
@@ -160,20 +168,20 @@ def _where(places: Mapping[tuple[str, int], Sequence[str]]) -> list[str]:
 
 
 def _with_code(text: str) -> Markup:
-    """Return text with what stands in backticks as code."""
+    """Return text with the parts in backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _fact(value: Any) -> str:
+def _format_fact(value: Any) -> str:
     if isinstance(value, str):
         return value
     return "–" if value in (None, {}, []) else json.dumps(value, ensure_ascii=False)
 
 
-def _versions(runs: Iterable[RunDirectory]) -> dict[str, str]:
-    """Return the versions of the runs' libraries, all of them where runs differ."""
-    found: dict[str, list[str]] = {}
+def _list_versions(runs: Iterable[RunDirectory]) -> dict[str, str]:
+    """Return the versions of the runs' libraries, all of them if runs differ."""
+    versions: dict[str, list[str]] = {}
     for run in runs:
         for package, version in run.versions.items():
-            found.setdefault(package, []).append(str(version))
-    return {package: ", ".join(dict.fromkeys(versions)) for package, versions in found.items()}
+            versions.setdefault(package, []).append(str(version))
+    return {package: ", ".join(dict.fromkeys(numbers)) for package, numbers in versions.items()}

@@ -1,0 +1,83 @@
+"""What the commands for agents and for language models share: train a run, compare runs, open a run."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import typer
+
+from whence import experiments
+from whence.cli.console import errors, print_json, print_line, print_paths, resumable
+from whence.cli.progress import ComparisonBars, RunBar
+from whence.cli.summary import describe_round, print_comparison
+from whence.errors import WhenceError
+from whence.experiments import AnyConfig, LanguageConfig
+from whence.experiments.shared import OnRound
+from whence.report import write_report, write_run_report
+from whence.runs import RunDirectory
+
+
+def train_run(
+    config: AnyConfig, path: Path, start: Callable[[OnRound], object], *, on_repeat: str = "starts the run over"
+) -> None:
+    """Train below a progress bar. On Ctrl-C, say where the rounds so far are.
+
+    Args:
+        config: the run.
+        path: its directory.
+        start: trains, and calls its argument after each round.
+        on_repeat: what the same command does after Ctrl-C.
+    """
+    try:
+        with RunBar(config.rounds) as bar:
+            start(bar.update)
+    except KeyboardInterrupt:
+        done = f"Interrupted after {bar.rounds} of {config.rounds} rounds. They are in {path}:"
+        errors.print(done, soft_wrap=True)
+        errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
+        errors.print(f"The same command {on_repeat}.")
+        raise typer.Exit(130) from None
+
+
+def show_run(config: AnyConfig, path: Path, *, was_finished: bool, json: bool) -> None:
+    """Write the page of a finished run, and print its last round and where its files are."""
+    directory, page = RunDirectory.open(path), path / "report.html"
+    write_run_report(directory, page)
+    last_round = directory.table("metrics").to_dicts()[-1]
+    evaluations = directory.table("evaluations")
+    last_round |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]
+    if json:
+        print_json({"run": str(path), "config": config.to_json(), "last_round": last_round})
+        return
+    done = "was finished already" if was_finished else f"{config.rounds} rounds done"
+    words = ", ".join(describe_round(last_round)) or "–"
+    print_line(f"{config.env}, {config.arm}, seed {config.seed}: {done}. Last round: {words}")
+    model = {"Model": path / "model"} if isinstance(config, LanguageConfig) else {}
+    print_paths({"Run": path, **model, "Page": page})
+
+
+def run_comparison(configs: Sequence[AnyConfig], out: Path, *, workers: int | None, json: bool) -> None:
+    """Run a comparison below progress bars, write its page, and print its result."""
+    with resumable(), ComparisonBars(configs) as bars:
+        comparison = experiments.compare(configs, out, workers=workers, progress=bars.update)
+    write_report(comparison, out / "report.html")
+    if json:
+        print_json(comparison.summary)
+        return
+    print_comparison(comparison)
+    print_paths({"Numbers": out / "summary.json", "Page": out / "report.html"})
+
+
+def open_agent_run(path: Path) -> RunDirectory:
+    """Open the run of an agent, whose policy can be built again.
+
+    Raises:
+        RunDirectoryError: there is no run.
+        WhenceError: it is a language model's.
+    """
+    directory = RunDirectory.open(path)
+    if directory.config.get("kind") == "language":
+        raise WhenceError(
+            f"{path} is a language-model run, and this command scores the runs of agents. The scores of its responses "
+            f"are in {path / 'records'}; see them with: whence report {path}"
+        )
+    return directory

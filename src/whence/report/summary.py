@@ -1,0 +1,145 @@
+"""What a comparison shows: a verdict on each arm, and the table of its metrics."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from whence.experiments import STANDARD, Comparison, LanguageConfig
+from whence.intervals import t_interval
+from whence.metrics import PAIR_METRICS
+from whence.report.verdict import LEAST_SEEDS, choose_effect, give_verdict
+
+HEADINGS: Mapping[str, str] = {
+    "se_ave": "SE_ave",
+    "se_peak": "SE_peak",
+    "se_ave_literal": "SE_ave, every maximum",
+    "se_peak_literal": "SE_peak, every maximum",
+    "rt_peak": "RT_peak",
+    "rt_peak_paper": "RT_peak (paper's)",
+    "unreached": "levels never reached",
+    "final_return": "final return",
+    "peak_return": "peak return",
+    "auc": "mean return",
+}
+"""The headings of metrics."""
+
+_SHOWN = ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "final_return", "peak_return", "auc")
+
+METRICS: Mapping[str, str] = {metric: HEADINGS[metric] for metric in _SHOWN}
+"""The metrics that a comparison shows, with their headings."""
+
+DIVERGENCE = "divergence (KL)"
+"""The heading of the row below them."""
+
+DEFINITIONS: Mapping[str, str] = {
+    "SE_ave": "the share of rounds saved until standard training's levels are reached, mean over levels.",
+    "SE_peak": "the share of rounds saved until its highest level is reached.",
+    "RT_peak": "the share of CPU time saved until that level (collection, scoring and optimisation; no evaluation).",
+    "RT_peak (paper's)": "the same to the highest return, divided by standard training's whole time instead.",
+    "Levels": "new highs of standard training's test return, each at least two standard errors above the one before.",
+    "Values": "means over all pairs of method seed and standard seed, in brackets 95% t intervals over seeds.",
+    f"{STANDARD} (null)": "standard seeds beside other standard seeds: the null, which the others have to beat.",
+}
+"""How the metrics are meant."""
+
+COMPARISON_DEFINITIONS: Mapping[str, str] = {
+    "Verdict": "a paired t test of final returns, for each arm by itself. The number of seeds is for 80% power at 5%; "
+    f"the difference to see is a tenth of the range of {STANDARD}'s mean learning curve.",
+    **DEFINITIONS,
+    "Fewer than three seeds": "no interval: in round brackets each seed's value.",
+    "Divergence": "approximate KL from the policy that collected a round, mean over rounds; for language models, from "
+    "the start model.",
+}
+"""How a comparison's verdicts and table are meant."""
+
+READING = " ".join(f"{term}: {meaning}" for term, meaning in COMPARISON_DEFINITIONS.items())
+"""The definitions in one paragraph."""
+
+Cell = tuple[str, str]
+"""A mean, and its interval or each seed's value; "" if there is none."""
+
+
+class Summary(NamedTuple):
+    """What a comparison shows.
+
+    Attributes:
+        verdicts: a sentence for each arm but the standard one.
+        headings: the table's, one for each arm.
+        rows: a heading, and a cell for each arm.
+    """
+
+    verdicts: Sequence[str]
+    headings: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Cell]]]
+
+
+def make_summary(comparison: Comparison) -> Summary:
+    """Return the verdicts and the table of a finished comparison."""
+    ((_, arms),) = comparison.summary.items()
+    rows = [(heading, [format_seeds(metric, arms[arm][metric]) for arm in arms]) for metric, heading in METRICS.items()]
+    divergences = _measure_divergence(comparison)
+    if any(divergences.values()):
+        cells = [
+            format_seeds("divergence", t_interval(divergences[arm]) | {"per_seed": divergences[arm]}) for arm in arms
+        ]
+        rows.append((DIVERGENCE, cells))
+    return Summary(_give_verdicts(comparison, arms), [column_heading(arm) for arm in arms], rows)
+
+
+def cell(metric: str, entry: Mapping[str, Any]) -> Cell:
+    """Return a metric's mean and interval as text; shares as percentages."""
+    interval = "" if entry["low"] is None else f"[{_format(metric, entry['low'])}, {_format(metric, entry['high'])}]"
+    return _format(metric, entry["mean"]), interval
+
+
+def format_seeds(metric: str, entry: Mapping[str, Any]) -> Cell:
+    """Return a metric's cell; of two seeds each one's value in place of an interval."""
+    values = entry.get("per_seed", ())
+    if 1 < len(values) < LEAST_SEEDS:
+        return _format(metric, entry["mean"]), f"({', '.join(_format(metric, value) for value in values)})"
+    return cell(metric, entry)
+
+
+def column_heading(arm: str) -> str:
+    """Return the heading of an arm's column; the standard arm's holds the null."""
+    return f"{arm} (null)" if arm == STANDARD else arm
+
+
+def _format(metric: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.1%}" if metric in PAIR_METRICS else f"{value:.3g}"
+
+
+def _give_verdicts(comparison: Comparison, arms: Mapping[str, Any]) -> list[str]:
+    returns = {arm: _final_returns(comparison, arm, arms[arm]) for arm in arms}
+    effect = choose_effect(_standard_curve(comparison))
+    return [give_verdict(arm, returns[arm], STANDARD, returns[STANDARD], effect) for arm in arms if arm != STANDARD]
+
+
+def _final_returns(comparison: Comparison, arm: str, metrics: Mapping[str, Any]) -> dict[int, float]:
+    seeds = sorted(config.seed for config in comparison.configs if config.arm == arm)
+    return dict(zip(seeds, metrics["final_return"]["per_seed"], strict=True))
+
+
+def _standard_curve(comparison: Comparison) -> list[float]:
+    """Return the standard arm's mean test return after each round; nothing if no evaluation is stored."""
+    tables = [comparison.run(config).table("evaluations") for config in comparison.configs if config.arm == STANDARD]
+    tables = [table.select("round", "test_return") for table in tables if "test_return" in table.columns]
+    if not tables:
+        return []
+    means = pl.concat(tables).group_by("round").agg(pl.col("test_return").mean()).sort("round")
+    return means["test_return"].drop_nulls().to_list()
+
+
+def _measure_divergence(comparison: Comparison) -> dict[str, list[float]]:
+    """Return each arm's mean divergence of a round, for each seed that has one."""
+    divergences: dict[str, list[float]] = {config.arm: [] for config in comparison.configs}
+    for config in sorted(comparison.configs, key=lambda config: config.seed):
+        column = "kl" if isinstance(config, LanguageConfig) else "train/approx_kl"
+        metrics = comparison.run(config).table("metrics")
+        rounds = metrics[column].drop_nulls().to_list() if column in metrics.columns else []
+        if rounds:
+            divergences[config.arm].append(sum(rounds) / len(rounds))
+    return divergences

@@ -34,6 +34,11 @@ COMMANDS: Mapping[str, Home] = {
         "table:table",
         "Tabulate what a sweep has finished, beside LDA's figures: tables.md, summary.json and curves as SVG.",
     ),
+    "diff": Home(
+        "diff:diff",
+        "Compare a sweep's runs with those of another directory, value by value, and tell which differ and from when "
+        "on.",
+    ),
     "attribute": Home("attribute:attribute", "Tell which records of a round raised a target, and which lowered it."),
     "report": Home("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),
     "list": Home("list:list_", "Name the arms, presets, engines and targets there are."),

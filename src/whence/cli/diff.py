@@ -12,7 +12,7 @@ from whence.cli.options import AsJson
 
 WHEN_BITS_REPEAT = (
     "Bits repeat on the same kind of processor with the same versions of all libraries. On another kind, numbers are "
-    "rounded otherwise, and a long run drifts away after some rounds: one of Acrobot after 31, of FrozenLake none."
+    "rounded otherwise, and a long run drifts away after some rounds: an Acrobot run after 31, a FrozenLake run never."
 )
 
 
@@ -44,7 +44,7 @@ def diff(
             rows = [
                 (
                     difference.run,
-                    f"missing in {second}" if difference.what == "run" else difference.what,
+                    "missing there" if difference.what == "run" else difference.what,
                     difference.first_round,
                     None if difference.largest is None else f"{difference.largest:.3g}",
                 )

@@ -28,9 +28,11 @@ from whence.cli import app
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import (
     Difference,
+    comparison,
     configure,
     find_run_differences,
     is_finished,
+    jsonlines,
     load_sweep,
     presets,
     read_sweep,
@@ -39,12 +41,11 @@ from whence.experiments import (
     sweep,
     workers,
 )
-from whence.experiments.jsonlines import lock_directory
-from whence.experiments.rl.curves import CurveFiles, make_curve
+from whence.experiments.rl.curves import KEYS, CurveFiles, make_curve
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
 from whence.experiments.workers import run_all
-from whence.guards import preserve_rng_state
+from whence.guards import preserve_rng_state, write_atomically
 from whence.metrics import rounds_to
 from whence.runs import RunDirectory
 from whence.sb3.callback import library_versions
@@ -673,6 +674,71 @@ class TestRunning:
         again, before = read_curves(tmp_path / "out"), read_curves(finished_sweep)
         assert again == {name: before[name] for name in sorted(chosen)}
         assert CliRunner().invoke(app, ["diff", str(tmp_path / "out"), str(finished_sweep)]).exit_code == 0
+
+
+def test_writers_that_wait_for_the_lock_lose_nothing(tmp_path, monkeypatch):
+    @contextmanager
+    def write_slowly(path):
+        time.sleep(0.02)  # without the lock, all others read the file now
+        with write_atomically(path) as temporary:
+            yield temporary
+
+    def write(seed):
+        with jsonlines.lock_directory(tmp_path, wait=True):
+            jsonlines.put_line(tmp_path / "lake.jsonl", {"label": "ppo", "seed": seed, "value": 0.1 + seed}, KEYS)
+
+    monkeypatch.setattr(jsonlines, "write_atomically", write_slowly)
+    writers = [threading.Thread(target=write, args=(seed,)) for seed in (3, 0, 12, 1)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    lines = jsonlines.read_lines(tmp_path / "lake.jsonl", KEYS)
+    assert [(key, line["value"]) for key, line in lines.items()] == [
+        (("ppo", seed), 0.1 + seed) for seed in (0, 1, 3, 12)
+    ]
+
+
+class TestComparison:
+    @pytest.fixture
+    def prepared(self, monkeypatch):
+        """The arms whose settings were checked; those of `random` are refused."""
+        arms = []
+
+        def prepare(config):
+            arms.append(config.arm)
+            if config.arm == "random":
+                raise WhenceError("no such setting")
+
+        runner = SimpleNamespace(prepare=prepare, is_finished=lambda config, path: config.arm == "iif")
+        monkeypatch.setattr(comparison, "runner_of", lambda config: runner)
+        return arms
+
+    def test_all_settings_are_checked_before_anything_runs(self, prepared, tmp_path, monkeypatch):
+        monkeypatch.setattr(comparison, "run_all", lambda *_: pytest.fail("a run was started"))
+        arms = ("ppo", "iif", "random")
+        configs = [configure(env="FrozenLake-v1", arm=arm, seed=seed) for seed in (0, 1) for arm in arms]
+        with pytest.raises(WhenceError, match="no such setting"):
+            comparison.compare(configs, tmp_path / "out")
+        assert prepared == ["ppo", "random"]  # each once, and none that is finished
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("kind", ["rl", "llm"])
+    def test_both_kinds_of_runs_have_a_check(self, kind):
+        source = (Path(comparison.__file__).parent / kind / "training.py").read_text(encoding="utf-8")
+        assert "\ndef prepare(config: " in source  # read, since importing all of it takes seconds
+
+    def test_a_summary_that_cannot_be_written_is_a_sentence(self, tmp_path, monkeypatch):
+        @contextmanager
+        def no_space(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            yield
+
+        monkeypatch.setattr(comparison, "write_atomically", no_space)
+        with pytest.raises(
+            WhenceError, match=r"summary\.json cannot be written \(No space left on device\)\. Make room"
+        ):
+            comparison._write_json(tmp_path / "summary.json", {})
 
 
 class TestDiff:

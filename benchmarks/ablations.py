@@ -14,7 +14,6 @@ rounds the smoothed score was not settled on; the early, the middle and the late
 A finished round is not done again.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +26,8 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.faithfulness import RUNS, SHARES, SUBSETS, Job, Only, Out, Runs, Workers, at_once, trained, write
+from benchmarks.faithfulness import RUNS, SHARES, SUBSETS, Job, Only, Out, Runs, Workers, at_once, trained
+from benchmarks.stored import read_round, write_round
 from whence import Return, attribute_round, experiments
 from whence.counterfactual import compute_lds, retrain
 from whence.counterfactual.outcomes import measure_outcomes
@@ -55,12 +55,13 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
     began = time.perf_counter()
     torch.set_num_threads(1)
     for number in job.setup.studied if job.env in ENVIRONMENTS else ():
-        file = out / "rounds" / job.name / f"ablation_{number:05d}.json"
-        if not file.exists():
-            known = json.loads((file.parent / f"round_{number:05d}.json").read_text(encoding="utf-8"))
+        about = job.describe_round(number)
+        if read_round(out, "ablation", about) is None:
+            known = read_round(out, "round", about)
+            if known is None:
+                raise typer.BadParameter(f"{out} holds no study of {job.name}, round {number}: run faithfulness first.")
             model, recording = experiments.load_recording(trained(job, runs), number)
-            about = {"env": job.env, "optimizer": job.optimizer, "seed": job.seed, "round": number}
-            write(file, about | ablations(model.policy, recording, known, job.chance(number)))
+            write_round(out, "ablation", about | ablations(model.policy, recording, known, job.chance(number)))
     return time.perf_counter() - began
 
 

@@ -9,7 +9,6 @@ trainings. Every score is compared with all of them. The LDS of the best possibl
 Trainings are kept beside the runs, a hundred at a time: the command goes on where it was interrupted.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,8 @@ import typer
 from rich.progress import track
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.faithfulness import RUNS, SETUPS, Job, Out, Runs, all_scores, rounded
+from benchmarks.faithfulness import RUNS, SETUPS, Job, Out, Runs, all_scores
+from benchmarks.stored import write_datamodel
 from whence import Return, experiments
 from whence.counterfactual import additive_ceiling, compute_lds, draw_subsets, fit_datamodel, retrain
 from whence.counterfactual.outcomes import measure_outcomes
@@ -39,7 +39,7 @@ def main(
     only: Annotated[str, typer.Option(help="Environment and optimiser: lunarlander-adam, ...")] = "",
     trainings: Annotated[int, typer.Option(help="How many, in hundreds.", min=SIZES[0])] = 4000,
 ) -> None:
-    """Train, fit and write a file for each environment and optimiser."""
+    """Train, fit and write a line of `datamodels.jsonl` for each environment and optimiser."""
     if trainings % AT_ONCE:
         raise typer.BadParameter(f"--trainings is {trainings}; it has to be a multiple of {AT_ONCE}.")
     torch.set_num_threads(1)
@@ -53,8 +53,7 @@ def main(
             content = {"env": job.env, "optimizer": job.optimizer, "seed": 0, "round": number}
             scores = all_scores(model.policy, recording, DRAWS, target=Return())
             content |= {"trainings": trainings, **fitted(scores, kept, outcomes)}
-            with write_atomically(out / "datamodels" / f"{name}.json") as temporary:
-                temporary.write_text(json.dumps(rounded(content), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+            write_datamodel(out, content)
 
 
 def trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[torch.Tensor, dict[str, Any]]:

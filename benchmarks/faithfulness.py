@@ -32,6 +32,7 @@ import torch
 import typer
 from rich.console import Console
 
+from benchmarks.stored import read_round, round_numbers, write_round
 from whence import IIF, Return, attribute, attribute_round, experiments
 from whence.counterfactual import compute_scores, intervene, leave_out, study
 from whence.experiments import RunConfig
@@ -109,13 +110,17 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Where its results are, below the directory."""
+        """Its name in `--only`, and where its training run is below `--runs`."""
         return f"{self.env}-{self.optimizer}/seed_{self.seed}"
 
     @property
     def setup(self) -> Setup:
         """What is studied of it."""
         return SETUPS[self.env, self.optimizer]
+
+    def describe_round(self, number: int) -> dict[str, Any]:
+        """Return the columns that name one of its rounds in what is written."""
+        return {"env": self.env, "optimizer": self.optimizer, "seed": self.seed, "round": number}
 
     def chance(self, number: int) -> int:
         """Return a seed of 31 bits for what is drawn in a round, no other seed's."""
@@ -162,10 +167,9 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
     setup, run = job.setup, trained(job, runs)
     for number in setup.recorded:
         for kind, study_one, rounds in (("round", study_round, setup.studied), ("intervention", intervention, None)):
-            file = out / "rounds" / job.name / f"{kind}_{number:05d}.json"
-            if (rounds is None or number in rounds) and not file.exists():
-                about = {"env": job.env, "optimizer": job.optimizer, "seed": job.seed, "round": number}
-                write(file, about | study_one(run, number, job))
+            about = job.describe_round(number)
+            if (rounds is None or number in rounds) and read_round(out, kind, about) is None:
+                write_round(out, kind, about | study_one(run, number, job))
     return time.perf_counter() - began
 
 
@@ -231,16 +235,7 @@ def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
 def write(file: Path, content: Mapping[str, Any]) -> None:
     """Write a file of JSON, its numbers at six digits."""
     with write_atomically(file) as temporary:
-        temporary.write_text(json.dumps(rounded(content), allow_nan=False) + "\n", encoding="utf-8")
-
-
-def rounded(value: Any) -> Any:
-    """Return a tree of numbers at six digits, which is more than any of them is good for."""
-    if isinstance(value, Mapping):
-        return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+        temporary.write_text(json.dumps(round_numbers(content), allow_nan=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from benchmarks.faithfulness import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
 from benchmarks.markdown import cell, nested, table
 from benchmarks.means import means_of, over_seeds
 from benchmarks.selection_tables import compared, gain_means, gain_sections
+from benchmarks.stored import ROUND, read_datamodels, read_rounds
 from whence.guards import write_atomically
 from whence.report.figures import COLOURS, interventions_box
 
-UNIT = ["env", "optimizer", "seed", "round"]
 PHASES = ("early", "middle", "late")
 SCORES = (
     *("snapshot", "snapshot with values", "crossfit", "trajectory", "optimizer", "optimizer-momentum", "unrolled"),
@@ -97,12 +97,15 @@ def main(
 
 def _rows(out: Path, kind: str, key: str) -> pl.DataFrame:
     found = []
-    for file in sorted((out / "rounds").glob(f"*/*/{kind}_*.json")):
-        content = json.loads(file.read_text(encoding="utf-8"))
+    for content in read_rounds(out, kind):
         setup = SETUPS[content["env"], content["optimizer"]]
         if content["round"] not in (setup.studied if kind in ("round", "ablation") else setup.recorded):
-            raise typer.BadParameter(f"{file} is of a round that is not studied. Remove it, or add it to SETUPS.")
-        found += [{**{name: content[name] for name in UNIT}, **row} for row in content[key]]
+            place = ", ".join(f"{name} {content[name]}" for name in ROUND)
+            raise typer.BadParameter(
+                f"The line of {place} in {out}/rounds/{kind}.jsonl is of a round that is not studied. Remove it, or "
+                "add the round to SETUPS."
+            )
+        found += [{**{name: content[name] for name in ROUND}, **row} for row in content[key]]
     rows = pl.DataFrame(found, infer_schema_length=None)
     return rows.with_columns(group=pl.format("{}-{}", "env", "optimizer")) if found else rows
 
@@ -155,11 +158,9 @@ def additive_ceilings(out: Path) -> dict[str, Any]:
     Beside it what scores, and linear predictors fitted to some of the trainings, reach on the same trainings.
     """
     found: dict[str, Any] = {}
-    for group in GROUPS:
-        file = out / "datamodels" / f"{group}.json"
-        if not file.exists():
-            continue
-        content = json.loads(file.read_text(encoding="utf-8"))
+    contents = read_datamodels(out)
+    for (env, optimizer), content in ((setup, contents[setup]) for setup in SETUPS if setup in contents):
+        group = f"{env}-{optimizer}"
         for ceiling in content["ceilings"]:
             outcome = ceiling["outcome"]
             fits = [row for row in content["datamodels"] if row["outcome"] == outcome and row["lds"] is not None]

@@ -1,8 +1,8 @@
 """Save the results of `whence llm compare --task ...`, and compare them with the papers' claims.
 
-Run: `python -m benchmarks.language OUT RESULTS`, with OUT the directory of the comparison. RESULTS gets a file for each
-run (`curves/`, `timings/`), `summary.json` and `tables.md`; without OUT, summary and tables are made from the files
-there. Differences are between runs of the same seed, with 95% t intervals over seeds.
+Run: `python -m benchmarks.language OUT RESULTS`, with OUT the directory of the comparison. RESULTS gets a line for each
+run in `curves.jsonl` and `timings.jsonl`, `summary.json` and `tables.md`; without OUT, summary and tables are made from
+the lines there. Differences are between runs of the same seed, with 95% t intervals over seeds.
 """
 
 import json
@@ -17,6 +17,7 @@ from scipy import stats
 
 from whence import experiments
 from whence.experiments import STANDARD, LanguageConfig
+from whence.experiments.jsonlines import lock_directory, put_line, read_lines
 from whence.experiments.llm.outputs import read_curve
 from whence.guards import write_atomically
 from whence.llm.lab import check
@@ -32,6 +33,9 @@ FAULT = {"arithmetic": "unfaithful among right", "civility": "rude"}
 """The fault that is counted among each round's kept and dropped responses."""
 STAGES = ("generation", "forward", "scoring", "optimisation")
 ROUND = ("round", "reward", "reward_kept", "reward_dropped", "kl", "length", "dropped_share", "negative_share", "mean")
+
+RUN = ("arm", "seed")
+"""What tells the runs of a comparison apart."""
 
 Runs = dict[str, dict[int, Mapping[str, Any]]]
 """The results of each run, by arm and seed."""
@@ -51,23 +55,25 @@ def main(
 
 
 def save(out: Path, results: Path) -> None:
-    """Write a small file of each finished run of a comparison, and one of its seconds."""
+    """Write a line for each finished run of a comparison, and one of its seconds."""
     comparison = experiments.load_comparison(out)
     for config in comparison.configs:
         assert isinstance(config, LanguageConfig)
         run = comparison.run(config)
         curve = read_curve(config, run.path)
+        name = {"arm": config.arm, "seed": config.seed}
         content = {
+            **name,
             "config": config.to_json(),
             "evaluations": run.table("evaluations").to_dict(as_series=False),
             "rounds": _rounds(run).to_dict(as_series=False),
             "curve": {"returns": curve.returns.tolist(), "standard_errors": curve.standard_errors.tolist()},
         }
-        timings = {"versions": dict(run.versions), "seconds": run.table("timings").to_dict(as_series=False)}
+        timings = {**name, "versions": dict(run.versions), "seconds": run.table("timings").to_dict(as_series=False)}
         timings["curve"] = curve.seconds.tolist()
-        for folder, values in (("curves", content), ("timings", timings)):
-            path = results / folder / config.arm / f"seed_{config.seed}.json"
-            _write(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+        with lock_directory(results, wait=True):
+            put_line(results / "timings.jsonl", timings, RUN)
+            put_line(results / "curves.jsonl", content, RUN)
 
 
 def _rounds(run: RunDirectory) -> pl.DataFrame:
@@ -95,13 +101,11 @@ def _judge_civility(prompt: str, response: str) -> tuple[bool, bool]:
 
 
 def read(results: Path) -> Runs:
-    """Read the files that `save` wrote."""
+    """Read what `save` wrote."""
     runs: Runs = {}
-    for path in sorted((results / "curves").glob("*/seed_*.json")):
-        curve = json.loads(path.read_text(encoding="utf-8"))
-        timed = json.loads((results / "timings" / path.parent.name / path.name).read_text(encoding="utf-8"))
-        config = curve["config"]
-        runs.setdefault(config["arm"], {})[config["seed"]] = {**curve, "timed": timed}
+    timings = read_lines(results / "timings.jsonl", RUN)
+    for (arm, seed), content in read_lines(results / "curves.jsonl", RUN).items():
+        runs.setdefault(arm, {})[seed] = {**content, "timed": timings[arm, seed]}
     first = [STANDARD, "random"]
     order = [*(arm for arm in first if arm in runs), *(arm for arm in runs if arm not in first)]
     return {arm: runs[arm] for arm in order}

@@ -32,7 +32,8 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.faithfulness import RUNS, Job, Only, Out, Runs, Workers, at_once, trained, write
+from benchmarks.faithfulness import RUNS, Job, Only, Out, Runs, Workers, at_once, trained
+from benchmarks.stored import read_round, write_round
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
 from whence.counterfactual import measure_gains
 from whence.experiments import load_recording, load_round
@@ -66,10 +67,9 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
     torch.set_num_threads(1)
     run = trained(job, runs)
     for number in job.setup.recorded:
-        file = out / "rounds" / job.name / f"selection_{number:05d}.json"
-        if not file.exists():
-            about = {"env": job.env, "optimizer": job.optimizer, "seed": job.seed, "round": number}
-            write(file, about | {"selections": judged(run, number).to_dicts()})
+        about = job.describe_round(number)
+        if read_round(out, "selection", about) is None:
+            write_round(out, "selection", about | {"selections": judged(run, number).to_dicts()})
     return time.perf_counter() - began
 
 

@@ -4,7 +4,6 @@ All subsets of an order are tested on one seed, so that they differ by more than
 of them is theirs in common, and no number of subsets averages it out. So a round says as much as its orders agree.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,16 @@ from scipy import stats
 
 from benchmarks.faithfulness import SETUPS
 from benchmarks.markdown import table
+from benchmarks.stored import read_rounds
 
 SHARE = "0.5"
 
 
 def by_order(out: Path) -> list[dict[str, Any]]:
     """Return Spearman's correlation of the target, mean of the orders, with each order's tests, by tested round."""
-    found = []
+    rounds, found = read_rounds(out, "round"), []
     for env, optimizer in SETUPS:
-        for file in sorted((out / "rounds").glob(f"{env}-{optimizer}/*/round_*.json")):
-            content = json.loads(file.read_text(encoding="utf-8"))
+        for content in (row for row in rounds if (row["env"], row["optimizer"]) == (env, optimizer)):
             outcomes = content["outcomes"][SHARE]["reshuffled"]
             if "evaluated" in outcomes:
                 target = np.mean(outcomes["target"], axis=0)

@@ -24,6 +24,12 @@ from whence.sb3 import collect
 ROOT = Path(__file__).parent.parent
 
 
+def read_line(out, kind):
+    """The one line that a study of rounds has written."""
+    (line,) = (out / "rounds" / f"{kind}.jsonl").read_text().splitlines()
+    return json.loads(line)
+
+
 @pytest.fixture
 def study(monkeypatch):
     """The modules of the study of selections."""
@@ -68,9 +74,10 @@ def results(tmp_path_factory):
             patch.setattr(faithfulness, name, value)
         job = faithfulness.Job("frozenlake", "sgd", 0)
         faithfulness.study_run(job, out, runs)
-        before = {file: file.stat().st_mtime_ns for file in out.rglob("*.json")}
+        before = {file: file.stat().st_mtime_ns for file in out.rglob("*.jsonl")}
+        assert len(before) == 2
         faithfulness.study_run(job, out, runs)
-        assert before == {file: file.stat().st_mtime_ns for file in out.rglob("*.json")}
+        assert before == {file: file.stat().st_mtime_ns for file in out.rglob("*.jsonl")}
         for name, value in {"AT_ONCE": 10, "SIZES": (10, 20), "ENVIRONMENTS": ("frozenlake",), "DRAWS": (64,)}.items():
             patch.setattr(datamodels, name, value)
         for _ in range(2):
@@ -84,8 +91,7 @@ def results(tmp_path_factory):
 
 def test_a_round_is_studied_from_end_to_end(results):
     out, run = results
-    folder = out / "rounds" / "frozenlake-sgd" / "seed_0"
-    content = json.loads((folder / "round_00002.json").read_text())
+    content = read_line(out, "round")
     assert [content[name] for name in ("env", "optimizer", "seed", "round")] == ["frozenlake", "sgd", 0, 2]
     model, recording = load_recording(RunDirectory.open(run), 2)
     names = list(compute_scores(model.policy, recording, target=Return()))
@@ -98,15 +104,14 @@ def test_a_round_is_studied_from_end_to_end(results):
     assert sorted(removals.filter(outcome="evaluated")["removed"].unique()) == [16]
     assert sorted(removals.filter(outcome="target")["removed"].unique()) == [3, 16, 32]
     assert {"snapshot", "trajectory", "smoothed"} < set(removals["score"].drop_nulls())
-    changes = json.loads((folder / "intervention_00002.json").read_text())["interventions"]
+    changes = read_line(out, "intervention")["interventions"]
     assert [row["variant"] for row in changes] == ["full", "filtered", "random"]
 
 
 def test_a_round_is_taken_apart_on_the_trainings_that_are_known(results):
     out, _ = results
-    folder = out / "rounds" / "frozenlake-sgd" / "seed_0"
-    known = json.loads((folder / "round_00002.json").read_text())
-    found = json.loads((folder / "ablation_00002.json").read_text())
+    known = read_line(out, "round")
+    found = read_line(out, "ablation")
     places = {(row["share"], row["truth"], row["score"]): row["lds"] for row in found["ablations"]}
     for row in known["lds"]:
         if row["outcome"] == "target" and row["score"] in ("snapshot", "unrolled"):
@@ -122,7 +127,7 @@ def test_a_round_is_taken_apart_on_the_trainings_that_are_known(results):
 
 def test_another_run_than_the_one_that_was_studied_is_refused(results, ablations, monkeypatch):
     out, run = results
-    known = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
+    known = read_line(out, "round")
     for row in known["lds"]:
         row["lds"] = 0.5 if row["lds"] is None else row["lds"] - 0.1
     model, recording = load_recording(RunDirectory.open(run), 2)
@@ -188,7 +193,7 @@ def test_other_scores_are_of_more_trainings(results, rounds):
 def test_what_is_stored_is_enough_to_hold_another_score_against(results, rounds):
     out, run = results
     faithfulness, _, _ = rounds
-    content = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
+    content = read_line(out, "round")
     _, recording = load_recording(RunDirectory.open(run), 2)
     score = recording.records.advantages.double().numpy()
     rows = pl.DataFrame(content["lds"], infer_schema_length=None).filter(score="advantage")
@@ -201,7 +206,7 @@ def test_what_is_stored_is_enough_to_hold_another_score_against(results, rounds)
 
 def test_the_target_is_held_against_the_tests_of_each_order(results):
     out, _ = results
-    content = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
+    content = read_line(out, "round")
     outcomes = content["outcomes"]["0.5"]["reshuffled"]
     known = []
     for tested in outcomes["evaluated"]:  # of three subsets each
@@ -219,13 +224,13 @@ def test_what_is_studied_is_tabulated(results):
     sections = [line for line in text.splitlines() if line.startswith("## ")]
     assert len(sections) == 10 + 1 + 1 + 2 + 2 + 1 + 1 + 1
     whole = summary["lds"]["0.5"]["target"]["reshuffled"]["frozenlake-sgd"]["snapshot"]
-    content = json.loads((out / "rounds" / "frozenlake-sgd" / "seed_0" / "round_00002.json").read_text())
+    content = read_line(out, "round")
     row = next(row for row in content["lds"] if (row["score"], row["truth"]) == ("snapshot", "reshuffled"))
     assert whole["lds"] == {"mean": row["lds"], "low": None, "high": None, "seeds": 1, "rounds": 1}
     assert summary["phases"]["reshuffled"]["frozenlake-sgd"]["late"]["snapshot"]["lds"] == whole["lds"]
     additive = summary["additive"]["target"]["frozenlake-sgd"]
     assert (additive["trainings"], additive["round"]) == (40, 2)
-    content = json.loads((out / "datamodels" / "frozenlake-sgd.json").read_text())
+    content = json.loads((out / "datamodels.jsonl").read_text())
     row = next(row for row in content["ceilings"] if row["outcome"] == "target")
     assert additive["ceiling"] == {name: row[name] for name in ("lds", "low", "high")}
     assert f"| *additive ceiling* | {row['lds']:.3f}" in text
@@ -243,15 +248,33 @@ def test_what_is_studied_is_tabulated(results):
 )
 def test_what_no_table_would_show_is_refused(rounds, tmp_path, changed, said):
     _, tables, _ = rounds
-    folder = tmp_path / "rounds" / "acrobot-adam" / "seed_0"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "rounds"
+    folder.mkdir()
     about = {"env": "acrobot", "optimizer": "adam", "seed": 0, "round": 3}
     content = about | {"lds": [{"score": "snapshot"}], "removals": [], "cosines": []} | changed
-    (folder / "round_00003.json").write_text(json.dumps(content))
+    (folder / "round.jsonl").write_text(f"{json.dumps(content)}\n")
     other = about | {"round": 5, "interventions": [{"variant": "full", "change": 0.0}]}
-    (folder / "intervention_00005.json").write_text(json.dumps(other))
+    (folder / "intervention.jsonl").write_text(f"{json.dumps(other)}\n")
     with pytest.raises(typer.BadParameter, match=said):
         tables.main(tmp_path, no_pictures=True)
+
+
+def test_rounds_are_written_in_order(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.stored import read_round, read_rounds, write_round
+
+    def describe(seed, number):
+        return {"env": "lake", "optimizer": "sgd", "seed": seed, "round": number}
+
+    places = [(seed, number) for seed in (2, 0, 1) for number in (12, 3)]
+    for place in places:
+        write_round(tmp_path, "round", describe(*place) | {"lds": 1 / 3})
+    rows = read_rounds(tmp_path, "round")
+    assert [(row["seed"], row["round"]) for row in rows] == sorted(places)
+    assert {row["lds"] for row in rows} == {0.333333}
+    assert read_round(tmp_path, "round", describe(1, 12)) == describe(1, 12) | {"lds": 0.333333}
+    assert read_round(tmp_path, "round", describe(1, 4)) is None
+    assert read_rounds(tmp_path, "selection") == []
 
 
 def test_rounds_are_chosen_and_seeds_are_drawn(rounds):

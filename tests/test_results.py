@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
+from shutil import copy, copytree
 
 import pytest
 
@@ -74,8 +74,8 @@ def test_the_summary_of_what_scores_are_worth_is_that_of_the_rounds(monkeypatch,
     monkeypatch.syspath_prepend(str(RESULTS.parent))
     from benchmarks import faithfulness_tables
 
-    for kept in ("rounds", "datamodels"):
-        copytree(FAITHFULNESS / kept, tmp_path / kept)
+    copytree(FAITHFULNESS / "rounds", tmp_path / "rounds")
+    copy(FAITHFULNESS / "datamodels.jsonl", tmp_path)
     faithfulness_tables.main(tmp_path, no_pictures=True)
     found, kept = (json.loads((at / "summary.json").read_text(encoding="utf-8")) for at in (tmp_path, FAITHFULNESS))
     assert found == kept
@@ -94,8 +94,9 @@ def test_every_interval_of_what_scores_are_worth_is_one_of_the_studies():
     # LDS stand in the text without the zero.
     said = {re.sub(r"(?<![\d.])\.", "0.", one) for one in said_in(text)}
     files = [FAITHFULNESS / "summary.json", FAITHFULNESS / "pays" / "summary.json", FAITHFULNESS / "costs.json"]
-    files += FAITHFULNESS.glob("datamodels/*.json")
-    known = {one for file in files for one in intervals(json.loads(file.read_text(encoding="utf-8")))}
+    documents = [file.read_text(encoding="utf-8") for file in files]
+    documents += (FAITHFULNESS / "datamodels.jsonl").read_text(encoding="utf-8").splitlines()
+    known = {one for document in documents for one in intervals(json.loads(document))}
     assert len(said) > 50
     assert said <= known, sorted(said - known)
 

@@ -1,6 +1,8 @@
-"""Sweeps: what a file asks for, what is refused, what is left when a run fails or the sweep is killed."""
+"""Sweeps: what a file asks for, what is refused, and what is left when a run fails or the sweep is killed."""
 
+import errno
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -11,28 +13,42 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from whence.cli import app
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments import configure, is_finished, load_sweep, presets, read_sweep, run, sweep
-from whence.experiments.rl.curves import make_curve
+from whence.experiments import (
+    Difference,
+    comparison,
+    configure,
+    find_run_differences,
+    is_finished,
+    jsonlines,
+    load_sweep,
+    presets,
+    read_sweep,
+    run,
+    run_sweep,
+    sweep,
+    workers,
+)
+from whence.experiments.rl.curves import KEYS, CurveFiles, make_curve
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
-from whence.experiments.workers import _death, run_all
-from whence.guards import preserve_rng_state
+from whence.experiments.workers import run_all
+from whence.guards import preserve_rng_state, write_atomically
 from whence.metrics import rounds_to
 from whence.runs import RunDirectory
 from whence.sb3.callback import library_versions
-
-SWEEP = sys.modules["whence.experiments.sweep"]  # whose name in the package is the function's
 
 LAKE = """
 [[experiment]]
@@ -48,85 +64,112 @@ hyperparameters = { n_steps = 64, batch_size = 32, n_epochs = 2, learning_rate =
 """
 
 
-class Quiet:
-    """Takes note of what it is told."""
+class Recorder:
+    """A watch that takes note of what is reported."""
 
     def __init__(self):
-        self.kept_runs, self.told, self.ends = [], [], {}
+        self.skipped, self.reports, self.ends = [], [], {}
 
     def kept(self, planned):
-        self.kept_runs.append(planned.name)
+        self.skipped.append(planned.name)
 
     def rounds(self, planned, done):
-        self.told.append((planned.name, done))
+        self.reports.append((planned.name, done))
 
     def ended(self, planned, failure):
         self.ends[planned.name] = failure
 
 
-def written(folder, text):
+def write_sweep(folder, text):
     path = folder / "sweep.toml"
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def curves(out):
-    return {str(file.relative_to(out)): file.read_bytes() for file in (out / "curves").rglob("*.json")}
+def run_name(group, line):
+    return f"{group}/{line['label']}/seed_{line['seed']}"
+
+
+def read_curves(out, kind="curves"):
+    """The lines of a sweep's results, or of its timings, by the names of their runs."""
+    return {
+        run_name(file.stem, json.loads(text)): text
+        for file in sorted((out / kind).glob("*.jsonl"))
+        for text in file.read_text().splitlines()
+    }
+
+
+def edit_lines(out, kind, edit):
+    """Replace the lines of lake's results or timings by what `edit(name, line)` returns: a line, a text or None."""
+    file = out / kind / "lake.jsonl"
+    lines = [edit(name, json.loads(text)) for name, text in read_curves(out, kind).items()]
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines if line is not None]
+    file.write_text("".join(f"{text}\n" for text in texts))
+
+
+def edit_run(out, kind, name, edit):
+    """Let `edit(line)` change one run's line, or return what replaces it."""
+
+    def edit_one(run, line):
+        return line if run != name or (replaced := edit(line)) is None else replaced
+
+    edit_lines(out, kind, edit_one)
+
+
+def delete_runs(out, *names):
+    for kind in ("curves", "timings"):
+        edit_lines(out, kind, lambda name, line: None if name in names else line)
+
+
+def run_one_by_one(jobs, workers, on_round):
+    """What `run_all` does, in this process."""
+    for place, (config, path) in enumerate(jobs):
+        try:
+            with preserve_rng_state():
+                run(config, path)
+        except WhenceError as failure:
+            yield place, str(failure)
+        else:
+            yield place, None
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A sweep that nothing befell."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert sweep(read_sweep(written(folder, LAKE)), folder / "out", Quiet()) == {}
+def finished_sweep(tmp_path_factory):
+    """A sweep that nothing befell. Its runs are made in this process; others are held against them."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "run_all", run_one_by_one)
+        assert run_sweep(read_sweep(write_sweep(folder, LAKE)), folder / "out", Recorder()) == {}
     return folder / "out"
 
 
 @pytest.fixture
 def in_process(monkeypatch):
     """Run in this process, one after another."""
-
-    def one_by_one(jobs, workers, on_round):
-        for place, (config, path) in enumerate(jobs):
-            try:
-                with preserve_rng_state():
-                    run(config, path)
-            except WhenceError as failure:
-                yield place, str(failure)
-            else:
-                yield place, None
-
-    monkeypatch.setattr(SWEEP, "run_all", one_by_one)
+    monkeypatch.setattr(sweep, "run_all", run_one_by_one)
 
 
 @pytest.fixture
-def copied(whole, tmp_path):
-    """A copy of the whole sweep, to be changed."""
-    return shutil.copytree(whole, tmp_path / "copied")
+def sweep_copy(finished_sweep, tmp_path):
+    """A copy of the finished sweep, to be changed."""
+    return shutil.copytree(finished_sweep, tmp_path / "copy")
 
 
-def changed(file, change):
-    """Change what a file of a sweep says."""
-    document = json.loads(file.read_text())
-    change(document)
-    file.write_text(json.dumps(document))
-
-
-def came_to(monkeypatch, table, **columns):
+def replace_columns(monkeypatch, table, **columns):
     """Let finished runs have other figures than they have."""
-    write_curve = SWEEP.write_curve
+    write = CurveFiles.write
 
-    def write(config, run, *files, **asked):
-        found = run.table(table).with_columns(pl.Series(name, values) for name, values in columns.items())
-        found.write_parquet(run.path / f"{table}.parquet")
-        write_curve(config, run, *files, **asked)
+    def write_replaced(files, label, config, run, **options):
+        changed = run.table(table).with_columns(pl.Series(name, values) for name, values in columns.items())
+        changed.write_parquet(run.path / f"{table}.parquet")
+        write(files, label, config, run, **options)
 
-    monkeypatch.setattr(SWEEP, "write_curve", write)
+    monkeypatch.setattr(CurveFiles, "write", write_replaced)
 
 
 class TestReading:
     def test_runs_are_arms_times_shares_times_seeds(self, tmp_path):
-        runs = read_sweep(written(tmp_path, LAKE))
+        runs = read_sweep(write_sweep(tmp_path, LAKE))
         names = [f"lake/{label}/seed_{seed}" for seed in (0, 1) for label in ("ppo", "iif", "iif-drop1")]
         assert [run.name for run in runs] == names
         assert [run.config.drop for run in runs[:3]] == [0.5, 0.5, 1.0]
@@ -134,7 +177,7 @@ class TestReading:
 
     def test_what_experiments_of_a_name_share_is_run_once(self, tmp_path):
         more = LAKE.replace('["ppo", "iif"]', '["ppo", "random"]').replace("seeds = 2", "seeds = [1, 7]")
-        names = [run.name for run in read_sweep(written(tmp_path, LAKE + more))]
+        names = [run.name for run in read_sweep(write_sweep(tmp_path, LAKE + more))]
         assert len(names) == len(set(names))
         assert names[6:] == ["lake/random/seed_1", "lake/random-drop1/seed_1"] + [
             f"lake/{label}/seed_7" for label in ("ppo", "random", "random-drop1")
@@ -156,7 +199,7 @@ class TestReading:
         assert len({run.name for run in runs}) == len(runs) == 25 * 3 + 5 * 12 * 3 + 9 * 10 + 2 * 10
 
     def test_shares_that_differ_have_labels_that_do(self, tmp_path):
-        runs = read_sweep(written(tmp_path, LAKE.replace("[0.5, 1.0]", "[0.5, 1, 0.1234567, 0.1234568]")))
+        runs = read_sweep(write_sweep(tmp_path, LAKE.replace("[0.5, 1.0]", "[0.5, 1, 0.1234567, 0.1234568]")))
         labels = ["ppo", "iif", "iif-drop1", "iif-drop0.1234567", "iif-drop0.1234568"]
         assert [run.label for run in runs] == 2 * labels
         assert json.dumps(runs[2].config.drop) == "1.0"
@@ -235,7 +278,7 @@ class TestReading:
     )
     def test_what_is_wrong_is_named_with_its_line(self, tmp_path, old, new, line, said):
         assert old in LAKE
-        path = written(tmp_path, LAKE.replace(old, new))
+        path = write_sweep(tmp_path, LAKE.replace(old, new))
         with pytest.raises(WhenceError) as refused:
             read_sweep(path)
         assert said in str(refused.value)
@@ -258,7 +301,7 @@ class TestReading:
             ("\ufeff" + LAKE.replace("rounds = 2", "rounds = 0"), 9, "rounds is 0"),
         ],
     )
-    def test_lines_are_those_of_the_file_however_it_is_written(self, tmp_path, text, line, said):
+    def test_lines_are_those_of_the_file_however_it_is_write_sweep(self, tmp_path, text, line, said):
         path = tmp_path / "sweep.toml"
         path.write_bytes(text.encode())
         with pytest.raises(WhenceError, match=rf"line {line}: .*{said}"):
@@ -267,42 +310,44 @@ class TestReading:
     def test_a_name_stands_for_one_share_of_its_own(self, tmp_path, monkeypatch):
         monkeypatch.setitem(presets(), "other", {**presets()["lda-code/frozenlake"], "drop": 0.25})
         asked = '[[experiment]]\nname = "lake"\npreset = "{}"\narms = ["ppo", "iif"]\nseeds = 1\n'
-        file = written(tmp_path, asked.format("lda-code/frozenlake") + asked.format("other"))
+        file = write_sweep(tmp_path, asked.format("lda-code/frozenlake") + asked.format("other"))
         with pytest.raises(WhenceError, match=r"line 8: The name 'lake' .* differ in the share that the preset drops"):
             read_sweep(file)
 
     def test_a_name_stands_for_one_setting(self, tmp_path):
         with pytest.raises(WhenceError, match=r"line 20: The name 'lake' stands over runs that differ in rounds"):
-            read_sweep(written(tmp_path, LAKE + LAKE.replace("rounds = 2", "rounds = 3")))
+            read_sweep(write_sweep(tmp_path, LAKE + LAKE.replace("rounds = 2", "rounds = 3")))
 
     def test_a_missing_file_is_named(self, tmp_path):
         with pytest.raises(WhenceError, match=r"none\.toml cannot be read \(No such file"):
             read_sweep(tmp_path / "none.toml")
         with pytest.raises(WhenceError, match=r"below cannot be read \(Not a directory"):
-            read_sweep(written(tmp_path, LAKE) / "below")
+            read_sweep(write_sweep(tmp_path, LAKE) / "below")
 
 
 class TestRunning:
-    def test_it_leaves_curves_and_timings_and_nothing_else(self, whole):
-        there = sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.is_file())
+    def test_it_leaves_curves_and_timings_and_nothing_else(self, finished_sweep):
+        files = sorted(str(file.relative_to(finished_sweep)) for file in finished_sweep.rglob("*") if file.is_file())
+        assert files == [".lock", "curves/lake.jsonl", "timings/lake.jsonl"]
         names = [f"lake/{label}/seed_{seed}" for label in ("iif", "iif-drop1", "ppo") for seed in (0, 1)]
-        assert there == sorted([".lock", *(f"{kind}/{name}.json" for kind in ("curves", "timings") for name in names)])
-        one = json.loads((whole / "curves/lake/iif/seed_1.json").read_text())
-        assert one["config"]["arm"] == "iif"
-        assert one["evaluations"]["round"] == [0, 1, 2]
-        assert "seconds" not in one
+        assert [*read_curves(finished_sweep)] == [*read_curves(finished_sweep, "timings")] == names
+        line = json.loads(read_curves(finished_sweep)["lake/iif/seed_1"])
+        assert (line["config"]["arm"], line["config"]["seed"]) == ("iif", 1)
+        assert line["evaluations"]["round"] == [0, 1, 2]
+        assert "seconds" not in line
 
-    def test_finished_runs_are_skipped(self, whole, tmp_path):
-        before = {file: file.stat().st_mtime_ns for file in whole.rglob("*.json")}
-        watch = Quiet()
-        sweep(read_sweep(written(tmp_path, LAKE)), whole, watch)
-        assert len(watch.kept_runs) == 6
-        assert watch.told == []
-        assert {file: file.stat().st_mtime_ns for file in whole.rglob("*.json")} == before
+    def test_finished_runs_are_skipped(self, finished_sweep, tmp_path):
+        before = {file: file.stat().st_mtime_ns for file in finished_sweep.rglob("*.jsonl")}
+        assert len(before) == 2
+        watch = Recorder()
+        run_sweep(read_sweep(write_sweep(tmp_path, LAKE)), finished_sweep, watch)
+        assert len(watch.skipped) == 6
+        assert watch.reports == []
+        assert {file: file.stat().st_mtime_ns for file in finished_sweep.rglob("*.jsonl")} == before
 
     def test_killed_midway_it_goes_on_to_the_same_results(self, in_process, tmp_path):
         rounds, out = 8, tmp_path / "out"
-        file = written(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("rounds = 2", f"rounds = {rounds}"))
+        file = write_sweep(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("rounds = 2", f"rounds = {rounds}"))
         first, second, _ = runs = read_sweep(file)
         command = [sys.executable, "-m", "whence.cli", "sweep", str(file), "--out", str(out), "--workers", "1"]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE)
@@ -311,178 +356,216 @@ class TestRunning:
             time.sleep(0.005)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)  # its worker holds the same pipe: this returns when that has gone, too
-        assert [*curves(out)] == [f"curves/{first.name}.json"]
+        assert [*read_curves(out)] == [first.name]
         assert 1 <= RunDirectory.open(second.run_path(out)).table("metrics").height < rounds
-        watch = Quiet()
-        assert sweep(runs, out, watch) == {}
-        assert watch.kept_runs == [first.name]
-        assert len(curves(out)) == 3
-        assert sweep([second], tmp_path / "whole", Quiet()) == {}
-        assert curves(tmp_path / "whole").items() <= curves(out).items()
+        watch = Recorder()
+        assert run_sweep(runs, out, watch) == {}
+        assert watch.skipped == [first.name]
+        assert len(read_curves(out)) == 3
+        assert run_sweep([second], tmp_path / "whole", Recorder()) == {}
+        assert read_curves(tmp_path / "whole").items() <= read_curves(out).items()
 
-    def test_a_run_that_fails_is_told_of_and_the_others_go_on(self, whole, tmp_path):
-        runs = read_sweep(written(tmp_path, LAKE))[:3]
-        assert [run.name for run in runs] == ["lake/ppo/seed_0", "lake/iif/seed_0", "lake/iif-drop1/seed_0"]
+    def test_a_run_that_fails_is_reported_and_the_others_go_on(self, finished_sweep, tmp_path):
+        runs = [
+            run for run in read_sweep(write_sweep(tmp_path, LAKE)) if run.name in ("lake/iif/seed_0", "lake/ppo/seed_0")
+        ]
         # Somebody's own files where a run belongs: it refuses to start.
         occupied = tmp_path / "out" / "runs" / "lake" / "iif" / "seed_0"
         occupied.mkdir(parents=True)
         (occupied / "thesis.tex").write_text("mine")
-        watch = Quiet()
-        failures = sweep(runs, tmp_path / "out", watch, workers=2)
+        watch = Recorder()
+        failures = run_sweep(runs, tmp_path / "out", watch, workers=2)
         assert list(failures) == ["lake/iif/seed_0"]
         assert "it is no run of whence's" in failures["lake/iif/seed_0"]
         assert "RunDirectoryError" in (occupied.parent / "seed_0.error.txt").read_text()
         assert (occupied / "thesis.tex").read_text() == "mine"
         assert sorted(watch.ends) == sorted(run.name for run in runs)
         assert [name for name, failure in watch.ends.items() if failure] == ["lake/iif/seed_0"]
-        found = curves(tmp_path / "out")
-        assert sorted(found) == ["curves/lake/iif-drop1/seed_0.json", "curves/lake/ppo/seed_0.json"]
-        assert found.items() <= curves(whole).items()
+        found = read_curves(tmp_path / "out")
+        assert sorted(found) == ["lake/ppo/seed_0"]
+        assert found.items() <= read_curves(finished_sweep).items()
 
-    def test_a_curve_of_another_run_is_not_taken_for_this_one(self, whole, tmp_path):
-        longer = read_sweep(written(tmp_path, LAKE.replace("rounds = 2", "rounds = 3")))
+    def test_a_curve_of_another_run_is_not_taken_for_this_one(self, finished_sweep, tmp_path):
+        longer = read_sweep(write_sweep(tmp_path, LAKE.replace("rounds = 2", "rounds = 3")))
         with pytest.raises(RunDirectoryError, match="its rounds is 2, the sweep's 3"):
-            sweep(longer, whole, Quiet())
+            run_sweep(longer, finished_sweep, Recorder())
 
-    def test_a_sweep_has_its_directory_to_itself(self, whole, tmp_path):
-        runs = read_sweep(written(tmp_path, LAKE))
-        with SWEEP._held(whole), pytest.raises(RunDirectoryError, match=r"Another sweep is writing to .*out\. Wait"):
-            sweep(runs, whole, Quiet())
-        assert sweep(runs, whole, Quiet()) == {}
+    def test_a_sweep_has_its_directory_to_itself(self, finished_sweep, tmp_path):
+        runs = read_sweep(write_sweep(tmp_path, LAKE))
+        with (
+            jsonlines.lock_directory(finished_sweep),
+            pytest.raises(RunDirectoryError, match=r"Another sweep is writing to .*out\. Wait"),
+        ):
+            run_sweep(runs, finished_sweep, Recorder())
+        assert run_sweep(runs, finished_sweep, Recorder()) == {}
         with pytest.raises(RunDirectoryError, match=r"sweep\.toml cannot be written to"):
-            sweep(runs, tmp_path / "sweep.toml", Quiet())
+            run_sweep(runs, tmp_path / "sweep.toml", Recorder())
 
-    def test_what_cannot_be_kept_is_that_runs_failure(self, in_process, whole, copied, tmp_path, monkeypatch):
-        runs = read_sweep(written(tmp_path, LAKE))
-        for kind in ("curves", "timings"):
-            (copied / kind / "lake/ppo/seed_0.json").unlink()
-            (copied / kind / "lake/iif/seed_0.json").unlink()
-        write_curve = SWEEP.write_curve
+    def test_what_cannot_be_kept_is_that_runs_failure(
+        self, in_process, finished_sweep, sweep_copy, tmp_path, monkeypatch
+    ):
+        runs = read_sweep(write_sweep(tmp_path, LAKE))
+        delete_runs(sweep_copy, "lake/ppo/seed_0", "lake/iif/seed_0")
+        write = CurveFiles.write
 
-        def no_space(config, *rest, **asked):
-            if config.arm == "ppo":
-                raise OSError("no space left")
-            write_curve(config, *rest, **asked)
+        def fail_for_ppo(files, label, *arguments, **options):
+            if label == "ppo":
+                raise OSError(errno.ENOSPC, "No space left on device", str(files.results))
+            write(files, label, *arguments, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(SWEEP, "write_curve", no_space)
-            watch = Quiet()
-            assert sweep(runs, copied, watch) == {"lake/ppo/seed_0": "OSError: no space left"}
-        assert watch.ends == {"lake/ppo/seed_0": "OSError: no space left", "lake/iif/seed_0": None}
-        assert sweep(runs, copied, Quiet()) == {}
-        assert curves(copied) == curves(whole)
+            patch.setattr(CurveFiles, "write", fail_for_ppo)
+            watch = Recorder()
+            failures = run_sweep(runs, sweep_copy, watch)
+        assert watch.ends == {**failures, "lake/iif/seed_0": None}
+        full = f"{sweep_copy}/curves/lake.jsonl cannot be read or written (No space left on device); free space"
+        assert failures["lake/ppo/seed_0"].startswith(full)
+        assert run_sweep(runs, sweep_copy, Recorder()) == {}
+        assert read_curves(sweep_copy) == read_curves(finished_sweep)
 
     def test_a_run_is_kept_whole_or_not_at_all(self, in_process, tmp_path, monkeypatch):
-        came_to(monkeypatch, "evaluations", test_return=[1.0, math.nan, 1.0])
-        (failure,) = sweep(read_sweep(written(tmp_path, LAKE))[:1], tmp_path / "out", Quiet()).values()
+        replace_columns(monkeypatch, "evaluations", test_return=[1.0, math.nan, 1.0])
+        (failure,) = run_sweep(read_sweep(write_sweep(tmp_path, LAKE))[:1], tmp_path / "out", Recorder()).values()
         assert re.search(r"ppo.seed_0 does not hold a whole run \(`returns` .*nan.*\)\. Change its settings", failure)
         assert not (tmp_path / "out/curves").exists()
         assert not (tmp_path / "out/timings").exists()
 
+    def test_killed_between_the_two_lines_a_run_is_not_there(self, in_process, finished_sweep, sweep_copy, tmp_path):
+        runs = read_sweep(write_sweep(tmp_path, LAKE))
+        edit_lines(sweep_copy, "curves", lambda name, line: None if name == "lake/iif/seed_0" else line)
+        assert 0 not in load_sweep(sweep_copy)["lake"]["iif"]
+        watch = Recorder()
+        assert run_sweep(runs, sweep_copy, watch) == {}
+        assert list(watch.ends) == ["lake/iif/seed_0"]
+        assert read_curves(sweep_copy) == read_curves(finished_sweep)
+        assert len(read_curves(sweep_copy, "timings")) == 6
+
+    def test_killed_while_a_file_is_written_the_file_is_as_before(self, in_process, sweep_copy, tmp_path, monkeypatch):
+        runs = read_sweep(write_sweep(tmp_path, LAKE))
+        delete_runs(sweep_copy, "lake/ppo/seed_1")
+        before = read_curves(sweep_copy)
+
+        def stop(source, target):
+            if Path(target).parent.name == "curves":  # which are written last
+                raise KeyboardInterrupt
+            replace_file(source, target)
+
+        replace_file = os.replace
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", stop)
+            with pytest.raises(KeyboardInterrupt):
+                run_sweep(runs, sweep_copy, Recorder())
+        assert read_curves(sweep_copy) == before
+        assert read_curves(sweep_copy, "timings").keys() == before.keys() | {"lake/ppo/seed_1"}
+        assert run_sweep(runs, sweep_copy, Recorder()) == {}
+        assert len(read_curves(sweep_copy)) == 6
+
     def test_figures_that_are_not_finite_are_null(self, in_process, tmp_path, monkeypatch):
-        came_to(monkeypatch, "metrics", **{"train/approx_kl": [0.5, math.nan]})
-        assert sweep(read_sweep(written(tmp_path, LAKE))[:1], tmp_path / "out", Quiet()) == {}
+        replace_columns(monkeypatch, "metrics", **{"train/approx_kl": [0.5, math.nan]})
+        assert run_sweep(read_sweep(write_sweep(tmp_path, LAKE))[:1], tmp_path / "out", Recorder()) == {}
         found = load_sweep(tmp_path / "out")["lake"]["ppo"][0].tables["rounds"]
         assert found["train/approx_kl"].to_list() == [0.5, None]
 
-    def test_a_guards_verdicts_are_kept_and_what_is_asked_for(self, in_process, whole, tmp_path):
+    def test_a_guards_verdicts_are_kept_and_what_is_asked_for(self, in_process, finished_sweep, tmp_path):
         arms, out = LAKE.replace('["ppo", "iif"]', '["ppo", "iif", "iif-guarded"]'), tmp_path / "out"
         metrics = ["train/entropy_loss", "mean", "train/update_scale_value"]
         text = f"metrics = {json.dumps(metrics)}\n{arms}".replace("seeds = 2", "seeds = 1")
-        runs = read_sweep(written(tmp_path, text))
-        assert sweep(runs, out, Quiet(), keep_runs=True) == {}
+        runs = read_sweep(write_sweep(tmp_path, text))
+        assert run_sweep(runs, out, Recorder(), keep_runs=True) == {}
         found = {label: runs[0].tables["rounds"] for label, runs in load_sweep(out)["lake"].items()}
         always = ["round", "dropped_share", "episode_return", "train/approx_kl"]
         assert {*found["ppo"].columns} == {*always, *metrics}
         assert {*found["iif"].columns} == {*always, *metrics, "negative_share"}
         assert {*found["iif-guarded"].columns} == {*found["iif"].columns, "held_out_gain", "fell_back"}
         for label, table in found.items():
-            whole_table = RunDirectory.open(out / f"runs/lake/{label}/seed_0").table("metrics")
-            assert table["train/entropy_loss"].to_list() == whole_table["train/entropy_loss"].to_list()
+            run_table = RunDirectory.open(out / f"runs/lake/{label}/seed_0").table("metrics")
+            assert table["train/entropy_loss"].to_list() == run_table["train/entropy_loss"].to_list()
             assert table["train/update_scale_value"].to_list() == [None, None]
             if label != "ppo":
-                assert table["mean"].to_list() == whole_table["mean"].to_list()
+                assert table["mean"].to_list() == run_table["mean"].to_list()
         gains, fell = (found["iif-guarded"][name].to_list() for name in ("held_out_gain", "fell_back"))
         assert fell == [int(gain is None or gain < 0) for gain in gains]
         # Without `metrics` nothing is otherwise than it was.
-        plain = {name: text for name, text in curves(whole).items() if "seed_0" in name and "drop" not in name}
+        plain = {
+            name: text for name, text in read_curves(finished_sweep).items() if "seed_0" in name and "drop" not in name
+        }
         (tmp_path / "plain").mkdir()
-        without = read_sweep(written(tmp_path / "plain", arms.replace("seeds = 2", "seeds = 1")))
-        assert sweep(without, tmp_path / "plain/out", Quiet()) == {}
-        assert plain.items() <= curves(tmp_path / "plain/out").items()
+        without = read_sweep(write_sweep(tmp_path / "plain", arms.replace("seeds = 2", "seeds = 1")))
+        assert run_sweep(without, tmp_path / "plain/out", Recorder()) == {}
+        assert plain.items() <= read_curves(tmp_path / "plain/out").items()
 
-    def test_a_curve_without_what_is_asked_for_is_not_taken(self, whole, tmp_path):
-        asking = read_sweep(written(tmp_path, 'metrics = ["train/clip_fraction"]\n' + LAKE))
-        with pytest.raises(RunDirectoryError, match=r"kept without train/clip_fraction, which .* Delete the file"):
-            sweep(asking, whole, Quiet())
+    def test_a_curve_without_what_is_asked_for_is_not_taken(self, finished_sweep, tmp_path):
+        asking = read_sweep(write_sweep(tmp_path, 'metrics = ["train/clip_fraction"]\n' + LAKE))
+        with pytest.raises(RunDirectoryError, match=r"has no train/clip_fraction, which .* Delete its line"):
+            run_sweep(asking, finished_sweep, Recorder())
 
     @pytest.mark.parametrize("metrics", ["3", '"mean"', '["train/entropy"]', '["mean", "mean"]', "[3]", "[[]]"])
     def test_metrics_that_cannot_be_kept(self, tmp_path, metrics):
         said = r"sweep\.toml, line 1: metrics is .*; a list of some of kept, mean, .* is needed, each once"
         with pytest.raises(WhenceError, match=said):
-            read_sweep(written(tmp_path, f"metrics = {metrics}\n{LAKE}"))
+            read_sweep(write_sweep(tmp_path, f"metrics = {metrics}\n{LAKE}"))
 
-    def test_an_unfinished_run_of_other_settings_gives_way(self, in_process, whole, tmp_path):
-        runs, out = read_sweep(written(tmp_path, LAKE))[:1], tmp_path / "out"
+    def test_an_unfinished_run_of_other_settings_gives_way(self, in_process, finished_sweep, tmp_path):
+        runs, out = read_sweep(write_sweep(tmp_path, LAKE))[:1], tmp_path / "out"
         path = runs[0].run_path(out)
         RunDirectory.create(path, replace(runs[0].config, rounds=7).to_json()).append("metrics", {"round": 1})
-        assert sweep(runs, out, Quiet()) == {}
-        assert curves(out).items() <= curves(whole).items()
+        assert run_sweep(runs, out, Recorder()) == {}
+        assert read_curves(out).items() <= read_curves(finished_sweep).items()
         # A run of somebody's script is none of a sweep's.
         RunDirectory.create(tmp_path / "other/runs/lake/ppo/seed_0", {"env": "Lake", "seed": 0})
-        (failure,) = sweep(runs, tmp_path / "other", Quiet()).values()
+        (failure,) = run_sweep(runs, tmp_path / "other", Recorder()).values()
         assert "holds a run of another configuration" in failure
 
     def test_run_directories_are_kept_where_that_is_asked_for(self, in_process, tmp_path):
         text = (
             LAKE.replace('["ppo", "iif"]', '["ppo"]').replace("seeds = 2", "seeds = 1").replace("drop = [0.5, 1.0]", "")
         )
-        file, out = written(tmp_path, text + text.replace('"lake"', '"sea"')), tmp_path / "out"
-        asked = ["sweep", str(file), "--out", str(out), "--only", "sea", "--json"]
-        done = CliRunner().invoke(app, [*asked, "--keep-runs"])
+        file, out = write_sweep(tmp_path, text + text.replace('"lake"', '"sea"')), tmp_path / "out"
+        command = ["sweep", str(file), "--out", str(out), "--only", "sea", "--json"]
+        done = CliRunner().invoke(app, [*command, "--keep-runs"])
         assert done.exit_code == 0
         assert json.loads(done.stdout) == {"out": str(out), "runs": ["sea/ppo/seed_0"], "failures": {}}
-        assert [*curves(out)] == ["curves/sea/ppo/seed_0.json"]
+        assert [*read_curves(out)] == ["sea/ppo/seed_0"]
         assert RunDirectory.open(out / "runs/sea/ppo/seed_0").rounds() == [1, 2]
-        assert CliRunner().invoke(app, asked).exit_code == 0
+        assert CliRunner().invoke(app, command).exit_code == 0
         assert (out / "runs/sea/ppo/seed_0").exists()
 
-    def test_a_run_directory_that_a_kill_left_is_discarded(self, copied, tmp_path, monkeypatch):
-        runs = read_sweep(written(tmp_path, LAKE))
-        path = runs[0].run_path(copied)
+    def test_a_run_directory_that_a_kill_left_is_discarded(self, sweep_copy, tmp_path, monkeypatch):
+        runs = read_sweep(write_sweep(tmp_path, LAKE))
+        path = runs[0].run_path(sweep_copy)
         RunDirectory.create(path, runs[0].config.to_json())
 
         def killed(*_, **__):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(SWEEP, "write_curve", killed)
+            patch.setattr(CurveFiles, "write", killed)
             with pytest.raises(KeyboardInterrupt):
-                SWEEP._keep(runs[0], copied, keep_runs=False)
-        assert sweep(runs, copied, Quiet(), keep_runs=True) == {}
+                sweep._store_run(runs[0], sweep_copy, keep_runs=False)
+        assert run_sweep(runs, sweep_copy, Recorder(), keep_runs=True) == {}
         assert path.exists()
-        assert sweep(runs, copied, Quiet()) == {}
-        assert [file for file in (copied / "runs").rglob("*") if not file.is_dir()] == []
+        assert run_sweep(runs, sweep_copy, Recorder()) == {}
+        assert [file for file in (sweep_copy / "runs").rglob("*") if not file.is_dir()] == []
         assert not path.exists()
 
     def test_a_kill_while_another_run_is_discarded_stands_in_no_way(self, in_process, tmp_path, monkeypatch):
-        runs = read_sweep(written(tmp_path, LAKE))
+        runs = read_sweep(write_sweep(tmp_path, LAKE))
         path = runs[0].run_path(tmp_path / "out")
         run = RunDirectory.create(path, replace(runs[0].config, rounds=7).to_json())
         run.append("metrics", {"round": 1})
-        own = shutil.rmtree
+        remove_tree = shutil.rmtree
 
-        def killed(folder, **asked):
+        def killed(folder, **options):
             if Path(folder).exists():
                 (Path(folder) / "config.json").unlink()
                 raise KeyboardInterrupt
-            own(folder, **asked)
+            remove_tree(folder, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "rmtree", killed)
             with pytest.raises(KeyboardInterrupt):
-                sweep(runs, tmp_path / "out", Quiet())
-        assert sweep(runs, tmp_path / "out", Quiet()) == {}
+                run_sweep(runs, tmp_path / "out", Recorder())
+        assert run_sweep(runs, tmp_path / "out", Recorder()) == {}
 
     @pytest.mark.parametrize(
         "change",
@@ -507,77 +590,217 @@ class TestRunning:
             lambda curve, timing: curve["config"].update(hyperparameters=[]),
             lambda curve, timing: curve["config"].update(rounds=10**15),
             lambda curve, timing: curve["config"].update(rounds=3),
+            lambda curve, timing: curve["config"].update(seed=7),
             lambda curve, timing: curve["evaluations"].update(test_return=[1.0, 10**400, 1.0]),
             lambda curve, timing: curve["evaluations"].update(test_return=[1.0, [2.0], 1.0]),
         ],
     )
-    def test_a_curve_is_whole(self, copied, change):
-        file, timings = (copied / kind / "lake/iif/seed_1.json" for kind in ("curves", "timings"))
-        curve, timing = json.loads(file.read_text()), json.loads(timings.read_text())
-        change(curve, timing)
-        file.write_text(json.dumps(curve)), timings.write_text(json.dumps(timing))
-        with pytest.raises(RunDirectoryError, match=r"iif/seed_1\.json.* does not hold a whole run \("):
-            load_sweep(copied)
+    def test_a_curve_is_whole(self, sweep_copy, change):
+        name = "lake/iif/seed_1"
+        lines = [json.loads(read_curves(sweep_copy, kind)[name]) for kind in ("curves", "timings")]
+        change(*lines)
+        for kind, line in zip(("curves", "timings"), lines, strict=True):
+            edit_run(sweep_copy, kind, name, lambda _, line=line: line)
+        with pytest.raises(RunDirectoryError, match=r"lake\.jsonl.* does not hold a whole run iif/seed_1 \("):
+            load_sweep(sweep_copy)
 
-    def test_runs_of_a_name_that_differ_are_not_tabulated(self, copied):
-        changed(copied / "curves/lake/iif/seed_1.json", lambda one: one["config"].update(env_kwargs={}))
-        with pytest.raises(RunDirectoryError, match=r"seed_1\.json differs from other runs of 'lake' in env_kwargs"):
-            load_sweep(copied)
+    def test_runs_of_a_name_that_differ_are_not_tabulated(self, sweep_copy):
+        edit_run(sweep_copy, "curves", "lake/iif/seed_1", lambda line: line["config"].update(env_kwargs={}))
+        with pytest.raises(RunDirectoryError, match=r"iif/seed_1 in .*lake\.jsonl differs .* in env_kwargs"):
+            load_sweep(sweep_copy)
 
-    def test_runs_of_two_shares_are_not_one_arms(self, copied):
-        changed(copied / "curves/lake/iif/seed_1.json", lambda one: one["config"].update(drop=0.25))
-        with pytest.raises(RunDirectoryError, match="differs from other runs of 'lake' in drop"):
-            load_sweep(copied)
+    def test_runs_of_two_shares_are_not_one_arms(self, sweep_copy):
+        edit_run(sweep_copy, "curves", "lake/iif/seed_1", lambda line: line["config"].update(drop=0.25))
+        with pytest.raises(RunDirectoryError, match="differs from other runs there in drop"):
+            load_sweep(sweep_copy)
 
-    @pytest.mark.parametrize("place", ["lake/mean/seed_1", "lake/iif/seed_7", "lake/iif-drop0.25/seed_1"])
-    def test_a_curve_lies_where_its_run_belongs(self, copied, place):
+    @pytest.mark.parametrize("label", ["mean", "iif-drop0.25"])
+    def test_a_run_has_the_label_of_its_arm_and_share(self, sweep_copy, label):
         for kind in ("curves", "timings"):
-            (copied / kind / place).parent.mkdir(exist_ok=True)
-            (copied / kind / "lake/iif/seed_1.json").rename(copied / kind / f"{place}.json")
-        with pytest.raises(RunDirectoryError, match=rf"{place}\.json is of the arm iif, drop 0\.5 and seed 1"):
-            load_sweep(copied)
+            edit_run(sweep_copy, kind, "lake/iif/seed_1", lambda line: line.update(label=label))
+        with pytest.raises(RunDirectoryError, match=rf"{label}/seed_1 in .* is of the arm iif and drop 0\.5, whose"):
+            load_sweep(sweep_copy)
 
+    @pytest.mark.parametrize("kind", ["curves", "timings"])
     @pytest.mark.parametrize(
-        "content", ["", "{", "[" * 100_000, "[]", "{}", '{"format": "whence-curve", "version": 1}']
+        ("text", "message"),
+        [
+            ("", "line 5, is not readable as JSON"),
+            ("{", "line 5, is not readable as JSON"),
+            ("[" * 100_000, "line 5, is not readable as JSON"),
+            ("[]", "line 5, holds no JSON object"),
+            ("{}", "line 5, lacks label or seed"),
+            ('{"label": "ppo", "seed": 1}', "line 6, has the label and seed of a line above it"),
+            ('{"label": "ppo", "seed": 0}', "seed_0 is not marked as 'whence-curve', version 2"),
+            ('{"format": "whence-curve", "version": 1, "label": "ppo", "seed": 0}', "seed_0 is not marked"),
+            ('{"format": "whence-curve", "version": 2, "label": "ppo", "seed": 0}', "a whole run ppo/seed_0"),
+        ],
     )
-    def test_a_damaged_curve_is_named(self, whole, tmp_path, content):
-        file = tmp_path / "out/curves/lake/ppo/seed_0.json"
-        file.parent.mkdir(parents=True)
-        file.write_text(content)
-        timings = tmp_path / "out/timings/lake/ppo/seed_0.json"
-        timings.parent.mkdir(parents=True)
-        timings.write_bytes((whole / "timings/lake/ppo/seed_0.json").read_bytes())
-        with pytest.raises(RunDirectoryError, match=r"seed_0\.json"):
-            load_sweep(tmp_path / "out")
+    def test_a_damaged_line_is_named(self, sweep_copy, tmp_path, kind, text, message):
+        edit_run(sweep_copy, kind, "lake/ppo/seed_0", lambda line: text)
+        for read in (load_sweep, lambda out: run_sweep(read_sweep(write_sweep(tmp_path, LAKE)), out, Recorder())):
+            with pytest.raises(RunDirectoryError, match=rf"lake\.jsonl.*{message}"):
+                read(sweep_copy)
 
-    def test_the_command_ends_with_one_where_a_run_failed(self, tmp_path):
-        file = written(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("[0.5, 1.0]", "0.5"))
+    def test_a_run_without_its_timings_is_named(self, sweep_copy):
+        edit_lines(sweep_copy, "timings", lambda name, line: None if name == "lake/ppo/seed_1" else line)
+        with pytest.raises(RunDirectoryError, match=r"holds ppo/seed_1, and .*timings/lake\.jsonl does not"):
+            load_sweep(sweep_copy)
+
+    def test_the_command_ends_with_one_where_a_run_failed(self, in_process, tmp_path):
+        file = write_sweep(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("[0.5, 1.0]", "0.5"))
         (tmp_path / "out/runs/lake/iif/seed_0").mkdir(parents=True)
         (tmp_path / "out/runs/lake/iif/seed_0/mine").touch()
-        asked = ["sweep", str(file), "--out", str(tmp_path / "out"), "--json"]
-        done = CliRunner().invoke(app, asked)
+        command = ["sweep", str(file), "--out", str(tmp_path / "out"), "--json"]
+        done = CliRunner().invoke(app, command)
         assert done.exit_code == 1
         assert list(json.loads(done.stdout)["failures"]) == ["lake/iif/seed_0"]
         assert "lake/ppo/seed_0: done in" in done.stderr
         (tmp_path / "out/runs/lake/iif/seed_0/mine").unlink()
-        assert CliRunner().invoke(app, asked).exit_code == 0
-        assert not list((tmp_path / "out").rglob("*.error.txt"))
+        assert CliRunner().invoke(app, command).exit_code == 0
 
     def test_only_names_experiments(self, tmp_path):
-        done = CliRunner().invoke(app, ["sweep", str(written(tmp_path, LAKE)), "--only", "lak"])
+        done = CliRunner().invoke(app, ["sweep", str(write_sweep(tmp_path, LAKE)), "--only", "lak"])
         assert "has no experiment, arm or run 'lak'. Did you mean lake" in str(done.exception)
 
-    def test_single_runs_are_made_again_to_the_byte(self, whole, tmp_path):
+    def test_single_runs_are_made_again_to_the_byte(self, in_process, finished_sweep, tmp_path):
         # What stands in a sweep's directory can be checked from its file, run by run.
         names = "lake/iif/seed_1,lake/ppo"
-        asked = ["sweep", str(written(tmp_path, LAKE)), "--only", names, "--out", str(tmp_path / "out"), "--json"]
-        done = CliRunner().invoke(app, asked)
+        command = ["sweep", str(write_sweep(tmp_path, LAKE)), "--only", names, "--out", str(tmp_path / "out"), "--json"]
+        done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
         chosen = ["lake/ppo/seed_0", "lake/ppo/seed_1", "lake/iif/seed_1"]
         assert json.loads(done.stdout)["runs"] == chosen
-        assert curves(tmp_path / "out") == {
-            f"curves/{name}.json": curves(whole)[f"curves/{name}.json"] for name in chosen
-        }
+        again, before = read_curves(tmp_path / "out"), read_curves(finished_sweep)
+        assert again == {name: before[name] for name in sorted(chosen)}
+        assert CliRunner().invoke(app, ["diff", str(tmp_path / "out"), str(finished_sweep)]).exit_code == 0
+
+
+def test_writers_that_wait_for_the_lock_lose_nothing(tmp_path, monkeypatch):
+    @contextmanager
+    def write_slowly(path):
+        time.sleep(0.02)  # without the lock, all others read the file now
+        with write_atomically(path) as temporary:
+            yield temporary
+
+    def write(seed):
+        with jsonlines.lock_directory(tmp_path, wait=True):
+            jsonlines.put_line(tmp_path / "lake.jsonl", {"label": "ppo", "seed": seed, "value": 0.1 + seed}, KEYS)
+
+    monkeypatch.setattr(jsonlines, "write_atomically", write_slowly)
+    writers = [threading.Thread(target=write, args=(seed,)) for seed in (3, 0, 12, 1)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    lines = jsonlines.read_lines(tmp_path / "lake.jsonl", KEYS)
+    assert [(key, line["value"]) for key, line in lines.items()] == [
+        (("ppo", seed), 0.1 + seed) for seed in (0, 1, 3, 12)
+    ]
+
+
+class TestComparison:
+    @pytest.fixture
+    def prepared(self, monkeypatch):
+        """The arms whose settings were checked; those of `random` are refused."""
+        arms = []
+
+        def prepare(config):
+            arms.append(config.arm)
+            if config.arm == "random":
+                raise WhenceError("no such setting")
+
+        runner = SimpleNamespace(prepare=prepare, is_finished=lambda config, path: config.arm == "iif")
+        monkeypatch.setattr(comparison, "runner_of", lambda config: runner)
+        return arms
+
+    def test_all_settings_are_checked_before_anything_runs(self, prepared, tmp_path, monkeypatch):
+        monkeypatch.setattr(comparison, "run_all", lambda *_: pytest.fail("a run was started"))
+        arms = ("ppo", "iif", "random")
+        configs = [configure(env="FrozenLake-v1", arm=arm, seed=seed) for seed in (0, 1) for arm in arms]
+        with pytest.raises(WhenceError, match="no such setting"):
+            comparison.compare(configs, tmp_path / "out")
+        assert prepared == ["ppo", "random"]  # each once, and none that is finished
+        assert not (tmp_path / "out").exists()
+
+    def test_a_summary_that_cannot_be_written_is_a_sentence(self, tmp_path, monkeypatch):
+        @contextmanager
+        def no_space(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            yield
+
+        monkeypatch.setattr(comparison, "write_atomically", no_space)
+        with pytest.raises(
+            WhenceError, match=r"summary\.json cannot be written \(No space left on device\)\. Make room"
+        ):
+            comparison._write_json(tmp_path / "summary.json", {})
+
+
+class TestDiff:
+    def test_equal_runs(self, finished_sweep, sweep_copy):
+        for name in ("lake/iif/seed_0", "lake/ppo/seed_1"):
+            edit_run(sweep_copy, "timings", name, lambda line: line["seconds"].update(scoring_cpu=[9.0, 9.0]))
+        done = CliRunner().invoke(app, ["diff", str(sweep_copy), str(finished_sweep)])
+        assert (done.exit_code, done.stdout) == (0, "6 of 6 runs are the same to the bit.\n")
+
+    def test_runs_that_differ(self, finished_sweep, sweep_copy):
+        def drift(line):
+            returns, divergences = line["evaluations"]["test_return"], line["rounds"]["train/approx_kl"]
+            returns[1] += 0.25
+            returns[2] -= 0.5
+            divergences[1] = math.nextafter(divergences[1], 1.0)
+            line["rounds"]["dropped_share"][0] = None
+
+        def lose_column(line):
+            del line["rounds"]["negative_share"]
+
+        edit_run(sweep_copy, "curves", "lake/iif/seed_1", drift)
+        edit_run(sweep_copy, "curves", "lake/ppo/seed_1", lambda line: line["rounds"].update(mean=[0.0, 0.0]))
+        edit_run(sweep_copy, "curves", "lake/iif-drop1/seed_1", lose_column)
+        done = CliRunner().invoke(app, ["diff", str(finished_sweep), str(sweep_copy), "--json"])
+        assert done.exit_code == 1
+        report = json.loads(done.stdout)
+        assert (report["runs"], report["equal"]) == (6, 3)
+        line = json.loads(read_curves(finished_sweep)["lake/iif/seed_1"])
+        divergence = line["rounds"]["train/approx_kl"][1]
+        expected = [
+            ("lake/ppo/seed_1", "rounds/mean", None, None),
+            ("lake/iif/seed_1", "evaluations/test_return", 1, 0.5),
+            ("lake/iif/seed_1", "rounds/dropped_share", 1, None),
+            ("lake/iif/seed_1", "rounds/train/approx_kl", 2, math.ulp(divergence)),
+            ("lake/iif-drop1/seed_1", "rounds/negative_share", None, None),
+        ]
+        assert [tuple(difference.values()) for difference in report["differences"]] == expected
+        shown = CliRunner().invoke(app, ["diff", str(finished_sweep), str(sweep_copy)], env={"COLUMNS": "200"})
+        assert shown.exit_code == 1
+        assert re.search(r"lake/iif/seed_1 +│ evaluations/test_return +│ 1 +│ 0\.5 ", shown.stdout)
+        assert "Bits repeat on the same kind of processor" in shown.stdout
+        assert "3 of 6 runs are the same to the bit." in shown.stdout
+
+    def test_runs_of_other_settings_are_not_compared_further(self, finished_sweep, sweep_copy):
+        def change(name, line):
+            line["config"].update(engine="loop", warmup=1)
+            line["evaluations"]["test_return"][1] += 1
+            return line
+
+        edit_lines(sweep_copy, "curves", change)
+        differences = find_run_differences(load_sweep(finished_sweep), load_sweep(sweep_copy))
+        assert len(differences) == 12
+        assert differences[:2] == [
+            Difference("lake/ppo/seed_0", "config/warmup"),
+            Difference("lake/ppo/seed_0", "config/engine"),
+        ]
+
+    def test_a_part_of_a_sweep_is_compared_with_the_whole(self, finished_sweep, sweep_copy):
+        delete_runs(sweep_copy, "lake/ppo/seed_0", "lake/iif/seed_1")
+        part, whole = load_sweep(sweep_copy), load_sweep(finished_sweep)
+        assert find_run_differences(part, whole) == []
+        missing = [Difference("lake/ppo/seed_0", "run"), Difference("lake/iif/seed_1", "run")]
+        assert find_run_differences(whole, part) == missing
+        assert find_run_differences(whole, {"pond": whole["lake"]})[0] == missing[0]
+        done = CliRunner().invoke(app, ["diff", str(finished_sweep), str(sweep_copy)])
+        assert done.exit_code == 1
+        assert "missing there" in done.stdout
 
 
 @pytest.mark.parametrize(("arm", "rate"), [("ppo", 0.01), ("ppo-lr-0.5", 0.005), ("ppo-lr-4", 0.04)])
@@ -596,7 +819,7 @@ def long_run(tmp_path):
 
 
 class TestWorkers:
-    def test_one_that_is_killed_is_told_of(self, long_run):
+    def test_one_that_is_killed_is_reported(self, long_run):
         def kill(place, done):
             (worker,) = multiprocessing.active_children()
             os.kill(worker.pid, signal.SIGKILL)
@@ -608,9 +831,49 @@ class TestWorkers:
         ("code", "said"),
         [(-15, "ended by SIGTERM"), (-11, "ended by SIGSEGV"), (-99, "ended by signal 99"), (3, "with exit code 3")],
     )
-    def test_how_one_died_is_told(self, code, said):
-        assert said in _death(code)
-        assert "memory" not in _death(code)
+    def test_how_one_died_is_described(self, code, said):
+        assert said in workers._describe_end(code)
+        assert "memory" not in workers._describe_end(code)
+
+    @pytest.fixture
+    def work(self, monkeypatch):
+        """A worker's work, in this process: what it sends for a run whose `run` is replaced."""
+        monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+        monkeypatch.setattr(logging.getLogger("whence"), "setLevel", lambda level: None)
+
+        def work(path, run):
+            monkeypatch.setattr(workers, "runner_of", lambda config: SimpleNamespace(run=run))
+            receiver, sender = multiprocessing.Pipe(duplex=False)
+            workers._work(sender, configure(env="FrozenLake-v1", arm="ppo"), path)
+            return receiver.recv()
+
+        return work
+
+    def test_a_failure_is_a_sentence_and_its_traceback_a_file_until_the_run_succeeds(self, work, tmp_path):
+        def fail(config, path, on_round):
+            raise ZeroDivisionError("no records")
+
+        file = tmp_path / "run.error.txt"
+        assert work(tmp_path / "run", fail) == ("ended", f"ZeroDivisionError: no records (traceback: {file})")
+        assert "in fail" in file.read_text()
+        assert work(tmp_path / "run", lambda *_: None) == ("ended", None)
+        assert not file.exists()
+
+    def test_a_full_disk_is_reported_though_the_traceback_has_no_room_either(self, work, tmp_path, monkeypatch):
+        @contextmanager
+        def no_space(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            yield
+
+        def fail(config, path, on_round):
+            with no_space(path / "metrics.parquet"):
+                pass
+
+        monkeypatch.setattr(workers, "write_atomically", no_space)
+        kind, message = work(tmp_path / "run", fail)
+        assert kind == "ended"
+        assert f"{tmp_path}/run/metrics.parquet cannot be read or written (No space left on device); free" in message
+        assert f"its traceback cannot be written to {tmp_path}/run.error.txt: No space left on device" in message
 
     def test_they_end_when_the_caller_breaks_off(self, long_run):
         class Enough(Exception):

@@ -42,6 +42,11 @@ COMMANDS: Mapping[str, Command] = {
         "table:table",
         "Tabulate what a sweep has finished, next to LDA's figures: tables.md, summary.json and curves as SVG.",
     ),
+    "diff": Command(
+        "diff:diff",
+        "Compare a sweep's runs with those of another directory, value by value, and tell which differ and from when "
+        "on.",
+    ),
     "attribute": Command("attribute:attribute", "Tell which records of a round raised a target, and which lowered it."),
     "report": Command("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),
     "list": Command("list:list_", "Name the arms, presets, engines and targets there are."),

@@ -1,6 +1,8 @@
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
 from .comparison import load_comparison as load_comparison
+from .differences import Difference as Difference
+from .differences import find_run_differences as find_run_differences
 from .kinds import AnyConfig as AnyConfig
 from .kinds import runner_of as runner_of
 from .llm.arms import LANGUAGE_ARMS as LANGUAGE_ARMS
@@ -14,6 +16,7 @@ from .rl.arms import Arm as Arm
 from .rl.config import HYPERPARAMETERS as HYPERPARAMETERS
 from .rl.config import TARGETS as TARGETS
 from .rl.config import RunConfig as RunConfig
+from .rl.curves import KeptRun as KeptRun
 from .rl.plan import configure as configure
 from .rl.plan import plan_comparison as plan_comparison
 from .rl.presets import presets as presets
@@ -22,7 +25,6 @@ from .rl.stored import load_round as load_round
 from .rl.training import is_finished as is_finished
 from .rl.training import run as run
 from .shared import STANDARD as STANDARD
-from .sweep import KeptRun as KeptRun
 from .sweep import Results as Results
 from .sweep import load_sweep as load_sweep
 from .sweep import run_sweep as run_sweep

@@ -1,8 +1,8 @@
-"""Several arms over several seeds, in worker processes, and what comes of it."""
+"""Several arms over several seeds, run in worker processes and measured against each other."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +61,18 @@ def compare(
 ) -> Comparison:
     """Run what is not yet finished, then measure all arms against `ppo` and write `summary.json`.
 
-    Each run has a process with one torch thread; results do not depend on how many there are. Interrupted, the
-    comparison goes on where it was when it is started again: finished runs are not repeated.
+    Each run has a process with one torch thread; results do not depend on how many there are. A comparison that was
+    interrupted goes on where it was when it is started again: finished runs are not repeated. The settings of all
+    runs are checked before the first one starts.
 
     Args:
         configs: from `plan`.
         path: the directory.
         workers: processes at a time; None: one per core.
-        progress: told of every round.
+        progress: called after every round.
 
     Raises:
-        WhenceError: the standard arm is missing, or a run failed.
+        WhenceError: the standard arm is missing, a run's settings are refused and nothing was run, or a run failed.
         RunDirectoryError: the directory holds runs of another configuration; nothing was run.
     """
     arms = list(dict.fromkeys(config.arm for config in configs))
@@ -81,6 +82,7 @@ def compare(
         )
     check_workers(workers)
     todo = [config for config in configs if not runner_of(config).is_finished(config, run_path(path, config))]
+    _prepare_each(todo)
     for config in configs:
         progress(config, 0 if config in todo else config.rounds)
     jobs = [(config, run_path(path, config)) for config in todo]
@@ -90,15 +92,32 @@ def compare(
             raise WhenceError(
                 f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}. Finished runs are kept."
             )
-    summary = {configs[0].env: summarise(_curves(configs, path), standard=STANDARD)}
+    summary = {configs[0].env: summarise(_read_curves(configs, path), standard=STANDARD)}
     _write_json(path / "comparison.json", [config.to_json() for config in configs])
     _write_json(path / "summary.json", summary)
     return Comparison(path, configs, summary)
 
 
+def _prepare_each(configs: Sequence[AnyConfig]) -> None:
+    """Check the settings of runs that are to be made; runs that differ in seed only have the same."""
+    checked: list[AnyConfig] = []
+    for config in configs:
+        without_seed = replace(config, seed=0)
+        if without_seed not in checked:
+            runner_of(config).prepare(config)
+            checked.append(without_seed)
+
+
 def _write_json(path: Path, content: Any) -> None:
-    with write_atomically(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    try:
+        with write_atomically(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as failure:
+        raise WhenceError(
+            f"{path} cannot be written ({failure.strerror}). Make room for it, and give the command again: finished "
+            "runs are kept."
+        ) from None
 
 
 def load_comparison(path: Path) -> Comparison:
@@ -107,11 +126,11 @@ def load_comparison(path: Path) -> Comparison:
     Raises:
         WhenceError: there is none, or one of its files is damaged.
     """
-    listed, summary = (_read_json(path / name) for name in ("comparison.json", "summary.json"))
+    run_list, summary = (_read_json(path / name) for name in ("comparison.json", "summary.json"))
     try:
-        configs = [read_config(config) for config in listed]
-    except (AttributeError, TypeError, ValueError) as wrong:
-        raise _damaged(path / "comparison.json", f"does not list the runs of a comparison ({wrong})") from None
+        configs = [read_config(config) for config in run_list]
+    except (AttributeError, TypeError, ValueError) as failure:
+        raise _damaged(path / "comparison.json", f"does not list the runs of a comparison ({failure})") from None
     if not _is_summary(summary, configs):
         raise _damaged(path / "summary.json", "does not hold the figures of the runs in comparison.json")
     return Comparison(path, configs, summary)
@@ -124,8 +143,8 @@ def _read_json(path: Path) -> Any:
         raise WhenceError(
             f"{path} is not there: {path.parent} holds no finished comparison. Run whence compare."
         ) from None
-    except (OSError, ValueError) as wrong:
-        raise _damaged(path, f"is not readable as JSON ({wrong})") from None
+    except (OSError, ValueError) as failure:
+        raise _damaged(path, f"is not readable as JSON ({failure})") from None
 
 
 def _is_summary(value: Any, configs: Sequence[AnyConfig]) -> bool:
@@ -133,10 +152,10 @@ def _is_summary(value: Any, configs: Sequence[AnyConfig]) -> bool:
     try:
         ((env, arms),) = value.items()
         entries = [metrics[name] for metrics in arms.values() for name in names]
-        whole = all({"mean", "low", "high"} <= entry.keys() for entry in entries)
+        complete = all({"mean", "low", "high"} <= entry.keys() for entry in entries)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
-    return whole and {env} == {config.env for config in configs} and set(arms) == {config.arm for config in configs}
+    return complete and {env} == {config.env for config in configs} and set(arms) == {config.arm for config in configs}
 
 
 def _damaged(path: Path, fault: str) -> WhenceError:
@@ -145,7 +164,7 @@ def _damaged(path: Path, fault: str) -> WhenceError:
     )
 
 
-def _curves(configs: Sequence[AnyConfig], path: Path) -> dict[str, dict[int, Curve]]:
+def _read_curves(configs: Sequence[AnyConfig], path: Path) -> dict[str, dict[int, Curve]]:
     curves: dict[str, dict[int, Curve]] = {}
     for config in configs:
         curves.setdefault(config.arm, {})[config.seed] = runner_of(config).read_curve(config, run_path(path, config))

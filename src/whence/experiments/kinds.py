@@ -1,4 +1,4 @@
-"""The two kinds of runs, reinforcement learning's and language models', behind one protocol."""
+"""One protocol for the two kinds of runs: reinforcement learning, and post-training of language models."""
 
 from importlib import import_module
 from pathlib import Path
@@ -16,8 +16,11 @@ AnyConfig: TypeAlias = RunConfig | LanguageConfig
 class Runner(Protocol):
     """What a module offers that runs one kind of configuration."""
 
+    def prepare(self, config: Any) -> None:
+        """Check the settings before anything runs, and make what several runs share."""
+
     def run(self, config: Any, path: Path, on_round: OnRound) -> None:
-        """Train and evaluate as `config` says; a finished run is left as it is."""
+        """Train and evaluate as `config` says; leave a finished run as it is."""
 
     def is_finished(self, config: Any, path: Path) -> bool:
         """Return whether a directory holds this run, finished."""

@@ -1,4 +1,4 @@
-"""What runs of either kind share: the name of the standard arm, and how a round is reported."""
+"""What both kinds of runs share: the name of the standard arm, and how a round is reported."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,4 +11,4 @@ OnRound = Callable[[int, Mapping[str, Any]], None]
 
 
 def ignore_round(number: int, metrics: Mapping[str, Any]) -> None:
-    """Report a round to nobody."""
+    """Do nothing with a round that is reported."""

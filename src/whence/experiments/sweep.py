@@ -1,51 +1,49 @@
 """Many comparisons in one directory: running what is not there yet, and reading what is."""
 
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import polars as pl
-
 from whence.errors import RunDirectoryError
+from whence.experiments.jsonlines import lock_directory
 from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.curves import read_curve, write_curve
+from whence.experiments.rl.curves import CurveFiles, KeptRun
 from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import Planned, find_differences, make_label
 from whence.experiments.workers import check_workers, describe_failure, run_all
-from whence.metrics import Curve, summarise
+from whence.metrics import summarise
 from whence.runs import RunDirectory
 
 
 class Watch(Protocol):
-    """Told how a sweep goes."""
+    """What a sweep reports to."""
 
     def kept(self, planned: Planned) -> None:
-        """Hear of a run that was finished before."""
+        """Called with a run that was finished before."""
 
     def rounds(self, planned: Planned, done: int) -> None:
-        """Hear of the rounds that a run under way has done: 0 before the first, and all of them at the end too."""
+        """Called with the rounds that a run under way has done: 0 before the first, and all of them at the end."""
 
     def ended(self, planned: Planned, failure: str | None) -> None:
-        """Hear that a run has ended, and why it failed."""
+        """Called with a run that has ended, and why it failed."""
 
 
 def run_sweep(
     runs: Sequence[Planned], out: Path, watch: Watch, *, workers: int | None = None, keep_runs: bool = False
 ) -> dict[str, str]:
-    """Run what is not there yet, and keep of each run its curve and its timings.
+    """Run what is not there yet, and keep the results and the timings of each run.
 
-    Finished runs are skipped. A run that fails is told of, and the others go on. Killed at any moment, the sweep goes
-    on at the first run without a curve.
+    Finished runs are skipped. A run that fails is reported, and the others go on. Killed at any moment, the sweep
+    goes on at the first run without results.
 
     Args:
         runs: from `read_sweep`.
-        out: the directory: `curves/NAME/ARM/seed_S.json`, `timings/...`; and `runs/...` of those under way.
-        watch: told how it goes.
+        out: the directory: `curves/NAME.jsonl` and `timings/NAME.jsonl` with a line for each run of an experiment,
+            and `runs/...` of those under way.
+        watch: called with what happens.
         workers: runs at a time, each in a process with one torch thread; None: one per core.
         keep_runs: keep the directories of the runs that are made now, with every round's records and policies.
 
@@ -54,126 +52,112 @@ def run_sweep(
 
     Raises:
         RunDirectoryError: another sweep is writing to the directory, or it holds another run where one of these
-            belongs; nothing was run.
+            belongs, or a damaged file; nothing was run.
         WhenceError: fewer than one worker.
     """
     check_workers(workers)
-    with _held(out):
-        done = [planned for planned in runs if _is_kept(planned, out)]
-        todo = [planned for planned in runs if planned not in done]
-        for planned in done:
+    with lock_directory(out):
+        finished = _find_finished(runs, out)
+        todo = [planned for planned in runs if planned not in finished]
+        for planned in finished:
             watch.kept(planned)
-            if not keep_runs and _mark(planned.run_path(out)).exists():  # killed before it was discarded
+            if not keep_runs and _discard_mark(planned.run_path(out)).exists():  # killed before it was discarded
                 with suppress(OSError):
                     _discard(planned.run_path(out))
         for planned in todo:
-            _start_over(planned, out)
+            _remove_other_run(planned, out)
         failures = {}
         jobs = [(planned.config, planned.run_path(out)) for planned in todo]
         for place, failure in run_all(jobs, workers, lambda place, rounds: watch.rounds(todo[place], rounds)):
             planned = todo[place]
             if failure is None:
                 try:
-                    _keep(planned, out, keep_runs=keep_runs)
-                except Exception as wrong:  # of this run alone, whatever it is
-                    failure = describe_failure(wrong)
+                    _store_run(planned, out, keep_runs=keep_runs)
+                except Exception as error:  # of this run alone, whatever it is
+                    failure = describe_failure(error)
             if failure is not None:
                 failures[planned.name] = failure
             watch.ended(planned, failure)
         return failures
 
 
-@contextmanager
-def _held(out: Path) -> Iterator[None]:
-    """Hold a sweep's directory, so that no second sweep writes there; the system lets go of it after a kill, too."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / ".lock").open("w")
-    except OSError as wrong:
+def _curve_files(out: Path, group: str) -> CurveFiles:
+    """Return the files of a group's finished runs in a sweep's directory."""
+    return CurveFiles(results=out / "curves" / f"{group}.jsonl", timings=out / "timings" / f"{group}.jsonl")
+
+
+def _find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
+    """Return the runs whose results are there.
+
+    Raises:
+        RunDirectoryError: the results are of a run with other settings, or lack columns that the sweep asks for.
+    """
+    stored = {group: _curve_files(out, group).read() for group in dict.fromkeys(planned.group for planned in runs)}
+    finished = []
+    for planned in runs:
+        kept = stored[planned.group].get((planned.label, planned.config.seed))
+        if kept is not None:
+            _check_same_run(planned, kept, _curve_files(out, planned.group).results)
+            finished.append(planned)
+    return finished
+
+
+def _check_same_run(planned: Planned, kept: KeptRun, path: Path) -> None:
+    before, now = kept.config.to_json(), planned.config.to_json()
+    name = f"{planned.label}/seed_{planned.config.seed}"
+    if others := [field for field in now if before[field] != now[field]]:
         raise RunDirectoryError(
-            f"{out} cannot be written to ({wrong.strerror}: {wrong.filename}). Choose another directory."
-        ) from None
-    with lock:
-        if os.name == "posix":
-            import fcntl
-
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunDirectoryError(
-                    f"Another sweep is writing to {out}. Wait until it has ended, or choose another directory."
-                ) from None
-        yield
+            f"{name} in {path} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
+            f"{now[others[0]]!r}. Choose another directory, or delete its line."
+        )
+    if missing := [column for column in planned.metrics if column not in kept.tables["rounds"].columns]:
+        raise RunDirectoryError(
+            f"{name} in {path} has no {missing[0]}, which the sweep's `metrics` ask for, and its run is gone. Delete "
+            "its line to have the run made again, choose another directory, or leave the name out."
+        )
 
 
-def _start_over(planned: Planned, out: Path) -> None:
-    """Discard what an unfinished run of another configuration left; what is no run of a sweep stays, and is refused."""
+def _remove_other_run(planned: Planned, out: Path) -> None:
+    """Remove an unfinished run of another configuration; what is no run of a sweep stays, and is refused later."""
     try:
-        found = RunDirectory.open(planned.run_path(out)).config
+        config = RunDirectory.open(planned.run_path(out)).config
     except RunDirectoryError:
         return
-    if "arm" in found and found != planned.config.to_json():
+    if "arm" in config and config != planned.config.to_json():
         with suppress(OSError):
-            _removed(planned.run_path(out))
+            _remove_run(planned.run_path(out))
 
 
-def _keep(planned: Planned, out: Path, *, keep_runs: bool) -> None:
+def _store_run(planned: Planned, out: Path, *, keep_runs: bool) -> None:
+    """Write a finished run's lines, then discard its directory."""
     path = planned.run_path(out)
     if keep_runs:
-        _mark(path).unlink(missing_ok=True)
+        _discard_mark(path).unlink(missing_ok=True)
     else:
-        _mark(path).touch()
-    files = planned.file(out, "curves"), planned.file(out, "timings")
-    write_curve(planned.config, RunDirectory.open(path), *files, more=planned.metrics)
+        _discard_mark(path).touch()
+    files = _curve_files(out, planned.group)
+    files.write(planned.label, planned.config, RunDirectory.open(path), more=planned.metrics)
     if not keep_runs:
         _discard(path)
 
 
-def _mark(path: Path) -> Path:
-    """Return the file that says of a run's directory that it is to be discarded once there is a curve."""
+def _discard_mark(path: Path) -> Path:
+    """Return the file whose presence says that a run's directory is to be discarded once its results are there."""
     return path.with_name(f"{path.name}.discard")
 
 
 def _discard(path: Path) -> None:
-    _removed(path)
-    _mark(path).unlink()
+    _remove_run(path)
+    _discard_mark(path).unlink()
 
 
-def _removed(path: Path) -> None:
+def _remove_run(path: Path) -> None:
     """Remove a run's directory; killed half-way, it leaves nothing under that name."""
     aside = path.with_name(f".{path.name}.removed")
     shutil.rmtree(aside, ignore_errors=True)  # of a sweep that was killed here
     if path.exists():
         path.rename(aside)
         shutil.rmtree(aside)
-
-
-def _is_kept(planned: Planned, out: Path) -> bool:
-    results = planned.file(out, "curves")
-    if not results.exists():
-        return False
-    found, tables, _ = read_curve(results, planned.file(out, "timings"))
-    before, now = found.to_json(), planned.config.to_json()
-    if others := [name for name in now if before[name] != now[name]]:
-        raise RunDirectoryError(
-            f"{results} is of another run: its {others[0]} is {before[others[0]]!r}, the sweep's {now[others[0]]!r}. "
-            "Choose another directory, or delete the file."
-        )
-    if lacking := [name for name in planned.metrics if name not in tables["rounds"].columns]:
-        raise RunDirectoryError(
-            f"{results} was kept without {lacking[0]}, which the sweep's `metrics` ask for, and its run is gone. "
-            "Delete the file to have the run made again, choose another directory, or leave the name out."
-        )
-    return True
-
-
-@dataclass(frozen=True, eq=False)
-class KeptRun:
-    """A run of a sweep, as its files hold it: configuration, tables `evaluations`, `rounds`, `seconds`, and curve."""
-
-    config: RunConfig
-    tables: Mapping[str, pl.DataFrame]
-    curve: Curve
 
 
 Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
@@ -184,40 +168,41 @@ def load_sweep(out: Path) -> Results:
     """Return the finished runs below a sweep's directory.
 
     Raises:
-        RunDirectoryError: there is none, a file cannot be read or is not where its run belongs, or runs of one name
-            differ in more than arm, share to drop and seed.
+        RunDirectoryError: there is none, a file cannot be read, a run has another run's label, or runs of one
+            experiment differ in more than arm, share to drop and seed.
     """
-    found: dict[str, dict[str, dict[int, KeptRun]]] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    for results in sorted((out / "curves").glob("*/*/seed_*.json")):
-        group, label = results.parts[-3:-1]
-        config, tables, curve = read_curve(results, out / "timings" / group / label / results.name)
-        _check_place(results, label, config)
-        if others := find_differences(settings.setdefault(group, {}), label, config):
-            raise RunDirectoryError(
-                f"{results} differs from other runs of {group!r} in {', '.join(others)}, and cannot be compared with "
-                "them. Move the one or the others to another directory."
-            )
-        found.setdefault(group, {}).setdefault(label, {})[config.seed] = KeptRun(config, tables, curve)
-    if not found:
+    results: dict[str, dict[str, dict[int, KeptRun]]] = {}
+    for group in sorted(path.stem for path in (out / "curves").glob("*.jsonl")):
+        files = _curve_files(out, group)
+        settings: dict[str, Any] = {}
+        for (label, seed), kept in files.read().items():
+            _check_label(files.results, label, kept.config)
+            if others := find_differences(settings, label, kept.config):
+                raise RunDirectoryError(
+                    f"{label}/seed_{seed} in {files.results} differs from other runs there in {', '.join(others)}, and "
+                    "cannot be compared with them. Move the one or the others to another directory."
+                )
+            results.setdefault(group, {}).setdefault(label, {})[seed] = kept
+    if not results:
         raise RunDirectoryError(f"{out} holds no finished run of a sweep. Run whence sweep FILE --out {out}.")
     order = {arm: place for place, arm in enumerate(ARMS)}
     return {
-        group: dict(sorted(labels.items(), key=lambda item: _place(item[1], order))) for group, labels in found.items()
+        group: dict(sorted(labels.items(), key=lambda item: _sorting_key(item[1], order)))
+        for group, labels in results.items()
     }
 
 
-def _check_place(results: Path, label: str, config: RunConfig) -> None:
-    """Refuse a curve that lies where another arm's, share's or seed's belongs."""
+def _check_label(path: Path, label: str, config: RunConfig) -> None:
+    """Refuse a run under the label of another arm or share."""
     labels = make_label(config, config.drop), make_label(config, None)
-    if label not in labels or results.stem != f"seed_{config.seed}":
+    if label not in labels:
         raise RunDirectoryError(
-            f"{results} is of the arm {config.arm}, drop {config.drop} and seed {config.seed}, which belongs at "
-            f"{' or '.join(labels)}, seed_{config.seed}.json. Move it there, or delete it."
+            f"{label}/seed_{config.seed} in {path} is of the arm {config.arm} and drop {config.drop}, whose label is "
+            f"{' or '.join(labels)}. Correct the label, or delete the line."
         )
 
 
-def _place(runs: Mapping[int, KeptRun], order: Mapping[str, int]) -> tuple[int, float]:
+def _sorting_key(runs: Mapping[int, KeptRun], order: Mapping[str, int]) -> tuple[int, float]:
     config = next(iter(runs.values())).config
     return order[config.arm], config.drop
 

@@ -1,6 +1,7 @@
-"""Runs in processes of their own, several at a time."""
+"""Runs in worker processes, several at a time."""
 
 import contextlib
+import errno
 import logging
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ def check_workers(workers: int | None) -> None:
     """Refuse a number of processes below one; None is one per core.
 
     Raises:
-        WhenceError: see above.
+        WhenceError: the number is below one.
     """
     if workers is not None and workers < 1:
         raise WhenceError(f"workers is {workers}; at least 1 is needed.")
@@ -40,39 +41,40 @@ def run_all(
 ) -> Iterator[tuple[int, str | None]]:
     """Run jobs, each in a process with one torch thread, and yield each as it ends: its place and why it failed.
 
-    Results do not depend on how many there are at a time. When the caller breaks off, what is under way is ended.
+    Results do not depend on the number of processes. When the caller breaks off, runs under way are ended.
 
     Args:
         jobs: what to run; a finished run is left as it is.
         workers: processes at a time; None: one per core.
-        on_round: told of a job's place and the number of its rounds that are done.
+        on_round: called with a job's place and the number of its rounds that are done.
 
     Yields:
-        The place in `jobs`, and None or what went wrong. The traceback is in `PATH.error.txt` beside the directory.
+        The place in `jobs`, and None or a sentence that says what went wrong. The traceback is in `PATH.error.txt`
+        next to the run's directory, if it can be written there.
     """
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    waiting, at_once = deque(range(len(jobs))), workers or multiprocessing.cpu_count()
+    waiting, limit = deque(range(len(jobs))), workers or multiprocessing.cpu_count()
     under_way: dict[Connection, tuple[int, Any]] = {}
     try:
         while waiting or under_way:
-            while waiting and len(under_way) < at_once:
+            while waiting and len(under_way) < limit:
                 place = waiting.popleft()
-                mine, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(theirs, *jobs[place]), daemon=True)
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(sender, *jobs[place]), daemon=True)
                 _start(process)
-                theirs.close()  # the worker's end: when the worker is gone, so is the pipe
-                under_way[mine] = place, process
+                sender.close()  # the worker has a copy: when the worker is gone, the pipe is closed
+                under_way[receiver] = place, process
             for pipe in wait(list(under_way)):
                 assert isinstance(pipe, Connection)
                 place, process = under_way[pipe]
-                kind, said = _received(pipe)
+                kind, content = _receive(pipe)
                 if kind == "round":
-                    on_round(place, said)
+                    on_round(place, content)
                     continue
                 del under_way[pipe]
                 pipe.close()
                 process.join()
-                yield place, _death(process.exitcode) if kind == "lost" else said
+                yield place, _describe_end(process.exitcode) if kind == "lost" else content
     finally:
         for pipe, (_, process) in under_way.items():
             process.terminate()
@@ -81,10 +83,10 @@ def run_all(
 
 
 def _start(process: BaseProcess) -> None:
-    """Start a process that Ctrl-C does not reach: the terminal sends it to all, and it is the caller's to end them."""
+    """Start a process that Ctrl-C does not reach: the terminal sends it to all processes, and the caller ends them."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         return process.start()
-    resource_tracker.ensure_running()  # which else `start` would do, and that lets SIGINT through again
+    resource_tracker.ensure_running()  # otherwise `start` does so, which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process.start()
@@ -92,46 +94,62 @@ def _start(process: BaseProcess) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _received(pipe: Connection) -> tuple[str, Any]:
+def _receive(pipe: Connection) -> tuple[str, Any]:
     try:
         return pipe.recv()  # type: ignore[no-any-return]
     except (EOFError, OSError):  # nothing more, or part of a message
         return "lost", None
 
 
-def _death(code: int | None) -> str:
-    """Tell how a process ended that did not say so itself."""
+def _describe_end(code: int | None) -> str:
+    """Return how a process ended that sent no message at its end."""
     if code is None or code >= 0:
         return f"its process ended with exit code {code} before the run did"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    why = ", perhaps for want of memory: try fewer workers" if name == "SIGKILL" else ""
-    return f"its process was ended by {name}{why}"
+    reason = ", perhaps for want of memory: try fewer workers" if name == "SIGKILL" else ""
+    return f"its process was ended by {name}{reason}"
 
 
 def describe_failure(failure: Exception) -> str:
-    """Return what went wrong as a sentence: whence's own errors are, others get their kind before them."""
-    return str(failure) if isinstance(failure, WhenceError) else f"{type(failure).__name__}: {failure}"
+    """Return what went wrong as a sentence: errors of whence as they are, others with their kind."""
+    if isinstance(failure, WhenceError):
+        return str(failure)
+    if isinstance(failure, OSError) and failure.errno in _FULL_OR_READ_ONLY:
+        place = "the directory" if failure.filename is None else failure.filename
+        return f"{place} cannot be read or written ({failure.strerror}); free space there, or choose another directory"
+    return f"{type(failure).__name__}: {failure}"
+
+
+_FULL_OR_READ_ONLY = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM
 
 
 def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
     torch.set_num_threads(1)
-    logging.getLogger("whence").setLevel(logging.ERROR)  # advice stands in the page; here it would break the bars
+    logging.getLogger("whence").setLevel(logging.ERROR)  # the page shows advice; here it would break the bars
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    told = path.with_name(f"{path.name}.error.txt")
+    error_file = path.with_name(f"{path.name}.error.txt")
     try:
         runner_of(config).run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
     except Exception as failure:
-        with write_atomically(told) as temporary:
-            temporary.write_text(traceback.format_exc(), encoding="utf-8")
-        pipe.send(("ended", f"{describe_failure(failure)} (traceback: {told})"))
+        pipe.send(("ended", f"{describe_failure(failure)}{_write_traceback(error_file)}"))
     else:
-        with contextlib.suppress(FileNotFoundError):
-            told.unlink()
+        with contextlib.suppress(OSError):
+            error_file.unlink()
         pipe.send(("ended", None))
 
 
+def _write_traceback(path: Path) -> str:
+    """Write the traceback of the error that is handled; return where it is, for the sentence about the error."""
+    try:
+        with write_atomically(path) as temporary:
+            temporary.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError as failure:
+        return f" (its traceback cannot be written to {path}: {failure.strerror})"
+    return f" (traceback: {path})"
+
+
 def _end_with_parent() -> None:
-    # A worker whose parent was killed would train on for nobody.
+    # Otherwise a worker whose parent was killed would go on training.
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

@@ -26,6 +26,10 @@ from whence.sb3 import InfluenceCallback
 from whence.sb3.description import describe, library_versions
 
 
+def prepare(config: RunConfig) -> None:
+    """Do nothing: a configuration is checked when it is made, and runs share nothing that has to be made first."""
+
+
 def run(
     config: RunConfig,
     path: str | Path,

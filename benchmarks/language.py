@@ -16,9 +16,10 @@ import typer
 from scipy import stats
 
 from whence import experiments
-from whence.experiments import STANDARD, LanguageConfig
+from whence.experiments import LanguageConfig
 from whence.experiments.jsonlines import lock_directory, put_line, read_lines
 from whence.experiments.llm.outputs import read_curve
+from whence.experiments.shared import STANDARD
 from whence.guards import write_atomically
 from whence.llm.lab import check
 from whence.llm.lab.phrases import is_rude

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from test_report import by_hand, records_of, run_of
-from whence.experiments import PLAIN
 from whence.experiments.comparison import run_path
+from whence.experiments.rl.arms import PLAIN
 from whence.report import write_report, write_run_report
 from whence.runs import RunDirectory
 

@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 from whence import cli
 from whence.cli import progress
 from whence.cli.sweep_table import SweepTable
-from whence.experiments import Planned, RunConfig, load_comparison, presets
+from whence.experiments import RunConfig, load_comparison
 from whence.experiments.rl.arms import describe_arms
+from whence.experiments.rl.presets import presets
+from whence.experiments.sweepfile import Planned
 from whence.report.summary import METRICS, READING, cell
 from whence.runs import RunDirectory
 

@@ -15,7 +15,10 @@ from whence import cli, policies
 from whence.cli.app import COMMANDS as TOP_COMMANDS
 from whence.cli.app import LLM_COMMANDS, load_command
 from whence.engines import auto, rules
-from whence.experiments import ARMS, HYPERPARAMETERS, PARTS, PLAIN, read_sweep, runner_of
+from whence.experiments import read_sweep
+from whence.experiments.kinds import runner_of
+from whence.experiments.rl.arms import ARMS, PARTS, PLAIN
+from whence.experiments.rl.config import HYPERPARAMETERS
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 

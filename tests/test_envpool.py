@@ -17,8 +17,9 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 import whence
 from whence import IIF, RunDirectory, WhenceError
-from whence.experiments import RunConfig, configure, load_round, presets, run
+from whence.experiments import RunConfig, configure, load_round, run
 from whence.experiments.rl.environments import evaluate, make_evaluation_env, make_training_env
+from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model, read_curve
 from whence.sb3 import InfluenceCallback, envpool
 from whence.sb3.envpool import EnvPoolVecEnv, evaluate_pool

@@ -19,20 +19,11 @@ from stable_baselines3 import PPO
 
 from whence import IIF, Action, BelowMean
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments import (
-    ARMS,
-    HYPERPARAMETERS,
-    PLAIN,
-    Comparison,
-    RunConfig,
-    compare,
-    configure,
-    load_comparison,
-    plan_comparison,
-    presets,
-)
+from whence.experiments import Comparison, RunConfig, compare, configure, load_comparison, plan_comparison
 from whence.experiments.comparison import run_path
 from whence.experiments.rl import arms
+from whence.experiments.rl.arms import ARMS, PLAIN
+from whence.experiments.rl.config import HYPERPARAMETERS
 from whence.experiments.rl.environments import (
     check_environment,
     evaluate,
@@ -41,6 +32,7 @@ from whence.experiments.rl.environments import (
 )
 from whence.experiments.rl.networks import default_policy, default_policy_kwargs
 from whence.experiments.rl.plan import check_action, check_read, reads
+from whence.experiments.rl.presets import presets
 from whence.experiments.rl.research_callback import ResearchCallback
 from whence.experiments.rl.training import is_finished, read_curve, run
 from whence.guards import preserve_rng_state

@@ -13,7 +13,7 @@ import pytest
 
 from whence.cli.app import COMMANDS, LLM_COMMANDS
 from whence.engines import ENGINES
-from whence.experiments import TARGETS
+from whence.experiments.rl.config import TARGETS
 
 lists = importlib.import_module("whence.cli.list")
 

@@ -7,8 +7,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.experiments import Arm, Comparison, RunConfig, compare, plan_comparison
+from whence.experiments import Comparison, RunConfig, compare, plan_comparison
 from whence.experiments.comparison import run_path
+from whence.experiments.rl.arms import Arm
 from whence.experiments.rl.training import run
 from whence.guards import preserve_rng_state
 from whence.metrics import Curve, summarise

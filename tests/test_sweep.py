@@ -27,22 +27,21 @@ from typer.testing import CliRunner
 from whence.cli import app
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import (
-    Difference,
     comparison,
     configure,
-    find_run_differences,
     is_finished,
     jsonlines,
     load_sweep,
-    presets,
     read_sweep,
     run,
     run_sweep,
     sweep,
     workers,
 )
+from whence.experiments.differences import Difference, find_run_differences
 from whence.experiments.rl.curves import KEYS, CurveFiles, make_curve
 from whence.experiments.rl.environments import make_training_env
+from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
 from whence.experiments.workers import run_all
 from whence.guards import preserve_rng_state, write_atomically

@@ -12,8 +12,10 @@ import pytest
 
 from whence.cli.sweep_table import SweepTable
 from whence.errors import Unsupported, WhenceError
-from whence.experiments import KeptRun, Planned, RunConfig, load_sweep, presets, summarise_sweep
-from whence.experiments.rl.curves import make_curve
+from whence.experiments import RunConfig, load_sweep, summarise_sweep
+from whence.experiments.rl.curves import KeptRun, make_curve
+from whence.experiments.rl.presets import presets
+from whence.experiments.sweepfile import Planned
 from whence.report import write_tables
 from whence.report.figures import COLOURS, arm_colours, learning_curves
 

@@ -15,8 +15,10 @@ from typer.testing import CliRunner, Result
 from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
 from whence.cli.settings import collect_overrides
 from whence.engines import ENGINES
-from whence.experiments import ARMS, TARGETS, configure, load_round, presets
-from whence.experiments.rl.arms import FIRST
+from whence.experiments import configure, load_round
+from whence.experiments.rl.arms import ARMS, FIRST
+from whence.experiments.rl.config import TARGETS
+from whence.experiments.rl.presets import presets
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.sb3 import model_objective
 

@@ -9,6 +9,7 @@ import typer
 from whence import experiments
 from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.options import AsJson
+from whence.experiments.differences import find_run_differences
 
 WHEN_BITS_REPEAT = (
     "Bits repeat on the same kind of processor with the same versions of all libraries. On another kind, numbers are "
@@ -33,7 +34,7 @@ def diff(
     Example: whence diff out/again results/paper
     """
     results, others = experiments.load_sweep(first), experiments.load_sweep(second)
-    differences = experiments.find_run_differences(results, others)
+    differences = find_run_differences(results, others)
     runs = sum(len(seeds) for labels in results.values() for seeds in labels.values())
     equal = runs - len({difference.run for difference in differences})
     if json:

@@ -7,7 +7,9 @@ import typer
 
 from whence.cli.console import parse_json_object
 from whence.errors import WhenceError
-from whence.experiments import LANGUAGE_ARMS, STANDARD, TASKS
+from whence.experiments.llm.arms import LANGUAGE_ARMS
+from whence.experiments.llm.settings import TASKS
+from whence.experiments.shared import STANDARD
 
 NONE = "none"
 """The name of the standard arm on the command line; results use the standard arm's own."""

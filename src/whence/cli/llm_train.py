@@ -30,8 +30,9 @@ from whence.cli.llm_options import (
     parse_settings,
 )
 from whence.cli.runs import show_run, train_run
-from whence.experiments import LANGUAGE_TARGETS, LanguageConfig
+from whence.experiments import LanguageConfig
 from whence.experiments.llm import training
+from whence.experiments.llm.arms import LANGUAGE_TARGETS
 from whence.experiments.llm.config import SOURCE
 from whence.experiments.shared import OnRound
 

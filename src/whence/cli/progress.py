@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from whence.cli.console import errors, print_error_line
 from whence.cli.summary import describe_round
-from whence.experiments import AnyConfig
+from whence.experiments.kinds import AnyConfig
 
 LINE_SECONDS = 10.0
 """Seconds from one plain line about rounds under way to the next, at least."""

@@ -10,7 +10,8 @@ from whence.cli.console import errors, print_json, print_line, print_paths, resu
 from whence.cli.progress import ComparisonBars, RunBar
 from whence.cli.summary import describe_round, print_comparison
 from whence.errors import WhenceError
-from whence.experiments import AnyConfig, LanguageConfig
+from whence.experiments import LanguageConfig
+from whence.experiments.kinds import AnyConfig
 from whence.experiments.shared import OnRound
 from whence.report import write_report, write_run_report
 from whence.runs import RunDirectory

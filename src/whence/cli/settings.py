@@ -10,8 +10,9 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from whence.errors import WhenceError, suggest
-from whence.experiments import HYPERPARAMETERS, RunConfig, presets
-from whence.experiments.rl.config import check_types
+from whence.experiments import RunConfig
+from whence.experiments.rl.config import HYPERPARAMETERS, check_types
+from whence.experiments.rl.presets import presets
 from whence.experiments.shared import STANDARD
 
 Settings: TypeAlias = Annotated[

@@ -11,7 +11,7 @@ from whence.cli.console import print_error_line, print_json, print_line, resumab
 from whence.cli.options import AsJson
 from whence.cli.sweep_table import SweepTable
 from whence.errors import WhenceError, suggest
-from whence.experiments import Planned
+from whence.experiments.sweepfile import Planned
 
 
 def sweep(

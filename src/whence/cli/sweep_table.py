@@ -10,7 +10,7 @@ from rich.table import Table
 
 from whence.cli.console import errors, make_table
 from whence.cli.progress import Clock, PlainLines
-from whence.experiments import Planned
+from whence.experiments.sweepfile import Planned
 
 
 class SweepTable:

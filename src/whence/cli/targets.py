@@ -2,9 +2,9 @@
 
 from stable_baselines3 import PPO
 
-from whence import experiments
 from whence.cli import options
 from whence.errors import WhenceError, suggest
+from whence.experiments.rl.config import TARGETS
 from whence.experiments.rl.plan import check_action
 from whence.records import RecordBatch
 from whence.targets import Action, Return, Target
@@ -26,8 +26,8 @@ def make_target(
     Raises:
         WhenceError: options that do not go together, or a record, an observation or an action that is not there.
     """
-    if name not in experiments.TARGETS:
-        raise WhenceError(f"The target {name!r} is unknown.{suggest(name, experiments.TARGETS)}")
+    if name not in TARGETS:
+        raise WhenceError(f"The target {name!r} is unknown.{suggest(name, TARGETS)}")
     if name == "return":
         if (record, observation, action) != (None, None, None):
             raise WhenceError("--record, --observation and --action belong to the target action; the target is return.")

@@ -17,7 +17,7 @@ from whence.cli.options import parse_rounds
 from whence.cli.runs import show_run, train_run
 from whence.cli.settings import Settings, collect_overrides
 from whence.errors import WhenceError
-from whence.experiments import HYPERPARAMETERS
+from whence.experiments.rl.config import HYPERPARAMETERS
 from whence.experiments.rl.plan import check_read
 from whence.experiments.shared import OnRound
 from whence.experiments.sweepfile import READ

@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 
-from whence.experiments import STANDARD
+from whence.experiments.shared import STANDARD
 
 COLOURS = ("#7d8590", "#e27411", "#2f74e6", "#1ba764", "#c2245f", "#a04df0", "#b98900", "#14a0a0")
 """The standard arm's colour, then one for each other arm in order. Their contrast is at least 3:1 on white and on the

@@ -6,7 +6,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from whence.experiments import RunConfig, presets
+from whence.experiments import RunConfig
+from whence.experiments.rl.presets import presets
 
 _EVALUATION = {"eval_episodes", "eval_every"}
 

@@ -10,8 +10,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.experiments import STANDARD, Results, RunConfig
+from whence.experiments import RunConfig
 from whence.experiments.rl.plan import reads
+from whence.experiments.shared import STANDARD
+from whence.experiments.sweep import Results
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS
 from whence.report import lda

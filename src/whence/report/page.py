@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from whence.experiments import AnyConfig, Comparison, LanguageConfig
+from whence.experiments import Comparison, LanguageConfig
+from whence.experiments.kinds import AnyConfig
 from whence.guards import write_atomically
 from whence.report.figures import arm_colours
 from whence.report.records import Column, browse_run, list_columns

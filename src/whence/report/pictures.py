@@ -7,7 +7,9 @@ import plotly.graph_objects as go
 import polars as pl
 
 from whence.errors import Unsupported
-from whence.experiments import ARMS, STANDARD, KeptRun
+from whence.experiments.rl.arms import ARMS
+from whence.experiments.rl.curves import KeptRun
+from whence.experiments.shared import STANDARD
 from whence.guards import write_atomically
 from whence.report.figures import arm_colours, learning_curves
 

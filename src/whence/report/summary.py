@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from whence.experiments import STANDARD, Comparison, LanguageConfig
+from whence.experiments import Comparison, LanguageConfig
+from whence.experiments.shared import STANDARD
 from whence.intervals import t_interval
 from whence.metrics import PAIR_METRICS
 from whence.report.verdict import LEAST_SEEDS, choose_effect, give_verdict

@@ -63,7 +63,7 @@ class SoftClip(PPOClip):
         above = -self.width * softplus((1 + self.clip_range - ratio) / self.width)
         below = self.width * softplus((ratio - 1 + self.clip_range) / self.width)
         surrogate = records.advantages * torch.where(records.advantages > 0, above, below)
-        return self._with_further_terms(surrogate, outputs, records)
+        return self._add_entropy_and_value(surrogate, outputs, records)
 
 
 def soften(objective: Objective, width: float = WIDTH) -> Objective:

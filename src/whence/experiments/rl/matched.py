@@ -80,8 +80,9 @@ class MatchedUpdate(InfluenceCallback):
 
 def _measure_update(policy: Any, start: Mapping[str, Tensor], names: Collection[str]) -> float:
     """Return the norm of the named parameters' update."""
-    params = dict(policy.named_parameters())
-    return math.sqrt(sum(float((params[name].detach() - start[name]).double().square().sum()) for name in names))
+    # In the policy's order: a set's own differs from process to process, and so would the sum's last digit.
+    updates = [p.detach() - start[name] for name, p in policy.named_parameters() if name in names]
+    return math.sqrt(sum(float(update.double().square().sum()) for update in updates))
 
 
 def _scale_to_norm(policy: Any, start: Mapping[str, Tensor], names: Collection[str], norm: float) -> float:

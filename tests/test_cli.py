@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from whence import cli
 from whence.cli import progress
+from whence.cli.console import console
 from whence.cli.sweep_table import SweepTable
 from whence.experiments import RunConfig, load_comparison
 from whence.experiments.rl.arms import describe_arms
@@ -401,7 +402,7 @@ def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path, argu
 
 
 def test_attribute_shows_the_parts_of_a_dict_observation(whence, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(console, "width", 200)
     (tmp_path / "dict_env.py").write_text(DICT_ENV, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     small = ("--n-steps", 8, "--batch-size", 8, "--n-epochs", 1, "--rounds", 1)

@@ -1,4 +1,4 @@
-"""The full-size recipes of docs/llm.md: their data, their rewards, and their commands without weights."""
+"""The full-size recipes of docs/guide/llm.md: their data, their rewards, and their commands without weights."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from test_llm_trainer import make_tokenizer
 from whence.llm.lab.model import make_character_tokenizer
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "llm.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "llm.md").read_text(encoding="utf-8")
 SOLUTION = "She has 16-3-4=<<16-3-4=9>>9 eggs.\nShe makes 9*2=$<<9*2=18>>18.\n#### 18"
 TEXT = "abcdefghij " * 4
 

@@ -450,11 +450,7 @@ class TestRunPage:
         page = page_of(run_of(tmp_path / "lake", {"env": "Some-v0", "effective": effective}))
         assert "settings in effect" in page.of("h3")
         facts = page.facts()
-        assert [facts[name] for name in effective] == (
-            "0.0003",
-            "MlpPolicy",
-            '{"eps": 1e-05}',
-        )
+        assert [facts[name] for name in effective] == ["0.0003", "MlpPolicy", '{"eps": 1e-05}']
 
     def test_half_a_pair_of_surrogates_is_no_character(self, tmp_path):
         page = page_of(run_of(tmp_path / "lake", {"env": "\ud800lake"}, (1,)))

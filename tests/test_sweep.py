@@ -25,6 +25,7 @@ import torch
 from typer.testing import CliRunner
 
 from whence.cli import app
+from whence.cli.console import console
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import (
     comparison,
@@ -742,7 +743,9 @@ class TestDiff:
         done = CliRunner().invoke(app, ["diff", str(sweep_copy), str(finished_sweep)])
         assert (done.exit_code, done.stdout) == (0, "6 of 6 runs are the same to the bit.\n")
 
-    def test_runs_that_differ(self, finished_sweep, sweep_copy):
+    def test_runs_that_differ(self, finished_sweep, sweep_copy, monkeypatch):
+        monkeypatch.setattr(console, "width", 200)
+
         def drift(line):
             returns, divergences = line["evaluations"]["test_return"], line["rounds"]["train/approx_kl"]
             returns[1] += 0.25
@@ -770,7 +773,7 @@ class TestDiff:
             ("lake/iif-drop1/seed_1", "rounds/negative_share", None, None),
         ]
         assert [tuple(difference.values()) for difference in report["differences"]] == expected
-        shown = CliRunner().invoke(app, ["diff", str(finished_sweep), str(sweep_copy)], env={"COLUMNS": "200"})
+        shown = CliRunner().invoke(app, ["diff", str(finished_sweep), str(sweep_copy)])
         assert shown.exit_code == 1
         assert re.search(r"lake/iif/seed_1 +│ evaluations/test_return +│ 1 +│ 0\.5 ", shown.stdout)
         assert "Bits repeat on the same kind of processor" in shown.stdout
@@ -910,7 +913,7 @@ def test_rounds_between_evaluations_reach_nothing():
 
 
 def test_versions_of_environments_are_recorded_where_they_are_installed(monkeypatch):
-    monkeypatch.setattr("whence.sb3.callback.version", lambda name: "7" if name != "minigrid" else missing(name))
+    monkeypatch.setattr("whence.sb3.description.version", lambda name: "7" if name != "minigrid" else missing(name))
     assert library_versions().keys() == {
         *("whence", "torch", "stable-baselines3", "gymnasium", "numpy"),
         *("envpool", "highway-env", "Box2D"),

@@ -60,7 +60,7 @@ def test_a_run_holds_what_was_asked_for(lake: Path) -> None:
     assert (lake / "report.html").stat().st_size > 100_000
     assert run.config["effective"]["learning_rate"] == 3e-4
     page = (lake / "report.html").read_text()
-    assert "<h3>effective</h3>" in page
+    assert "<h3>settings in effect</h3>" in page
     assert "gae_lambda" in page
 
 

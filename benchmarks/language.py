@@ -17,8 +17,9 @@ from scipy import stats
 
 from whence import experiments
 from whence.experiments import LanguageConfig
-from whence.experiments.jsonlines import lock_directory, put_line, read_lines
+from whence.experiments.jsonlines import put_line, read_lines
 from whence.experiments.llm.outputs import read_curve
+from whence.experiments.lock import lock_directory
 from whence.experiments.shared import STANDARD
 from whence.guards import write_atomically
 from whence.llm.lab import check

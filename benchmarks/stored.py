@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whence.experiments.jsonlines import lock_directory, put_line, read_lines
+from whence.experiments.jsonlines import put_line, read_lines
+from whence.experiments.lock import lock_directory
 
 ROUND = ("env", "optimizer", "seed", "round")
 """What tells the rounds of a study apart; their lines are in this order."""

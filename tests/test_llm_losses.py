@@ -11,6 +11,7 @@ from whence import WhenceError
 from whence.llm import losses
 from whence.llm.config import PPOConfig
 from whence.llm.generation import _mask_until_end
+from whence.llm.kl_controller import KLController
 from whence.llm.rewards import combine_rewards, compute_rewards, find_columns
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
@@ -75,10 +76,10 @@ def test_the_clipped_value_loss():
 
 
 def test_the_divergences_weight_is_steered():
-    fixed = losses.KLController(0.1)
+    fixed = KLController(0.1)
     fixed.update(99.0, 256)
     assert fixed.coefficient == 0.1
-    steered = losses.KLController(0.1, target=6.0, horizon=10_000)
+    steered = KLController(0.1, target=6.0, horizon=10_000)
     steered.update(12.0, 256)  # twice the target, clipped to 0.2 too much
     assert steered.coefficient == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000))
     steered.update(5.4, 1000)  # a tenth too little

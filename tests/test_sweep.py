@@ -40,6 +40,7 @@ from whence.experiments import (
     workers,
 )
 from whence.experiments.differences import Difference, find_run_differences
+from whence.experiments.lock import lock_directory
 from whence.experiments.rl.curves import KEYS, CurveFiles, make_curve
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.presets import presets
@@ -393,7 +394,7 @@ class TestRunning:
     def test_a_sweep_has_its_directory_to_itself(self, finished_sweep, tmp_path):
         runs = read_sweep(write_sweep(tmp_path, LAKE))
         with (
-            jsonlines.lock_directory(finished_sweep),
+            lock_directory(finished_sweep),
             pytest.raises(RunDirectoryError, match=r"Another sweep is writing to .*out\. Wait"),
         ):
             run_sweep(runs, finished_sweep, Recorder())
@@ -684,7 +685,7 @@ def test_writers_that_wait_for_the_lock_lose_nothing(tmp_path, monkeypatch):
             yield temporary
 
     def write(seed):
-        with jsonlines.lock_directory(tmp_path, wait=True):
+        with lock_directory(tmp_path, wait=True):
             jsonlines.put_line(tmp_path / "lake.jsonl", {"label": "ppo", "seed": seed, "value": 0.1 + seed}, KEYS)
 
     monkeypatch.setattr(jsonlines, "write_atomically", write_slowly)

@@ -2,12 +2,12 @@
 
 from whence.counterfactual.gains import measure_gains as measure_gains
 from whence.counterfactual.interventions import intervene as intervene
+from whence.counterfactual.lds import compute_lds as compute_lds
+from whence.counterfactual.lds import measure_agreement as measure_agreement
+from whence.counterfactual.lds import predict_outcomes as predict_outcomes
 from whence.counterfactual.linear import Datamodel as Datamodel
 from whence.counterfactual.linear import additive_ceiling as additive_ceiling
 from whence.counterfactual.linear import fit_datamodel as fit_datamodel
-from whence.counterfactual.measures import compute_lds as compute_lds
-from whence.counterfactual.measures import measure_agreement as measure_agreement
-from whence.counterfactual.measures import predict_outcomes as predict_outcomes
 from whence.counterfactual.removals import leave_out as leave_out
 from whence.counterfactual.retrain import NOBODY as NOBODY
 from whence.counterfactual.retrain import Orders as Orders

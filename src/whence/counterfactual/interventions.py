@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from whence.counterfactual.measures import check_scores
+from whence.counterfactual.lds import check_scores
 from whence.counterfactual.outcomes import Evaluate, seed_outcomes
 from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError

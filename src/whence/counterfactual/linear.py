@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from whence.counterfactual.measures import compute_lds
+from whence.counterfactual.lds import compute_lds
 from whence.errors import WhenceError
 from whence.intervals import interval_from_error
 

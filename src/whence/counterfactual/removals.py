@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.counterfactual.measures import check_scores
+from whence.counterfactual.lds import check_scores
 from whence.counterfactual.outcomes import Evaluate, Outcomes, measure_outcomes
 from whence.counterfactual.retrain import Orders, check_memory, read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError

@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.counterfactual.measures import check_scores, compute_lds, measure_agreement
+from whence.counterfactual.lds import check_scores, compute_lds, measure_agreement
 from whence.counterfactual.outcomes import Evaluate, measure_outcomes
 from whence.counterfactual.retrain import check_memory, draw_trained_subsets, read_batch_size, reshuffle, retrain
 from whence.counterfactual.scores import compute_scores

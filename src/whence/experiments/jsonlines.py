@@ -1,9 +1,7 @@
-"""Files of JSON Lines: an object a line, in order of its keys; and the lock of the directory that they are in."""
+"""Files of JSON Lines: an object a line, in order of its keys."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,34 +70,3 @@ def put_line(path: Path, values: Mapping[str, Any], keys: Sequence[str]) -> None
     lines = [json.dumps(objects[key], allow_nan=False) for key in sorted(objects)]
     with write_atomically(path) as temporary:
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def lock_directory(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a directory, which is made if it is not there; the system releases it after a kill, too.
-
-    Args:
-        path: the directory; its lock is the file `.lock`.
-        wait: wait until another process has released it.
-
-    Raises:
-        RunDirectoryError: another process holds the lock, or nothing can be written to the directory.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("w")
-    except OSError as failure:
-        raise RunDirectoryError(
-            f"{path} cannot be written to ({failure.strerror}: {failure.filename}). Choose another directory."
-        ) from None
-    with lock:
-        if os.name == "posix":
-            import fcntl
-
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise RunDirectoryError(
-                    f"Another sweep is writing to {path}. Wait until it has ended, or choose another directory."
-                ) from None
-        yield

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from whence.errors import RunDirectoryError
-from whence.experiments.jsonlines import lock_directory
+from whence.experiments.lock import lock_directory
 from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import CurveFiles, KeptRun

@@ -17,9 +17,10 @@ from transformers.utils.logging import tqdm
 from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
-from whence.llm import checkpoints, losses
+from whence.llm import checkpoints
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, Responses, check_tokenizer, context_length, generate
+from whence.llm.kl_controller import KLController
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes
@@ -145,9 +146,7 @@ class PPOTrainer:
         self.processes.broadcast_model(self.model)
         self.reference = Reference(self.model)
         self.optimizer = self.accelerator.prepare_optimizer(self._make_optimizer())
-        self.kl = losses.KLController(
-            config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon
-        )
+        self.kl = KLController(config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon)
         self.metrics: list[dict[str, Any]] = []
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
         self._prompt_queue: list[int] = []

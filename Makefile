@@ -17,9 +17,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 	$(INSTALL) --editable '.[dev]'
 	touch $@ .venv/demo.stamp
 
-## Train PPO, IIF and a random-drop control on FrozenLake; print the table, write out/demo/report.html.
+## Train PPO, IIF and a random-drop control on FrozenLake for 30 rounds; print a verdict, write out/demo/report.html.
 demo: .venv/demo.stamp
-	$(BIN)/whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3 --out out/demo
+	$(BIN)/whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3 \
+		--rounds 30 --eval-episodes 200 --out out/demo
 
 ## The test suite, warnings as errors; two files at a time, one thread each.
 test: .venv/dev.stamp
@@ -50,7 +51,7 @@ oldest: .venv-oldest/stamp
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/test_llm_contract.py tests/test_llm_trl.py \
 		tests/test_llm_engines.py tests/test_llm_trainer.py tests/test_llm_footprint.py tests/test_experiments_llm.py
 
-## Scoring beside one plain forward and backward pass, and beside SB3's optimisation.
+## The time of scoring, compared with one plain forward and backward pass and with SB3's optimisation.
 benchmark: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.scoring
 

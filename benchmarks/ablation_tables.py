@@ -27,12 +27,12 @@ def clipping_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
 
 def sections(variants: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[str, Any]]) -> Iterable[str]:
     """Yield the tables; `variants` and `clipped` are those of `ablation_means` and `clipping_means`."""
-    found = {tuple(row[name] for name in ("group", "share", "truth", "score")): row for row in variants}
-    places = list(dict.fromkeys(key[1:3] for key in found))
-    for group in dict.fromkeys(key[0] for key in found):
+    rows_by_key = {tuple(row[name] for name in ("group", "share", "truth", "score")): row for row in variants}
+    places = list(dict.fromkeys(key[1:3] for key in rows_by_key))
+    for group in dict.fromkeys(key[0] for key in rows_by_key):
         lines = [["score", *(f"{share:.0%}, {truth}" for share, truth in places)]]
-        for score in dict.fromkeys(key[3] for key in found if key[0] == group):
-            cells = (cell(found.get((group, *place, score), {}).get("lds")) for place in places)
+        for score in dict.fromkeys(key[3] for key in rows_by_key if key[0] == group):
+            cells = (cell(rows_by_key.get((group, *place, score), {}).get("lds")) for place in places)
             lines.append([score, *cells])
         yield f"## What the smoothed score is made of, and others like it: LDS of the target, {group}\n\n{table(lines)}"
     if clipped:

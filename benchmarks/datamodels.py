@@ -65,9 +65,9 @@ def trained(model: Any, recording: Any, folder: Path, trainings: int) -> tuple[t
         if not file.exists():
             kept = draw_subsets(len(recording.records), 0.5, AT_ONCE, torch.Generator().manual_seed(number))
             params = retrain(model.policy, recording, kept)
-            found = measure_outcomes(model.policy, recording, params, Return(), None)
+            outcomes = measure_outcomes(model.policy, recording, params, Return(), None)
             with write_atomically(file) as temporary:
-                save_file({"kept": kept.numpy(), **found}, temporary)
+                save_file({"kept": kept.numpy(), **outcomes}, temporary)
         parts.append(load_file(file))
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return torch.from_numpy(whole.pop("kept")), whole

@@ -143,8 +143,8 @@ def at_once(study: Callable[[Job, Path, Path], float], out: Path, runs: Path, on
         begun = {pool.submit(study, job, out, runs): job for job in jobs}
         for done in as_completed(begun):
             failure = done.exception()
-            said = f"{done.result():.0f} s" if failure is None else f"[red]{type(failure).__name__}: {failure}[/red]"
-            console.print(f"{begun[done].name}: {said}")
+            message = f"{done.result():.0f} s" if failure is None else f"[red]{type(failure).__name__}: {failure}[/red]"
+            console.print(f"{begun[done].name}: {message}")
             failed |= failure is not None
     if failed:
         raise typer.Exit(1)
@@ -177,32 +177,32 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     """Hold a round's scores against training it again."""
     config, seed = read_run_config(run), job.chance(number)
     model, recording = experiments.load_recording(run, number)
-    policy, asked = model.policy, {"target": Return(), "seed": seed}
-    scores = all_scores(policy, recording, DRAWS[job.optimizer], **asked)
+    policy, arguments = model.policy, {"target": Return(), "seed": seed}
+    scores = all_scores(policy, recording, DRAWS[job.optimizer], **arguments)
     rows, removals, outcomes = [], [], {}
     with measure_returns(config, model, episodes=TEST_EPISODES, seed=seed) as measure:
         tested = measure if job.seed == 0 else None
         for share, orders, evaluate in zip(SHARES, (ORDERS[job.optimizer], 2), (tested, None), strict=True):
             settings = {"share": share, "count": SUBSETS, "orders": orders, "evaluate": evaluate}
-            found = study(policy, recording, scores=scores, **asked, **settings)
-            rows += found.table.with_columns(share=pl.lit(share)).to_dicts()
+            result = study(policy, recording, scores=scores, **arguments, **settings)
+            rows += result.table.with_columns(share=pl.lit(share)).to_dicts()
             outcomes[str(share)] = {
                 truth: {name: values.tolist() for name, values in by_name.items()}
-                for truth, by_name in found.outcomes.items()
+                for truth, by_name in result.outcomes.items()
             }
         chosen = {name: scores[name] for name in REMOVED}
         for shares, evaluate in zip(LEFT_OUT, (None, tested), strict=True):
-            left = leave_out(policy, recording, chosen, shares=shares, orders=2, evaluate=evaluate, **asked)
+            left = leave_out(policy, recording, chosen, shares=shares, orders=2, evaluate=evaluate, **arguments)
             removals += left.to_dicts()
     cosines = _cosines(config, model, recording, seed).to_dicts()
     return {"lds": rows, "removals": removals, "cosines": cosines, "outcomes": outcomes}
 
 
-def all_scores(policy: Any, recording: Any, draws: Sequence[int], **asked: Any) -> dict[str, Any]:
+def all_scores(policy: Any, recording: Any, draws: Sequence[int], **arguments: Any) -> dict[str, Any]:
     """Return what `compute_scores` does, and smoothed scores of more trainings, as many each as `draws` says."""
-    scores = compute_scores(policy, recording, **asked)
+    scores = compute_scores(policy, recording, **arguments)
     for count in draws:
-        more = attribute_round(policy, recording, method="smoothed", draws=count, **asked)
+        more = attribute_round(policy, recording, method="smoothed", draws=count, **arguments)
         scores[f"smoothed, {count} draws"] = more.scores.double().numpy()
     return scores
 
@@ -228,8 +228,8 @@ def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     model, recording = experiments.load_recording(run, number)
     scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
     with measure_returns(config, model, episodes=2 * TEST_EPISODES, seed=seed) as measure:
-        found = intervene(model.policy, recording, scored, measure, seed=seed)
-    return {"interventions": found.to_dicts()}
+        rows = intervene(model.policy, recording, scored, measure, seed=seed)
+    return {"interventions": rows.to_dicts()}
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:

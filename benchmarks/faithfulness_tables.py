@@ -96,7 +96,7 @@ def main(
 
 
 def _rows(out: Path, kind: str, key: str) -> pl.DataFrame:
-    found = []
+    tables_of_rounds = []
     for content in read_rounds(out, kind):
         setup = SETUPS[content["env"], content["optimizer"]]
         if content["round"] not in (setup.studied if kind in ("round", "ablation") else setup.recorded):
@@ -105,9 +105,9 @@ def _rows(out: Path, kind: str, key: str) -> pl.DataFrame:
                 f"The line of {place} in {out}/rounds/{kind}.jsonl is of a round that is not studied. Remove it, or "
                 "add the round to SETUPS."
             )
-        found += [{**{name: content[name] for name in ROUND}, **row} for row in content[key]]
-    rows = pl.DataFrame(found, infer_schema_length=None)
-    return rows.with_columns(group=pl.format("{}-{}", "env", "optimizer")) if found else rows
+        tables_of_rounds += [{**{name: content[name] for name in ROUND}, **row} for row in content[key]]
+    rows = pl.DataFrame(tables_of_rounds, infer_schema_length=None)
+    return rows.with_columns(group=pl.format("{}-{}", "env", "optimizer")) if tables_of_rounds else rows
 
 
 def _phase() -> pl.Expr:
@@ -130,8 +130,8 @@ _BY_PHASE = ["truth", "group", "phase", "score"]
 
 def _lds_means(rows: pl.DataFrame, by: Sequence[str]) -> list[dict[str, Any]]:
     means = means_of(rows, by, ["lds", "ceiling"])
-    for row, (_, own) in zip(means, rows.group_by(by, maintain_order=True), strict=True):
-        row["of ceiling"] = over_seeds(own, "lds", "ceiling")
+    for row, (_, group_rows) in zip(means, rows.group_by(by, maintain_order=True), strict=True):
+        row["of ceiling"] = over_seeds(group_rows, "lds", "ceiling")
     return means
 
 
@@ -147,8 +147,13 @@ def _cosine_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
 def _intervention_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
     chosen = rows.filter(pl.col("variant") != "full").drop_nulls("change")
     return [
-        {"group": group, "variant": variant, **over_seeds(own, "change"), "improved": int((own["change"] > 0).sum())}
-        for (group, variant), own in chosen.group_by("group", "variant", maintain_order=True)
+        {
+            "group": group,
+            "variant": variant,
+            **over_seeds(group_rows, "change"),
+            "improved": int((group_rows["change"] > 0).sum()),
+        }
+        for (group, variant), group_rows in chosen.group_by("group", "variant", maintain_order=True)
     ]
 
 
@@ -157,21 +162,21 @@ def additive_ceilings(out: Path) -> dict[str, Any]:
 
     Beside it what scores, and linear predictors fitted to some of the trainings, reach on the same trainings.
     """
-    found: dict[str, Any] = {}
+    by_outcome: dict[str, Any] = {}
     contents = read_datamodels(out)
     for (env, optimizer), content in ((setup, contents[setup]) for setup in SETUPS if setup in contents):
         group = f"{env}-{optimizer}"
         for ceiling in content["ceilings"]:
             outcome = ceiling["outcome"]
             fits = [row for row in content["datamodels"] if row["outcome"] == outcome and row["lds"] is not None]
-            found.setdefault(outcome, {})[group] = {
+            by_outcome.setdefault(outcome, {})[group] = {
                 "round": content["round"],
                 "trainings": content["trainings"],
                 "ceiling": {name: ceiling[name] for name in ("lds", "low", "high")},
                 "fits": [{name: row[name] for name in ("trainings", "prior", "prior_lds", "lds")} for row in fits],
                 "scores": {row["score"]: row["lds"] for row in content["scores"] if row["outcome"] == outcome},
             }
-    return found
+    return by_outcome
 
 
 def _lds_sections(rows: pl.DataFrame) -> Iterable[str]:
@@ -180,15 +185,17 @@ def _lds_sections(rows: pl.DataFrame) -> Iterable[str]:
     for share in sorted(rows["share"].unique()):
         for outcome, what in OUTCOMES.items():
             for truth, how in TRUTHS.items():
-                own = {key[3:]: row for key, row in means.items() if key[:3] == (share, outcome, truth)}
-                if not own:
+                by_score = {key[3:]: row for key, row in means.items() if key[:3] == (share, outcome, truth)}
+                if not by_score:
                     continue
-                lines = _by_score(own, groups, "lds")
-                ceilings = [cell(own.get((group, "snapshot"), {}).get("ceiling"), interval=False) for group in groups]
+                lines = _by_score(by_score, groups, "lds")
+                ceilings = [
+                    cell(by_score.get((group, "snapshot"), {}).get("ceiling"), interval=False) for group in groups
+                ]
                 text = f"## LDS of {what}, {share:.0%} of the records, {how}\n\n"
                 text += table([*lines, ["*ceiling*", *ceilings]])
                 if truth == "reshuffled" and set(ceilings) != {"–"}:
-                    text += f"\n\nOf the ceiling:\n\n{table(_by_score(own, groups, 'of ceiling', percent=True))}"
+                    text += f"\n\nOf the ceiling:\n\n{table(_by_score(by_score, groups, 'of ceiling', percent=True))}"
                 yield text
 
 
@@ -213,34 +220,34 @@ def _phase_sections(rows: pl.DataFrame) -> Iterable[str]:
             continue
         places = [(truth, phase) for truth in TRUTHS for phase in PHASES if (truth, group, phase, "random") in means]
         numbers = dict(zip(PHASES, setup.studied, strict=True))
-        own = {
+        by_column = {
             (f"{truth}, {phase} ({numbers[phase]})", score): means[truth, group, phase, score]
             for truth, phase in places
             for score in SCORES
             if (truth, group, phase, score) in means
         }
-        columns = list(dict.fromkeys(column for column, _ in own))
-        ceilings = [cell(own[column, "random"]["ceiling"], interval=False) for column in columns]
-        yield f"### {group}\n\n{table([*_by_score(own, columns, 'lds'), ['*ceiling*', *ceilings]])}"
+        columns = list(dict.fromkeys(column for column, _ in by_column))
+        ceilings = [cell(by_column[column, "random"]["ceiling"], interval=False) for column in columns]
+        yield f"### {group}\n\n{table([*_by_score(by_column, columns, 'lds'), ['*ceiling*', *ceilings]])}"
 
 
-def _additive_sections(found: Mapping[str, Any]) -> Iterable[str]:
-    for outcome, by_group in found.items():
-        rounds = ", ".join(f"{group} {own['round']}" for group, own in by_group.items())
+def _additive_sections(by_outcome: Mapping[str, Any]) -> Iterable[str]:
+    for outcome, by_group in by_outcome.items():
+        rounds = ", ".join(f"{group} {study['round']}" for group, study in by_group.items())
         lines = [["", *by_group]]
         for score in SCORES:
             cells = []
-            for own in by_group.values():
-                lds, ceiling = own["scores"].get(score), own["ceiling"]["lds"]
+            for study in by_group.values():
+                lds, ceiling = study["scores"].get(score), study["ceiling"]["lds"]
                 shown = "–" if lds is None else f"{lds:.3f} ({lds / ceiling:.0%})" if ceiling > 0 else f"{lds:.3f}"
                 cells.append(shown.replace("-", "−"))
             if any(shown != "–" for shown in cells):
                 lines.append([score, *cells])
-        fits = dict.fromkeys((fit["trainings"], fit["prior"]) for own in by_group.values() for fit in own["fits"])
+        fits = dict.fromkeys((fit["trainings"], fit["prior"]) for study in by_group.values() for fit in study["fits"])
         for trainings, prior in fits:
             matching = [
-                next((fit for fit in own["fits"] if (fit["trainings"], fit["prior"]) == (trainings, prior)), {})
-                for own in by_group.values()
+                next((fit for fit in study["fits"] if (fit["trainings"], fit["prior"]) == (trainings, prior)), {})
+                for study in by_group.values()
             ]
             rows = {f"linear, {trainings:,} trainings" + (f", from {prior}" if prior else ""): "lds"}
             if prior:
@@ -248,8 +255,8 @@ def _additive_sections(found: Mapping[str, Any]) -> Iterable[str]:
             for name, key in rows.items():
                 lines.append([name, *(cell({"mean": fit.get(key)}, interval=False) for fit in matching)])
         ceilings = [
-            cell({"mean": own["ceiling"]["lds"], "low": own["ceiling"]["low"], "high": own["ceiling"]["high"]})
-            for own in by_group.values()
+            cell({"mean": study["ceiling"]["lds"], "low": study["ceiling"]["low"], "high": study["ceiling"]["high"]})
+            for study in by_group.values()
         ]
         lines.append(["*additive ceiling*", *ceilings])
         yield (
@@ -266,10 +273,10 @@ def _cosine_section(rows: pl.DataFrame) -> str:
     parts = [f"## Cosine of a rollout's gradient with that of {STEPS:,} steps"]
     for truth in ("gae", "monte-carlo"):
         for advantages in ("raw", "centred"):
-            own = {key[2:]: row for key, row in means.items() if key[:2] == (truth, advantages)}
+            by_group = {key[2:]: row for key, row in means.items() if key[:2] == (truth, advantages)}
             lines = [["records kept", *groups]]
-            lines += [[kept, *(cell(own[group, kept]["cosine"]) for group in groups)] for kept in GRADIENTS]
-            reliable = [cell(own[group, "all"]["reliability"], interval=False) for group in groups]
+            lines += [[kept, *(cell(by_group[group, kept]["cosine"]) for group in groups)] for kept in GRADIENTS]
+            reliable = [cell(by_group[group, "all"]["reliability"], interval=False) for group in groups]
             lines.append(["*reliability*", *reliable])
             parts.append(f"Advantages {advantages}, against {truth} advantages:\n\n{table(lines)}")
     return "\n\n".join(parts)
@@ -310,8 +317,8 @@ def intervention_boxes(rows: pl.DataFrame) -> go.Figure:
     named: set[str] = set()
     for row, env in enumerate(envs, start=1):
         for column, optimizer in enumerate(OPTIMIZERS, start=1):
-            own = rows.filter(env=env, optimizer=optimizer).sort("round", "seed")
-            panel = interventions_box(own.with_columns(run=pl.col("round").cast(pl.String)))
+            rounds = rows.filter(env=env, optimizer=optimizer).sort("round", "seed")
+            panel = interventions_box(rounds.with_columns(run=pl.col("round").cast(pl.String)))
             for box in panel.data:
                 # Else Plotly leaves room in each panel for the boxes of all others.
                 box.update(offsetgroup=box.name, legendgroup=box.name)
@@ -338,15 +345,15 @@ def removal_curves(rows: pl.DataFrame) -> go.Figure:
         figure.update_yaxes(title=f"change of the {what}", col=1, row=line)
         for column, side in enumerate(sides, start=1):
             for score, colour in zip(["any", *scores], (COLOURS[-1], *COLOURS), strict=False):
-                own = [
+                points = [
                     row
                     for row in means
                     if (row["outcome"], row["score"]) == (outcome, score) and row["side"] in (side, "random")
                 ]
-                own.sort(key=lambda row: row["removed"])
-                change = [row["change"] for row in own]
+                points.sort(key=lambda row: row["removed"])
+                change = [row["change"] for row in points]
                 figure.add_scatter(
-                    x=[row["removed"] for row in own],
+                    x=[row["removed"] for row in points],
                     y=[one["mean"] for one in change],
                     error_y={"array": [one["high"] - one["mean"] for one in change], "thickness": 1, "width": 2},
                     line={"color": colour, "dash": "dot" if score == "any" else "solid"},

@@ -6,23 +6,23 @@ from typing import Any
 
 def nested(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, Any]:
     """Return rows by the values of some columns, one level each."""
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for row in rows:
-        place = found
+        place = nested
         for name in by[:-1]:
             place = place.setdefault(str(row[name]), {})
         place[str(row[by[-1]])] = {name: value for name, value in row.items() if name not in by}
-    return found
+    return nested
 
 
-def cell(found: Mapping[str, Any] | None, *, interval: bool = True, digits: int = 3, percent: bool = False) -> str:
+def cell(entry: Mapping[str, Any] | None, *, interval: bool = True, digits: int = 3, percent: bool = False) -> str:
     """Return a mean with its interval, as text."""
-    if found is None or found["mean"] is None:
+    if entry is None or entry["mean"] is None:
         return "–"
     form = ".0%" if percent else f".{digits}f"
-    text = f"{found['mean']:{form}}"
-    if interval and found["low"] is not None:
-        text += f" [{found['low']:{form}}, {found['high']:{form}}]"
+    text = f"{entry['mean']:{form}}"
+    if interval and entry["low"] is not None:
+        text += f" [{entry['low']:{form}}, {entry['high']:{form}}]"
     return text.replace("-", "−")
 
 

@@ -17,8 +17,10 @@ def over_seeds(rows: pl.DataFrame, column: str, whole: str | None = None) -> dic
         whole: column whose mean over the same rounds that of a seed is divided by; None: by nothing.
     """
     known = rows.drop_nulls([column] if whole is None else [column, whole])
-    own = pl.col(column).mean()
-    means = known.group_by("seed", maintain_order=True).agg(mean=own if whole is None else own / pl.col(whole).mean())
+    column_mean = pl.col(column).mean()
+    means = known.group_by("seed", maintain_order=True).agg(
+        mean=column_mean if whole is None else column_mean / pl.col(whole).mean()
+    )
     values = [value for value in means["mean"].to_list() if value is not None and abs(value) < float("inf")]
     return {**t_interval(values), "seeds": len(values), "rounds": len(known)}
 
@@ -26,6 +28,6 @@ def over_seeds(rows: pl.DataFrame, column: str, whole: str | None = None) -> dic
 def means_of(rows: pl.DataFrame, by: Sequence[str], columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return `over_seeds` of some columns for the rows of each group."""
     return [
-        dict(zip(by, key, strict=True)) | {name: over_seeds(own, name) for name in columns}
-        for key, own in rows.group_by(by, maintain_order=True)
+        dict(zip(by, key, strict=True)) | {name: over_seeds(group, name) for name in columns}
+        for key, group in rows.group_by(by, maintain_order=True)
     ]

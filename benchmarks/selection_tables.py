@@ -56,20 +56,20 @@ def compared(rows: pl.DataFrame) -> pl.DataFrame:
 def gain_means(rows: pl.DataFrame) -> list[dict[str, Any]]:
     """Return the means of each kind of advantages, group and selection, from what `compared` returns."""
     by = ["advantages", "group", "selection"]
-    found = []
-    for key, own in rows.group_by(by, maintain_order=True):
+    summaries = []
+    for key, group in rows.group_by(by, maintain_order=True):
         row = dict(zip(by, key, strict=True))
-        row |= {name: mean_over(own[name].to_list()) for name in ("gain", "kl", "entropy", "kept")}
+        row |= {name: mean_over(group[name].to_list()) for name in ("gain", "kl", "entropy", "kept")}
         for name in SHARES_OF_ALL:
-            share = ratio_over(own[name].to_list(), own["gain_all"].to_list())
-            row[name] = share | {"seeds": [] if share["mean"] is None else shares_of_seeds(own, name)}
-        found.append(row)
-    return found
+            share = ratio_over(group[name].to_list(), group["gain_all"].to_list())
+            row[name] = share | {"seeds": [] if share["mean"] is None else shares_of_seeds(group, name)}
+        summaries.append(row)
+    return summaries
 
 
-def shares_of_seeds(own: pl.DataFrame, name: str) -> list[float]:
+def shares_of_seeds(group: pl.DataFrame, name: str) -> list[float]:
     """Return what each seed gains, in what all gains in the mean over all seeds: in its own it would be wild."""
-    known = own.drop_nulls(name)
+    known = group.drop_nulls(name)
     whole = known["gain_all"].mean()
     return [float(seed[name].mean() / whole) for _, seed in known.group_by("seed", maintain_order=True)]
 
@@ -80,8 +80,8 @@ def mean_over(values: Sequence[float | None]) -> dict[str, Any]:
     if len(known) < 2 or np.ptp(known) == 0:
         mean = float(known.mean()) if len(known) else None
         return {"mean": mean, "low": None, "high": None, "rounds": len(known)}
-    drawn = stats.bootstrap((known,), np.mean, method="percentile", random_state=np.random.default_rng(0))
-    interval = drawn.confidence_interval
+    bootstrap = stats.bootstrap((known,), np.mean, method="percentile", random_state=np.random.default_rng(0))
+    interval = bootstrap.confidence_interval
     return {"mean": float(known.mean()), "low": interval.low, "high": interval.high, "rounds": len(known)}
 
 
@@ -91,19 +91,21 @@ def ratio_over(values: Sequence[float | None], wholes: Sequence[float]) -> dict[
     There is none of rounds without a value, nor where the interval of the wholes' mean holds 0.
     """
     known = np.array([(v, w) for v, w in zip(values, wholes, strict=True) if v is not None], dtype=np.float64)
-    found: dict[str, Any] = {"mean": None, "low": None, "high": None, "rounds": len(known)}
-    whole = mean_over(known[:, 1].tolist()) if len(known) else found
+    entry: dict[str, Any] = {"mean": None, "low": None, "high": None, "rounds": len(known)}
+    whole = mean_over(known[:, 1].tolist()) if len(known) else entry
     if whole["mean"] is None or (whole["low"] or whole["mean"]) <= 0:
-        return found
+        return entry
 
     def ratio(values: Any, wholes: Any, axis: int = -1) -> Any:
         return values.sum(axis) / wholes.sum(axis)
 
-    found["mean"] = float(ratio(*known.T))
+    entry["mean"] = float(ratio(*known.T))
     if len(known) > 1 and np.ptp(known[:, 0]) > 0:
-        drawn = stats.bootstrap(known.T, ratio, paired=True, method="percentile", random_state=np.random.default_rng(0))
-        found |= {"low": drawn.confidence_interval.low, "high": drawn.confidence_interval.high}
-    return found
+        bootstrap = stats.bootstrap(
+            known.T, ratio, paired=True, method="percentile", random_state=np.random.default_rng(0)
+        )
+        entry |= {"low": bootstrap.confidence_interval.low, "high": bootstrap.confidence_interval.high}
+    return entry
 
 
 def gain_sections(rows: pl.DataFrame, groups: Sequence[str]) -> Iterable[str]:
@@ -117,18 +119,18 @@ def gain_sections(rows: pl.DataFrame, groups: Sequence[str]) -> Iterable[str]:
     )
     means = {tuple(row[k] for k in ("advantages", "group", "selection")): row for row in gain_means(rows)}
     for group in groups:
-        own = {key[2]: row for key, row in means.items() if key[:2] == ("monte-carlo", group)}
+        by_selection = {key[2]: row for key, row in means.items() if key[:2] == ("monte-carlo", group)}
         by_gae = {key[2]: row["less as far"] for key, row in means.items() if key[:2] == ("gae", group)}
-        told = [*GAINS.values(), "less all's, as far, Â by GAE", "less all's, of each seed", "as far, of each seed"]
-        lines = [["records kept", "share", "gain", *told]]
-        for selection, row in own.items():
+        headings = [*GAINS.values(), "less all's, as far, Â by GAE", "less all's, of each seed", "as far, of each seed"]
+        lines = [["records kept", "share", "gain", *headings]]
+        for selection, row in by_selection.items():
             less = [cell(row[name], percent=True) for name in SHARES_OF_ALL]
             others = [*less, cell(row["kl"], digits=2), cell(row["entropy"]), cell(by_gae[selection], percent=True)]
             others += [_shares(row[name]["seeds"]) for name in ("less", "less as far")]
             shown = others if selection != ALL else [""] * len(others)
-            share = f"{row['kept']['mean'] / own[ALL]['kept']['mean']:.0%}"
+            share = f"{row['kept']['mean'] / by_selection[ALL]['kept']['mean']:.0%}"
             lines.append([selection, share, cell(row["gain"], interval=selection == ALL, digits=4), *shown])
-        rounds = own[ALL]["gain"]["rounds"]
+        rounds = by_selection[ALL]["gain"]["rounds"]
         yield f"### {group}, {rounds} rounds\n\n{table(lines)}"
 
 

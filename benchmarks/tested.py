@@ -20,16 +20,16 @@ SHARE = "0.5"
 
 def by_order(out: Path) -> list[dict[str, Any]]:
     """Return Spearman's correlation of the target, mean of the orders, with each order's tests, by tested round."""
-    rounds, found = read_rounds(out, "round"), []
+    rounds, tables = read_rounds(out, "round"), []
     for env, optimizer in SETUPS:
         for content in (row for row in rounds if (row["env"], row["optimizer"]) == (env, optimizer)):
             outcomes = content["outcomes"][SHARE]["reshuffled"]
             if "evaluated" in outcomes:
                 target = np.mean(outcomes["target"], axis=0)
-                told = [_spearman(target, np.array(tested)) for tested in outcomes["evaluated"]]
+                correlations = [_spearman(target, np.array(tested)) for tested in outcomes["evaluated"]]
                 place = {"group": f"{env}-{optimizer}", "seed": content["seed"], "round": content["round"]}
-                found.append(place | {"orders": told})
-    return found
+                tables.append(place | {"orders": correlations})
+    return tables
 
 
 def _spearman(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float | None:

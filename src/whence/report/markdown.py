@@ -72,8 +72,8 @@ def write_tables(results: Results, summary: Mapping[str, Any], out: Path, *, pic
     _write_file(out / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
     _write_file(out / "tables.md", text)
     if pictures:
-        drawn = {group: draw_pictures(labels, out / "figures" / group) for group, labels in results.items()}
-        links = {group: [file.relative_to(out).as_posix() for file in files] for group, files in drawn.items()}
+        files_by_group = {group: draw_pictures(labels, out / "figures" / group) for group, labels in results.items()}
+        links = {group: [file.relative_to(out).as_posix() for file in files] for group, files in files_by_group.items()}
         text = _write_text(results, summary, links)
         _write_file(out / "tables.md", text)
     return text

@@ -42,7 +42,7 @@ def write_report(comparison: Comparison, path: Path) -> None:
         headings=zip(summary.headings, arm_colours(arms).values(), strict=True),
         definitions=COMPARISON_DEFINITIONS,
         advice=gather_advice(runs),
-        drawn=draw_figures(read_tables(runs), list(arms), len(seeds)),
+        drawings=draw_figures(read_tables(runs), list(arms), len(seeds)),
         # The records of all seeds would make the page heavy.
         runs=[browse_run(run, f"{arm}, seed {seed}") for (arm, seed), run in runs.items() if seed == seeds[0]],
         columns=list_columns(runs.values()),
@@ -69,7 +69,7 @@ def write_run_report(run: RunDirectory, path: Path) -> None:
         unstarted=not run.rounds(),
         latest=list_latest(tables),
         advice=gather_advice(runs),
-        drawn=draw_figures(tables, [label]),
+        drawings=draw_figures(tables, [label]),
         runs=[browse_run(run, label)],
         columns=list_columns([run]),
         facts=list_facts(run.config, [run]),
@@ -85,7 +85,7 @@ def embed(value: Any) -> Markup:
 def _write_page(
     path: Path,
     *,
-    drawn: Sequence[Drawn],
+    drawings: Sequence[Drawn],
     runs: Sequence[Mapping[str, Any]],
     columns: Sequence[Column],
     **content: Any,
@@ -95,8 +95,8 @@ def _write_page(
     )
     html = template.render(
         content,
-        figures=[(title, about) for title, about, _ in drawn],
-        figures_json=embed([_plot_as_json(figure) for _, _, figure in drawn]),
+        figures=[(title, about) for title, about, _ in drawings],
+        figures_json=embed([_plot_as_json(figure) for _, _, figure in drawings]),
         records=[run["label"] for run in runs if run["rounds"]],
         records_json=embed(
             {"columns": [column._asdict() for column in columns], "runs": [run for run in runs if run["rounds"]]}

@@ -44,45 +44,45 @@ def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Dr
     colours = figures.arm_colours(arms)
     bands = "Here and below, lines are means over seeds; bands run from the lowest seed to the highest."
     bands = f" {bands}" if seeds > 1 else ""
-    drawn: list[Drawn] = []
+    drawings: list[Drawn] = []
     if _has(evaluations, "test_return"):
         what = (
             "exact matches, civil answers or rewards on the test" if _has(metrics, "reward") else "evaluation episodes"
         )
         about = f"Mean return of the {what} after rounds; round 0 is the untrained policy.{bands}"
-        drawn.append(("Learning curves", about, figures.learning_curves(evaluations, colours)))
+        drawings.append(("Learning curves", about, figures.learning_curves(evaluations, colours)))
     if _has(metrics, "reward"):
         about = "Mean reward of the round's responses, those that were dropped among them."
-        drawn.append(("Reward", about, figures.over_rounds(metrics, "reward", "mean reward", colours)))
-    elif not drawn and _has(metrics, "episode_return"):
+        drawings.append(("Reward", about, figures.over_rounds(metrics, "reward", "mean reward", colours)))
+    elif not drawings and _has(metrics, "episode_return"):
         about = f"Mean return of the last hundred training episodes.{bands}"
-        drawn.append(("Learning curves", about, figures.training_returns(metrics, colours)))
+        drawings.append(("Learning curves", about, figures.training_returns(metrics, colours)))
     if _has(evaluations, "unfaithful"):
         about = "Of the right answers to the test's problems, the share that came by other than the right steps."
         unfaithful = figures.over_rounds(evaluations, "unfaithful", "share of right answers by wrong steps", colours)
-        drawn.append(("Unfaithful answers", about, unfaithful))
+        drawings.append(("Unfaithful answers", about, unfaithful))
     if _has(metrics, "kl"):
         about = "How far responses are from the start model, as the penalty estimates it."
         divergence = figures.over_rounds(metrics, "kl", "divergence of a response (nats)", colours)
-        drawn.append(("Divergence from the start model", about, divergence))
+        drawings.append(("Divergence from the start model", about, divergence))
     if _has(metrics, "dropped_share"):
         about = "The share of each rollout that trained; the rest, up to 100%, was dropped."
-        drawn.append(("Records kept and dropped", about, figures.kept_share(metrics, colours)))
+        drawings.append(("Records kept and dropped", about, figures.kept_share(metrics, colours)))
     if _has(metrics, "train/entropy_loss"):
         about = "How undecided the policy is. Where it falls early, the policy stops exploring."
-        drawn.append(("Policy entropy", about, figures.policy_entropy(metrics, colours)))
+        drawings.append(("Policy entropy", about, figures.policy_entropy(metrics, colours)))
     if _has(metrics, "train/approx_kl"):
         about = "How far the round's optimisation took the policy from the one that collected it."
-        drawn.append(("Approximate KL", about, figures.approximate_kl(metrics, colours)))
+        drawings.append(("Approximate KL", about, figures.approximate_kl(metrics, colours)))
     scored = _arms_with(metrics, "q50")
     clock = "cpu" if _has(timings, "collection_cpu") else "wall"
     if _has(timings, f"optimisation_{clock}"):
         seconds = "Process CPU seconds" if clock == "cpu" else "Seconds"
         about = f"{seconds} of a mean round; evaluation is left out. {_scoring_share(timings, scored, clock)}"
-        drawn.append(("Time by stage", about, figures.seconds_by_stage(timings, clock)))
+        drawings.append(("Time by stage", about, figures.seconds_by_stage(timings, clock)))
     about = "Quantiles of each round's scores. Above 0, training on the record raises the target."
-    drawn += [(f"Influence, {arm}", about, figures.influence_distribution(metrics, arm, colours)) for arm in scored]
-    return drawn
+    drawings += [(f"Influence, {arm}", about, figures.influence_distribution(metrics, arm, colours)) for arm in scored]
+    return drawings
 
 
 def gather_advice(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:

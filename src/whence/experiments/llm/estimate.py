@@ -101,9 +101,9 @@ def estimate_run(config: LanguageConfig) -> Estimate:
     gradients = count_bytes(model, trained=True)
 
     model.eval()
-    generating = measure_generating_pass(task.model, replace(shape, rows=plan.drawn), mixed)
+    generating = measure_generating_pass(task.model, replace(shape, rows=plan.generated), mixed)
     reading = measure_reading_pass(model, replace(shape, rows=plan.read), mixed)
-    draw_flops, read_flops = generating.flops / plan.drawn, reading.flops / plan.read
+    draw_flops, read_flops = generating.flops / plan.generated, reading.flops / plan.read
     stages = {"generation": generating.bytes, "forward": reading.bytes if plan.reads else 0}
     flops = {"generation": plan.rows * draw_flops, "forward": plan.rows * plan.reads * read_flops}
     if lengths.held_out:
@@ -113,7 +113,7 @@ def estimate_run(config: LanguageConfig) -> Estimate:
         target = _target_shape(config, task, shape, lengths.held_out)
         scoring = _measure_scoring(model, shape, plan.rows, target, scoring_memory(config))
         stages["scoring"], flops["scoring"] = scoring.bytes, scoring.flops
-    test_shape = BatchShape(plan.drawn, max(lengths.tested, default=0), plan.response)
+    test_shape = BatchShape(plan.generated, max(lengths.tested, default=0), plan.response)
     testing = measure_generating_pass(task.model, test_shape, mixed) if lengths.tested else None
     if plan.recomputes:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
@@ -190,13 +190,13 @@ def _measure_scoring(model: Any, shape: BatchShape, total: int, target: BatchSha
     at_once = memory is not None and whole + gradients <= memory
     # In parts, the target's gradient is in memory next to a pass, and a target over the scored rows needs another pass.
     passes = 1 if at_once or target is not None else 2
-    held, flops = (whole if at_once else part.bytes) + gradients, passes * total * part.flops / shape.rows
+    held_bytes, flops = (whole if at_once else part.bytes) + gradients, passes * total * part.flops / shape.rows
     if target is None:
-        return Pass(held, flops)
+        return Pass(held_bytes, flops)
     size = min(target.rows, _TARGET_ROWS)
     target_pass = measure_training_pass(model, replace(target, rows=size))
     accumulated = gradients if target.rows > _TARGET_ROWS else 0
-    return Pass(max(held, target_pass.bytes + accumulated), flops + target.rows * target_pass.flops / size)
+    return Pass(max(held_bytes, target_pass.bytes + accumulated), flops + target.rows * target_pass.flops / size)
 
 
 _TARGET_ROWS = SequenceReturn().batch_size
@@ -220,7 +220,7 @@ class _Plan:
     Attributes:
         rows: responses of a round.
         response: tokens of the longest response.
-        drawn: responses of a pass that generates.
+        generated: responses of a pass that generates.
         read: rows of a pass without gradients.
         reads: number of such passes over each row.
         trained: rows of a pass with gradients.
@@ -234,7 +234,7 @@ class _Plan:
 
     rows: int
     response: int
-    drawn: int
+    generated: int
     read: int
     reads: int
     trained: int
@@ -251,7 +251,7 @@ def _plan_ppo(settings: PPOConfig) -> _Plan:
     return _Plan(
         rows=settings.batch_size,
         response=settings.max_new_tokens,
-        drawn=size,
+        generated=size,
         read=size,
         reads=2,
         trained=min(settings.mini_batch_size, settings.batch_size),
@@ -269,7 +269,7 @@ def _plan_trl(settings: Any, config: LanguageConfig) -> _Plan:
     return _Plan(
         rows=settings.generation_batch_size,
         response=settings.max_completion_length,
-        drawn=settings.generation_batch_size,
+        generated=settings.generation_batch_size,
         read=settings.per_device_train_batch_size,
         # RLOO always reads the policy that drew the responses.
         reads=has_reference + (settings.num_iterations > 1 or config.algorithm == "rloo"),

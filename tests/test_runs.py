@@ -502,6 +502,18 @@ while True:
 """
 
 
+def test_a_run_that_is_started_over_has_empty_tables(tmp_path):
+    first = RunDirectory.create(tmp_path / "run", {"a": 1})
+    for table in ("metrics", "timings", "evaluations"):
+        first.append(table, {"round": 1})
+    first.write_round("records", 1, pl.DataFrame({"record_id": [0]}))
+    assert RunDirectory.open(first.path).table("evaluations").height == 1
+    RunDirectory.create(first.path, {"a": 1})
+    again = RunDirectory.open(first.path)
+    assert [again.table(name).height for name in ("metrics", "timings", "evaluations")] == [0, 0, 0]
+    assert again.rounds() == []
+
+
 def test_a_killed_writer_leaves_a_run_that_opens_and_reads(tmp_path):
     delays = {"a": 0.0, "b": 0.04, "c": 0.13, "d": 0.21}
     writers = {name: subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / name]) for name in delays}

@@ -19,7 +19,7 @@ def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     names: dict[str, object] = {}
     exec(compile(block, "README.md", "exec"), names)
     assert "record_id" in capsys.readouterr().out
-    assert len(list((tmp_path / "runs/lake/records").glob("*.parquet"))) == 10
+    assert len(list((tmp_path / "runs/readme/records").glob("*.parquet"))) == 10
 
 
 def test_the_commands_are_the_makefiles() -> None:

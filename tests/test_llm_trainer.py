@@ -609,3 +609,9 @@ def test_rewards_rise(tmp_path):
     metrics = trainer.train()
     early, late = (sum(row["reward"] for row in part) / 3 for part in (metrics[:3], metrics[-3:]))
     assert late > early + 0.5
+
+
+def test_advice_is_logged_while_a_model_trains(tmp_path, caplog):
+    make_trainer(tmp_path, Keep([])).train()
+    messages = [record.getMessage() for record in caplog.records if record.name == "whence"]
+    assert sum("of the records were dropped" in message for message in messages) == 1

@@ -1,10 +1,13 @@
 """Advice on a run while it trains: rules that read its metrics, each reported once."""
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
+
+log = logging.getLogger("whence")
 
 _WINDOW = 10
 """Number of rounds from which a trend is read."""
@@ -44,6 +47,20 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
         *_does_not_improve(metrics),
     ]
     return sorted(advice, key=lambda each: each.round)
+
+
+def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], logged: set[str]) -> None:
+    """Log advice on the rounds so far to the logger "whence", each kind once.
+
+    Args:
+        metrics: a row for each round.
+        config: see `give_advice`.
+        logged: the kinds that were logged before; new ones are added.
+    """
+    for advice in give_advice(pl.DataFrame(metrics, infer_schema_length=None), config):
+        if advice.kind not in logged:
+            logged.add(advice.kind)
+            log.warning("round %d: %s", advice.round, advice.text)
 
 
 def _column(metrics: pl.DataFrame, name: str) -> list[float | None]:

@@ -14,6 +14,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers.utils.logging import tqdm
 
+from whence.advice import log_new_advice
 from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
@@ -148,6 +149,7 @@ class PPOTrainer:
         self.optimizer = self.accelerator.prepare_optimizer(self._make_optimizer())
         self.kl = KLController(config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon)
         self.metrics: list[dict[str, Any]] = []
+        self._kinds_of_advice: set[str] = set()
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
         self._prompt_queue: list[int] = []
         self._run: RunDirectory | None = None
@@ -307,6 +309,7 @@ class PPOTrainer:
         number = row["round"]
         self._run.write_round("records", number, make_response_table(rollout, selection, influence))
         self._run.append("metrics", row)
+        log_new_advice(self.metrics, {}, self._kinds_of_advice)
         flat = {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}
         self._run.append("timings", {"round": number, **flat})
         numbers = {name: value for name, value in row.items() if value is not None and name != "round"}

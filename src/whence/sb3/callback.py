@@ -1,6 +1,5 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import polars as pl
 from stable_baselines3.common.callbacks import BaseCallback
 
-from whence.advice import give_advice
+from whence.advice import log_new_advice
 from whence.attribution import attribute
 from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
@@ -30,8 +29,6 @@ from whence.selection import Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection, summarise_selection
 from whence.targets import Return, Target, as_target, target_name
-
-log = logging.getLogger("whence")
 
 
 @dataclass(frozen=True)
@@ -364,12 +361,8 @@ class InfluenceCallback(BaseCallback):
         self._run.append("timings", {"round": metrics["round"], **columns})
 
     def _log_advice(self) -> None:
-        table = pl.DataFrame(self.metrics, infer_schema_length=None)
         config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}
-        for advice in give_advice(table, config):
-            if advice.kind not in self._kinds_of_advice:
-                self._kinds_of_advice.add(advice.kind)
-                log.warning("round %d: %s", advice.round, advice.text)
+        log_new_advice(self.metrics, config, self._kinds_of_advice)
 
 
 def _check_selection(selection: object, records: RecordBatch, source: str) -> None:

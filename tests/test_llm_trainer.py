@@ -615,3 +615,14 @@ def test_advice_is_logged_while_a_model_trains(tmp_path, caplog):
     make_trainer(tmp_path, Keep([])).train()
     messages = [record.getMessage() for record in caplog.records if record.name == "whence"]
     assert sum("of the records were dropped" in message for message in messages) == 1
+
+
+def test_a_trainer_that_was_stopped_between_two_steps_does_not_stop_the_next(tmp_path):
+    trainer = make_trainer(tmp_path, rounds=1)
+    trainer.accelerator.sync_gradients = False  # as Accelerate leaves it, for all accelerators of the process
+    before = copy_state(trainer)
+    try:
+        trainer.train()
+    finally:
+        trainer.accelerator.sync_gradients = True
+    assert not all(torch.equal(before[name], value) for name, value in copy_state(trainer).items())

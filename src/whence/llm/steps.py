@@ -48,6 +48,9 @@ def optimise(
     step_means, view = [], language_view(model, temperature=config.temperature)
     model.train()
     size = config.mini_batch_size * config.gradient_accumulation_steps * processes.number
+    # One flag for all accelerators of the process; a trainer that was stopped between two steps leaves it False, and
+    # then `optimizer.step` does nothing.
+    accelerator.sync_gradients = True
     for _ in range(config.ppo_epochs):
         # The order is drawn over all rows and then filtered, so that runs that drop different rows share their orders.
         order = torch.randperm(len(rows), generator=generator)

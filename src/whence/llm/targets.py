@@ -1,6 +1,7 @@
 """Targets for language models: the rows' own return, that of held-out rows, or trusted demonstrations."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from whence.targets import Target
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _MeanTarget:
+class _MeanTarget(ABC):
     """A mean over rows or their tokens: the scored rows, or other rows, which run through the policy in parts."""
 
     rows: RecordBatch | None = None
@@ -36,9 +37,9 @@ class _MeanTarget:
             # Only then may engines compute it from the scored rows' outputs: this attribute makes a `BatchTarget`.
             object.__setattr__(self, "from_outputs", self._from_outputs)
 
+    @abstractmethod
     def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
         """Return the numerator of the mean."""
-        raise NotImplementedError
 
     def _count(self, rows: RecordBatch) -> int:
         """Return the denominator of the mean: the number of response tokens."""

@@ -5,6 +5,7 @@ completion's tokens leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and t
 completions. A step is then on the kept completions alone, while the groups' statistics are over all of them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ _SCALE = "loss_scale"
 """Added to TRL's batches: the factor of the loss, the same for each row."""
 
 
-class _SelectingTrainer:
+class _SelectingTrainer(ABC):
     """Scoring and selection, for both of TRL's trainers."""
 
     _drops_by_mask: bool
@@ -63,9 +64,9 @@ class _SelectingTrainer:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
 
+    @abstractmethod
     def _default_objective(self) -> Objective:
         """Return the objective of a completion's training at the policy that drew it."""
-        raise NotImplementedError
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Return TRL's generation batch, edited to the completions that the rule keeps; in evaluation unchanged."""

@@ -13,6 +13,7 @@ from whence.advice import log_new_advice
 from whence.attribution import attribute
 from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
+from whence.folds import LEAST, check_folds, count_episodes
 from whence.influence import Influence
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
@@ -28,7 +29,7 @@ from whence.sb3.train_hook import cancel_hook, wrap_next_train
 from whence.selection import Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection, summarise_selection
-from whence.targets import Return, Target, as_target, target_name
+from whence.targets import BatchTarget, Return, Target, as_target, target_name
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class InfluenceCallback(BaseCallback):
         memory: bytes that scoring may hold at a time; see `attribute`.
         run: the directory to write each round to; see `RunDirectory`. None: nothing is written. A directory that holds
             a run of the same configuration is started over.
+        folds: with `run`, each score is written with its standard error over so many folds of episodes; see
+            `attribute`. Nothing else depends on it. None: without errors.
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
@@ -116,6 +119,7 @@ class InfluenceCallback(BaseCallback):
         engine: str = "auto",
         memory: int = 2**31,
         run: str | Path | RunDirectory | None = None,
+        folds: int | None = 8,
         recordings: Collection[int] = (),
         last: Last = "keep",
         strict: bool = False,
@@ -135,6 +139,7 @@ class InfluenceCallback(BaseCallback):
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
+        self.folds = check_folds(folds)
         self.round: RoundResult | None = None
         self.metrics: list[dict[str, Any]] = []
         self.recordings = _check_recordings(recordings)
@@ -179,8 +184,15 @@ class InfluenceCallback(BaseCallback):
                 objective=self.objective or model_objective(self.model),
                 engine=self.engine,
                 memory=self.memory,
+                folds=self.usable_folds(records),
             )
         return Choice(influence, self.select(records, influence))
+
+    def usable_folds(self, records: RecordBatch) -> int | None:
+        """Return the folds of episodes that errors are computed over; None if there are to be none, or can be none."""
+        if self._run is None or self.folds is None or not isinstance(self.target, BatchTarget):
+            return None
+        return self.folds if count_episodes(records) >= LEAST else None
 
     def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
         """Return the rule's selection among records, checked.

@@ -130,7 +130,7 @@ class TestGroups:
         assert groups["group"].to_list() == ["7", "8", "9"]
 
     def test_an_unknown_grouping_is_refused(self):
-        with pytest.raises(WhenceError, match="by is 'colour'.*action"):
+        with pytest.raises(WhenceError, match=r"by is 'colour'.*action"):
             group_scores(make_table(), "colour")
 
     def test_what_the_table_lacks_gives_no_groups(self):

@@ -1,6 +1,5 @@
 """What a round changed in the policy: the distribution of actions and the value of each record, before and after."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from stable_baselines3.common.distributions import BernoulliDistribution, Distri
 from torch import Tensor
 from torch.distributions import Categorical, Normal, kl_divergence
 
+from whence.experiments.rl.rebuilding import AnyEnv
 from whence.experiments.rl.stored import load_round
 from whence.guards import eval_mode
 from whence.records import RecordBatch, to_numpy
@@ -21,9 +21,7 @@ CHUNK = 4096
 """Records that the policy reads at a time."""
 
 
-def compare_policies(
-    run: RunDirectory | str | Path, number: int, *, env: str | Callable[[], Any] | None = None
-) -> pl.DataFrame:
+def compare_policies(run: RunDirectory | str | Path, number: int, *, env: AnyEnv = None) -> pl.DataFrame:
     """Return how a round changed what the policy does in each of the round's states, the largest change first.
 
     Args:
@@ -42,8 +40,7 @@ def compare_policies(
         Unsupported: the policy is no actor-critic one.
     """
     directory = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
-    settings: dict[str, Any] = {} if env is None else {"env": env}
-    model, records = load_round(directory, number, **settings)
+    model, records = load_round(directory, number, env=env)
     after = directory.policy(number + 1)
     tensors = named_tensors(model.policy)
     with torch.no_grad(), eval_mode(model.policy.modules()):

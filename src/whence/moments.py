@@ -94,6 +94,31 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
     return moments
 
 
+def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
+    """Return the moment whose face is a given record: its neighbours that score alike, at least half as much.
+
+    Args:
+        records: a round's table; without scores, the record is alone and its score is NaN.
+        record_id: the record.
+
+    Raises:
+        WhenceError: the round does not hold the record.
+    """
+    ordered = sort_by_time(records)
+    if "score" not in ordered.columns:
+        ordered = ordered.with_columns(score=pl.lit(float("nan")))
+    positions = np.flatnonzero(ordered["record_id"].to_numpy() == record_id)
+    if len(positions) == 0:
+        ids = f"{records['record_id'].min()} to {records['record_id'].max()}" if len(records) else "no records"
+        raise WhenceError(f"Record {record_id} is not in this round, which holds {ids}.")
+    face = int(positions[0])
+    scores = ordered["score"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
+    if not abs(scores[face]) > 0:
+        return _make_moment(ordered, face, face, face)
+    keys = -np.sign(scores[face]) * scores
+    return _make_moment(ordered, face, *_extend(face, keys, _number_stretches(ordered), np.ones(len(keys), dtype=bool)))
+
+
 def sort_by_time(records: pl.DataFrame) -> pl.DataFrame:
     """Return a round's records environment by environment, each in the order of time."""
     keys = [name for name in ("env_index", "record_id") if name in records.columns]
@@ -147,7 +172,7 @@ def _make_moment(ordered: pl.DataFrame, face: int, first: int, last: int) -> Mom
         last_step=None if steps is None else steps[-1],
         records=len(stretch),
         dropped=int((~stretch["keep"]).sum()) if "keep" in ordered.columns else 0,
-        score=float(row["score"]),
+        score=float("nan") if row["score"] is None else float(row["score"]),
         error=row.get("error"),
         total=float(stretch["score"].sum()),
         action=row.get("action"),

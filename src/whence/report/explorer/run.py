@@ -83,7 +83,13 @@ class ExploredRun:
 
     def labels(self) -> Labels:
         """Return the names of the environment's discrete actions; None: unknown."""
-        return self.remember("labels", (), lambda: _find_labels(self.directory, self.env))
+        labels: Labels = self.remember("labels", (), lambda: _find_names("action_labels", self.directory, self.env))
+        return labels
+
+    def state_names(self) -> Labels:
+        """Return the names of the entries of the environment's observations; None: unknown."""
+        names: Labels = self.remember("states", (), lambda: _find_names("state_labels", self.directory, self.env))
+        return names
 
     def check_round(self, number: int) -> None:
         """Refuse a round that is not there.
@@ -103,7 +109,8 @@ class ExploredRun:
         """
         file = opening.locate_records(self.directory, number)
         policy = self.directory.path / "policies" / f"round_{number:05d}.safetensors"
-        return self.remember(("round", number), (file, policy), lambda: self._read_round(number))
+        found: Round = self.remember(("round", number), (file, policy), lambda: self._read_round(number))
+        return found
 
     def remember(self, key: Any, files: Iterable[Path], compute: Callable[[], Any]) -> Any:
         """Return what `compute` returned when the files were last what they are now.
@@ -168,9 +175,9 @@ def identify_run(run: RunDirectory) -> tuple[str, int | None]:
     return str(config.get("arm") or config.get("rule") or "run"), seed if isinstance(seed, int) else None
 
 
-def _find_labels(run: RunDirectory, env: Env) -> Labels:
+def _find_names(function: str, run: RunDirectory, env: Env) -> Labels:
     try:
-        labels = parts.find_part("whence.experiments.rl.labels", "action_labels")(env or run.config.get("env"))
+        labels = parts.find_part("whence.experiments.rl.labels", function)(env or run.config.get("env"))
     except (WhenceError, *opening.FOREIGN):
         return None
     return [str(label) for label in labels] if labels else None

@@ -154,7 +154,7 @@ def attempt(compute: Callable[[], Any], notes: list[str], failure: str, otherwis
     try:
         return compute()
     except FOREIGN as error:
-        notes.append(f"{failure}: {first_line(error)}")
+        _add_note(notes, f"{failure}: {first_line(error)}")
         return otherwise
 
 

@@ -155,6 +155,8 @@ def _as_text(column: Column, names: Sequence[str], labels: Labels) -> pl.Expr:
 
 def _text_of(name: str) -> pl.Expr:
     def join(series: pl.Series) -> pl.Series:
+        if isinstance(series.dtype, pl.List | pl.Array) and not series.dtype.inner.is_nested():
+            return series.cast(pl.List(pl.String)).list.join(", ", ignore_nulls=True)
         if series.dtype.is_nested():
             return pl.Series([None if value is None else str(value) for value in series.to_list()], dtype=pl.String)
         return series.cast(pl.String, strict=False)

@@ -42,7 +42,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int 
     """
     records = run.round(number)
     table, notes = records.table, [*records.notes]
-    worst, best = (list_moments(run, records, lowest=lowest, most=most) for lowest in (True, False))
+    worst, best = (list_moments(records, notes, lowest=lowest, most=most) for lowest in (True, False))
     shown = order_strip(table, [*worst, *best])
     if len(shown) < len(table):
         notes.append(f"The strip shows {len(shown):,} of {len(table):,} records: the episodes of the listed moments.")
@@ -63,12 +63,12 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int 
     }
 
 
-def list_moments(run: ExploredRun, records: Round, *, lowest: bool, most: int = MOMENTS) -> list[Moment]:
+def list_moments(records: Round, notes: list[str], *, lowest: bool, most: int = MOMENTS) -> list[Moment]:
     """Return the moments at one end of a round; none if nothing was scored or a column is not what it should be."""
     if not records.scored or records.table.is_empty():
         return []
     found: list[Moment] = opening.attempt(
-        lambda: find_moments(records.table, lowest=lowest, most=most), records.notes, "Moments cannot be listed", []
+        lambda: find_moments(records.table, lowest=lowest, most=most), notes, "Moments cannot be listed", []
     )
     return found
 

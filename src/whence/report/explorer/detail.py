@@ -59,7 +59,7 @@ def build_detail(
         RunDirectoryError: the round or the record is not there.
     """
     records = run.round(number)
-    place, row = _find_row(records, record, run)
+    row = _find_row(records, record, run)
     labels = run.labels()
     notes: list[str] = []
     detail = {
@@ -162,14 +162,13 @@ def pick_frames(replay: Any, step: int, steps: list[int], **encoding: Any) -> Fr
     return Frames(frames, note)
 
 
-def _find_row(records: Round, record: int, run: ExploredRun) -> tuple[int, dict[str, Any]]:
-    """Return a record's position in the round's table, and its row."""
+def _find_row(records: Round, record: int, run: ExploredRun) -> dict[str, Any]:
+    """Return a record's row of the round's table."""
     ids = records.table["record_id"]
     places = (ids == record).arg_true()
     if not len(places):
         raise RunDirectoryError(f"Round {records.number} of {run.directory.path} has no record {record}.")
-    place = int(places[0])
-    return place, records.table.row(place, named=True)
+    return records.table.row(int(places[0]), named=True)
 
 
 def _build_window(run: ExploredRun, records: Round, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,8 +247,8 @@ def _describe_policy(run: ExploredRun, number: int, row: Mapping[str, Any]) -> d
         return nothing
     change = rows[0]
     values = {name: round_number(change.get(name)) for name in ("value_before", "value_after")}
-    if change.get("before") is not None:
-        before, after = (change.get(name) for name in ("before", "after"))
+    before, after = change.get("before"), change.get("after")
+    if before is not None:
         labels = run.labels()
         labels = labels if labels and len(labels) == len(before) else [str(k) for k in range(len(before))]
         policy: dict[str, Any] = {"kind": "discrete", "labels": labels, "before": round_numbers(before, 4)}

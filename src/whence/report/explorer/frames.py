@@ -64,9 +64,7 @@ def _shrink(frame: NDArray[np.uint8], width: int) -> Any:
 
 
 def _encode_smallest(image: Any, quality: int) -> bytes:
-    return min(
-        _encode(image, lossless=True, quality=40), _encode(image, lossless=False, quality=quality), key=len
-    )
+    return min(_encode(image, lossless=True, quality=40), _encode(image, lossless=False, quality=quality), key=len)
 
 
 def _encode(image: Any, *, lossless: bool, quality: int) -> bytes:

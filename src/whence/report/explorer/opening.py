@@ -159,7 +159,7 @@ def attempt(compute: Callable[[], Any], notes: list[str], failure: str, otherwis
 
 
 def _is_number(kind: Any) -> bool:
-    return kind == pl.Boolean or kind.is_numeric()
+    return bool(kind == pl.Boolean or kind.is_numeric())
 
 
 def _add_note(notes: list[str] | None, note: str) -> None:

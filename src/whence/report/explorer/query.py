@@ -122,9 +122,9 @@ def _make_condition(column: Column, text: str, names: Sequence[str], labels: Lab
 
 def _filter_kept(wanted: str) -> pl.Expr:
     lower = wanted.lower()
-    if lower and "kept".startswith(lower) or lower in ("true", "1"):
+    if (lower and "kept".startswith(lower)) or lower in ("true", "1"):
         return pl.col("keep")
-    if lower and "dropped".startswith(lower) or lower in ("false", "0"):
+    if (lower and "dropped".startswith(lower)) or lower in ("false", "0"):
         return ~pl.col("keep")
     raise WhenceError(f"keep is {wanted!r}; kept or dropped is needed.")
 

@@ -19,7 +19,7 @@ MOMENTS = 100
 CHANGES = 30
 """Records that a page lists at most, of those whose policy a round changed the most."""
 
-ROWS = 400
+ROWS = 250
 """Rows of a round's grid in the offline file at most."""
 
 STRIP = 50_000

@@ -46,7 +46,7 @@ def is_significant(score: Any, error: Any) -> bool | None:
     """Return whether a score is further from 0 than two of its errors; None without an error."""
     if score is None or error is None or not math.isfinite(score) or not math.isfinite(error):
         return None
-    return abs(score) > ERRORS * error
+    return bool(abs(score) > ERRORS * error)
 
 
 def _describe_lds(run: RunDirectory, number: int) -> tuple[str, str]:

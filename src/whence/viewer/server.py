@@ -41,7 +41,10 @@ def serve(
     torch.set_num_threads(THREADS)
     config = uvicorn.Config(
         make_app(runs, continuations=continuations),
-        **{"log_level": "warning", "access_log": False, "server_header": False, "date_header": False},
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
         lifespan="off",
         ws="none",
         proxy_headers=False,

@@ -261,6 +261,7 @@ class TestFrames:
         scores = np.zeros(60, dtype=np.float32)
         scores[[11, 14, 17]] = -1
         scores[[31, 34, 37]] = 1
+        scores[51] = -0.5
         lake = run_of(tmp_path / "lake", table_of(score=scores))
         asked = []
 

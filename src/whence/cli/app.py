@@ -48,6 +48,7 @@ COMMANDS: Mapping[str, Command] = {
         "on.",
     ),
     "attribute": Command("attribute:attribute", "Tell which records of a round raised a target, and which lowered it."),
+    "view": Command("view:view", "Serve the page of a run on this machine, live while training goes on, until Ctrl-C."),
     "report": Command("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),
     "list": Command("list:list_", "Name the arms, presets, engines and targets there are."),
     "counterfactual": Command(

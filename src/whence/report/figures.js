@@ -50,6 +50,7 @@
   async function draw() {
     if (drawing) return;
     drawing = true;
+    loadPlotly();
     for (let number; (number = [...near].find((one) => late.has(one))) !== undefined; ) {
       late.delete(number);
       const { data, layout } = figures[number];
@@ -57,6 +58,15 @@
       await Plotly.react(holders[number], data, themed(layout), config);
     }
     drawing = false;
+  }
+
+  // Plotly is large: its text becomes a script when the first figure comes near.
+  function loadPlotly() {
+    const source = document.getElementById("plotly-source");
+    if (!source || ![...near].some((number) => late.has(number))) return;
+    const script = document.createElement("script");
+    script.textContent = source.textContent;
+    source.replaceWith(script);
   }
 
   function drawAll() {

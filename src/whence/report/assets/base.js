@@ -49,6 +49,12 @@ const Whence = (() => {
     return parts.join(" ");
   }
 
+  // An action's label; a bare number says nothing by itself.
+  function nameAction(action, labels) {
+    const text = String(action ?? "–");
+    return /^\d+$/.test(text) ? labels?.[Number(text)] ?? `action ${text}` : text;
+  }
+
   // What training on a record does, from the signs of its score and its advantage.
   function explainScore(score, significant, target = "return") {
     if (!isNumber(score)) return "This record was not scored.";
@@ -60,7 +66,7 @@ const Whence = (() => {
 
   function explainAdvantage(advantage) {
     if (!isNumber(advantage) || advantage === 0) return "";
-    return advantage > 0 ? "so training makes the action more likely" : "so training makes the action less likely";
+    return advantage > 0 ? ", so training makes the action more likely" : ", so training makes the action less likely";
   }
 
   // Whether fresh rollouts confirm the advantage: [kind, heading, sentence].
@@ -113,7 +119,7 @@ const Whence = (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
   return {
-    element, drawing, isNumber, number, signed, withError, percent, id, place, explainScore, explainAdvantage,
+    element, drawing, isNumber, number, signed, withError, percent, id, place, nameAction, explainScore, explainAdvantage,
     judgeAdvantage, colour, palette, colourScale, level, calm, dark,
   };
 })();

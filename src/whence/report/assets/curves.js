@@ -3,7 +3,8 @@ Whence.makeCurves = (window, face, onStep) => {
   "use strict";
 
   const { element, drawing, isNumber, number } = Whence;
-  const WIDTH = 640, HEIGHT = 62, LABEL = 88, RIGHT = 10;
+  // On a narrow screen the drawing is as narrow, so that its words stay legible.
+  const WIDTH = document.documentElement.clientWidth < 600 ? 380 : 640, HEIGHT = 58, LABEL = 88, RIGHT = 10;
   const n = window.record_ids.length;
   const x = (place) => LABEL + ((place + 0.5) / n) * (WIDTH - LABEL - RIGHT);
   const rows = [

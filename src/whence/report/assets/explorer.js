@@ -38,13 +38,13 @@
       const lines = round.trust ?? [];
       trust.replaceChildren(...(lines.length ? [element("h3", {}, "How far to trust this round"), Whence.lists.trust(lines)] : []));
       notes.replaceChildren(...(round.notes ?? []).map((text) => element("li", {}, text)));
-      answer.replaceChildren(...tellWorst(round));
+      answer.replaceChildren(...tellWorst(round, page.runs[runIndex].actions));
       stripPart.hidden = !round.strip.record_ids.length;
       if (!stripPart.hidden) strip.show(round);
-      const open = (record, from) => openMoment(place, record, from);
+      const options = { onOpen: (record, from) => openMoment(place, record, from), language, actions: page.runs[runIndex].actions };
       lists.replaceChildren(...(round.scored ? [
-        Whence.lists.moments("Most harmful moments", "Training on these lowers the return the most.", round.worst, open, language),
-        Whence.lists.moments("Most helpful moments", "Training on these raises the return the most.", round.best, open, language),
+        Whence.lists.moments("Most harmful moments", "Training on these lowers the return the most.", round.worst, options),
+        Whence.lists.moments("Most helpful moments", "Training on these raises the return the most.", round.best, options),
       ] : []));
     }
 
@@ -56,13 +56,13 @@
     };
   }
 
-  function tellWorst(round) {
+  function tellWorst(round, actions) {
     if (!round.records) return ["This round has no records that can be read."];
     if (!round.scored) return [`This round has ${number(round.records)} records. None was scored, so nothing can be said about which of them harmed: the selection rule needs no influence.`];
     const [worst] = round.worst;
     if (!worst) return ["No record of this round scored below 0."];
     const where = Whence.place(worst);
-    const what = language ? `record ${id(worst.record)}` : `“${worst.action}”${where ? ` at ${where}` : ""}`;
+    const what = language ? `record ${id(worst.record)}` : `“${Whence.nameAction(worst.action, actions)}”${where ? ` at ${where}` : ""}`;
     const sure = worst.significant === false ? " That is within two errors, so it cannot be told from 0." : worst.significant ? " That is beyond two errors: not by chance alone." : "";
     return [element("b", {}, "The most harmful moment"), ` is ${what}: its score is ${withError(worst.score, worst.error)}.${sure}`];
   }
@@ -72,7 +72,8 @@
     const { runIndex, round } = column.content();
     const faces = [...round.worst, ...round.best].map((moment) => moment.record);
     Whence.moment.show({
-      run: runIndex, round: round.round, record, list: faces, returnTo: from ?? column.cardOf(record),
+      run: runIndex, round: round.round, record, list: faces, returnTo: from ?? column.cardOf(record) ?? slider,
+      actions: page.runs[runIndex].actions,
       label: page.runs.length > 1 ? page.runs[runIndex].label : null,
       onShow(now) {
         column.strip.open(now);
@@ -108,8 +109,12 @@
 
   function summarise(place) {
     const { series } = run();
-    const said = { episode_return: ["return", signed], test_return: ["test return", signed], dropped_share: ["dropped", percent], negative_share: ["scores below 0", percent] };
-    return Object.entries(said).filter(([name]) => isNumber(series?.[name]?.[place])).map(([name, [words, write]]) => `${words} ${write(series[name][place])}`);
+    const words = {
+      episode_return: (value) => `return ${signed(value)}`, test_return: (value) => `test return ${signed(value)}`,
+      dropped_share: (value) => `${percent(value)} dropped`, negative_share: (value) => `${percent(value)} of the scores below 0`,
+      significant_share: (value) => `${percent(value)} of the scores beyond two errors`,
+    };
+    return Object.entries(words).filter(([name]) => isNumber(series?.[name]?.[place])).map(([name, write]) => write(series[name][place]));
   }
 
   // The return over rounds, under the slider's thumb.
@@ -185,14 +190,16 @@
   }
 
   async function showRest(mine) {
-    const parts = shown.scored ? Whence.lists.groups(shown.groups) : [];
+    const parts = shown.scored ? Whence.lists.groups(shown.groups, run().actions) : [];
     at("groups").hidden = !parts.length;
     at("groups-body").replaceChildren(...parts);
     at("changed").hidden = !shown.changed?.length;
     at("grid-part").hidden = !shown.records;
     if (shown.records) grid.show(run(), chosen.run, shown);
     if (!shown.changed?.length) return;
-    const list = await Whence.lists.changed(shown.changed, chosen.run, chosen.round, (record, from) => openMoment(0, record, from));
+    const list = await Whence.lists.changed(shown.changed, {
+      run: chosen.run, round: chosen.round, actions: run().actions, onOpen: (record, from) => openMoment(0, record, from),
+    });
     if (mine === turn) at("changed-body").replaceChildren(list);
   }
 

@@ -4,12 +4,13 @@ Whence.makeGrid = (holder, search, note, onOpen) => {
 
   const { element, isNumber, number, signed, id } = Whence;
   const SIZE = 25;
-  let table = null, shown = "";
+  let table = null, shown = "", actions = null;
 
   function text(value, column) {
     if (value === null || value === undefined) return column.kind === "reason" ? "" : "–";
     if (column.kind === "keep") return value === true || value === "kept" || value === 1 ? "kept" : "dropped";
     if (column.key === "record_id") return id(value);
+    if (column.key === "action") return Whence.nameAction(value, actions);
     if (isNumber(value)) return column.kind === "score" ? signed(value) : number(value, 4);
     return String(value);
   }
@@ -80,6 +81,7 @@ Whence.makeGrid = (holder, search, note, onOpen) => {
     const key = `${runIndex}/${round.round}`;
     if (shown === key) return;
     shown = key;
+    actions = run.actions;
     table?.destroy();
     search.value = "";
     const columns = columnsOf(run, Whence.colourScale(round.strip.scores));

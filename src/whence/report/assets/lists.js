@@ -13,7 +13,7 @@ Whence.lists = (() => {
     return `${size} ${advantage > 0 ? "praised it" : "discouraged it"}, which raises the return`;
   }
 
-  function card(moment, rank, onOpen, language) {
+  function card(moment, rank, { onOpen, language, actions }) {
     const kind = moment.significant === false ? "unsure" : moment.score < 0 ? "low" : "high";
     const where = Whence.place(moment);
     const stretch = moment.records > 1 && isNumber(moment.first_step)
@@ -24,7 +24,7 @@ Whence.lists = (() => {
     const picture = moment.thumb
       ? element("img", { class: "thumb", src: moment.thumb, alt: "", loading: "lazy" })
       : element("span", { class: "thumb rank", "aria-hidden": "true" }, String(rank));
-    const what = language ? [`Record ${id(moment.record)}`] : [element("b", {}, moment.action), where ? ` at ${where}` : ""];
+    const what = language ? [`Record ${id(moment.record)}`] : [element("b", {}, Whence.nameAction(moment.action, actions)), where ? ` at ${where}` : ""];
     return element("li", {}, element("button", { type: "button", class: `card ${kind}`, "data-record": moment.record, onclick: (event) => onOpen(moment.record, event.currentTarget) },
       picture,
       element("span", { class: "card-text" },
@@ -35,9 +35,9 @@ Whence.lists = (() => {
   }
 
   // A titled list of moments; the first few, and all when asked for.
-  function moments(heading, about, list, onOpen, language) {
+  function moments(heading, about, list, options) {
     const items = element("ol", { class: "cards" });
-    const add = (from, to) => list.slice(from, to).forEach((moment, k) => items.append(card(moment, from + k + 1, onOpen, language)));
+    const add = (from, to) => list.slice(from, to).forEach((moment, k) => items.append(card(moment, from + k + 1, options)));
     add(0, FIRST);
     const more = list.length > FIRST
       ? element("button", { type: "button", class: "quiet", onclick: () => {
@@ -52,7 +52,7 @@ Whence.lists = (() => {
 
   const GROUPS = { action: "By action", region: "By region of states", reward: "By reward", episode: "By episode" };
 
-  function groups(all) {
+  function groups(all, actions) {
     const parts = Object.entries(GROUPS).filter(([by]) => all?.[by]?.length).map(([by, name]) => {
       const rows = all[by];
       const reach = Math.max(...rows.map(({ mean, error }) => Math.abs(mean ?? 0) + (error ?? 0))) || 1;
@@ -62,11 +62,10 @@ Whence.lists = (() => {
         const track = element("span", { class: "track", "aria-hidden": "true" },
           element("span", { class: `bar ${mean < 0 ? "low" : "high"}`, style: `left:${Math.min(50, end)}%;width:${Math.abs(end - 50)}%` }),
           element("span", { class: "whisker", style: `left:${end - half}%;width:${2 * half}%` }));
-        return element("tr", {}, element("th", { scope: "row" }, group), element("td", { class: "wide" }, track),
+        return element("tr", {}, element("th", { scope: "row" }, by === "action" ? Whence.nameAction(group, actions) : group), element("td", { class: "wide" }, track),
           element("td", {}, withError(mean, error)), element("td", {}, percent(negative)), element("td", {}, percent(dropped)), element("td", {}, number(records)));
       });
-      const head = [["", ""], ["mean score ± error", "two"], ["below 0", ""], ["dropped", ""], ["records", ""]];
-      const headings = element("tr", {}, element("th", { scope: "col" }, by === "region" ? "region" : by), element("th", { scope: "colgroup", colspan: 2 }, head[1][0]), ...head.slice(2).map(([text]) => element("th", { scope: "col" }, text)));
+      const headings = element("tr", {}, element("th", { scope: "col" }, by === "region" ? "region" : by), element("th", { scope: "colgroup", colspan: 2 }, "mean score ± error"), ...["below 0", "dropped", "records"].map((text) => element("th", { scope: "col" }, text)));
       return element("div", { class: "group" }, element("h3", { id: `group-${by}` }, name),
         element("div", { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": `group-${by}` },
           element("table", { class: "bars" }, element("thead", {}, headings), element("tbody", {}, ...body))));
@@ -74,14 +73,14 @@ Whence.lists = (() => {
     return parts;
   }
 
-  async function changed(list, run, round, onOpen) {
+  async function changed(list, { run, round, onOpen, actions }) {
     const rows = await Promise.all(list.map(async (change) => {
       const can = await Whence.source.canOpen(run, round, change.record).catch(() => false);
       const name = id(change.record);
       const first = can
         ? element("button", { type: "button", class: "link", onclick: (event) => onOpen(change.record, event.currentTarget) }, name)
         : name;
-      return element("tr", {}, element("th", { scope: "row" }, first), element("td", { class: "text" }, change.action ?? "–"),
+      return element("tr", {}, element("th", { scope: "row" }, first), element("td", { class: "text" }, Whence.nameAction(change.action, actions)),
         element("td", { class: "text" }, change.text), element("td", {}, `${signed(change.value_before)} → ${signed(change.value_after)}`), element("td", {}, number(change.divergence, 2)));
     }));
     const headings = ["record", "action taken", "probabilities before → after", "value", "divergence (nats)"].map((text, at) => element("th", { scope: "col", class: at === 1 || at === 2 ? "text" : null }, text));

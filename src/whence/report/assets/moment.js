@@ -103,17 +103,17 @@ Whence.moment = (() => {
     if (detail.response === undefined || detail.response === null) {
       const where = Whence.place(detail);
       const paid = isNumber(reward) ? ` The reward was ${signed(reward)}.` : "";
-      lines.push(element("p", {}, where ? `At ${where} the agent chose ` : "The agent chose ", element("b", {}, detail.action), ".", paid));
+      lines.push(element("p", {}, where ? `At ${where} the agent chose ` : "The agent chose ", element("b", {}, Whence.nameAction(detail.action, view.actions)), ".", paid));
     }
     if (isNumber(value) && isNumber(detail.advantage)) {
       const text = `The critic expected ${signed(value)}; what followed was estimated at ${signed(value + detail.advantage)}.`;
-      lines.push(element("p", {}, `${text} The advantage is the difference, ${signed(detail.advantage)}: ${Whence.explainAdvantage(detail.advantage)}.`));
+      lines.push(element("p", {}, `${text} The advantage is the difference, ${signed(detail.advantage)}${Whence.explainAdvantage(detail.advantage)}.`));
     }
     const kind = !main || main.significant === false ? "fair" : main.score < 0 ? "low" : "high";
     const score = main ? `Score ${withError(main.score, main.error)}. ` : "";
     lines.push(element("p", { class: `say ${kind}` }, element("b", {}, score + Whence.explainScore(main?.score, main?.significant, main?.name))));
     const fate = detail.dropped
-      ? `It was dropped, so the round did not train on it${detail.reason ? `: ${detail.reason}` : ""}.`
+      ? `It was dropped, so the round did not train on it${detail.reason?.trim() ? `: ${detail.reason.trim()}` : ""}.`
       : `The round trained on it${isNumber(detail.weight) && detail.weight !== 1 ? ` with weight ${number(detail.weight)}` : ""}.`;
     lines.push(element("p", {}, fate));
     return element("section", { class: "story" }, ...lines);
@@ -176,7 +176,7 @@ Whence.moment = (() => {
       const inside = at < n;
       curves?.show(Math.min(at, n - 1));
       const facts = !inside || !n ? [] : [
-        window.actions ? window.actions[at] : null,
+        window.actions ? Whence.nameAction(window.actions[at], view.actions) : null,
         window.rewards ? `reward ${signed(window.rewards[at])}` : null,
         window.values ? `V ${signed(window.values[at])}` : null,
         window.advantages ? `advantage ${signed(window.advantages[at])}` : null,

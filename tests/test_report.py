@@ -16,6 +16,8 @@ from whence.experiments.rl.training import run
 from whence.guards import preserve_rng_state
 from whence.metrics import Curve, summarise
 from whence.report import write_report, write_run_report
+from whence.report.explorer.columns import LONGEST, STEPS, short_text
+from whence.report.explorer.file import COMPARED_ROUNDS, spread
 from whence.report.figures import (
     COLOURS,
     approximate_kl,
@@ -28,8 +30,6 @@ from whence.report.figures import (
     seconds_by_stage,
 )
 from whence.report.page import describe_comparison, describe_run, embed
-from whence.report.explorer.columns import LONGEST, STEPS, short_text
-from whence.report.explorer.file import COMPARED_ROUNDS, spread
 from whence.report.summary import COMPARISON_DEFINITIONS, METRICS, READING, cell, format_seeds, make_summary
 from whence.report.verdict import choose_effect, count_needed_seeds, give_verdict
 from whence.runs import RunDirectory
@@ -40,6 +40,7 @@ COLUMNS = [column.key for column in STEPS]
 def decode(text):
     """The content of an embedded round."""
     return json.loads(gzip.decompress(base64.b64decode(json.loads(text))))
+
 
 HOSTILE = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(2)>"
 TURNED = "\u202eشَجَرة \u2028</script>\u2029"  # right to left, and separators of lines

@@ -121,7 +121,8 @@ def build_strip(table: pl.DataFrame, digits: int = 6) -> dict[str, Any]:
         starts = np.flatnonzero(np.r_[True, (ids[1:] != ids[:-1]) | (envs[1:] != envs[:-1])])
         rewards = table["reward"].to_numpy() if "reward" in table.columns else None
         for start, end in zip(starts, [*starts[1:], n], strict=True):
-            total = None if rewards is None else round_number(float(np.sum(rewards[start:end])))
+            with np.errstate(invalid="ignore", over="ignore"):
+                total = None if rewards is None else round_number(float(np.sum(rewards[start:end])))
             episodes.append(
                 {
                     **{"id": _known(ids[start]), "env": _known(envs[start]), "start": int(start)},

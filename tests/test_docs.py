@@ -122,6 +122,9 @@ def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch)
 def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch, capsys):
     for module in ("comparison", "sweep"):
         monkeypatch.setattr(sys.modules[f"whence.experiments.{module}"], "run_all", run_one_by_one)
+    # The page is served until Ctrl-C.
+    monkeypatch.setattr("whence.viewer.serve", lambda runs, *, on_start, **settings: on_start("http://127.0.0.1/"))
+    monkeypatch.setattr("webbrowser.open", lambda url: None)
     for file in blocks(page, "toml"):
         small = re.sub(r"^(rounds = 20|hyperparameters).*\n", "", file, flags=re.MULTILINE)
         settings = "seeds = 1\nrounds = 1\neval_episodes = 2\nhyperparameters = { n_steps = 64, n_epochs = 1 }"

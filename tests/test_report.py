@@ -1,3 +1,5 @@
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -14,6 +16,8 @@ from whence.experiments.rl.training import run
 from whence.guards import preserve_rng_state
 from whence.metrics import Curve, summarise
 from whence.report import write_report, write_run_report
+from whence.report.explorer.columns import LONGEST, STEPS, short_text
+from whence.report.explorer.file import COMPARED_ROUNDS, spread
 from whence.report.figures import (
     COLOURS,
     approximate_kl,
@@ -26,12 +30,17 @@ from whence.report.figures import (
     seconds_by_stage,
 )
 from whence.report.page import describe_comparison, describe_run, embed
-from whence.report.records import ENDS, LONGEST, ROUNDS, STEPS, browse_run, ends, short_text, spread
 from whence.report.summary import COMPARISON_DEFINITIONS, METRICS, READING, cell, format_seeds, make_summary
 from whence.report.verdict import choose_effect, count_needed_seeds, give_verdict
 from whence.runs import RunDirectory
 
 COLUMNS = [column.key for column in STEPS]
+
+
+def decode(text):
+    """The content of an embedded round."""
+    return json.loads(gzip.decompress(base64.b64decode(json.loads(text))))
+
 
 HOSTILE = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(2)>"
 TURNED = "\u202eشَجَرة \u2028</script>\u2029"  # right to left, and separators of lines
@@ -74,6 +83,12 @@ class Page(HTMLParser):
         """What is embedded as JSON under a name; None where there is no such element."""
         names = [attributes.get("id") for attributes in self.tags("script")]
         return json.loads(self.scripts[names.index(name)]) if name in names else None
+
+    def rounds(self):
+        """The embedded rounds by the ids of their elements."""
+        ids = [attributes.get("id") for attributes in self.tags("script")]
+        pairs = zip(ids, self.scripts, strict=True)
+        return {id: decode(text) for id, text in pairs if id and re.fullmatch(r"round-\d+-\d+", id)}
 
     def facts(self):
         # Definitions and the run's last figures stand in lists of the same kind, before these.
@@ -183,7 +198,7 @@ class TestPage:
     def test_links_lead_to_places_that_are_there(self, page):
         links = [attributes["href"] for attributes in page.tags("a")]
         places = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-        assert links == ["#summary", "#advice", "#figures", "#records", "#facts"]
+        assert links == ["#summary", "#advice", "#figures", "#explorer", "#facts"]
         assert len(places) == len(set(places))
         assert {link[1:] for link in links} <= set(places)
 
@@ -281,19 +296,20 @@ class TestPage:
         assert "#advice" not in [attributes["href"] for attributes in page.tags("a")]
 
     def test_it_holds_the_records_of_one_seed_of_each_arm(self, tiny, page):
-        assert page.of("option") == ["ppo, seed 0", "iif, seed 0", "random, seed 0"]
-        runs = page.data("records-data")["runs"]
-        assert [run["label"] for run in runs] == page.of("option")
-        assert [[(r["round"], r["records"], r["scored"]) for r in run["rounds"]] for run in runs] == [
-            [(1, 64, False), (2, 64, False)],
-            [(1, 64, True), (2, 64, True)],
-            [(1, 64, True), (2, 64, True)],
-        ]
+        data = page.data("page-data")
+        assert (data["mode"], data["kind"]) == ("file", "steps")
+        assert [run["label"] for run in data["runs"]] == ["ppo, seed 0", "iif, seed 0", "random, seed 0"]
+        assert [run["rounds"] for run in data["runs"]] == [[1, 2]] * 3
+        rounds = page.rounds()
+        assert list(rounds) == [f"round-{run}-{number}" for run in range(3) for number in (1, 2)]
+        shown = rounds["round-1-2"]
         stored = tiny.run(next(c for c in tiny.configs if c.arm == "iif")).round("records", 2).sort("score")
-        rows = [dict(zip(COLUMNS, row, strict=True)) for row in runs[1]["rounds"][1]["rows"]]
-        assert [row["record_id"] for row in rows[:5]] == stored["record_id"][:5].to_list()
-        assert [row["score"] for row in rows[-5:]] == pytest.approx(stored["score"][-5:].to_list(), rel=1e-5)
-        assert isinstance(rows[0]["observation"], int)
+        assert shown["round"]["worst"][0]["record"] == stored["record_id"][0]
+        assert shown["round"]["worst"][0]["score"] == pytest.approx(stored["score"][0], rel=1e-3)
+        assert shown["round"]["best"][0]["record"] == stored["record_id"][-1]
+        listed = {str(moment["record"]) for end in ("worst", "best") for moment in shown["round"][end]}
+        assert shown["details"].keys() == listed
+        assert len(shown["columns"]["values"]) == len(shown["round"]["strip"]["record_ids"]) == 64
 
     def test_writing_again_gives_the_same_page(self, tiny, html, tmp_path):
         write_report(tiny, tmp_path / "again.html")
@@ -329,15 +345,23 @@ class TestPage:
         # Plotly would take tags for formatting.
         assert page.data("figures-data")[0]["data"][-1]["name"] == "&lt;/script&gt;&lt;b&gt;"
 
-    def test_a_failure_leaves_the_page_of_before(self, tmp_path):
+    def test_a_failure_leaves_the_page_of_before(self, tmp_path, monkeypatch):
         comparison = by_hand(tmp_path / "runs")
         write_report(comparison, tmp_path / "report.html")
         before = (tmp_path / "report.html").read_bytes()
-        (comparison.run(comparison.configs[0]).path / "timings.parquet").write_bytes(b"broken")
-        with pytest.raises(ValueError, match=r"timings\.parquet cannot be read"):
+        monkeypatch.setattr("whence.report.page.get_plotlyjs", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             write_report(comparison, tmp_path / "report.html")
         assert (tmp_path / "report.html").read_bytes() == before
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["report.html", "runs"]
+
+    def test_a_damaged_table_is_left_out_with_a_note(self, tmp_path):
+        comparison = by_hand(tmp_path / "runs")
+        (comparison.run(comparison.configs[0]).path / "timings.parquet").write_bytes(b"broken")
+        write_report(comparison, tmp_path / "report.html")
+        page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+        assert any("timings.parquet cannot be read as Parquet" in text for text in page.of("li"))
+        assert "Learning curves" in page.of("h2")
 
     def test_a_large_comparison_makes_no_heavy_page(self, tmp_path):
         arms = ("ppo", "iif", "random")
@@ -357,8 +381,8 @@ class TestPage:
         write_report(Comparison(tmp_path, configs, small.summary), tmp_path / "report.html")
         page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
         library = max(len(script) for script in page.scripts)
-        assert [len(run["rounds"]) for run in page.data("records-data")["runs"]] == [ROUNDS] * 3
-        assert (tmp_path / "report.html").stat().st_size - library < 1_000_000
+        assert [len(run["rounds"]) for run in page.data("page-data")["runs"]] == [COMPARED_ROUNDS] * 3
+        assert (tmp_path / "report.html").stat().st_size - library < 5_000_000
 
 
 class TestRunPage:
@@ -377,8 +401,7 @@ class TestRunPage:
         assert page.of("dd")[0] == "128"
         assert "No rounds yet" not in page.of("h2")
         assert page.facts()["arm"] == "iif"
-        assert len(page.data("records-data")["runs"]) == 1
-        assert {"hidden": None} in page.tags("label")  # no run to choose
+        assert len(page.data("page-data")["runs"]) == 1
         # One seed has no spread.
         assert [len(figure["data"]) for figure in page.data("figures-data")[:4]] == [1] * 4
 
@@ -404,7 +427,7 @@ class TestRunPage:
         page = page_of(directory)
         assert page.of("bdi") == ["lake: IIF(drop=0.5)"]
         assert "2 rounds." in page.of("p")
-        assert [entry["round"] for entry in page.data("records-data")["runs"][0]["rounds"]] == [1, 2, 3]
+        assert page.data("page-data")["runs"][0]["rounds"] == [1, 2, 3]
 
     def test_a_run_of_which_only_records_are_left(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": None})
@@ -438,9 +461,8 @@ class TestRunPage:
         assert page.of("bdi") == [f"{text}: {text}".strip()]
         assert page.facts()["env"] == text.strip()
         assert not {"img", "b"} & {tag for tag, _ in page.elements}
-        rows = [
-            dict(zip(COLUMNS, row, strict=True)) for row in page.data("records-data")["runs"][0]["rounds"][0]["rows"]
-        ]
+        keys = [column["key"] for column in page.data("page-data")["runs"][0]["columns"]]
+        rows = [dict(zip(keys, row, strict=True)) for row in page.rounds()["round-0-1"]["round"]["rows"]]
         reason = text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
         assert {row["reason"] for row in rows} == {None, reason}
         assert all(row["observation"].startswith(text[:100]) for row in rows)
@@ -479,20 +501,10 @@ class TestRecords:
         assert spread(numbers, most) == expected
 
     def test_there_are_as_many_rounds_as_allowed(self):
-        for n in range(ROUNDS, 200):
-            shown = spread(list(range(n)), ROUNDS)
-            assert len(set(shown)) == ROUNDS
+        for n in range(COMPARED_ROUNDS, 200):
+            shown = spread(list(range(n)), COMPARED_ROUNDS)
+            assert len(set(shown)) == COMPARED_ROUNDS
             assert (shown[0], shown[-1]) == (0, n - 1)
-
-    def test_both_ends_of_the_scores(self):
-        shown = ends(records_of(61))
-        assert shown["score"].to_list() == [*(k - 30.5 for k in range(ENDS)), *(k - 30.5 for k in range(61 - ENDS, 61))]
-        assert ends(records_of(2 * ENDS))["score"].to_list() == [k - ENDS for k in range(2 * ENDS)]
-        assert ends(records_of(61, scored=False))["record_id"].to_list() == list(range(2 * ENDS))
-
-    def test_equal_scores_stand_by_their_ids(self):
-        shown = ends(records_of(100, score=np.zeros(100), scored=False).reverse())
-        assert shown["record_id"].to_list() == [*range(ENDS), *range(100 - ENDS, 100)]
 
     @pytest.mark.parametrize(
         ("value", "text"),
@@ -509,40 +521,6 @@ class TestRecords:
     )
     def test_short_text(self, value, text):
         assert short_text(value) == text
-
-    @pytest.mark.parametrize(
-        ("columns", "expected"),
-        [
-            ({"observation": np.arange(60)}, 1),
-            ({"observation": np.full(60, 0.25, dtype=np.float32)}, 0.25),
-            ({"observation": np.full((60, 2), 1 / 3, dtype=np.float32)}, "0.333, 0.333"),
-            (
-                {"observation": None, "observation.b": np.arange(60), "observation.a.c": np.ones((60, 2))},
-                "b: 1; a.c: 1, 1",
-            ),
-            ({"observation": None}, None),  # too large to be kept
-        ],
-    )
-    def test_observations_are_short_text(self, tmp_path, columns, expected):
-        directory = run_of(tmp_path / "lake", {}, (1,), **columns)
-        (shown,) = browse_run(directory, "lake")["rounds"]
-        row = next(row for row in shown["rows"] if row[0] == 1)
-        assert row[COLUMNS.index("observation")] == expected
-
-    def test_a_row_holds_what_the_directory_holds(self, tmp_path):
-        directory = run_of(tmp_path / "lake", {}, (1,), action=np.full((60, 2), 0.5), value=np.full(60, np.nan))
-        rows = browse_run(directory, "lake")["rounds"][0]["rows"]
-        assert rows[0] == [0, -30.0, False, 0, 0, 0, "0.5, 0.5", 0, 0.0, 0.0, "nan", 0.0, "too low"]
-        assert rows[-1][:6] == [17, 29.0, True, 0, 1, 7]
-        assert rows[-1][-3:] == ["nan", pytest.approx(17 / 7, rel=1e-5), None]
-        assert browse_run(directory, "the lake")["label"] == "the lake"
-        json.dumps(rows, allow_nan=False)
-
-    def test_columns_that_are_not_there_stay_empty(self, tmp_path):
-        directory = RunDirectory.create(tmp_path / "lake", {})
-        directory.write_round("records", 1, pl.DataFrame({"record_id": [5]}))
-        (shown,) = browse_run(directory, "lake")["rounds"]
-        assert shown == {"round": 1, "records": 1, "scored": False, "rows": [[5, *[None] * (len(COLUMNS) - 1)]]}
 
 
 class TestCell:

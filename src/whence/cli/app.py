@@ -48,6 +48,11 @@ COMMANDS: Mapping[str, Command] = {
         "on.",
     ),
     "attribute": Command("attribute:attribute", "Tell which records of a round raised a target, and which lowered it."),
+    "show": Command(
+        "show:show", "Show one moment of a run: what the agent saw and did, what it scored, and what the round changed."
+    ),
+    "export": Command("export:export", "Write a run's records as Parquet, JSON lines or a Rerun recording."),
+    "view": Command("view:view", "Serve the page of a run on this machine, live while training goes on, until Ctrl-C."),
     "report": Command("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),
     "list": Command("list:list_", "Name the arms, presets, engines and targets there are."),
     "counterfactual": Command(

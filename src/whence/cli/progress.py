@@ -81,6 +81,22 @@ class ComparisonBars(_Bars):
             self._lines.print(f"{name}: {rounds} rounds done", always=True)
 
 
+class RoundBar(_Bars):
+    """A bar for the rounds of a page that is written."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
+        self._bar: TaskID | None = None
+
+    def update(self, done: int, rounds: int) -> None:
+        """Show how many rounds are embedded, of all."""
+        if self._bar is None:
+            self._bar = self._add("rounds of the page", rounds)
+        self._progress.update(self._bar, completed=done)
+        if rounds > 1:
+            self._lines.print(f"page: round {done} of {rounds}")
+
+
 class RunBar(_Bars):
     """A bar for the rounds of one run, with the result of the last one."""
 

@@ -1,17 +1,26 @@
 """`whence report`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from whence import experiments
 from whence.cli.console import print_json, print_line
-from whence.cli.options import AsJson
+from whence.cli.options import AsJson, parse_rounds
+from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
 from whence.report import write_report, write_run_report
+from whence.report.explorer import ExploredRun
 from whence.report.page import describe_comparison, describe_run
-from whence.runs import RunDirectory
+
+ReplayEnv: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="The environment to replay episodes in: a Gymnasium id, or module:Id. (default: the run's)",
+        show_default=False,
+    ),
+]
 
 
 def report(
@@ -19,29 +28,67 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The file to write. (default: report.html in PATH)", show_default=False)
     ] = None,
+    env: ReplayEnv = None,
+    rounds: Annotated[
+        str | None,
+        typer.Option(
+            help="Rounds to embed, such as 1,5,10-50:10. (default: all; of a comparison, 12 of each run)",
+            show_default=False,
+        ),
+    ] = None,
+    continuations: Annotated[
+        int,
+        typer.Option(help="Fresh rollouts by which the advantages of framed moments are measured; 0: none.", min=0),
+    ] = 0,
     json: AsJson = False,
 ) -> None:
     """Write the page of a run or a comparison: one HTML file that needs no network.
 
-    It shows the rounds so far if a run is not finished.
+    It shows the rounds so far if a run is not finished. `whence view` serves the same page, live, with every record.
 
     Example: whence report runs/lander
     """
     out = out or path / "report.html"
-    if (path / "comparison.json").exists():
-        comparison = experiments.load_comparison(path)
-        write_report(comparison, out)
-        content = describe_comparison(comparison)
-    elif (path / "runs").is_dir() and not (path / "config.json").exists():
-        raise WhenceError(
-            f"{path} holds a comparison that is not finished. Run its `whence compare` again, or give one of the runs "
-            f"in {path / 'runs'}."
-        )
-    else:
-        run = RunDirectory.open(path)
-        write_run_report(run, out)
-        content = describe_run(run)
+    chosen = None if rounds is None else parse_rounds("--rounds", rounds)
+    with RoundBar() as bar:
+        settings: dict[str, Any] = {"rounds": chosen, "continuations": continuations, "on_round": bar.update}
+        if (path / "comparison.json").exists():
+            comparison = experiments.load_comparison(path)
+            write_report(comparison, out, env=env, **settings)
+            content = describe_comparison(comparison)
+        else:
+            _check_no_comparison(path)
+            run = ExploredRun(path, env=env)
+            write_run_report(run, out, **settings)
+            content = describe_run(run.directory)
     if json:
         print_json({"path": str(out), **content})
     else:
         print_line(str(out))
+
+
+def find_runs(path: Path, env: str | None) -> list[ExploredRun]:
+    """Return the run in a directory, or the runs of the comparison there, finished or not.
+
+    Raises:
+        RunDirectoryError: there is neither.
+    """
+    folder = path / "runs"
+    if (path / "config.json").exists() or not folder.is_dir():
+        return [ExploredRun(path, env=env)]
+    runs = [
+        ExploredRun(directory, env=env)
+        for directory in sorted(folder.glob("*/seed_*"))
+        if (directory / "config.json").exists()
+    ]
+    if not runs:
+        raise WhenceError(f"{path} holds no run yet. Give a run directory, or wait until a run has begun.")
+    return runs
+
+
+def _check_no_comparison(path: Path) -> None:
+    if (path / "runs").is_dir() and not (path / "config.json").exists():
+        raise WhenceError(
+            f"{path} holds a comparison that is not finished. Run its `whence compare` again, or give one of the runs "
+            f"in {path / 'runs'}. `whence view {path}` shows the runs so far."
+        )

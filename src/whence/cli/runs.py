@@ -7,7 +7,7 @@ import typer
 
 from whence import experiments
 from whence.cli.console import errors, print_json, print_line, print_paths, resumable
-from whence.cli.progress import ComparisonBars, RunBar
+from whence.cli.progress import ComparisonBars, RoundBar, RunBar
 from whence.cli.summary import describe_round, print_comparison
 from whence.errors import WhenceError
 from whence.experiments import LanguageConfig
@@ -42,7 +42,8 @@ def train_run(
 def show_run(config: AnyConfig, path: Path, *, was_finished: bool, json: bool) -> None:
     """Write the page of a finished run, and print its last round and where its files are."""
     directory, page = RunDirectory.open(path), path / "report.html"
-    write_run_report(directory, page)
+    with RoundBar() as bar:
+        write_run_report(directory, page, on_round=bar.update)
     last_round = directory.table("metrics").to_dicts()[-1]
     evaluations = directory.table("evaluations")
     last_round |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]
@@ -60,7 +61,8 @@ def run_comparison(configs: Sequence[AnyConfig], out: Path, *, workers: int | No
     """Run a comparison below progress bars, write its page, and print its result."""
     with resumable(), ComparisonBars(configs) as bars:
         comparison = experiments.compare(configs, out, workers=workers, progress=bars.update)
-    write_report(comparison, out / "report.html")
+    with RoundBar() as rounds_bar:
+        write_report(comparison, out / "report.html", on_round=rounds_bar.update)
     if json:
         print_json(comparison.summary)
         return

@@ -1,7 +1,7 @@
-"""A comparison, or one run, as one HTML file that needs no network."""
+"""A comparison, or one run, as one HTML file that needs no network; and the same page for a server."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,66 +14,168 @@ from plotly.offline import get_plotlyjs
 from whence.experiments import Comparison, LanguageConfig
 from whence.experiments.kinds import AnyConfig
 from whence.guards import write_atomically
+from whence.report.explorer.file import COMPARED_ROUNDS, OnRound, embed_rounds, spread
+from whence.report.explorer.opening import attempt
+from whence.report.explorer.page import describe_runs
+from whence.report.explorer.parts import Env
+from whence.report.explorer.run import ExploredRun, identify_run
 from whence.report.figures import arm_colours
-from whence.report.records import Column, browse_run, list_columns
 from whence.report.sections import Drawn, Runs, draw_figures, gather_advice, list_facts, list_latest, read_tables
 from whence.report.summary import COMPARISON_DEFINITIONS, make_summary
 from whence.runs import RunDirectory
 
+SCRIPTS = (
+    "vendor/tabulator/tabulator.min.js",
+    *("base.js", "source.js", "strip.js", "curves.js", "moment.js", "lists.js", "grid.js", "explorer.js"),
+)
+"""Scripts of the page's explorer, in report/assets, in the order in which they run."""
 
-def write_report(comparison: Comparison, path: Path) -> None:
+STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
+"""Style sheets of the page's explorer, in report/assets, after the page's own."""
+
+
+def write_report(
+    comparison: Comparison,
+    path: Path,
+    *,
+    env: Env = None,
+    rounds: Sequence[int] | None = None,
+    continuations: int = 0,
+    on_round: OnRound | None = None,
+) -> None:
     """Write the page of a finished comparison, atomically.
 
     Args:
         comparison: from `compare` or `load_comparison`.
         path: the file.
+        env: the environment, for frames; None: the runs' own.
+        rounds: those to embed of the first seed's runs; None: at most 12 of each, evenly spread.
+        continuations: rollouts by which the advantages of framed moments are measured; 0: they are not.
+        on_round: called after each embedded round with the number of those that are done, and of all.
     """
-    ((env, arms),) = comparison.summary.items()
+    ((env_name, arms),) = comparison.summary.items()
     first, seeds = comparison.configs[0], sorted({config.seed for config in comparison.configs})
     configs = sorted(comparison.configs, key=lambda config: (list(arms).index(config.arm), config.seed))
     runs: Runs = {(config.arm, config.seed): comparison.run(config) for config in configs}
     summary = make_summary(comparison)
     shared = {name: value for name, value in first.to_json().items() if name not in ("arm", "seed")}
-    _write_page(
-        path,
-        title=f"{env}: {', '.join(arms)}",
+    # The rounds of all seeds would make the file heavy.
+    explored = [ExploredRun(run, f"{arm}, seed {seed}", env) for (arm, seed), run in runs.items() if seed == seeds[0]]
+    chosen = [choose_rounds(run, rounds, COMPARED_ROUNDS) for run in explored]
+    notes: list[str] = []
+    if any(len(numbers) < len(run.directory.rounds()) for run, numbers in zip(explored, chosen, strict=True)):
+        notes.append(
+            f"This file holds {len(chosen[0])} rounds of each run of the first seed. The command "
+            f"`whence view {comparison.path}` shows all of them."
+        )
+    tables = read_tables(runs, notes)
+    html = _render(
+        title=f"{env_name}: {', '.join(arms)}",
         subtitle=f"{_count(len(seeds), 'seed')}, {_count(first.rounds, 'round')}, {_describe_evaluation(first)}.",
         summary=summary,
         headings=zip(summary.headings, arm_colours(arms).values(), strict=True),
         definitions=COMPARISON_DEFINITIONS,
-        advice=gather_advice(runs),
-        drawings=draw_figures(read_tables(runs), list(arms), len(seeds)),
-        # The records of all seeds would make the page heavy.
-        runs=[browse_run(run, f"{arm}, seed {seed}") for (arm, seed), run in runs.items() if seed == seeds[0]],
-        columns=list_columns(runs.values()),
+        advice=attempt(lambda: gather_advice(runs), notes, "Advice cannot be given", {}),
+        drawings=attempt(lambda: draw_figures(tables, list(arms), len(seeds)), notes, "Figures cannot be drawn", []),
+        explored=explored,
+        rounds=chosen,
+        mode="file",
+        continuations=continuations,
+        on_round=on_round,
         facts=list_facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
+        notes=notes,
     )
+    _write(path, html)
 
 
-def write_run_report(run: RunDirectory, path: Path) -> None:
+def write_run_report(
+    run: RunDirectory | ExploredRun,
+    path: Path,
+    *,
+    env: Env = None,
+    rounds: Sequence[int] | None = None,
+    continuations: int = 0,
+    on_round: OnRound | None = None,
+) -> None:
     """Write the page of one run, atomically.
 
     Args:
         run: its directory; the run need not be finished, nor have any round.
         path: the file.
+        env: the environment, for frames; None: the run's own.
+        rounds: those to embed; None: all.
+        continuations: rollouts by which the advantages of framed moments are measured; 0: they are not.
+        on_round: called after each embedded round with the number of those that are done, and of all.
     """
-    label, seed = _label(run)
-    runs = {(label, seed): run}
-    tables = read_tables(runs)
-    rounds, planned = tables["metrics"].height, run.config.get("rounds")
-    done = f"{rounds} of {_count(planned, 'round')}" if isinstance(planned, int) else _count(rounds, "round")
-    _write_page(
-        path,
-        title=f"{run.config.get('env') or run.path.resolve().name}: {label}",
-        subtitle=f"{done}." if seed is None else f"Seed {seed}, {done}.",
-        unstarted=not run.rounds(),
-        latest=list_latest(tables),
-        advice=gather_advice(runs),
-        drawings=draw_figures(tables, [label]),
-        runs=[browse_run(run, label)],
-        columns=list_columns([run]),
-        facts=list_facts(run.config, [run]),
+    explored = run if isinstance(run, ExploredRun) else ExploredRun(run, env=env)
+    chosen = [choose_rounds(explored, rounds, None)]
+    html = render_runs(
+        [explored], mode="file", rounds=chosen, continuations=continuations, on_round=on_round, notes=explored.notes
     )
+    _write(path, html)
+
+
+def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] = (), **embedding: Any) -> str:
+    """Return the page of one run, or of several next to each other.
+
+    Args:
+        runs: at least one.
+        mode: "file": the rounds are embedded; "served": a server is asked for them.
+        notes: shown on top.
+        embedding: `rounds`, `continuations` and `on_round`, if the rounds are embedded; see `write_run_report`.
+    """
+    notes = [*notes]
+    directories = _name_runs(runs)
+    tables = read_tables(directories, notes)
+    first = runs[0].directory
+    label, seed = identify_run(first)
+    labels = [name for name, _ in directories]
+    done, planned = tables["metrics"].height, runs[0].planned
+    counted = f"{done} of {_count(planned, 'round')}" if planned is not None else _count(done, "round")
+    subtitle = f"{counted}." if seed is None else f"Seed {seed}, {counted}."
+    name = first.config.get("env") or first.path.resolve().name
+    return _render(
+        title=f"{name}: {label if len(runs) == 1 else ', '.join(labels)}",
+        subtitle=subtitle if len(runs) == 1 else f"{_count(len(runs), 'run')}.",
+        unstarted=not any(run.directory.rounds() for run in runs),
+        latest=attempt(lambda: list_latest(tables), notes, "Figures of the last round", []) if len(runs) == 1 else [],
+        advice=attempt(lambda: gather_advice(directories), notes, "Advice cannot be given", {}),
+        drawings=attempt(lambda: draw_figures(tables, labels), notes, "Figures cannot be drawn", []),
+        explored=runs,
+        mode=mode,
+        facts=list_facts(first.config, directories.values()),
+        notes=notes,
+        **embedding,
+    )
+
+
+def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
+    """Return the page's figures with titles and explanations, as Plotly's JSON."""
+    directories = _name_runs(runs)
+    drawings = attempt(
+        lambda: draw_figures(read_tables(directories), [name for name, _ in directories]), [], "Figures", []
+    )
+    return [{"title": title, "about": about, "figure": _plot_as_json(figure)} for title, about, figure in drawings]
+
+
+def choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int | None) -> list[int]:
+    """Return the rounds of a run to embed: those wanted that are there, or at most `most`, evenly spread."""
+    numbers = run.directory.rounds()
+    if wanted is not None:
+        return [number for number in numbers if number in wanted]
+    return numbers if most is None else spread(numbers, most)
+
+
+def _name_runs(runs: Sequence[ExploredRun]) -> Runs:
+    if len(runs) == 1:
+        return {identify_run(runs[0].directory): runs[0].directory}
+    return {(run.label, None): run.directory for run in runs}
+
+
+def _write(path: Path, html: str) -> None:
+    with write_atomically(path) as temporary:
+        # Half of a pair of surrogates, which JSON may hold, is no character.
+        temporary.write_text(html, encoding="utf-8", errors="replace")
 
 
 def embed(value: Any) -> Markup:
@@ -82,33 +184,35 @@ def embed(value: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def _write_page(
-    path: Path,
+def _render(
     *,
     drawings: Sequence[Drawn],
-    runs: Sequence[Mapping[str, Any]],
-    columns: Sequence[Column],
+    explored: Sequence[ExploredRun],
+    mode: str,
+    rounds: Sequence[Sequence[int]] = (),
+    continuations: int = 0,
+    on_round: OnRound | None = None,
     **content: Any,
-) -> None:
+) -> str:
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         _read_file("template.html")
     )
-    html = template.render(
+    is_file = mode == "file"
+    page = describe_runs(explored, mode="file" if is_file else "served", rounds=rounds if is_file else None)
+    embedded = embed_rounds(explored, rounds, continuations=continuations, on_round=on_round) if is_file else iter(())
+    return template.render(
         content,
+        mode=mode,
         figures=[(title, about) for title, about, _ in drawings],
         figures_json=embed([_plot_as_json(figure) for _, _, figure in drawings]),
-        records=[run["label"] for run in runs if run["rounds"]],
-        records_json=embed(
-            {"columns": [column._asdict() for column in columns], "runs": [run for run in runs if run["rounds"]]}
-        ),
-        style=Markup(_read_file("page.css")),
+        explored=not is_file or any(rounds),
+        page_json=embed(page),
+        round_scripts=list(embedded),
+        style=Markup("\n".join(_read_file(name) for name in ("page.css", *(f"assets/{name}" for name in STYLES)))),
         plotly=Markup(get_plotlyjs()),
         figures_js=Markup(_read_file("figures.js")),
-        records_js=Markup(_read_file("records.js")),
+        scripts=[Markup(_read_file(f"assets/{name}")) for name in SCRIPTS],
     )
-    with write_atomically(path) as temporary:
-        # Half of a pair of surrogates, which JSON may hold, is no character.
-        temporary.write_text(html, encoding="utf-8", errors="replace")
 
 
 def _read_file(name: str) -> str:
@@ -130,17 +234,9 @@ def describe_comparison(comparison: Comparison) -> dict[str, Any]:
 
 def describe_run(run: RunDirectory) -> dict[str, Any]:
     """Return what the page of a run shows: its kind, arms, seeds as far as they are known, and rounds that are done."""
-    label, seed = _label(run)
-    rounds = run.table("metrics").height
+    label, seed = identify_run(run)
+    rounds = read_tables({(label, seed): run})["metrics"].height
     return {"kind": "run", "arms": [label], "seeds": [] if seed is None else [seed], "rounds": rounds}
-
-
-def _label(run: RunDirectory) -> tuple[str, int | None]:
-    """Return one run's name, and its seed; None if it is not known."""
-    config = run.config
-    hyperparameters = config.get("hyperparameters")
-    inner = hyperparameters.get("seed") if isinstance(hyperparameters, Mapping) else None
-    return str(config.get("arm") or config.get("rule") or "run"), config.get("seed", inner)
 
 
 def _describe_evaluation(config: AnyConfig) -> str:

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 from whence.advice import give_advice
 from whence.experiments.rl.arms import ARMS
 from whence.report import figures
+from whence.report.explorer.opening import read_table
 from whence.runs import RunDirectory, Table
 
 Runs: TypeAlias = Mapping[tuple[str, int | None], RunDirectory]
@@ -27,9 +28,14 @@ _GROUP_HEADINGS = {"effective": "settings in effect"}
 """Headings of groups of facts, if another one than their key in config.json."""
 
 
-def read_tables(runs: Runs) -> Tables:
-    """Return each table of all runs; without rows if no run has any."""
-    return {name: _concatenate(name, runs) for name in get_args(Table)}
+def read_tables(runs: Runs, notes: list[str] | None = None) -> Tables:
+    """Return each table of all runs; without rows if no run has any.
+
+    Args:
+        runs: the runs.
+        notes: gets a sentence for each table that cannot be read.
+    """
+    return {name: _concatenate(name, runs, notes) for name in get_args(Table)}
 
 
 def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
@@ -91,7 +97,7 @@ def gather_advice(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
     for (arm, seed), run in runs.items():
         arm_data = ARMS.get(str(run.config.get("arm")))  # None for a run of a script
         config = run.config if arm_data is None else {**run.config, "method": arm_data.method}
-        for one in give_advice(run.table("metrics"), config):
+        for one in give_advice(read_table(run, "metrics"), config):
             places = texts.setdefault(one.kind, {}).setdefault(one.text, {})
             places.setdefault((arm, one.round), []).extend([] if seed is None else [str(seed)])
     return {
@@ -137,9 +143,10 @@ def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[
     ]
 
 
-def _concatenate(name: Table, runs: Runs) -> pl.DataFrame:
+def _concatenate(name: Table, runs: Runs, notes: list[str] | None) -> pl.DataFrame:
+    tables = [(arm, read_table(run, name, notes)) for (arm, _), run in runs.items()]
     # Adding an arm to a table without columns would make a row.
-    parts = [run.table(name).with_columns(arm=pl.lit(arm)) for (arm, _), run in runs.items() if run.table(name).height]
+    parts = [table.with_columns(arm=pl.lit(arm)) for arm, table in tables if table.height]
     return pl.concat(parts, how="diagonal_relaxed") if parts else pl.DataFrame()
 
 

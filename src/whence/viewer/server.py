@@ -1,0 +1,89 @@
+"""Uvicorn on loopback."""
+
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+import uvicorn
+
+from whence.errors import WhenceError
+from whence.report.explorer import ExploredRun
+from whence.report.explorer.detail import CONTINUATIONS
+from whence.viewer.app import make_app
+from whence.viewer.guard import check_loopback
+
+THREADS = 1
+"""Torch's threads: training that goes on next to the page keeps the other cores."""
+
+
+def serve(
+    runs: Sequence[ExploredRun],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    continuations: int = CONTINUATIONS,
+    on_start: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve the page of some runs until Ctrl-C.
+
+    Args:
+        runs: in the order of their numbers on the page.
+        host: this machine's own address.
+        port: 0 picks a free one.
+        continuations: rollouts by which an opened record's advantage is measured.
+        on_start: called with the page's address once it answers.
+
+    Raises:
+        WhenceError: the host is not this machine's own, or the port is taken.
+    """
+    host = check_loopback(host)
+    listener = _listen(host, port)
+    torch.set_num_threads(THREADS)
+    config = uvicorn.Config(
+        make_app(runs, continuations=continuations),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        timeout_graceful_shutdown=2,
+    )
+    shown = f"[{host}]" if ":" in host else host
+    server = _Server(config, lambda: on_start(f"http://{shown}:{listener.getsockname()[1]}/"))
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:  # Uvicorn ends its requests first, then passes the signal on
+        pass
+    finally:
+        listener.close()
+
+
+class _Server(uvicorn.Server):
+    """A server that says when it answers."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then call back."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_start()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as refusal:
+        listener.close()
+        raise WhenceError(
+            f"{host}:{port} cannot be listened to: {refusal.strerror}. Choose another --port; 0 picks a free one."
+        ) from None
+    listener.listen(128)
+    return listener

@@ -1,0 +1,475 @@
+import base64
+import gzip
+import json
+import os
+import shutil
+
+import numpy as np
+import polars as pl
+import pytest
+
+from whence.errors import RunDirectoryError, WhenceError
+from whence.report import write_run_report
+from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, file, query_records
+from whence.report.explorer import detail as details
+from whence.report.explorer.frames import BEFORE, WIDTH, choose_steps, encode_frames
+from whence.report.explorer.rounds import ROWS, build_strip, order_strip
+from whence.report.explorer.trust import describe_trust, is_significant
+from whence.runs import RunDirectory
+
+HOSTILE = "</script><script>alert(1)</script>\u202e\u2028"
+
+
+def table_of(n=60, **columns):
+    """Six episodes of ten steps; record i scores (7i mod n) - n/2, with error 10."""
+    ids = np.arange(n)
+    scores = (7 * ids % n - n / 2).astype(np.float32)
+    keep = scores >= -n / 4
+    table = {"record_id": ids, "env_index": 0 * ids, "episode_id": ids // 10, "step": ids % 10, "action": ids % 4}
+    table |= {name: (ids / 7).astype(np.float32) for name in ("log_prob", "value", "advantage", "return")}
+    table |= {"reward": np.ones(n, dtype=np.float32), "observation": np.stack([ids, -ids], axis=1).astype(np.float32)}
+    table |= {"score": scores, "error": np.full(n, 10.0), "keep": keep}
+    table |= {"weight": keep.astype(np.float32), "reason": [None if kept else "too low" for kept in keep]}
+    table |= columns
+    return pl.DataFrame({name: column for name, column in table.items() if column is not None})
+
+
+def run_of(path, table=None, config=None, rounds=(1,)):
+    directory = RunDirectory.create(path, config or {"env": "Some-v0", "arm": "iif", "seed": 3, "rounds": 2})
+    for number in rounds:
+        directory.write_round("records", number, table_of() if table is None else table)
+        directory.append("metrics", {"round": number, "episode_return": 1.0 * number, "dropped_share": 0.25})
+    return ExploredRun(path)
+
+
+@pytest.fixture
+def lake(tmp_path):
+    return run_of(tmp_path / "lake")
+
+
+def plain(value):
+    """Fail unless a value is JSON."""
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+class TestPageObject:
+    def test_a_run(self, lake):
+        page = plain(describe_runs([lake], mode="served"))
+        (run,) = page["runs"]
+        assert (page["mode"], page["kind"]) == ("served", "steps")
+        assert (run["label"], run["planned"], run["finished"], run["rounds"]) == ("iif, seed 3", 2, False, [1])
+        assert run["series"] == {"episode_return": [1.0], "dropped_share": [0.25]}
+        keys = [column["key"] for column in run["columns"]]
+        assert keys[:4] == ["record_id", "score", "error", "keep"]
+        assert {column["kind"] for column in run["columns"]} <= {"score", "error", "keep", "reason", "text", "number"}
+
+    def test_a_round_that_is_written_meanwhile(self, lake):
+        lake.directory.write_round("records", 2, table_of())
+        (run,) = describe_runs([lake], mode="served")["runs"]
+        assert (run["rounds"], run["finished"]) == ([1, 2], True)
+        assert run["series"]["episode_return"] == [1.0, None]  # its metrics come after its training
+
+    def test_a_run_without_a_plan_is_finished_when_nothing_changes(self, tmp_path):
+        run = run_of(tmp_path / "lake", config={"rule": "IIF(drop=0.5)"})
+        assert not run.is_finished()
+        os.utime(tmp_path / "lake" / "records" / "round_00001.parquet", (0, 0))
+        assert run.is_finished()
+
+    def test_language_models_have_responses(self, tmp_path):
+        table = pl.DataFrame(
+            {"record_id": [0, 1], "prompt": ["2+2=", HOSTILE], "response": ["4", "5"], "score": [1.0, -1]}
+        )
+        run = run_of(tmp_path / "sums", table, {"kind": "language"})
+        page = describe_runs([run], mode="served")
+        assert page["kind"] == "responses"
+        assert [column["key"] for column in page["runs"][0]["columns"]] == ["record_id", "score", "prompt", "response"]
+        shown = plain(build_round(run, 1))
+        assert [moment["record"] for moment in shown["worst"]] == [1]
+        assert (shown["groups"], shown["changed"]) == ({}, [])
+        opened = plain(build_detail(run, 1, 1))
+        assert (opened["prompt"], opened["response"], opened["frames"]) == (HOSTILE, "5", None)
+
+
+class TestRound:
+    def test_the_strip_is_in_time_order(self, tmp_path):
+        run = run_of(tmp_path / "lake", table_of().sample(fraction=1, shuffle=True, seed=0))
+        shown = plain(build_round(run, 1))
+        strip = shown["strip"]
+        assert strip["record_ids"] == list(range(60))
+        assert strip["scores"] == table_of()["score"].to_list()
+        assert strip["dropped"] == [int(not keep) for keep in table_of()["keep"]]
+        assert [(e["id"], e["start"], e["length"], e["first_step"], e["return"]) for e in strip["episodes"]] == [
+            (k, 10 * k, 10, 0, 10.0) for k in range(6)
+        ]
+
+    def test_moments_from_either_end(self, lake):
+        shown = plain(build_round(lake, 1, rows=True))
+        assert shown["worst"][0]["score"] == -30
+        assert shown["best"][0]["score"] == 29
+        assert shown["worst"][0] | {"record": 0, "significant": True, "framed": False} == shown["worst"][0]
+        assert all(a["score"] <= b["score"] for a, b in zip(shown["worst"], shown["worst"][1:], strict=False))
+        assert len(shown["rows"]) <= ROWS
+        assert shown["groups"]["action"][0].keys() == {
+            *("group", "records", "mean", "error", "share_negative", "dropped_share")
+        }
+
+    def test_a_round_without_scores_that_cannot_be_scored_says_why(self, tmp_path):
+        run = run_of(tmp_path / "lake", table_of(score=None, error=None))
+        shown = plain(build_round(run, 1))
+        assert (shown["scored"], shown["worst"], shown["trust"]) == (False, [], [])
+        assert any("scoring it now failed" in note for note in shown["notes"])
+
+    def test_numbers_that_are_not_finite_are_null(self, tmp_path):
+        odd = np.array([np.nan, np.inf, -np.inf] * 20, dtype=np.float32)
+        run = run_of(tmp_path / "lake", table_of(score=odd, value=odd, advantage=odd, error=odd, reward=odd))
+        shown = plain(build_round(run, 1, rows=True))
+        assert set(shown["strip"]["scores"]) == {None}
+        plain(build_detail(run, 1, 4, frames=False, continuations=0))
+        plain(query_records(run, 1))
+
+    def test_a_large_round_shows_the_episodes_of_its_moments(self, monkeypatch):
+        monkeypatch.setattr("whence.report.explorer.rounds.STRIP", 20)
+        from whence.moments import find_moments
+
+        table = table_of()
+        moments = find_moments(table, lowest=True, most=1)
+        assert set(order_strip(table, moments)["episode_id"]) == {moments[0].episode_id}
+
+    def test_a_round_that_changed_is_read_again(self, lake):
+        assert build_round(lake, 1)["records"] == 60
+        lake.directory.write_round("records", 1, table_of(30))
+        assert build_round(lake, 1)["records"] == 30
+
+    def test_a_round_that_is_not_there(self, lake):
+        with pytest.raises(RunDirectoryError, match="Round 9 is not there"):
+            build_round(lake, 9)
+
+    def test_empty_strips(self):
+        assert build_strip(table_of().head(0)) == {"episodes": [], "record_ids": [], "scores": [], "dropped": []}
+
+
+class TestQuery:
+    def ids(self, run, **query):
+        return [row["record_id"] for row in query_records(run, 1, **query)["data"]]
+
+    def test_pages_in_order(self, lake):
+        order = table_of().sort("score", "record_id")["record_id"].to_list()
+        assert self.ids(lake, size=25) == order[:25]
+        assert self.ids(lake, size=25, page=3) == order[50:]
+        assert self.ids(lake, size=25, page=4) == []
+        answer = plain(query_records(lake, 1, size=25))
+        assert (answer["last_page"], answer["last_row"]) == (3, 60)
+
+    def test_sorted_by_another_column(self, lake):
+        assert self.ids(lake, sort="record_id", descending=True, size=3) == [59, 58, 57]
+        assert self.ids(lake, sort="reason", size=2) == table_of().filter(~pl.col("keep"))["record_id"].to_list()[:2]
+        assert len(self.ids(lake, sort="observation")) == 50
+
+    @pytest.mark.parametrize(
+        ("filters", "expected"),
+        [
+            ([("score", "<-28")], pl.col("score") < -28),
+            ([("score", ">= 27"), ("action", "1")], (pl.col("score") >= 27) & (pl.col("action") == 1)),
+            ([("step", "3")], pl.col("step") == 3),
+            ([("keep", "dropped")], ~pl.col("keep")),
+            ([("keep", "kept")], pl.col("keep")),
+            ([("reason", "TOO")], ~pl.col("keep")),
+            ([("value", "0.14")], pl.col("record_id") == 1),
+            ([("observation", "-59.0")], pl.col("record_id") == 59),
+        ],
+    )
+    def test_filters(self, lake, filters, expected):
+        wanted = table_of().filter(expected)["record_id"].to_list()
+        assert sorted(self.ids(lake, filters=filters)) == sorted(wanted)
+
+    @pytest.mark.parametrize("text", [".*", "(", "\\", "%", "' OR 1=1"])
+    def test_what_is_searched_for_is_no_pattern(self, lake, text):
+        assert self.ids(lake, search=text) == []
+
+    def test_search(self, lake):
+        assert {59} <= set(self.ids(lake, search="59"))
+        assert len(self.ids(lake, search="too LOW")) == (~table_of()["keep"]).sum()
+
+    @pytest.mark.parametrize(
+        "query",
+        [{"sort": "nope"}, {"page": 0}, {"size": 501}, {"filters": [("score", "many")]}, {"filters": [("keep", "x")]}],
+    )
+    def test_questions_without_a_meaning_are_refused(self, lake, query):
+        with pytest.raises(WhenceError):
+            query_records(lake, 1, **query)
+
+    def test_hostile_text_stays_json(self, tmp_path):
+        run = run_of(tmp_path / "lake", table_of(reason=[HOSTILE] * 60))
+        assert plain(query_records(run, 1))["data"][0]["reason"] == HOSTILE
+
+    def test_labels_are_searched_for_and_shown(self, lake, monkeypatch):
+        monkeypatch.setattr(ExploredRun, "labels", lambda self: ["nothing", "left", "main", "right"])
+        shown = query_records(lake, 1, filters=[("action", "MAI")])["data"]
+        assert {row["action"] for row in shown} == {"main"}
+        assert len(shown) == 15
+
+
+class TestDetail:
+    def test_what_surrounds_a_record(self, lake):
+        detail = plain(build_detail(lake, 1, 13, frames=False, continuations=0))
+        assert (detail["episode"], detail["step"], detail["action"]) == (1, 3, "1")
+        window = detail["window"]
+        assert window["record_ids"] == list(range(10, 20))
+        assert window["steps"] == list(range(10))
+        assert {len(values) for values in window.values()} == {10}
+        assert [entry["value"] for entry in detail["state"]] == [13.0, -13.0]
+        assert detail["targets"][0]["significant"] is is_significant(detail["targets"][0]["score"], 10.0)
+
+    def test_what_cannot_be_replayed_says_why(self, lake):
+        detail = plain(build_detail(lake, 1, 13))
+        assert detail["frames"] is None
+        assert detail["frames_note"].startswith("No frames: ")
+        assert detail["mc_advantage"] is None
+        assert detail["mc_text"].startswith("Not measured by fresh rollouts: ")
+
+    def test_a_record_that_is_not_there(self, lake):
+        with pytest.raises(RunDirectoryError, match="has no record 99"):
+            build_detail(lake, 1, 99)
+
+
+class Replay:
+    """A replay with a frame for each of its steps."""
+
+    def __init__(self, steps, mismatch=None):
+        self.frames = {step: np.full((40, 600, 3), step, dtype=np.uint8) for step in steps}
+        self.mismatch, self.source = mismatch, "replayed"
+
+
+class TestFrames:
+    def test_steps_around_a_face(self):
+        assert choose_steps(3) == [0, 1, 2, 3, 4, 5, 6]
+        assert len(choose_steps(100)) == 12
+        assert choose_steps(100)[BEFORE] == 100
+
+    def test_frames_are_small_pictures(self):
+        from PIL import Image
+
+        frame = np.random.default_rng(0).integers(0, 255, (400, 600, 3), dtype=np.uint8)
+        (image,), width, height = encode_frames([frame])
+        assert (width, height) == (WIDTH, 200)
+        data = base64.b64decode(image.removeprefix("data:image/webp;base64,"))
+        import io
+
+        assert Image.open(io.BytesIO(data)).size == (WIDTH, 200)
+
+    def test_each_episode_is_replayed_once_for_all_its_moments(self, tmp_path, monkeypatch):
+        scores = np.zeros(60, dtype=np.float32)
+        scores[[11, 14, 17]] = -1
+        scores[[31, 34, 37]] = 1
+        scores[51] = -0.5
+        lake = run_of(tmp_path / "lake", table_of(score=scores))
+        asked = []
+
+        def replay(run, episode, *, env, frames, last_step):
+            asked.append((episode, sorted(frames)))
+            return Replay(frames)
+
+        monkeypatch.setattr("whence.report.explorer.parts.replay_episode", replay)
+        (embedded,) = file.embed_rounds([lake], [[1]])
+        assert [episode for episode, _ in asked] == [1, 3]
+        content = json.loads(gzip.decompress(base64.b64decode(embedded.text)))
+        framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["framed"]]
+        assert len(framed) == 6
+        for moment in framed:
+            frames = content["details"][str(moment["record"])]["frames"]
+            assert frames["steps"][frames["face"]] == moment["step"]
+            assert len(frames["images"]) == len(frames["steps"])
+            assert moment["thumb"].startswith("data:image/webp;base64,")
+        unframed = [d for d in content["details"].values() if d["frames"] is None]
+        assert {d["frames_note"] for d in unframed} == {details.NOT_EMBEDDED.note}
+
+    def test_after_a_mismatch_nothing_is_drawn(self):
+        shown = details.pick_frames(Replay([0, 1], "Step 2 differs."), 3, [0, 1, 2, 3])
+        assert shown == (None, "Step 2 differs.")
+        shown = details.pick_frames(Replay([0, 1], "Step 2 differs."), 1, [0, 1, 2, 3])
+        assert (shown.frames["steps"], shown.note) == ([0, 1], "Step 2 differs.")
+
+    def test_frames_get_smaller_until_the_round_fits(self, lake, monkeypatch):
+        generator = np.random.default_rng(0)
+
+        def replay(run, episode, *, env, frames, last_step):
+            shown = Replay(frames)
+            shown.frames = {s: generator.integers(0, 255, (90, 600, 3), dtype=np.uint8) for s in frames}
+            return shown
+
+        monkeypatch.setattr("whence.report.explorer.parts.replay_episode", replay)
+        (large,) = file.embed_rounds([lake], [[1]])
+        (small,) = file.embed_rounds([lake], [[1]], budget=1000)
+        assert len(small.text) < 0.5 * len(large.text)
+
+
+class TestTrust:
+    def lines(self, run, table=None):
+        return describe_trust(run.directory, 1, table_of() if table is None else table)
+
+    def test_without_counterfactuals_it_says_how_to_make_them(self, lake):
+        assert self.lines(lake)[0]["level"] == "unknown"
+        assert "--record-rounds 1" in self.lines(lake)[0]["text"]
+        assert "whence counterfactual" in self.lines(lake)[0]["text"]
+
+    @pytest.mark.parametrize(("lds", "level"), [(0.93, "good"), (0.5, "fair"), (0.1, "poor"), (None, "unknown")])
+    def test_the_measured_lds(self, lake, lds, level):
+        row = {"score": "snapshot", "truth": "recorded", "outcome": "target", "lds": lds, "low": 0.0, "high": 1.0}
+        other = row | {"outcome": "surrogate", "lds": -1.0}
+        path = lake.directory.path / "counterfactual" / "round_00001.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps({"rows": [other | {"score": "random"}, other, row]}))
+        assert self.lines(lake)[0]["level"] == level
+        assert lds is None or f"{lds:.2f}" in self.lines(lake)[0]["text"]
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": []}', '{"rows": [3]}', '{"rows": [{"score": "x"}]}'])
+    def test_a_file_of_something_else(self, lake, text):
+        path = lake.directory.path / "counterfactual" / "round_00001.json"
+        path.parent.mkdir()
+        path.write_text(text)
+        assert self.lines(lake)[0]["level"] == "unknown"
+
+    def test_the_share_beyond_two_errors(self, lake):
+        share = (table_of()["score"].abs() > 20).mean()
+        assert self.lines(lake)[1] == {
+            "level": "good",
+            "text": f"{share:.0%} of the scores are further from 0 than two of their standard errors.",
+        }
+        assert self.lines(lake, table_of(error=np.full(60, 1e6)))[1]["level"] == "poor"
+        assert self.lines(lake, table_of(error=None))[1]["level"] == "unknown"
+
+    def test_adam_is_named(self, tmp_path):
+        run = run_of(tmp_path / "lake", config={"optimizer": "Adam"})
+        assert "Adam" in self.lines(run)[-1]["text"]
+        assert len(self.lines(run_of(tmp_path / "other", config={"optimizer": "SGD"}))) == 2
+
+
+def break_records(path):
+    (path / "records" / "round_00001.parquet").write_bytes(b"PAR1 no more")
+
+
+def break_metrics(path):
+    (path / "metrics.parquet").write_bytes(b"")
+
+
+def truncate_records(path):
+    file = path / "records" / "round_00002.parquet"
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def remove_config(path):
+    (path / "config.json").unlink()
+
+
+def break_config(path):
+    (path / "config.json").write_text("{")
+
+
+def replace_config(path):
+    (path / "config.json").write_text('{"name": "a package", "version": 3}')
+
+
+def make_config_a_list(path):
+    (path / "config.json").write_text('{"format": "whence-run", "version": 2, "config": [1], "versions": {}}')
+
+
+def remove_records(path):
+    shutil.rmtree(path / "records")
+
+
+def write_foreign_records(path):
+    pl.DataFrame({"x": ["a", "b"], "score": ["high", "low"], "keep": ["y", "n"], "step": [[1], [2]]}).write_parquet(
+        path / "records" / "round_00001.parquet"
+    )
+
+
+def write_texts_for_numbers(path):
+    table_of(episode_id=[f"e{k}" for k in range(60)], advantage=["x"] * 60, action=["left"] * 60).write_parquet(
+        path / "records" / "round_00001.parquet"
+    )
+
+
+def write_empty_records(path):
+    table_of().head(0).write_parquet(path / "records" / "round_00001.parquet")
+
+
+def write_nulls(path):
+    table_of().with_columns(pl.lit(None).alias(n) for n in table_of().columns).write_parquet(
+        path / "records" / "round_00001.parquet"
+    )
+
+
+def write_only_ids(path):
+    pl.DataFrame({"record_id": [5]}).write_parquet(path / "records" / "round_00001.parquet")
+
+
+def write_foreign_metrics(path):
+    pl.DataFrame({"round": ["one"], "dropped_share": ["much"], "q50": [[1]]}).write_parquet(path / "metrics.parquet")
+
+
+def write_metrics_without_rounds(path):
+    pl.DataFrame({"loss": [1.0]}).write_parquet(path / "metrics.parquet")
+
+
+def make_a_directory_of_a_table(path):
+    (path / "metrics.parquet").unlink()
+    (path / "metrics.parquet").mkdir()
+
+
+def leave_temporary_files(path):
+    (path / "records" / ".round_00003.parquet.17.tmp").write_bytes(b"half")
+
+
+def make_repeated_ids(path):
+    table_of(record_id=np.zeros(60, dtype=np.int64)).write_parquet(path / "records" / "round_00001.parquet")
+
+
+def change_settings(path):
+    document = json.loads((path / "config.json").read_text())
+    document["config"] |= {"rounds": "many", "env": 7, "seed": [1], "target": {"a": 1}, "hyperparameters": "none"}
+    (path / "config.json").write_text(json.dumps(document))
+
+
+BREAKAGES = [
+    *(break_records, break_metrics, truncate_records, remove_config, break_config, replace_config, make_config_a_list),
+    *(remove_records, write_foreign_records, write_texts_for_numbers, write_empty_records, write_nulls, write_only_ids),
+    *(write_foreign_metrics, write_metrics_without_rounds, make_a_directory_of_a_table, leave_temporary_files),
+    *(make_repeated_ids, change_settings),
+]
+
+
+class TestBroken:
+    @pytest.mark.parametrize("damage", BREAKAGES)
+    @pytest.mark.parametrize("kind", ["steps", "language"])
+    def test_what_there_is_is_shown(self, tmp_path, damage, kind):
+        config = {"kind": "language", "rounds": 5} if kind == "language" else None
+        run_of(tmp_path / "lake", rounds=(1, 2), config=config)
+        damage(tmp_path / "lake")
+        run = ExploredRun(tmp_path / "lake")
+        page = plain(describe_runs([run], mode="served"))
+        for number in page["runs"][0]["rounds"]:
+            shown = plain(build_round(run, number, rows=True))
+            if shown["records"] == 0 and damage is not write_empty_records:
+                assert shown["notes"]
+            for record in shown["strip"]["record_ids"][:2]:
+                if record is not None:
+                    plain(build_detail(run, number, record))
+            if shown["records"]:
+                plain(query_records(run, number, search="a"))
+        write_run_report(run, tmp_path / "page.html")
+        assert (tmp_path / "page.html").stat().st_size > 10_000
+
+    @pytest.mark.parametrize("damage", [break_records, truncate_records])
+    def test_a_damaged_round_has_a_note(self, tmp_path, damage):
+        run_of(tmp_path / "lake", rounds=(1, 2))
+        damage(tmp_path / "lake")
+        run = ExploredRun(tmp_path / "lake")
+        notes = [note for number in (1, 2) for note in build_round(run, number)["notes"]]
+        assert any("cannot be read as Parquet" in note for note in notes)
+
+    def test_a_directory_of_something_else_is_refused(self, tmp_path):
+        (tmp_path / "notes.txt").write_text("hello")
+        with pytest.raises(RunDirectoryError, match=r"holds no config\.json"):
+            ExploredRun(tmp_path)
+        with pytest.raises(RunDirectoryError):
+            ExploredRun(tmp_path / "nowhere")

@@ -1,0 +1,278 @@
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from test_explorer import HOSTILE, run_of, table_of
+from whence.errors import WhenceError
+from whence.report.explorer import ExploredRun
+from whence.viewer.guard import check_loopback, split_host
+from whence.viewer.server import serve
+
+
+class Server:
+    """A server in a thread, and requests as they are written."""
+
+    def __init__(self, runs):
+        self.started = threading.Event()
+        self.url = None
+        self.thread = threading.Thread(target=serve, args=(runs,), kwargs={"on_start": self._start}, daemon=True)
+        self.thread.start()
+        assert self.started.wait(20)
+        self.port = int(self.url.rstrip("/").rpartition(":")[2])
+
+    def _start(self, url):
+        self.url = url
+        self.started.set()
+
+    def request(self, path, method="GET", host=None, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.putrequest(method, path, skip_host=True)
+        if host is not False:
+            connection.putheader("Host", f"127.0.0.1:{self.port}" if host is None else host)
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        response = connection.getresponse()
+        body = response.read()
+        connection.close()
+        return response, body
+
+    def get(self, path, **headers):
+        response, body = self.request(path, **headers)
+        assert response.status == 200, body
+        return json.loads(body)
+
+    def status(self, path, *args, **headers):
+        response, body = self.request(path, *args, **headers)
+        assert b"Traceback" not in body
+        if response.status >= 400 and response.getheader("content-type") == "application/json" and body:
+            assert set(json.loads(body)) == {"error"}
+        return response.status
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs")
+    run_of(path / "lake", table_of(reason=[HOSTILE] * 60))
+    run_of(path / "other")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(path):
+    return Server([ExploredRun(path / "lake"), ExploredRun(path / "other", "the other")])
+
+
+class TestRoutes:
+    def test_the_page(self, server):
+        response, body = server.request("/")
+        assert response.status == 200
+        assert response.getheader("content-type").startswith("text/html")
+        assert b'"mode":"served"' in body
+        assert b'id="round-0-1"' not in body
+
+    def test_runs_rounds_records_and_figures(self, server):
+        page = server.get("/api/page")
+        assert [run["label"] for run in page["runs"]] == ["iif, seed 3", "the other"]
+        assert server.get("/api/runs/1/rounds/1")["records"] == 60
+        grid = server.get("/api/runs/1/rounds/1/records?page=2&size=7&sort=step&dir=desc&filter=score:<0&search=lo")
+        assert grid.keys() == {"last_page", "last_row", "data"}
+        assert server.get("/api/runs/0/rounds/1/records/17")["record"] == 17
+        assert server.get("/api/figures")[0].keys() == {"title", "about", "figure"}
+
+    def test_hostile_text_stays_json(self, server):
+        response, body = server.request("/api/runs/0/rounds/1/records?size=1")
+        assert response.getheader("content-type") == "application/json"
+        assert response.getheader("x-content-type-options") == "nosniff"
+        assert json.loads(body)["data"][0]["reason"] == HOSTILE
+
+    def test_a_run_that_grows(self, path, server):
+        run = run_of(path / "growing")
+        live = Server([run])
+        assert live.get("/api/page")["runs"][0]["rounds"] == [1]
+        run.directory.write_round("records", 2, table_of(20))
+        assert live.get("/api/page")["runs"][0]["rounds"] == [1, 2]
+        assert live.get("/api/runs/0/rounds/2")["records"] == 20
+
+    def test_a_damaged_round_does_not_end_the_server(self, path):
+        run = run_of(path / "broken")
+        (path / "broken" / "records" / "round_00001.parquet").write_bytes(b"PAR1")
+        live = Server([run])
+        assert live.get("/api/runs/0/rounds/1")["notes"]
+        assert live.status("/api/runs/0/rounds/1/records") == 404
+        assert live.status("/api/runs/0/rounds/1/records/1") == 404
+        assert live.status("/") == 200
+
+    def test_a_failure_is_a_sentence(self, path, monkeypatch):
+        live = Server([run_of(path / "failing")])
+        monkeypatch.setattr("whence.viewer.app.build_round", lambda run, number: 1 / 0)
+        assert live.status("/api/runs/0/rounds/1") == 503
+        assert live.status("/api/page") == 200
+
+    def test_ten_readers_at_once(self, server):
+        statuses = []
+        readers = [
+            threading.Thread(target=lambda: statuses.append(server.status("/api/runs/1/rounds/1"))) for _ in range(10)
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        assert statuses == [200] * 10
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("address", "status"),
+        [
+            ("/api/runs/2/rounds/1", 404),
+            ("/api/runs/-1/rounds/1", 400),
+            ("/api/runs/0/rounds/9", 404),
+            ("/api/runs/0/rounds/1/records/999", 404),
+            ("/api/runs/0/rounds/1e3", 400),
+            ("/api/runs/0/rounds/%EF%BC%91", 400),
+            ("/api/runs/0/rounds/99999999999999999999", 400),
+            ("/api/runs/0/rounds/1/records?sort=__class__", 400),
+            ("/api/runs/0/rounds/1/records?dir=up", 400),
+            ("/api/runs/0/rounds/1/records?page=0", 400),
+            ("/api/runs/0/rounds/1/records?size=100000", 400),
+            ("/api/runs/0/rounds/1/records?filter=score:many", 400),
+            ("/api/runs/../rounds/1", 400),
+            ("/api/runs/0/rounds/..%2f..%2f1", 404),
+            ("/api/runs/0/rounds/%00", 400),
+            ("/../../etc/passwd", 404),
+            ("/%2e%2e/config.json", 404),
+            ("//etc/passwd", 404),
+            ("/config.json", 404),
+            ("/assets/../page.py", 404),
+            ("/api/page/", 404),
+            ("/docs", 404),
+        ],
+    )
+    def test_addresses(self, server, address, status):
+        assert server.status(address) == status
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            *("evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", "127.0.0.1:1", "127.0.0.1", ""),
+            *("127.0.0.1:{port}@evil.example", "evil@127.0.0.1:{port}", "127.0.0.1:{port}/x", "[::1", "0.0.0.0:{port}"),
+            *("localhost.:{port}", "2130706433:{port}", "127.0.0.1:{port}, evil.example"),
+        ],
+    )
+    def test_other_hosts(self, server, host):
+        assert server.status("/api/page", host=host.format(port=server.port)) == 421
+        assert server.status("/", host=host.format(port=server.port)) == 421
+
+    @pytest.mark.parametrize("host", ["127.0.0.1:{port}", "localhost:{port}", "LOCALHOST:{port}", "[::1]:{port}"])
+    def test_this_machine(self, server, host):
+        assert server.status("/api/page", host=host.format(port=server.port)) == 200
+
+    def test_two_hosts_or_none(self, server):
+        def send(lines):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                text = "\r\n".join(["GET /api/page HTTP/1.1", *lines, "Connection: close", "", ""])
+                connection.sendall(text.encode())
+                return connection.recv(100).split()[1]
+
+        here = f"Host: 127.0.0.1:{server.port}"
+        assert send([here]) == b"200"
+        assert send([here, "Host: evil.example"]) in (b"400", b"421")
+        assert send([]) in (b"400", b"421")
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
+    def test_methods_that_write(self, server, method):
+        response, _ = server.request("/api/page", method)
+        assert response.status == 405
+        assert response.getheader("allow") == "GET, HEAD"
+        assert response.getheader("access-control-allow-origin") is None
+
+    def test_head(self, server):
+        response, body = server.request("/api/page", "HEAD")
+        assert (response.status, body) == (200, b"")
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            *({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "http://127.0.0.1:1"}),
+            *({"Origin": "https://127.0.0.1"}, {"Sec_Fetch_Site": "cross-site"}, {"Sec_Fetch_Site": "same-site"}),
+        ],
+    )
+    def test_other_sites(self, server, headers):
+        assert server.status("/api/page", **headers) == 403
+
+    def test_its_own_page(self, server):
+        origin = f"http://localhost:{server.port}"
+        assert server.status("/api/page", Origin=origin, Sec_Fetch_Site="same-origin") == 200
+        assert server.status("/", Sec_Fetch_Site="cross-site") == 200  # a link that was shared
+
+    def test_security_headers_on_every_answer(self, server):
+        for path, method, host in (
+            ("/", "GET", None),
+            ("/nothing", "GET", None),
+            ("/", "POST", None),
+            ("/", "GET", "x"),
+        ):
+            response, _ = server.request(path, method, host)
+            policy = response.getheader("content-security-policy")
+            assert policy.startswith("default-src 'none';")
+            assert "connect-src 'self'" in policy
+            assert "frame-ancestors 'none'" in policy
+            assert response.getheader("x-content-type-options") == "nosniff"
+            assert response.getheader("referrer-policy") == "no-referrer"
+            assert response.getheader("cache-control") == "no-store"
+            assert response.getheader("server") is None
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.0.0.2"])
+    def test_loopback(self, host):
+        assert check_loopback(host) == host.strip("[]")
+
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", ""])
+    def test_other_hosts_are_refused(self, host):
+        with pytest.raises(WhenceError, match="served to this machine only"):
+            check_loopback(host)
+
+    def test_the_server_checks_its_host(self):
+        with pytest.raises(WhenceError, match="served to this machine only"):
+            serve([], host="192.0.2.1")  # could not be listened to either
+
+    def test_a_port_that_is_taken(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            with pytest.raises(WhenceError, match="cannot be listened to"):
+                serve([], port=taken.getsockname()[1])
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            *(("a:1", ("a", 1)), ("[::1]:80", ("::1", 80)), ("A", ("a", None))),
+            *(("a:b", None), ("a@b", None), ("a/b", None), ("", None), ("a:99999", None)),
+        ],
+    )
+    def test_host_headers(self, text, parts):
+        assert split_host(text) == parts
+
+
+def test_two_million_records_do_not_slow_it(tmp_path):
+    run = run_of(tmp_path / "lake", config={"rounds": 1000, "env": "Some-v0"})
+    source = run.directory.path / "records" / "round_00001.parquet"
+    run.directory.write_round("records", 1, table_of(2000, observation=None))
+    for number in range(2, 1001):
+        (source.parent / f"round_{number:05d}.parquet").hardlink_to(source)
+    live = Server([run])
+    live.get("/api/runs/0/rounds/1")  # imports
+    for path, limit in (
+        ("/api/page", 1),
+        ("/api/runs/0/rounds/777", 1),
+        ("/api/runs/0/rounds/500/records?search=7", 1),
+    ):
+        start = time.perf_counter()
+        live.get(path)
+        assert time.perf_counter() - start < limit, path

@@ -1,4 +1,4 @@
-"""The pages in a browser: what they load, how they look, and what the table of records does."""
+"""The pages in a browser: what they load, and how they and their figures look."""
 
 import os
 import shutil
@@ -50,17 +50,14 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     hostile = {"reason": f"{TURNED} {HOSTILE}", "observation": None, f"observation.{HOSTILE}": np.arange(60) / 7}
     write_run_report(run_of(path / "run", {"env": ENV, "rule": HOSTILE}, (1, 2, 7), **hostile), path / "run.html")
     write_run_report(run_of(path / "empty", {"env": ENV, "hyperparameters": {HOSTILE: ENV}}), path / "empty.html")
-    for table in comparison.path.rglob("runs/*/*/*.parquet"):
-        table.unlink()
-    write_report(comparison, path / "records.html")  # without figures, which take their time
-    return {name: path / f"{name}.html" for name in ("comparison", "run", "empty", "records")}
+    return {name: path / f"{name}.html" for name in ("comparison", "run", "empty")}
 
 
 @contextmanager
-def open_page(browser, path, *, width=1600, colour_scheme="light") -> Iterator:
+def open_page(browser, path, *, width=1600, colour_scheme="light", link="", script="", **options) -> Iterator:
     """The page, with nothing to load from; whatever it complains of, or asks for, fails the test."""
     problems = []
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=colour_scheme)
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=colour_scheme, **options)
 
     def refuse_others(route):
         if route.request.url == path.as_uri():
@@ -70,12 +67,14 @@ def open_page(browser, path, *, width=1600, colour_scheme="light") -> Iterator:
             route.abort()
 
     context.route("**/*", refuse_others)
+    if script:
+        context.add_init_script(script)
     page = context.new_page()
     page.set_default_timeout(10_000)
     page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: problems.append(f"error: {error}"))
     page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.goto(path.as_uri())
+    page.goto(path.as_uri() + link)
     yield page
     assert page.evaluate("window.hacked") is None
     assert problems == []
@@ -85,34 +84,6 @@ def open_page(browser, path, *, width=1600, colour_scheme="light") -> Iterator:
 def luminance(colour) -> float:
     red, green, blue = (float(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(","))
     return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255
-
-
-def table(page) -> list[list[str]]:
-    """The rows of the records table."""
-    return page.eval_on_selector_all(
-        "#records-table tbody tr", "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
-    )
-
-
-def column(page, name) -> list[str]:
-    """A column of the records table, by what its heading says."""
-    return [row[headings(page).index(name)] for row in table(page)]
-
-
-def headings(page) -> list[str]:
-    return page.eval_on_selector_all("#records-table thead th", "all => all.map(one => one.textContent)")
-
-
-def sorts(page) -> dict[str, str]:
-    """The headings that say how the table is sorted."""
-    script = "all => all.map(one => [one.textContent, one.getAttribute('aria-sort')])"
-    return dict(page.eval_on_selector_all("#records-table thead th[aria-sort]", script))
-
-
-@pytest.fixture
-def records(browser, pages) -> Iterator:
-    with open_page(browser, pages["records"]) as page:
-        yield page
 
 
 # Each page is loaded in one colour scheme at one width and in the other at the other, and then changes to the other.
@@ -127,13 +98,17 @@ def test_a_page_is_readable(browser, pages, name, figures, width, colour_schemes
 
 def check_readable(page, figures, width, colour_scheme):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    playwright.expect(page.locator(".figure .main-svg .infolayer")).to_have_count(figures)
+    for figure in page.locator(".figure").all():  # drawn when the reader comes near
+        figure.scroll_into_view_if_needed()
+        playwright.expect(figure.locator(".main-svg .infolayer")).to_have_count(1)
+    assert page.locator(".figure").count() == figures
     ground, ink = page.evaluate("(style => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
     brighter, darker = (ground, ink) if colour_scheme == "light" else (ink, ground)
     assert luminance(brighter) > 0.8
     assert luminance(darker) < 0.2
     soft = page.locator("header p").evaluate("text => getComputedStyle(text).color")
     for figure in page.locator(".figure").all():
+        figure.scroll_into_view_if_needed()
         playwright.expect(figure.locator(".xtick text").first).to_have_css("fill", soft)  # drawn in this scheme
         assert figure.bounding_box()["width"] <= width
         plot, legend = (figure.locator(part) for part in ("rect.nsewdrag", "g.legend"))
@@ -145,6 +120,7 @@ def check_readable(page, figures, width, colour_scheme):
 
 def test_figures_follow_the_preference_when_it_changes(browser, pages):
     with open_page(browser, pages["run"]) as page:
+        page.locator("#figure-0").scroll_into_view_if_needed()
         tick = playwright.expect(page.locator("#figure-0 .xtick text").first)
         soft = page.locator("header p")
         for colour_scheme in ("light", "dark", "light"):
@@ -154,6 +130,7 @@ def test_figures_follow_the_preference_when_it_changes(browser, pages):
 
 def test_no_button_of_a_figure_sends_it_away(browser, pages):
     with open_page(browser, pages["run"]) as page:
+        page.locator("#figure-0").scroll_into_view_if_needed()
         page.locator("#figure-0 rect.nsewdrag").hover()
         buttons = page.locator("#figure-0 .modebar-btn")
         playwright.expect(buttons.first).to_be_visible()
@@ -163,8 +140,10 @@ def test_no_button_of_a_figure_sends_it_away(browser, pages):
 
 def test_an_arm_that_is_switched_off_stays_so_in_other_colours(browser, pages):
     with open_page(browser, pages["comparison"]) as page:
-        last, lines = (page.locator(f"#figure-{number} .scatterlayer .trace") for number in (5, 0))
-        playwright.expect(last.first).to_be_attached()
+        lines = page.locator("#figure-0 .scatterlayer .trace")
+        for number in (5, 0):
+            page.locator(f"#figure-{number}").scroll_into_view_if_needed()
+            playwright.expect(page.locator(f"#figure-{number} .xtick text").first).to_be_attached()
         drawn = lines.count()
         page.locator("#figure-0 .legendtoggle").first.click()
         playwright.expect(lines).to_have_count(drawn - 3)  # a line and both edges of its band
@@ -180,84 +159,6 @@ def test_hostile_text_is_shown_as_text(browser, pages):
         assert page.locator("h1").text_content() == f"{ENV}: {HOSTILE}"
         assert page.title() == f"{ENV}: {HOSTILE} · whence"
         assert page.locator("#facts dd").first.text_content() == ENV
-        assert page.locator("img").count() == 0
-        cell = page.locator("#records-table td.text").first
-        assert f"{HOSTILE}: 0" in cell.get_attribute("title")
-        assert cell.text_content() == cell.get_attribute("title")[:47] + "…"
-        assert any(text.startswith(f"{TURNED} </script>") for text in column(page, "reason"))
-
-
-def test_the_records_stand_from_the_lowest_score_to_the_highest(records):
-    assert records.locator("#records-run option").all_text_contents() == [f"{arm}, seed 0" for arm in PLAIN]
-    assert records.locator("#records-run option:checked").text_content() == f"{PLAIN[1]}, seed 0"
-    assert records.locator("#records-round option:checked").text_content() == "2"
-    assert sorts(records) == {"score": "ascending"}
-    assert [float(score) for score in column(records, "score")] == [*range(-30, -10), *range(10, 30)]
-    assert column(records, "kept")[:16] == ["dropped"] * 15 + ["kept"]
-    assert records.locator("#records-note").text_content() == (
-        "The 20 lowest and the 20 highest scores of 60 records of round 2."
-    )
-
-
-def test_a_heading_sorts_and_then_turns_the_order(records):
-    heading = records.get_by_role("columnheader", name="record", exact=True).get_by_role("button")
-    heading.click()
-    ids = [int(text) for text in column(records, "record")]
-    assert ids == sorted(ids)
-    assert sorts(records) == {"record": "ascending"}
-    heading.click()
-    assert [int(text) for text in column(records, "record")] == ids[::-1]
-    assert sorts(records) == {"record": "descending"}
-
-
-def test_headings_are_reached_and_used_by_the_keyboard(records):
-    records.locator("#records-filter").focus()
-    for _ in range(3):  # the table's own box, which scrolls, then the headings
-        records.keyboard.press("Tab")
-    assert records.evaluate("document.activeElement.textContent") == "score"
-    records.keyboard.press("Enter")
-    assert sorts(records) == {"score": "descending"}
-    records.keyboard.press("Space")
-    assert sorts(records) == {"score": "ascending"}
-
-
-def test_what_is_missing_comes_last_in_either_direction(records):
-    heading = records.get_by_role("columnheader", name="reason").get_by_role("button")
-    for _ in range(2):
-        heading.click()
-        reasons = column(records, "reason")
-        assert (set(reasons[:15]), set(reasons[15:])) == ({"too low"}, {""})
-
-
-def test_a_filter_leaves_the_rows_with_its_text(records):
-    records.fill("#records-filter", "DROPPED")
-    assert column(records, "kept") == ["dropped"] * 15
-    assert records.locator("#records-note").text_content().endswith("The filter leaves 15.")
-    records.fill("#records-filter", "no such text")
-    assert table(records) == [["No record has this text."]]
-    records.fill("#records-filter", "")
-    assert len(table(records)) == 40
-
-
-def test_another_round_and_another_run_show_other_rows(records):
-    observations = set(column(records, "observation"))
-    assert all(text.startswith("0.667, 0.667, ") and text.endswith("…") for text in observations)
-    records.select_option("#records-round", label="1")
-    assert all(text.startswith("0.333, ") for text in column(records, "observation"))
-    assert "of round 1." in records.locator("#records-note").text_content()
-    records.select_option("#records-run", label="ppo, seed 0")
-    assert records.locator("#records-round option:checked").text_content() == "1"
-    assert set(column(records, "score")) == {"–"}
-    assert records.locator("#records-note").text_content() == (
-        "The first 40 of 60 records of round 1. Nothing was scored in this round: the rule needs no influence."
-    )
-
-
-def test_the_records_scroll_in_their_own_box(browser, pages):
-    with open_page(browser, pages["records"], width=390) as page:
-        inner, outer = page.evaluate("(box => [box.scrollWidth, box.clientWidth])(document.querySelector('.tall'))")
-        assert inner > outer
-        assert page.locator("#records").bounding_box()["width"] <= 390
 
 
 def test_an_empty_run_says_so(browser, pages):

@@ -7,9 +7,11 @@ from .crossfitting import attribute_crossfit as attribute_crossfit
 from .errors import InvalidInfluence as InvalidInfluence
 from .errors import InvalidRecords as InvalidRecords
 from .errors import NonFinite as NonFinite
+from .errors import ReplayError as ReplayError
 from .errors import RunDirectoryError as RunDirectoryError
 from .errors import Unsupported as Unsupported
 from .errors import WhenceError as WhenceError
+from .experiments.rl.replaying import replay_episode as replay_episode
 from .heuristics import AdvantageMismatch as AdvantageMismatch
 from .heuristics import TDErrorPriority as TDErrorPriority
 from .influence import Influence as Influence

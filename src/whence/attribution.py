@@ -9,11 +9,12 @@ from types import MappingProxyType
 from typing import TypeAlias, overload
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from whence.engines import Gradient, Problem, record_gradient, solve, target_gradients
 from whence.errors import NonFinite, WhenceError
+from whence.folds import PartialTarget, balance_folds, check_batch_target, standard_errors
 from whence.guards import eval_mode, preserve_rng_state
 from whence.influence import Influence, Provenance
 from whence.objectives import Objective, as_objective
@@ -36,6 +37,7 @@ def attribute(
     chunk_size: int | None = ...,
     memory: int = ...,
     summed: Summed | None = ...,
+    folds: int | None = ...,
 ) -> dict[str, Influence]: ...
 @overload
 def attribute(
@@ -48,6 +50,7 @@ def attribute(
     chunk_size: int | None = ...,
     memory: int = ...,
     summed: Summed | None = ...,
+    folds: int | None = ...,
 ) -> Influence: ...
 def attribute(
     policy: object,
@@ -59,6 +62,7 @@ def attribute(
     chunk_size: int | None = None,
     memory: int = 2**31,
     summed: Summed | None = None,
+    folds: int | None = None,
 ) -> Influence | dict[str, Influence]:
     """Score every record by `<grad target, grad objective_i>` at the present policy (LDA §3.3; snapshot).
 
@@ -79,6 +83,9 @@ def attribute(
         summed: needed if several processes each score a part of the records: a function that takes a gradient, one
             tensor per parameter, and returns its sum over the processes. The processes' targets then add up to the
             quantity to raise.
+        folds: give each score a standard error over so many folds of the target's episodes, such as 8; None: scores
+            have no errors. Scores are the same bits either way. It costs about 3.5 times as much again, and needs a
+            target that reads the scored records, as `Return` does.
 
     Returns:
         The `Influence`: scores (n,) on the CPU in the policy's dtype. For a mapping of targets, a dict of influences.
@@ -87,7 +94,8 @@ def attribute(
         Unsupported: whence cannot read this kind of policy, or it holds a BatchNorm layer in training mode.
         InvalidRecords: `records` is no `RecordBatch`.
         NonFinite: a gradient or score is not finite; the message names record and parameter.
-        WhenceError: a target depends on no parameter, the engine is unknown, or it refuses the policy.
+        WhenceError: a target depends on no parameter, the engine is unknown, or it refuses the policy; or `folds` has
+            too few episodes, a target that reads no records, or several processes.
     """
     check_records(records)
     by_name = dict(target) if isinstance(target, Mapping) else {"": target}
@@ -95,6 +103,9 @@ def attribute(
         raise WhenceError("target is an empty mapping; name at least one target, such as {'return': Return()}.")
     if chunk_size is not None and chunk_size < 1:
         raise WhenceError(f"chunk_size is {chunk_size}; at least one record has to fit into a pass.")
+    if folds is not None and summed is not None:
+        raise WhenceError("Errors of scores are not computed over several processes: leave out folds or summed.")
+    parts = {} if folds is None else _split_targets(by_name, records, folds)
     view, objective = as_view(policy), as_objective(objective)
     targets = [as_target(each) for each in by_name.values()]
     modules = dict(view.module.named_modules())
@@ -119,7 +130,33 @@ def attribute(
         )
         for (name, each), row in zip(by_name.items(), products, strict=True)
     }
+    for name, (fold, fold_targets) in parts.items():
+        by_fold = attribute(
+            policy,
+            records,
+            target=fold_targets,
+            objective=objective,
+            engine=engine,
+            chunk_size=chunk_size,
+            memory=memory,
+        )
+        scores = torch.stack([influence.scores for influence in by_fold.values()])
+        errors = standard_errors(influences[name].scores, scores, fold)
+        influences[name] = replace(influences[name], errors=errors)
     return influences if isinstance(target, Mapping) else influences[""]
+
+
+def _split_targets(
+    targets: Mapping[str, Target], records: RecordBatch, folds: int
+) -> dict[str, tuple[Int[Tensor, " n"], dict[str, Target]]]:
+    """Return for each target the fold of each record, and the target on each fold's records by the fold's number."""
+    checked = {name: check_batch_target(as_target(target)) for name, target in targets.items()}
+    fold = balance_folds(records, folds)
+    positions = [(fold == number).nonzero().flatten() for number in range(int(fold.max()) + 1)]
+    return {
+        name: (fold, {str(number): PartialTarget(target, index) for number, index in enumerate(positions)})
+        for name, target in checked.items()
+    }
 
 
 def _make_problem(

@@ -1,23 +1,19 @@
 """Cross-fitted scores: no record contributes to the target that it is scored by."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from whence.attribution import attribute
 from whence.errors import WhenceError
+from whence.folds import PartialTarget, check_batch_target
 from whence.influence import Influence
 from whence.objectives import Objective
-from whence.policies import Outputs
 from whence.records import RecordBatch, check_records
-from whence.targets import BatchTarget, Return, Target, target_name
-
-if TYPE_CHECKING:
-    from whence.policies import Params, PolicyView
+from whence.targets import Return, Target, target_name
 
 
 def assign_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
@@ -102,30 +98,6 @@ def split_target(target: Target, records: RecordBatch, folds: int) -> tuple[Int[
     Raises:
         WhenceError: the target reads no records; see also `assign_folds`.
     """
-    if not isinstance(target, BatchTarget):
-        raise WhenceError(
-            f"The target {target_name(target)} has no from_outputs, so it does not read the scored records, and none "
-            "can be left out of it. Pass Return(), or a target with from_outputs(outputs, records); or use attribute."
-        )
+    target = check_batch_target(target)
     fold = assign_folds(records, folds)
-    return fold, [_PartialTarget(target, (fold != number).nonzero().flatten()) for number in range(folds)]
-
-
-@dataclass(frozen=True, eq=False)
-class _PartialTarget:
-    """A target on some of the records."""
-
-    target: BatchTarget
-    index: Int[Tensor, " m"]
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset(getattr(self.target, "reads", Outputs._fields))
-
-    def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
-        index = self.index.to(outputs.log_prob.device)
-        part = Outputs(*(None if column is None else column[index] for column in outputs))  # type: ignore[arg-type]
-        return self.target.from_outputs(part, records.take(index))
-
-    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
-        return self.target(view, params, records.take(self.index))
+    return fold, [PartialTarget(target, (fold != number).nonzero().flatten()) for number in range(folds)]

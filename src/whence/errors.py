@@ -24,6 +24,10 @@ class InvalidInfluence(WhenceError):
     """Scores are used with records, or with other scores, that they do not belong to."""
 
 
+class ReplayError(WhenceError):
+    """An episode cannot be played again; the message says what is missing."""
+
+
 class RunDirectoryError(WhenceError):
     """A run directory cannot be read or written, or holds a run of another configuration."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -40,17 +40,23 @@ class Influence:
         scores: (n,) float, on the CPU, in the order of `record_ids`.
         record_ids: (n,) int64.
         provenance: target, objective, engine and why it was chosen, parameters covered, records, versions.
+        errors: (n,) standard errors of the scores, or None; see `folds` of `attribute`.
     """
 
     scores: Float[Tensor, " n"]
     record_ids: Int[Tensor, " n"]
     provenance: Provenance
+    errors: Float[Tensor, " n"] | None = None
 
     def __post_init__(self) -> None:
         if self.scores.shape != self.record_ids.shape or self.scores.ndim != 1:
             raise InvalidInfluence(
                 f"scores have shape {tuple(self.scores.shape)} and record_ids {tuple(self.record_ids.shape)}; "
                 "both need shape (n,), one score per record."
+            )
+        if self.errors is not None and self.errors.shape != self.scores.shape:
+            raise InvalidInfluence(
+                f"errors have shape {tuple(self.errors.shape)} and scores {tuple(self.scores.shape)}; both need (n,)."
             )
 
     def __len__(self) -> int:
@@ -71,6 +77,16 @@ class Influence:
         """Why that engine was chosen."""
         return self.provenance.engine_reason
 
+    def is_significant(self, multiple: float = 2.0) -> Bool[Tensor, " n"]:
+        """Return (n,) whether each score is further from 0 than `multiple` of its standard errors.
+
+        Raises:
+            InvalidInfluence: the scores have no errors.
+        """
+        if self.errors is None:
+            raise InvalidInfluence("These scores have no errors; make them with attribute(..., folds=8).")
+        return self.scores.abs() > multiple * self.errors
+
     def top(self, k: int = 10) -> Self:
         """Return the k records that help most, best first; among equal scores the lower record id comes first."""
         return self._lowest(-self.scores, k)
@@ -83,16 +99,21 @@ class Influence:
         if k < 1:
             raise InvalidInfluence(f"k is {k}; it is a number of records, 1 or more.")
         chosen = argsort_ascending(keys, self.record_ids)[:k]
-        return replace(self, scores=self.scores[chosen], record_ids=self.record_ids[chosen])
+        errors = None if self.errors is None else self.errors[chosen]
+        return replace(self, scores=self.scores[chosen], record_ids=self.record_ids[chosen], errors=errors)
 
     def to_polars(self) -> "pl.DataFrame":
-        """Return a table of `record_id` and `score`. Join it with `RecordBatch.to_polars()` on `record_id`."""
+        """Return a table of `record_id` and `score`, and `error` where there are errors.
+
+        Join it with `RecordBatch.to_polars()` on `record_id`.
+        """
         import polars as pl
 
-        return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": to_numpy(self.scores)})
+        errors = {} if self.errors is None else {"error": to_numpy(self.errors)}
+        return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": to_numpy(self.scores), **errors})
 
     def __add__(self, other: "Influence") -> Self:
-        """Return the influence of the same records on the sum of both targets."""
+        """Return the influence of the same records on the sum of both targets; it has no errors."""
         mine, theirs = self.provenance, other.provenance
         for name in ("records", "objective", "parameters"):
             if getattr(mine, name) != getattr(theirs, name):
@@ -104,11 +125,14 @@ class Influence:
         if not torch.equal(self.record_ids, other.record_ids):
             raise InvalidInfluence("These influences hold different records; add before taking top() or bottom().")
         total = replace(mine, target=f"{mine.target} + {theirs.target}")
-        return replace(self, scores=self.scores + other.scores, provenance=total)
+        # Both errors come from the same episodes, so the sum's does not follow from them.
+        return replace(self, scores=self.scores + other.scores, provenance=total, errors=None)
 
     def save(self, path: str | Path) -> None:
-        """Write scores, ids and provenance to one safetensors file, atomically."""
+        """Write scores, errors, ids and provenance to one safetensors file, atomically."""
         tensors = {"scores": self.scores.contiguous(), "record_ids": self.record_ids.contiguous()}
+        if self.errors is not None:
+            tensors["errors"] = self.errors.contiguous()
         metadata = {
             "format": "whence-influence",
             "version": "1",
@@ -138,7 +162,8 @@ class Influence:
                 )
             provenance = json.loads(metadata["provenance"])
             provenance["parameters"] = tuple(provenance["parameters"])
-            return cls(file.get_tensor("scores"), file.get_tensor("record_ids"), Provenance(**provenance))
+            errors = file.get_tensor("errors") if "errors" in set(file.keys()) else None
+            return cls(file.get_tensor("scores"), file.get_tensor("record_ids"), Provenance(**provenance), errors)
 
     def __repr__(self) -> str:
         about = self.provenance

@@ -1,34 +1,47 @@
-"""Moments: stretches of an episode whose records score alike; and scores by group."""
+"""Moments: stretches of an episode whose records score alike; and groups of records with what they score."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
+
+from whence.errors import WhenceError, suggest
+
+By: TypeAlias = Literal["action", "episode", "region", "reward"]
+
+ALIKE = 0.5
+"""The share of its face's score that a record of a moment has at least."""
+
+_GROUPED = {"group": pl.String, "records": pl.Int64, "mean": pl.Float64, "error": pl.Float64} | dict.fromkeys(
+    ("share_negative", "total", "dropped_share"), pl.Float64
+)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of one episode whose records score alike in sign; its face is the record of the largest |score|.
+    """A stretch of one episode whose records score alike. Its face is the record of the largest |score|.
 
     Attributes:
-        record_id: the face's.
-        episode_id: the episode, or None.
-        env_index: the environment, or None.
-        step: the face's position in the episode, or None.
-        first_step: of the stretch, or None.
-        last_step: of the stretch, or None.
-        records: in the stretch.
-        dropped: of them, those that did not train.
-        score: the face's.
-        error: the score's standard error, or None.
-        total: sum of the stretch's scores.
-        action: the face's.
-        advantage: the face's.
-        value: the face's, or None.
-        return_: the face's, or None.
-        reward: the face's, or None.
-        record_ids: of the stretch, in time order.
+        record_id: the face.
+        episode_id: the episode; None where unknown.
+        env_index: the environment; None where unknown.
+        step: the face's position in the episode, from 0; None where unknown.
+        first_step: the position of the first record; None where unknown.
+        last_step: the position of the last record; None where unknown.
+        records: the number of records.
+        dropped: how many of them did not train.
+        score: the face's score.
+        error: its standard error; None where unknown.
+        total: the sum of the scores.
+        action: the face's action.
+        advantage: the face's, not normalised.
+        value: the face's, as the critic estimated it; None where unknown.
+        return_: the face's target of the value function; None where unknown.
+        reward: the face's; None where unknown.
+        record_ids: all records, in time order.
     """
 
     record_id: int
@@ -43,7 +56,7 @@ class Moment:
     error: float | None
     total: float
     action: Any
-    advantage: float
+    advantage: float | None
     value: float | None
     return_: float | None
     reward: float | None
@@ -51,64 +64,94 @@ class Moment:
 
 
 def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Moment]:
-    """Return the most harmful or the most helpful moments, by the face's score.
+    """Return the moments of the lowest or the highest scores, the most extreme face first.
+
+    Around its face, a moment holds the neighbouring steps of the episode whose scores have the face's sign and at
+    least half its size. No record is in two moments. Records without an episode are a moment each.
 
     Args:
-        records: a round's records, with `record_id` and `score`.
-        lowest: the most harmful ones.
-        most: how many at most.
+        records: a round's table, as in a run directory; without scores there are no moments.
+        lowest: True: moments below 0, the most harmful first; False: moments above 0, the most helpful first.
+        most: the largest number of moments.
     """
-    if "score" not in records.columns:
+    if "score" not in records.columns or records.is_empty() or most < 1:
         return []
-    has_steps = {"episode_id", "step"} <= set(records.columns)
-    keys = [name for name in ("env_index", "episode_id", "step") if name in records.columns] if has_steps else []
-    table = records.sort(*keys, "record_id", nulls_last=True)
-    scores = table["score"].fill_null(0.0).to_numpy().astype(float)
-    episodes = table["episode_id"].fill_null(-1).to_numpy() if has_steps else np.full(len(table), -1)
-    steps = table["step"].fill_null(-1).to_numpy() if has_steps else np.full(len(table), -1)
-    towards = -1.0 if lowest else 1.0
-    taken = np.zeros(len(table), dtype=bool)
+    ordered = sort_by_time(records)
+    scores = ordered["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
+    keys = scores if lowest else -scores
+    stretch = _number_stretches(ordered)
+    candidates = np.flatnonzero(keys < 0)
+    candidates = candidates[np.lexsort((ordered["record_id"].to_numpy()[candidates], keys[candidates]))]
+    is_free = np.ones(len(scores), dtype=bool)
     moments: list[Moment] = []
-    for face in np.argsort(-towards * scores, kind="stable"):
-        if len(moments) == most or towards * scores[face] <= 0:
+    for face in candidates:
+        if len(moments) == most:
             break
-        if taken[face]:
-            continue
-        first = last = int(face)
-        for direction in (-1, 1):
-            at = int(face) + direction
-            while (
-                0 <= at < len(scores)
-                and not taken[at]
-                and episodes[at] == episodes[face] != -1
-                and steps[at] - steps[at - direction] == direction
-                and towards * scores[at] >= 0.5 * abs(scores[face])
-            ):
-                first, last = min(first, at), max(last, at)
-                at += direction
-        taken[first : last + 1] = True
-        moments.append(_make_moment(table[first : last + 1], int(face) - first))
+        if is_free[face]:
+            first, last = _extend(int(face), keys, stretch, is_free)
+            is_free[first : last + 1] = False
+            moments.append(_make_moment(ordered, int(face), first, last))
     return moments
 
 
-def _make_moment(stretch: pl.DataFrame, face: int) -> Moment:
-    row = stretch.row(face, named=True)
-    steps = stretch["step"] if "step" in stretch.columns else pl.Series([None])
-    dropped = int((~stretch["keep"].fill_null(True)).sum()) if "keep" in stretch.columns else 0
+def sort_by_time(records: pl.DataFrame) -> pl.DataFrame:
+    """Return a round's records environment by environment, each in the order of time."""
+    keys = [name for name in ("env_index", "record_id") if name in records.columns]
+    return records.sort(keys) if keys else records
+
+
+def _number_stretches(ordered: pl.DataFrame) -> NDArray[np.int64]:
+    """Return a number for each record that differs where a moment must end: between episodes and environments."""
+    if "episode_id" not in ordered.columns:
+        return np.arange(len(ordered))
+    columns = [
+        ordered[name].cast(pl.Int64).fill_null(-1).to_numpy()
+        for name in ("env_index", "episode_id")
+        if name in ordered.columns
+    ]
+    differs = np.zeros(len(ordered), dtype=bool)
+    for column in columns:
+        differs[1:] |= column[1:] != column[:-1]
+    differs[1:] |= columns[-1][1:] < 0  # an unknown episode joins no neighbour
+    return np.cumsum(differs)
+
+
+def _extend(
+    face: int, keys: NDArray[np.float64], stretch: NDArray[np.int64], is_free: NDArray[np.bool_]
+) -> tuple[int, int]:
+    """Return the positions of a moment's first and last record; `keys` are below 0 where scores have its sign."""
+    level = ALIKE * keys[face]
+
+    def belongs(position: int) -> bool:
+        inside = 0 <= position < len(keys) and stretch[position] == stretch[face]
+        return bool(inside and is_free[position] and keys[position] <= level)
+
+    first = last = face
+    while belongs(first - 1):
+        first -= 1
+    while belongs(last + 1):
+        last += 1
+    return first, last
+
+
+def _make_moment(ordered: pl.DataFrame, face: int, first: int, last: int) -> Moment:
+    stretch = ordered[first : last + 1]
+    row = ordered.row(face, named=True)
+    steps = stretch["step"] if "step" in ordered.columns else None
     return Moment(
         record_id=row["record_id"],
         episode_id=row.get("episode_id"),
         env_index=row.get("env_index"),
         step=row.get("step"),
-        first_step=steps[0],
-        last_step=steps[-1],
+        first_step=None if steps is None else steps[0],
+        last_step=None if steps is None else steps[-1],
         records=len(stretch),
-        dropped=dropped,
-        score=row["score"],
+        dropped=int((~stretch["keep"]).sum()) if "keep" in ordered.columns else 0,
+        score=float(row["score"]),
         error=row.get("error"),
         total=float(stretch["score"].sum()),
         action=row.get("action"),
-        advantage=row.get("advantage") or 0.0,
+        advantage=row.get("advantage"),
         value=row.get("value"),
         return_=row.get("return"),
         reward=row.get("reward"),
@@ -116,31 +159,164 @@ def _make_moment(stretch: pl.DataFrame, face: int) -> Moment:
     )
 
 
-def group_scores(records: pl.DataFrame, by: str, *, labels: list[str] | None = None, most: int = 12) -> pl.DataFrame:
-    """Return mean scores by group, the lowest mean first.
+def group_scores(
+    records: pl.DataFrame,
+    by: By,
+    *,
+    labels: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    most: int = 12,
+) -> pl.DataFrame:
+    """Return what groups of a round's records score, the lowest mean first.
 
     Args:
-        records: a round's records with scores.
-        by: "action" or "episode".
+        records: a round's table, as in a run directory, with scores.
+        by: "action": discrete actions, or the signs of a box's; "episode"; "reward": each distinct reward if there are
+            few, else five bins by sign and size; "region": discrete states, else nine regions: thirds of the two axes
+            of the observation along which the scores vary most.
         labels: names of discrete actions.
-        most: groups at most.
+        names: names of the observation's axes.
+        most: the largest number of groups; those of the largest |total| stay.
+
+    Returns:
+        A row for each group: `group` (text), `records`, `mean` score, `error` (the standard error of the mean, records
+        taken as independent), `share_negative`, `total` and `dropped_share`. No rows if the table lacks what is
+        needed.
+
+    Raises:
+        WhenceError: `by` is unknown.
     """
-    column = {"action": "action", "episode": "episode_id"}[by]
-    key = pl.col(column).cast(pl.String)
-    if by == "action" and labels:
-        key = key.replace({str(index): label for index, label in enumerate(labels)})
-    kept = pl.col("keep") if "keep" in records.columns else pl.lit(True)
-    score = pl.col("score")
-    return (
-        records.group_by(group=key)
+    if by not in get_args(By):
+        raise WhenceError(f"by is {by!r}.{suggest(str(by), get_args(By))}")
+    empty = pl.DataFrame(schema=_GROUPED)
+    if "score" not in records.columns or records.is_empty():
+        return empty
+    groups = {
+        "action": lambda: _name_actions(records, labels),
+        "episode": lambda: _name_episodes(records),
+        "reward": lambda: _name_rewards(records),
+        "region": lambda: _name_regions(records, names),
+    }[by]()
+    if groups is None:
+        return empty
+    score = pl.col("score").cast(pl.Float64)
+    dropped = (~pl.col("keep")).mean() if "keep" in records.columns else pl.lit(0.0)
+    table = (
+        records.with_columns(groups.alias("group"))
+        .group_by("group")
         .agg(
-            records=pl.len(),
+            records=pl.len().cast(pl.Int64),
             mean=score.mean(),
             error=score.std() / pl.len().sqrt(),
             share_negative=(score < 0).mean(),
             total=score.sum(),
-            dropped_share=(~kept).mean(),
+            dropped_share=dropped,
         )
-        .sort("mean")
-        .head(most)
     )
+    largest = table.sort(pl.col("total").abs(), "group", descending=[True, False]).head(most)
+    return largest.sort("mean", "group")
+
+
+def _name_actions(records: pl.DataFrame, labels: Sequence[str] | None) -> pl.Series | None:
+    if "action" not in records.columns:
+        return None
+    actions = records["action"]
+    if not actions.dtype.is_numeric():
+        rows = actions.to_list()
+        return pl.Series("group", [", ".join(f"a{i} {'<' if x < 0 else '≥'} 0" for i, x in enumerate(a)) for a in rows])
+    if actions.dtype.is_float():
+        return pl.Series("group", np.where(actions.to_numpy() < 0, "a0 < 0", "a0 ≥ 0"))
+    return pl.Series("group", [name_action(action, labels) for action in actions.to_list()])
+
+
+def name_action(action: Any, labels: Sequence[str] | None = None) -> str:
+    """Return an action in words: its label if there is one, else its numbers."""
+    if isinstance(action, int) and labels is not None and 0 <= action < len(labels):
+        return labels[action]
+    if isinstance(action, float):
+        return f"{action:.3g}"
+    if isinstance(action, Sequence) and not isinstance(action, str):
+        return ", ".join(name_action(entry) for entry in action)
+    return str(action)
+
+
+def _name_episodes(records: pl.DataFrame) -> pl.Series | None:
+    if "episode_id" not in records.columns:
+        return None
+    return records["episode_id"].cast(pl.String).fill_null("unknown")
+
+
+def _name_rewards(records: pl.DataFrame) -> pl.Series | None:
+    if "reward" not in records.columns:
+        return None
+    rewards = records["reward"].cast(pl.Float64)
+    values = rewards.drop_nulls()
+    if values.n_unique() <= 8:
+        return pl.Series("group", [f"reward {reward:.4g}" if reward is not None else "unknown" for reward in rewards])
+    array = rewards.fill_null(0.0).to_numpy()
+    # Nine tenths of the rewards of a sign are small, the rest are large: events such as a crash or a goal.
+    cuts = {sign: _quantile(sign * array[sign * array > 0], 0.9) for sign in (-1, 1)}
+    low, high = -cuts[-1], cuts[1]
+    conditions = [array < low, array < 0, array == 0, array <= high]
+    texts = [
+        f"large loss, below {low:.3g}",
+        f"small loss, from {low:.3g}",
+        "nothing",
+        f"small gain, to {high:.3g}",
+    ]
+    return pl.Series("group", np.select(conditions, texts, f"large gain, above {high:.3g}"))
+
+
+def _quantile(values: NDArray[np.float64], level: float) -> float:
+    return float(np.quantile(values, level)) if len(values) else 0.0
+
+
+def _name_regions(records: pl.DataFrame, names: Sequence[str] | None) -> pl.Series | None:
+    axes = read_axes(records, names)
+    if not axes:
+        return None
+    if len(axes) == 1 and records["observation"].dtype.is_integer():
+        return pl.Series("group", [f"state {state}" for state in records["observation"].to_list()])
+    scores = records["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
+    binned = {name: _cut_in_thirds(name, values) for name, values in axes.items()}
+    chosen = sorted(binned, key=lambda name: _explained(scores, binned[name][1]), reverse=True)[:2]
+    chosen = [name for name in axes if name in chosen and len(binned[name][0]) > 1]
+    if not chosen:
+        return None
+    parts = [np.asarray(binned[name][0], dtype=object)[binned[name][1]] for name in chosen]
+    return pl.Series("group", [" and ".join(part) for part in zip(*parts, strict=True)])
+
+
+def read_axes(records: pl.DataFrame, names: Mapping[str, str] | Sequence[str] | None = None) -> dict[str, NDArray[Any]]:
+    """Return the numbers of the observations, (n,) each, by axis; "x0", "x1", … without names; none if not stored."""
+    axes: dict[str, NDArray[Any]] = {}
+    for column in records.columns:
+        if column.split(".")[0] != "observation":
+            continue
+        values = np.asarray(records[column].to_numpy()).reshape(len(records), -1)
+        prefix = column.partition(".")[2]
+        for axis in range(values.shape[1]):
+            plain = f"x{axis}" if not prefix else prefix if values.shape[1] == 1 else f"{prefix}[{axis}]"
+            given = names is not None and not prefix and axis < len(names)
+            axes[str(names[axis]) if given else plain] = values[:, axis]  # type: ignore[index]
+    return axes
+
+
+def _cut_in_thirds(name: str, values: NDArray[Any]) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the names of at most three bins of an axis, and each record's bin."""
+    numbers = values.astype(np.float64)
+    low, high = np.quantile(numbers, [1 / 3, 2 / 3])
+    distinct = np.unique(numbers)
+    if len(distinct) <= 3:
+        return [f"{name} = {value:.3g}" for value in distinct], np.searchsorted(distinct, numbers)
+    if low == high:
+        return [f"{name} < {low:.3g}", f"{name} ≥ {low:.3g}"], (numbers >= low).astype(np.int64)
+    texts = [f"{name} < {low:.3g}", f"{low:.3g} ≤ {name} < {high:.3g}", f"{name} ≥ {high:.3g}"]
+    return texts, (numbers >= low).astype(np.int64) + (numbers >= high)
+
+
+def _explained(scores: NDArray[np.float64], bins: NDArray[np.int64]) -> float:
+    """Return the part of the scores' sum of squares that lies between bins."""
+    counts = np.bincount(bins)
+    sums = np.bincount(bins, weights=scores)
+    return float((sums**2 / np.maximum(counts, 1)).sum())

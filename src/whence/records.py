@@ -248,6 +248,54 @@ class RecordBatch:
                 series += [_make_series(name, tensor) for name, tensor in leaves]
         return pl.DataFrame(series)
 
+    @classmethod
+    def from_polars(
+        cls, table: "pl.DataFrame", *, space: Any = None, gamma: float | None = None, gae_lambda: float | None = None
+    ) -> Self:
+        """Return the records of a table that `to_polars(observations=True)` made, or of a run directory's round.
+
+        Args:
+            table: a row for each record; further columns are ignored.
+            space: the observation space, whose shapes the observations get; None: they stay flat.
+            gamma: discount factor, or None.
+            gae_lambda: lambda of the advantage estimator, or None.
+
+        Raises:
+            InvalidRecords: a column that records need is missing; the message says which.
+        """
+        columns: dict[str, Any] = {}
+        for name, singular in {"record_ids": "record_id", **_IN_TABLES}.items():
+            if singular in table.columns:
+                column = table[singular]
+                columns[name] = (column.fill_null(UNKNOWN) if name in _INTEGER else column).to_numpy()
+        needed = {"action": "actions", "log_prob": "log_probs", "advantage": "advantages"}
+        if missing := [singular for singular, name in needed.items() if name not in columns]:
+            raise InvalidRecords(f"The table has no column `{missing[0]}`, which records need; it has {table.columns}.")
+        observations = _read_observations(table, space, "observation")
+        return cls(observations=observations, **columns, gamma=gamma, gae_lambda=gae_lambda)
+
+
+def _read_observations(table: "pl.DataFrame", space: Any, name: str) -> Tree:
+    """Return the observations of a table's column, or of its columns NAME.KEY as a nested dict."""
+    if name in table.columns:
+        array = np.asarray(table[name].to_numpy())
+        shape = getattr(space, "shape", None)
+        # SB3 gives a Discrete observation no axis of its own, except inside a Dict.
+        if shape is None or (shape == () and name == "observation"):
+            return array
+        return array.reshape(len(array), *(shape or (1,)))
+    keys = dict.fromkeys(
+        column.removeprefix(f"{name}.").split(".")[0] for column in table.columns if column.startswith(f"{name}.")
+    )
+    spaces = getattr(space, "spaces", None)
+    names = list(keys) if spaces is None else list(spaces)
+    if not keys or any(key not in keys for key in names):
+        raise InvalidRecords(
+            f"The table has no column `{name}`: observations of more than 4 KiB a record are not stored. Rebuild them "
+            "with whence.experiments.load_round(run, round), or collect anew with whence.sb3.collect(model)."
+        )
+    return {key: _read_observations(table, None if spaces is None else spaces[key], f"{name}.{key}") for key in names}
+
 
 def _make_series(name: str, column: Tensor) -> "pl.Series":
     import polars as pl

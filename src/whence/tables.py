@@ -11,7 +11,7 @@ from whence.selection import Selection
 
 
 def add_selection(table: pl.DataFrame, selection: Selection, influence: Influence | None) -> pl.DataFrame:
-    """Return a table of records with the columns `keep`, `weight` and `reason`, and `score` if there is an influence.
+    """Return a table of records with the columns `keep`, `weight` and `reason`; and `score` and `error`, if known.
 
     Args:
         table: a row for each record, in the order of `selection`.
@@ -19,6 +19,8 @@ def add_selection(table: pl.DataFrame, selection: Selection, influence: Influenc
         influence: the records' scores, or None.
     """
     scores = [] if influence is None else [pl.Series("score", to_numpy(influence.scores))]
+    if influence is not None and influence.errors is not None:
+        scores.append(pl.Series("error", to_numpy(influence.errors)))
     return table.with_columns(
         *scores,
         pl.Series("keep", selection.keep.numpy()),
@@ -35,4 +37,6 @@ def summarise_selection(selection: Selection, influence: Influence | None) -> di
         scores = influence.scores.double().numpy()
         quantiles = {f"q{level:02d}": float(np.quantile(scores, level / 100)) for level in (0, 5, 25, 50, 75, 95, 100)}
         row |= {"negative_share": float((scores < 0).mean()), "mean": float(scores.mean()), **quantiles}
+        if influence.errors is not None:
+            row["significant_share"] = float(influence.is_significant().double().mean())
     return row

@@ -1,5 +1,6 @@
 """`whence attribute`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +15,18 @@ from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.runs import open_agent_run
 from whence.cli.targets import make_target
 from whence.errors import WhenceError
-from whence.records import to_numpy
+from whence.folds import LEAST, count_episodes
 from whence.sb3 import model_objective
+from whence.targets import BatchTarget
+
+FOLDS = 8
+"""Folds of episodes that the errors of scores are computed over."""
 
 
 def attribute(
-    run: Annotated[Path, typer.Argument(help="A run directory of `whence train` or `whence compare`.")],
+    run: Annotated[
+        Path, typer.Argument(help="A run directory: of `whence train`, `whence compare`, or of a callback.")
+    ],
     round: Annotated[
         int | None, typer.Option(help="The round to explain, from 1. (default: the last)", show_default=False)
     ] = None,
@@ -30,6 +37,7 @@ def attribute(
     observation: options.Observation = None,
     action: options.Action = None,
     engine: options.Engine = None,
+    env: options.ReplayEnv = None,
     top: Annotated[int, typer.Option(help="Records to show from either end.", min=1)] = 10,
     out: Annotated[
         Path | None,
@@ -50,15 +58,17 @@ def attribute(
         raise WhenceError(f"{run} holds no rounds yet.")
     number = rounds[-1] if round is None else round
     _check_out(out)
-    model, records = experiments.load_round(directory, number)
+    model, records = experiments.load_round(directory, number, env=env)
+    made_target = make_target(target, model, records, record, observation, action)
     influence = attribute_records(
         model.policy,
         records,
-        target=make_target(target, model, records, record, observation, action),
+        target=made_target,
         objective=model_objective(model),
         engine=engine or "auto",
+        folds=FOLDS if isinstance(made_target, BatchTarget) and count_episodes(records) >= LEAST else None,
     )
-    scored = records.to_polars(observations=True).with_columns(score=pl.Series(to_numpy(influence.scores)))
+    scored = records.to_polars(observations=True).join(influence.to_polars(), on="record_id", maintain_order="left")
     if out is not None:
         _write_scores(scored, influence, out)
     count = min(top, len(records))
@@ -74,11 +84,17 @@ def attribute(
     observations = [
         name for name in scored.columns if name.split(".")[0] == "observation"
     ]  # of a Dict one for each key
-    shown = ("record_id", "episode_id", "step", *observations, "action", "advantage", "score")
+    shown = ("record_id", "episode_id", "step", *observations, "action", "advantage")
     columns = [name for name in shown if name in scored.columns]
     for name, end in ordered:
-        rows = [[_shorten(row[column]) for column in columns] for row in _take_rows(scored, end.record_ids)]
-        console.print(make_table(f"The {count} {name}", columns, rows))
+        rows = [
+            [*(_shorten(row[column]) for column in columns), _describe_score(row)]
+            for row in _take_rows(scored, end.record_ids)
+        ]
+        console.print(make_table(f"The {count} {name}", [*columns, "score"], rows))
+    if influence.errors is not None:
+        share = float(influence.is_significant().double().mean())
+        print_line(f"± is one standard error. ?: cannot be told from 0; {share:.0%} of all scores can.")
     if out is not None:
         print_line(f"All scores: {out}")
 
@@ -103,6 +119,14 @@ def _take_rows(scored: pl.DataFrame, ids: torch.Tensor) -> list[dict[str, Any]]:
     """Return the rows of some records, in the records' order."""
     ordered = pl.DataFrame({"record_id": ids.tolist()})
     return ordered.join(scored, on="record_id", how="left", maintain_order="left").to_dicts()
+
+
+def _describe_score(row: Mapping[str, Any]) -> str:
+    """Return a score with its error, marked if it cannot be told from 0."""
+    score, error = row["score"], row.get("error")
+    if error is None:
+        return f"{score:.4g}"
+    return f"{score:.3g} ± {error:.2g}{'' if abs(score) > 2 * error else ' ?'}"
 
 
 def _shorten(value: Any) -> str:

@@ -68,6 +68,14 @@ Engine: TypeAlias = Annotated[
     str | None,
     typer.Option(help="How scores are computed; see `whence list engines`. (default: auto)", show_default=False),
 ]
+ReplayEnv: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--env",
+        help="The environment of a script's run, if its id is not in the run: an id, or module:Id.",
+        show_default=False,
+    ),
+]
 Draws: TypeAlias = Annotated[
     int, typer.Option(help="Trainings that the score 'smoothed' averages; under Adam 64 predict better.", min=1)
 ]

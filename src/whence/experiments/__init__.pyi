@@ -5,6 +5,7 @@ from .llm.config import LanguageConfig as LanguageConfig
 from .rl.config import RunConfig as RunConfig
 from .rl.plan import configure as configure
 from .rl.plan import plan_comparison as plan_comparison
+from .rl.replaying import estimate_advantage as estimate_advantage
 from .rl.stored import load_recording as load_recording
 from .rl.stored import load_round as load_round
 from .rl.training import is_finished as is_finished

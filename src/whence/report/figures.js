@@ -43,17 +43,54 @@
     };
   }
 
-  // One after another with a pause for the reader, who may scroll and sort meanwhile; the last call prevails.
-  let calls = 0;
+  // Only figures near the window are drawn, one after another with a pause for the reader; the last call prevails.
+  const holders = figures.map((_, number) => document.getElementById(`figure-${number}`));
+  const near = new Set(), late = new Set(figures.keys());
+  let drawing = false;
   async function draw() {
-    const call = ++calls;
-    for (const [number, figure] of figures.entries()) {
+    if (drawing) return;
+    drawing = true;
+    loadPlotly();
+    for (let number; (number = [...near].find((one) => late.has(one))) !== undefined; ) {
+      late.delete(number);
+      const { data, layout } = figures[number];
       await new Promise((resume) => setTimeout(resume));
-      if (call !== calls) return;
-      await Plotly.react(document.getElementById(`figure-${number}`), figure.data, themed(figure.layout), config);
+      await Plotly.react(holders[number], data, themed(layout), config);
     }
+    drawing = false;
   }
 
-  draw();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  // Plotly is large: its text becomes a script when the first figure comes near.
+  function loadPlotly() {
+    const source = document.getElementById("plotly-source");
+    if (!source || ![...near].some((number) => late.has(number))) return;
+    const script = document.createElement("script");
+    script.textContent = source.textContent;
+    source.replaceWith(script);
+  }
+
+  function drawAll() {
+    figures.forEach((_, number) => late.add(number));
+    draw();
+  }
+
+  const watcher = new IntersectionObserver(
+    (entries) => {
+      for (const { target, isIntersecting } of entries) {
+        const number = holders.indexOf(target);
+        if (isIntersecting) near.add(number);
+        else near.delete(number);
+      }
+      draw();
+    },
+    { rootMargin: "400px 0px" },
+  );
+  holders.forEach((holder) => watcher.observe(holder));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+
+  // Called with the figures of a run that goes on; figures that are new wait until the page is loaded again.
+  window.updateFigures = (news) => {
+    news.slice(0, figures.length).forEach(({ figure }, number) => { figures[number] = figure; });
+    drawAll();
+  };
 })();

@@ -24,8 +24,14 @@ from whence.report.sections import Drawn, Runs, draw_figures, gather_advice, lis
 from whence.report.summary import COMPARISON_DEFINITIONS, make_summary
 from whence.runs import RunDirectory
 
-ASSETS: tuple[str, ...] = ()
+SCRIPTS = (
+    "vendor/tabulator/tabulator.min.js",
+    *("base.js", "source.js", "strip.js", "curves.js", "moment.js", "lists.js", "grid.js", "explorer.js"),
+)
 """Scripts of the page's explorer, in report/assets, in the order in which they run."""
+
+STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
+"""Style sheets of the page's explorer, in report/assets, after the page's own."""
 
 
 def write_report(
@@ -202,10 +208,10 @@ def _render(
         explored=not is_file or any(rounds),
         page_json=embed(page),
         round_scripts=list(embedded),
-        style=Markup(_read_file("page.css")),
+        style=Markup("\n".join(_read_file(name) for name in ("page.css", *(f"assets/{name}" for name in STYLES)))),
         plotly=Markup(get_plotlyjs()),
         figures_js=Markup(_read_file("figures.js")),
-        scripts=[Markup(_read_file(f"assets/{name}")) for name in ASSETS],
+        scripts=[Markup(_read_file(f"assets/{name}")) for name in SCRIPTS],
     )
 
 

@@ -13,6 +13,7 @@ from whence.advice import log_new_advice
 from whence.attribution import attribute
 from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
+from whence.folds import LEAST, check_folds, count_episodes
 from whence.influence import Influence
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
@@ -20,7 +21,7 @@ from whence.rounds import RoundRecording
 from whence.runs import RunDirectory, strip_addresses
 from whence.sb3.buffer import Last, check_last, check_model, read_buffer, select_from
 from whence.sb3.description import describe, library_versions
-from whence.sb3.episodes import STATE, Ongoing
+from whence.sb3.episodes import Ongoing, ResetTracker
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups
 from whence.sb3.state import named_tensors
@@ -28,7 +29,7 @@ from whence.sb3.train_hook import cancel_hook, wrap_next_train
 from whence.selection import Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection, summarise_selection
-from whence.targets import Return, Target, as_target, target_name
+from whence.targets import BatchTarget, Return, Target, as_target, target_name
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class InfluenceCallback(BaseCallback):
         memory: bytes that scoring may hold at a time; see `attribute`.
         run: the directory to write each round to; see `RunDirectory`. None: nothing is written. A directory that holds
             a run of the same configuration is started over.
+        folds: with `run`, each score is written with its standard error over so many folds of episodes; see
+            `attribute`. Nothing else depends on it. None: without errors.
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
@@ -116,6 +119,7 @@ class InfluenceCallback(BaseCallback):
         engine: str = "auto",
         memory: int = 2**31,
         run: str | Path | RunDirectory | None = None,
+        folds: int | None = 8,
         recordings: Collection[int] = (),
         last: Last = "keep",
         strict: bool = False,
@@ -135,6 +139,7 @@ class InfluenceCallback(BaseCallback):
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
+        self.folds = check_folds(folds)
         self.round: RoundResult | None = None
         self.metrics: list[dict[str, Any]] = []
         self.recordings = _check_recordings(recordings)
@@ -147,7 +152,7 @@ class InfluenceCallback(BaseCallback):
         self._rounds_done = 0
         self._ongoing: Ongoing | None = None
         self._last_timestep = 0
-        self._reset_states: list[list[str | None]] = []
+        self._resets: ResetTracker | None = None
 
     def check_model(self) -> None:
         """Refuse a model that cannot be trained in this way; called when `learn()` begins.
@@ -179,8 +184,15 @@ class InfluenceCallback(BaseCallback):
                 objective=self.objective or model_objective(self.model),
                 engine=self.engine,
                 memory=self.memory,
+                folds=self.usable_folds(records),
             )
         return Choice(influence, self.select(records, influence))
+
+    def usable_folds(self, records: RecordBatch) -> int | None:
+        """Return the folds of episodes that errors are computed over; None if there are to be none, or can be none."""
+        if self._run is None or self.folds is None or not isinstance(self.target, BatchTarget):
+            return None
+        return self.folds if count_episodes(records) >= LEAST else None
 
     def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
         """Return the rule's selection among records, checked.
@@ -241,6 +253,9 @@ class InfluenceCallback(BaseCallback):
         if self._run is None and self._run_path is not None:
             config = describe(self.model) | self.settings()
             self._run = RunDirectory.create(self._run_path, config, versions=library_versions())
+        if self._run is not None:
+            self._resets = ResetTracker(self.training_env)
+            self._resets.wrap()
 
     def _on_training_start(self) -> None:
         # learn() resets the environments, or continues where it stopped. Then the ongoing episodes continue, too,
@@ -250,18 +265,15 @@ class InfluenceCallback(BaseCallback):
         if not continues or self.model.num_timesteps != self._last_timestep:
             next_id = 0 if self._ongoing is None else self._ongoing.next_id
             self._ongoing = replace(Ongoing.unknown(len(starts)), next_id=next_id)
-        states = self._read_generator_states()
-        self._reset_states = [[state] if start else [] for state, start in zip(states, starts, strict=True)]
+        if self._resets is not None:
+            self._resets.start(starts)
 
     def _on_rollout_start(self) -> None:
         self._collection_clock = Stopwatch()
 
     def _on_step(self) -> bool:
-        if self._run is not None:
-            states: list[str | None] | None = None
-            for env in np.flatnonzero(self.locals["dones"]):
-                states = states or self._read_generator_states()
-                self._reset_states[env].append(states[env])
+        if self._resets is not None:
+            self._resets.step(self.locals["dones"], self.locals["infos"])
         return True
 
     def _on_rollout_end(self) -> None:
@@ -310,6 +322,8 @@ class InfluenceCallback(BaseCallback):
 
     def _on_training_end(self) -> None:
         cancel_hook(self.model)
+        if self._resets is not None:
+            self._resets.unwrap()
         if self._run is not None:
             self._run.write_policy(self._rounds_done + 1, named_tensors(self.model.policy))
 
@@ -317,10 +331,6 @@ class InfluenceCallback(BaseCallback):
         """Return SB3's running mean over the last hundred episodes, unshaped; None without a Monitor."""
         returns = [float(episode["r"]) for episode in self.model.ep_info_buffer or ()]
         return float(np.mean(returns)) if returns else None
-
-    def _read_generator_states(self) -> list[str | None]:
-        """Return the generator state before each environment's last reset; None without RecordResets."""
-        return [info.get(STATE) for info in self.training_env.unwrapped.reset_infos]
 
     def _log(self, metrics: Mapping[str, Any], more: Mapping[str, Any], *, scoring_seconds: float) -> None:
         for name in ("dropped_share", "negative_share", "mean", *more):
@@ -336,6 +346,10 @@ class InfluenceCallback(BaseCallback):
         if self._run is None:
             return
         table = add_selection(current.records.to_polars(observations=True), current.selection, current.influence)
+        assert self._resets is not None
+        digests = pl.Series("observation_digest", self._resets.take_digests(), dtype=pl.UInt64)
+        if digests.count():
+            table = table.with_columns(digests)
         self._run.write_round("records", current.number, table)
         self._run.write_round("episodes", current.number, self._list_episodes(table))
         self._run.write_policy(current.number, named_tensors(self.model.policy))
@@ -343,8 +357,8 @@ class InfluenceCallback(BaseCallback):
     def _list_episodes(self, records: pl.DataFrame) -> pl.DataFrame:
         """Return a row for each episode that began in a round, with the generator state before its reset."""
         episodes = records.filter("episode_start").select("episode_id", "env_index")
-        queues = self._reset_states
-        states = [queues[env].pop(0) if queues[env] else None for env in episodes["env_index"]]
+        assert self._resets is not None
+        states = [self._resets.take_state(env) for env in episodes["env_index"]]
         return episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
 
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack
 
 from whence.runs import strip_addresses
 
@@ -36,12 +37,23 @@ def describe(model: Any) -> dict[str, Any]:
         "env_kwargs": {} if spec is None else to_json_types(spec.kwargs),
         "max_episode_steps": None if spec is None else spec.max_episode_steps,
         "n_envs": env.num_envs,
+        "vec_wrappers": list_vec_wrappers(env),
         "policy": type(policy).__name__,
         "policy_kwargs": to_json_types(model.policy_kwargs),
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
         "optimizer": type(policy.optimizer).__name__,
         "hyperparameters": {name: _describe_setting(value) for name, value in settings.items()},
     }
+
+
+def list_vec_wrappers(env: VecEnv) -> list[str]:
+    """Return the wrappers around vectorised environments, the outermost first; stacked frames with their number."""
+    names = []
+    while isinstance(env, VecEnvWrapper):
+        stacked = f"({env.stacked_obs.n_stack})" if isinstance(env, VecFrameStack) else ""
+        names.append(type(env).__name__ + stacked)
+        env = env.venv
+    return names
 
 
 def to_json_types(value: Any) -> Any:

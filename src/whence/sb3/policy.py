@@ -57,12 +57,23 @@ def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
     distribution = _make_distribution(policy, extractor.forward_actor(pi_features), inputs.get("masks"))
 
     def value() -> Tensor:
-        shared = policy.share_features_extractor
-        vf_features = pi_features if shared else policy.vf_features_extractor(observations)
-        values: Tensor = policy.value_net(extractor.forward_critic(vf_features))
-        return values.flatten()
+        return _predict_values(policy, observations, pi_features)
 
     return LazyOutputs(distribution.log_prob(inputs["actions"]), value, distribution.entropy)
+
+
+def predict(policy: Any, inputs: Tree) -> tuple[Distribution, Tensor]:
+    """Return the distribution of actions and the values, (n,), for inputs that the policy's view prepared."""
+    extractor = policy.mlp_extractor
+    pi_features = policy.pi_features_extractor(inputs["observations"])
+    distribution = _make_distribution(policy, extractor.forward_actor(pi_features), inputs.get("masks"))
+    return distribution, _predict_values(policy, inputs["observations"], pi_features)
+
+
+def _predict_values(policy: Any, observations: Tree, pi_features: Tensor) -> Tensor:
+    vf_features = pi_features if policy.share_features_extractor else policy.vf_features_extractor(observations)
+    values: Tensor = policy.value_net(policy.mlp_extractor.forward_critic(vf_features))
+    return values.flatten()
 
 
 def _make_distribution(policy: Any, latent: Tensor, masks: Tensor | None) -> Distribution:

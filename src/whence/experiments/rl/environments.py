@@ -114,7 +114,7 @@ def _make_gymnasium(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
         Unsupported: a package that it needs is not installed.
     """
     try:
-        return gym.make(config.env, **config.env_kwargs, **options)
+        return gym.make(config.env, **{**config.env_kwargs, **options})
     except gym.error.UnregisteredEnv:
         known = {name for name in gym.registry if ":" not in name and "/" not in name}
         module = _MODULES.get(config.env.partition("-")[0])
@@ -158,12 +158,12 @@ def make_training_env(config: RunConfig) -> VecEnv:
     """Return the environments to collect from; Gymnasium's note what is needed to play their episodes again."""
     if config.collect_with == "envpool":
         return EnvPoolVecEnv(config.env, config.pool_kwargs, config.n_envs, config.seed, config.observe)
-    return DummyVecEnv([lambda: Monitor(RecordResets(_make_env(config)))] * config.n_envs)
+    return DummyVecEnv([lambda: Monitor(RecordResets(make_env(config)))] * config.n_envs)
 
 
 def make_evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
     """Return Gymnasium's environments to evaluate on."""
-    return DummyVecEnv([lambda: Monitor(_make_env(config, disable_env_checker=True))] * min(64, episodes))
+    return DummyVecEnv([lambda: Monitor(make_env(config, disable_env_checker=True))] * min(64, episodes))
 
 
 def make_model_env(config: RunConfig) -> VecEnv:
@@ -173,7 +173,7 @@ def make_model_env(config: RunConfig) -> VecEnv:
     return make_evaluation_env(config, 1)
 
 
-def _make_env(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
+def make_env(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
     """Return Gymnasium's environment of a run, which shows the part to observe and names itself when it fails."""
     env = _NameFailures(_make_gymnasium(config, **options), config.env)
     return env if config.observe is None else _ObservePart(env, config.observe)

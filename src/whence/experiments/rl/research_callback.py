@@ -98,7 +98,9 @@ class ResearchCallback(InfluenceCallback):
         )
 
         def choose_among(among: Tensor) -> tuple[Influence | None, Selection]:
-            influence = self.scoring.influence(trial, records, among) if self.rule.needs_influence else None
+            if not self.rule.needs_influence:
+                return None, self.select(records if bool(among.all()) else records.take(among), None)
+            influence = self.scoring.influence(trial, records, among, self.usable_folds(records))
             return influence, self.select(records if bool(among.all()) else records.take(among), influence)
 
         influence, selection = choose_among(torch.ones(len(records), dtype=torch.bool))

@@ -9,39 +9,77 @@ import numpy as np
 import polars as pl
 from gymnasium import spaces
 from stable_baselines3 import PPO
+from stable_baselines3.common.preprocessing import is_image_space
 from torch import Tensor
 
 from whence.counterfactual.outcomes import Evaluate
-from whence.errors import RunDirectoryError
+from whence.errors import InvalidRecords, RunDirectoryError
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_evaluation_env, make_model_env, measure_return
+from whence.experiments.rl.rebuilding import AnyEnv, build_model, make_replay_env, reads_raw_observations
 from whence.experiments.rl.training import make_model
 from whence.guards import preserve_rng_state
-from whence.records import UNKNOWN, RecordBatch, Tree
+from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
+from whence.sb3.episode_replay import play_again, read_episode
 from whence.sb3.state import load_tensors, named_tensors
 
 
-def load_round(run: RunDirectory, number: int) -> tuple[PPO, RecordBatch]:
+def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[Any, RecordBatch]:
     """Return the model that collected a round, and the round's records.
 
     The model is on the CPU and has the optimiser of an untrained one: it is for scoring, not for training on.
+    Observations that were too large to store are observed again: every episode of the round is played again and
+    checked.
 
     Args:
-        run: a run of `whence train` or `whence compare`.
+        run: a run of `whence train` or `whence compare`, or one that a callback wrote.
         number: the round's number, from 1.
+        env: the environment of a callback's run, if the run's own id does not name it: an id, module:Id, or a function
+            that makes one.
 
     Raises:
-        RunDirectoryError: the round is not there, its observations were not stored, or the run was not made by whence's
-            own commands, so that its policy cannot be built again from its configuration.
+        RunDirectoryError: the round is not there, or its policy cannot be built again from the run's configuration.
+        ReplayError: observations are not stored, and cannot be observed again.
     """
     table = run.round("records", number)
-    model = _load_model(run, number)
-    return model, _read_records(table, model, run, number)
+    model = load_model(run, number, env=env)
+    options: dict[str, Any] = {"space": model.observation_space, "gamma": model.gamma, "gae_lambda": model.gae_lambda}
+    try:
+        return model, RecordBatch.from_polars(table, **options)
+    except InvalidRecords:
+        if any(name.split(".")[0] == "observation" for name in table.columns):
+            raise
+    return model, RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
 
 
-def load_recording(run: RunDirectory, number: int) -> tuple[PPO, RoundRecording]:
+def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
+    """Return a round's table with its observations, by playing its episodes again."""
+    if any(name.startswith("VecFrameStack") for name in run.config.get("vec_wrappers", ())):
+        raise RunDirectoryError(
+            f"The observations of {run.path} were too large to store, and stacks of frames are not rebuilt. Score in "
+            "the run itself, or collect anew with whence.sb3.collect(model)."
+        )
+    observed: dict[int, Any] = {}
+    for (episode,), rows in table.group_by("episode_id", maintain_order=True):
+        stored = read_episode(run, int(episode))
+        replay = play_again(
+            make_replay_env(run, env),
+            stored,
+            last_step=int(rows["step"].to_numpy().max()),
+            raw_observations=reads_raw_observations(run),
+        )
+        if replay.mismatch is not None:
+            raise RunDirectoryError(f"Episode {episode} of {run.path} cannot be observed again. {replay.mismatch}")
+        observed |= dict(zip(replay.record_ids.tolist(), replay.observations, strict=False))
+    images = np.stack([np.asarray(observed[record]) for record in table["record_id"].to_list()])
+    if is_image_space(space) and images.shape[1:] != space.shape:
+        images = images.transpose(0, 3, 1, 2)  # as SB3 turns them
+    return table.with_columns(pl.Series("observation", images.reshape(len(images), -1)))
+
+
+def load_recording(run: RunDirectory, number: int) -> tuple[Any, RoundRecording]:
     """Return the model that collected a round, as `load_round` does, and the recording of the round.
 
     Raises:
@@ -54,17 +92,16 @@ def load_recording(run: RunDirectory, number: int) -> tuple[PPO, RoundRecording]
         raise RunDirectoryError(
             f"Round {number} of {run.path} was not recorded; {recorded} of it was. Train with --record-rounds {number}."
         )
-    return _load_model(run, number), RoundRecording.load(path)
+    return load_model(run, number), RoundRecording.load(path)
 
 
-def _load_model(run: RunDirectory, number: int) -> PPO:
-    config = read_run_config(run)
-    env = make_model_env(config)
-    try:
-        with preserve_rng_state():  # PPO seeds the generators
-            model = make_model(replace(config, device="cpu", n_envs=1), env)
-    finally:
-        env.close()
+def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
+    """Return the model that collected a round, with the round's policy; see `load_round`.
+
+    Raises:
+        RunDirectoryError: there is no such policy, or it cannot be built again.
+    """
+    model = _build_like_trained(run, env)
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
     if differing := sorted(tensors.keys() ^ stored_tensors.keys()):
         raise RunDirectoryError(
@@ -73,6 +110,18 @@ def _load_model(run: RunDirectory, number: int) -> PPO:
         )
     load_tensors(tensors, stored_tensors)
     return model
+
+
+def _build_like_trained(run: RunDirectory, env: AnyEnv) -> Any:
+    if "algorithm" in run.config:  # a callback wrote it
+        return build_model(run, env)
+    config = read_run_config(run)
+    vec_env = make_model_env(config)
+    try:
+        with preserve_rng_state():  # PPO seeds the generators
+            return make_model(replace(config, device="cpu", n_envs=1), vec_env)
+    finally:
+        vec_env.close()
 
 
 def read_run_config(run: RunDirectory) -> RunConfig:
@@ -85,9 +134,8 @@ def read_run_config(run: RunDirectory) -> RunConfig:
         return RunConfig.from_json(run.config)
     except TypeError:
         raise RunDirectoryError(
-            f"{run.path} was written by an InfluenceCallback in a script, and its configuration does not say how to "
-            "build the policy. Build the model as the script does, load RunDirectory.open(...).policy(round) into it, "
-            "and pass both to whence.attribute."
+            f"{run.path} was written by an InfluenceCallback in a script, and this needs a run of `whence train`. Its "
+            "rounds can be scored (whence attribute) and shown (whence view)."
         ) from None
 
 
@@ -117,44 +165,3 @@ def measure_returns(config: RunConfig, model: PPO, *, episodes: int, seed: int) 
         load_tensors(named_tensors(model.policy), before)
         if env is not None:
             env.close()
-
-
-def _read_records(table: pl.DataFrame, model: PPO, run: RunDirectory, number: int) -> RecordBatch:
-    def column(name: str) -> Any:
-        return table[name].to_numpy() if name in table.columns else None
-
-    def integers(name: str) -> Any:
-        return table[name].fill_null(UNKNOWN).to_numpy() if name in table.columns else None
-
-    return RecordBatch(
-        observations=_read_observations(table, model.observation_space, run, number),
-        actions=column("action"),
-        log_probs=column("log_prob"),
-        advantages=column("advantage"),
-        values=column("value"),
-        returns=column("return"),
-        rewards=column("reward"),
-        episode_starts=column("episode_start"),
-        record_ids=column("record_id"),
-        env_index=integers("env_index"),
-        episode_ids=integers("episode_id"),
-        steps=integers("step"),
-        gamma=model.gamma,
-        gae_lambda=model.gae_lambda,
-    )
-
-
-def _read_observations(
-    table: pl.DataFrame, space: spaces.Space[Any], run: RunDirectory, number: int, name: str = "observation"
-) -> Tree:
-    if isinstance(space, spaces.Dict):
-        return {key: _read_observations(table, part, run, number, f"{name}.{key}") for key, part in space.items()}
-    if name not in table.columns:
-        raise RunDirectoryError(
-            f"Round {number} of {run.path} holds no observations: those of more than 4 KiB a record are not "
-            "stored. Score in the run itself (--target), or collect anew with whence.sb3.collect."
-        )
-    array = np.asarray(table[name].to_numpy())
-    if isinstance(space, spaces.Discrete) and name == "observation":
-        return array
-    return array.reshape(len(array), *(space.shape or (1,)))

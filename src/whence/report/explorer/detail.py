@@ -257,7 +257,7 @@ def _describe_policy(run: ExploredRun, number: int, row: Mapping[str, Any]) -> d
         names = ("mean_before", "std_before", "mean_after", "std_after")
         numbers = {name: None if change.get(name) is None else round_numbers(change[name], 4) for name in names}
         count = len(change["mean_before"])
-        labels = run.labels()
+        labels = run.box_labels()
         labels = labels if labels and len(labels) == count else [f"action[{k}]" for k in range(count)]
         return values | {"policy": {"kind": "box", "labels": labels, **numbers}}
     return nothing | values

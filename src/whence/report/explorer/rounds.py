@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 
 from whence.errors import WhenceError, first_line
-from whence.moments import Moment, find_moments, group_scores
+from whence.moments import Moment, find_moments, group_scores, read_axes
 from whence.report.explorer import opening, parts
 from whence.report.explorer.columns import Labels, list_columns, make_row, name_action, round_number, round_numbers
 from whence.report.explorer.run import ExploredRun, Round
@@ -153,15 +153,16 @@ def _build_groups(run: ExploredRun, records: Round, notes: list[str]) -> dict[st
         return {}
     groups = {}
     for by in GROUPINGS:
-        rows = _build_group(records.table, by, run.labels())
+        rows = _build_group(records.table, by, run.labels(), run.state_names())
         if rows:
             groups[by] = rows
     return groups
 
 
-def _build_group(table: pl.DataFrame, by: str, labels: Labels) -> list[dict[str, Any]]:
+def _build_group(table: pl.DataFrame, by: Any, labels: Labels, names: Labels) -> list[dict[str, Any]]:
     try:
-        rows = group_scores(table, by, labels=labels).to_dicts()
+        fitting = names if names is not None and len(names) == len(read_axes(table)) else None
+        rows = group_scores(table, by, labels=labels, names=fitting).to_dicts()
     except (WhenceError, *opening.FOREIGN):
         return []  # the records have no column to group by
     names = ("mean", "error", "share_negative", "dropped_share")

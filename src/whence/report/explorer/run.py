@@ -86,9 +86,14 @@ class ExploredRun:
         labels: Labels = self.remember("labels", (), lambda: _find_names("action_labels", self.directory, self.env))
         return labels
 
+    def box_labels(self) -> Labels:
+        """Return the names of the axes of the environment's continuous actions; None: unknown."""
+        labels: Labels = self.remember("axes", (), lambda: _find_names("box_action_labels", self.directory, self.env))
+        return labels
+
     def state_names(self) -> Labels:
         """Return the names of the entries of the environment's observations; None: unknown."""
-        names: Labels = self.remember("states", (), lambda: _find_names("state_labels", self.directory, self.env))
+        names: Labels = self.remember("states", (), lambda: _find_names("state_names", self.directory, self.env))
         return names
 
     def check_round(self, number: int) -> None:

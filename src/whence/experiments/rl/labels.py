@@ -1,0 +1,50 @@
+"""Names of actions and of observations' axes in environments that many use, from labels.toml."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+
+_VERSION = re.compile(r"-v\d+$")
+
+
+def action_labels(env_id: str | None) -> list[str] | None:
+    """Return the names of an environment's discrete actions, in their order; None if they are not known.
+
+    Args:
+        env_id: a Gymnasium id such as LunarLander-v3, also as module:Id; None: not known.
+    """
+    return _find_names(env_id, "actions")
+
+
+def box_action_labels(env_id: str | None) -> list[str] | None:
+    """Return the names of the axes of an environment's continuous actions; None if they are not known."""
+    return _find_names(env_id, "box_actions")
+
+
+def state_names(env_id: str | None) -> list[str] | None:
+    """Return the names of the axes of an environment's observations; None if they are not known.
+
+    They hold for the environment's own observations: check their number before using them.
+    """
+    return _find_names(env_id, "state")
+
+
+def _find_names(env_id: object, kind: str) -> list[str] | None:
+    if not isinstance(env_id, str):
+        return None
+    # "gymnasium.envs.box2d:LunarLander-v3", "ALE/Pong-v5" and "LunarLander-v3" all name an environment by their end.
+    name = _VERSION.sub("", env_id.rpartition(":")[2])
+    table = _read_labels()
+    family = name.partition("-")[0]  # MiniGrid-DoorKey-8x8
+    entry = table.get(name) or (table.get(family) if family in ("MiniGrid", "BabyAI") else None) or {}
+    names = entry.get(kind)
+    return list(names) if names else None
+
+
+@cache
+def _read_labels() -> Mapping[str, Mapping[str, list[str]]]:
+    text = (files("whence.experiments.rl") / "labels.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    return {name: table[entry["like"]] if "like" in entry else entry for name, entry in table.items()}

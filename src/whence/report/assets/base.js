@@ -1,0 +1,125 @@
+// What the parts of the explorer share: elements, numbers as text, colours, plain sentences.
+// All text goes in by textContent, so that none of it is taken for markup.
+const Whence = (() => {
+  "use strict";
+
+  function element(tag, attributes = {}, ...children) {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (value === null || value === undefined || value === false) continue;
+      if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+      else if (name === "style") node.style.cssText = value;
+      else node.setAttribute(name, value === true ? "" : value);
+    }
+    node.append(...children.filter((child) => child !== null && child !== undefined));
+    return node;
+  }
+
+  const SVG = "http://www.w3.org/2000/svg";
+  function drawing(tag, attributes = {}, ...children) {
+    const node = document.createElementNS(SVG, tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  }
+
+  const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+  // Three digits are enough to read; integers stay whole.
+  function number(value, digits = 3) {
+    if (!isNumber(value)) return "–";
+    const size = Math.abs(value);
+    let text;
+    if (Number.isInteger(value) && size < 1e6) text = size.toLocaleString("en");
+    else if (size >= 1e6 || size < 1e-4) text = size.toExponential(1);
+    else text = String(Number(size.toPrecision(digits)));
+    return (value < 0 ? "−" : "") + text;
+  }
+
+  const signed = (value, digits) => (isNumber(value) && value > 0 ? "+" : "") + number(value, digits);
+  const withError = (value, error) => signed(value, 3) + (isNumber(error) ? ` ± ${number(error, 2)}` : "");
+  const percent = (share) => (isNumber(share) ? `${Math.round(share * 100)}%` : "–");
+  const id = (value) => (isNumber(value) ? value.toLocaleString("en") : String(value));
+
+  // "step 214 of episode 37", as far as it is known.
+  function place(moment) {
+    const parts = [];
+    if (isNumber(moment.step)) parts.push(`step ${number(moment.step)}`);
+    if (isNumber(moment.episode)) parts.push(`${parts.length ? "of " : ""}episode ${id(moment.episode)}`);
+    return parts.join(" ");
+  }
+
+  // An action's label; a bare number says nothing by itself.
+  function nameAction(action, labels) {
+    const text = String(action ?? "–");
+    return /^\d+$/.test(text) ? labels?.[Number(text)] ?? `action ${text}` : text;
+  }
+
+  // What training on a record does, from the signs of its score and its advantage.
+  function explainScore(score, significant, target = "return") {
+    if (!isNumber(score)) return "This record was not scored.";
+    if (significant === false) return `Its influence cannot be told from 0: it is within two errors.`;
+    return score < 0
+      ? `Harmful: training on it lowers the ${target}.`
+      : `Helpful: training on it raises the ${target}.`;
+  }
+
+  function explainAdvantage(advantage) {
+    if (!isNumber(advantage) || advantage === 0) return "";
+    return advantage > 0 ? ", so training makes the action more likely" : ", so training makes the action less likely";
+  }
+
+  // Whether fresh rollouts confirm the advantage: [kind, heading, sentence].
+  function judgeAdvantage(advantage, truth, error) {
+    if (!isNumber(truth) || !isNumber(advantage)) return ["unknown", "Not measured here.", ""];
+    const measured = `Fresh rollouts from this state measured ${withError(truth, error)}.`;
+    const margin = 2 * (isNumber(error) ? error : 0);
+    const apart = Math.abs(advantage - truth) > margin;
+    if (Math.abs(truth) <= margin) {
+      const rest = apart ? ` The advantage of ${signed(advantage)} says more than they do.` : "";
+      return ["fair", "It cannot be told whether the advantage was right.", `${measured} That may be 0.${rest}`];
+    }
+    if (Math.sign(truth) !== Math.sign(advantage)) {
+      const fault = advantage > 0 ? "It praised an action that was worse than average." : "It blamed an action that was better than average.";
+      return ["poor", "The advantage had the wrong sign.", `${measured} ${fault}`];
+    }
+    if (!apart) return ["good", "The advantage was right.", `${measured} The two agree within two errors.`];
+    const size = Math.abs(advantage) > Math.abs(truth) ? "too large" : "too small";
+    return ["fair", `The advantage had the right sign, but was ${size}.`, measured];
+  }
+
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(name).trim();
+
+  const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+
+  // Colours from the lowest score over none to the highest, `LEVELS` on either side.
+  const LEVELS = 24;
+  function palette() {
+    const [low, middle, high] = ["--cell-low", "--cell-none", "--cell-high"].map((name) => channels(colour(name)));
+    return Array.from({ length: 2 * LEVELS + 1 }, (_, place) => {
+      const share = Math.abs(place - LEVELS) / LEVELS;
+      const end = place < LEVELS ? low : high;
+      return `rgb(${middle.map((part, k) => Math.round(part + (end[k] - part) * share)).join(",")})`;
+    });
+  }
+
+  // The size at which a colour is full: one outlier must not pale all others.
+  function colourScale(scores) {
+    const sizes = scores.filter(isNumber).map(Math.abs).sort((one, other) => one - other);
+    return sizes.length ? sizes[Math.floor(0.985 * (sizes.length - 1))] || sizes.at(-1) || 1 : 1;
+  }
+
+  function level(score, scale) {
+    const share = Math.min(1, Math.abs(score) / scale) ** 0.7;
+    return LEVELS + Math.sign(score) * Math.round(share * LEVELS);
+  }
+
+  const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+
+  return {
+    element, drawing, isNumber, number, signed, withError, percent, id, place, nameAction, explainScore, explainAdvantage,
+    judgeAdvantage, colour, palette, colourScale, level, calm, dark,
+  };
+})();

@@ -1,0 +1,285 @@
+// The explorer: which run, which round, which moment; the address in the page's link; news from a run that goes on.
+(() => {
+  "use strict";
+
+  const { element, drawing, isNumber, number, signed, withError, percent, id, source } = Whence;
+  const POLL = 3000; // milliseconds
+  const at = (name) => document.getElementById(name);
+  const [runSelect, otherSelect, slider, spark, roundName, status, live] = ["run", "other", "round", "spark", "round-name", "status", "live"].map((name) => at(`explorer-${name}`));
+  const [earlier, later] = [at("round-earlier"), at("round-later")];
+  const page = source.page;
+  const language = page.kind === "responses";
+  let chosen = { run: 0, round: null, record: null, other: null, otherRound: null };
+  let shown = null; // the first column's round
+  let turn = 0;
+
+  const run = () => page.runs[chosen.run];
+  const columns = [makeColumn(0), makeColumn(1)];
+  at("explorer-columns").append(...columns.map(({ node }) => node));
+  const grid = Whence.makeGrid(at("grid"), at("grid-search"), at("grid-note"), (record, from) => openMoment(0, record, from));
+
+  // A column: how far to trust the round, its strip, its worst and best moments.
+  function makeColumn(place) {
+    const heading = element("h3", { class: "column-name" });
+    const trust = element("div");
+    const answer = element("p", { class: "answer" });
+    const notes = element("ul", { class: "notes" });
+    const lists = element("div", { class: "ends" });
+    const strip = Whence.makeStrip((record, from) => openMoment(place, record, from));
+    const about = element("div", { class: "strip-about" }, element("h3", {}, "Influence over time"));
+    const stripPart = element("div", { class: "strip-part" }, about, ...strip.nodes);
+    const node = element("div", { class: "column", hidden: place > 0 }, heading, trust, notes, answer, stripPart, lists);
+    let content = null;
+
+    function show(runIndex, round) {
+      content = { runIndex, round };
+      node.hidden = false;
+      heading.textContent = chosen.other === null ? "" : `${page.runs[runIndex].label}, round ${number(round.round)}`;
+      const lines = round.trust ?? [];
+      trust.replaceChildren(...(lines.length ? [element("h3", {}, "How far to trust this round"), Whence.lists.trust(lines)] : []));
+      notes.replaceChildren(...(round.notes ?? []).map((text) => element("li", {}, text)));
+      answer.replaceChildren(...tellWorst(round, page.runs[runIndex].actions));
+      stripPart.hidden = !round.strip.record_ids.length;
+      if (!stripPart.hidden) strip.show(round);
+      const options = { onOpen: (record, from) => openMoment(place, record, from), language, actions: page.runs[runIndex].actions };
+      lists.replaceChildren(...(round.scored ? [
+        Whence.lists.moments("Most harmful moments", "Training on these lowers the return the most.", round.worst, options),
+        Whence.lists.moments("Most helpful moments", "Training on these raises the return the most.", round.best, options),
+      ] : []));
+    }
+
+    return {
+      node, strip, show, content: () => content,
+      hide() { node.hidden = true; content = null; },
+      // Where the focus returns to, if the card that opened a moment is not the one that is shown last.
+      cardOf: (record) => node.querySelector(`[data-record="${record}"]`),
+    };
+  }
+
+  function tellWorst(round, actions) {
+    if (!round.records) return ["This round has no records that can be read."];
+    if (!round.scored) return [`This round has ${number(round.records)} records. None was scored, so nothing can be said about which of them harmed: the selection rule needs no influence.`];
+    const [worst] = round.worst;
+    if (!worst) return ["No record of this round scored below 0."];
+    const where = Whence.place(worst);
+    const what = language ? `record ${id(worst.record)}` : `“${Whence.nameAction(worst.action, actions)}”${where ? ` at ${where}` : ""}`;
+    const sure = worst.significant === false ? " That is within two errors, so it cannot be told from 0." : worst.significant ? " That is beyond two errors: not by chance alone." : "";
+    return [element("b", {}, "The most harmful moment"), ` is ${what}: its score is ${withError(worst.score, worst.error)}.${sure}`];
+  }
+
+  function openMoment(place, record, from) {
+    const column = columns[place];
+    const { runIndex, round } = column.content();
+    const faces = [...round.worst, ...round.best].map((moment) => moment.record);
+    Whence.moment.show({
+      run: runIndex, round: round.round, record, list: faces, returnTo: from ?? column.cardOf(record) ?? slider,
+      actions: page.runs[runIndex].actions,
+      label: page.runs.length > 1 ? page.runs[runIndex].label : null,
+      onShow(now) {
+        column.strip.open(now);
+        if (place === 0) { chosen.record = now; writeLink(); }
+      },
+      onClose() {
+        column.strip.open(null);
+        chosen.record = null;
+        writeLink();
+      },
+    });
+  }
+
+  function writeLink() {
+    const parts = [`run=${chosen.run}`, `round=${chosen.round}`];
+    if (chosen.record !== null) parts.push(`record=${chosen.record}`);
+    if (chosen.other !== null) parts.push(`other=${chosen.other}`, `otherround=${chosen.otherRound}`);
+    history.replaceState(null, "", `#${parts.join("&")}`);
+  }
+
+  // What the link asks for, as far as it is there; null if it asks for no moment.
+  function readLink() {
+    const asked = new URLSearchParams(location.hash.slice(1));
+    if (!asked.has("run") && !asked.has("round")) return null;
+    const whole = (name) => (/^\d+$/.test(asked.get(name) ?? "") ? Number(asked.get(name)) : null);
+    const there = (index) => index !== null && index < page.runs.length;
+    const first = there(whole("run")) ? whole("run") : 0;
+    const other = there(whole("other")) && whole("other") !== first ? whole("other") : null;
+    return { run: first, round: whole("round"), record: whole("record"), other, otherRound: whole("otherround") };
+  }
+
+  const nearest = (rounds, wanted) => rounds.reduce((best, one) => (best === null || Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best), null);
+
+  function summarise(place) {
+    const { series } = run();
+    const words = {
+      episode_return: (value) => `return ${signed(value)}`, test_return: (value) => `test return ${signed(value)}`,
+      dropped_share: (value) => `${percent(value)} dropped`, negative_share: (value) => `${percent(value)} of the scores below 0`,
+      significant_share: (value) => `${percent(value)} of the scores beyond two errors`,
+    };
+    return Object.entries(words).filter(([name]) => isNumber(series?.[name]?.[place])).map(([name, write]) => write(series[name][place]));
+  }
+
+  // The return over rounds, under the slider's thumb.
+  function drawSpark() {
+    const name = ["episode_return", "test_return"].find((one) => run().series?.[one]?.some(isNumber));
+    const values = name ? run().series[name] : [];
+    at("spark-name").textContent = name === "test_return" ? "Test return over rounds" : name ? "Return over rounds" : "";
+    spark.replaceChildren();
+    spark.toggleAttribute("hidden", !name);
+    const known = values.filter(isNumber);
+    if (known.length === 0) return;
+    const [low, high] = [Math.min(...known), Math.max(...known)];
+    const n = values.length;
+    const x = (place) => (n > 1 ? (place / (n - 1)) * 1000 : 500);
+    const y = (value) => 46 - ((value - low) / (high - low || 1)) * 40;
+    const points = values.flatMap((value, place) => (isNumber(value) ? [`${x(place)},${y(value)}`] : []));
+    spark.append(drawing("polygon", { points: `${points[0].split(",")[0]},50 ${points.join(" ")} ${points.at(-1).split(",")[0]},50`, class: "area" }));
+    spark.append(drawing("polyline", { points: points.join(" "), class: "line" }));
+    const place = run().rounds.indexOf(chosen.round);
+    if (place >= 0) spark.append(drawing("line", { x1: x(place), x2: x(place), y1: 0, y2: 50, class: "cursor" }));
+  }
+
+  function showControls() {
+    const { rounds, planned, finished } = run();
+    const place = Math.max(0, rounds.indexOf(chosen.round));
+    slider.max = Math.max(0, rounds.length - 1);
+    slider.value = place;
+    slider.disabled = rounds.length < 2;
+    earlier.disabled = place <= 0;
+    later.disabled = place >= rounds.length - 1;
+    const all = isNumber(planned) ? ` of ${number(planned)}` : "";
+    const name = `Round ${number(chosen.round)}${all}`;
+    slider.setAttribute("aria-valuetext", [name, ...summarise(place)].join(", "));
+    roundName.replaceChildren(element("b", {}, name), ...summarise(place).map((text) => element("span", {}, text)));
+    runSelect.value = chosen.run;
+    otherSelect.value = chosen.other ?? "";
+    for (const option of otherSelect.options) option.disabled = option.value === String(chosen.run);
+    live.hidden = !source.served || finished;
+    drawSpark();
+  }
+
+  async function show() {
+    const { rounds } = run();
+    at("explorer-empty").hidden = rounds.length > 0;
+    at("explorer-round-part").hidden = rounds.length === 0;
+    if (!rounds.length) return showControls();
+    chosen.round = nearest(rounds, chosen.round ?? rounds.at(-1));
+    const other = chosen.other === null ? null : page.runs[chosen.other];
+    if (other?.rounds.length) chosen.otherRound = nearest(other.rounds, chosen.otherRound ?? chosen.round);
+    else [chosen.other, chosen.otherRound] = [null, null];
+    showControls();
+    const mine = ++turn;
+    const late = setTimeout(() => { status.textContent = `Loading round ${number(chosen.round)} …`; }, 300);
+    try {
+      const asked = [source.load(chosen.run, chosen.round)];
+      if (chosen.other !== null) asked.push(source.load(chosen.other, chosen.otherRound));
+      const [first, second] = await Promise.all(asked);
+      if (mine !== turn) return;
+      shown = first.round;
+      at("explorer-columns").classList.toggle("two", Boolean(second));
+      columns[0].show(chosen.run, first.round);
+      if (second) columns[1].show(chosen.other, second.round);
+      else columns[1].hide();
+      status.textContent = "";
+      await showRest(mine);
+    } catch (error) {
+      if (mine !== turn) return;
+      status.textContent = error.gone ? "The server does not answer. Trying again …" : error.message;
+      if (error.gone) setTimeout(() => mine === turn && show(), POLL);
+    } finally {
+      clearTimeout(late);
+    }
+  }
+
+  async function showRest(mine) {
+    const parts = shown.scored ? Whence.lists.groups(shown.groups, run().actions) : [];
+    at("groups").hidden = !parts.length;
+    at("groups-body").replaceChildren(...parts);
+    at("changed").hidden = !shown.changed?.length;
+    at("grid-part").hidden = !shown.records;
+    if (shown.records) grid.show(run(), chosen.run, shown);
+    if (!shown.changed?.length) return;
+    const list = await Whence.lists.changed(shown.changed, {
+      run: chosen.run, round: chosen.round, actions: run().actions, onOpen: (record, from) => openMoment(0, record, from),
+    });
+    if (mine === turn) at("changed-body").replaceChildren(list);
+  }
+
+  function choose(changes) {
+    chosen = { ...chosen, ...changes, record: null };
+    show();
+    writeLink();
+  }
+
+  function turnTo(place) {
+    const { rounds } = run();
+    const round = rounds[Math.max(0, Math.min(rounds.length - 1, place))];
+    if (round !== undefined && round !== chosen.round) choose({ round, otherRound: null });
+  }
+
+  let frame = 0;
+  slider.addEventListener("input", () => {
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(() => turnTo(Number(slider.value)));
+  });
+  earlier.addEventListener("click", () => turnTo(Number(slider.value) - 1));
+  later.addEventListener("click", () => turnTo(Number(slider.value) + 1));
+  runSelect.addEventListener("change", () => {
+    const index = Number(runSelect.value);
+    choose({ run: index, otherRound: null, other: chosen.other === index ? null : chosen.other });
+  });
+  otherSelect.addEventListener("change", () => choose({ other: otherSelect.value === "" ? null : Number(otherSelect.value), otherRound: null }));
+
+  function listRuns() {
+    const options = () => page.runs.map(({ label }, index) => element("option", { value: index }, label));
+    runSelect.replaceChildren(...options());
+    otherSelect.replaceChildren(element("option", { value: "" }, "nothing"), ...options());
+    const several = page.runs.length > 1;
+    for (const select of [runSelect, otherSelect]) select.closest("label").hidden = !several;
+  }
+
+  async function follow() {
+    const asked = readLink();
+    if (!asked) return false;
+    if (Whence.moment.isOpen()) Whence.moment.close();
+    chosen = { ...asked, record: null };
+    await show();
+    if (asked.record !== null && shown) openMoment(0, asked.record, null);
+    return true;
+  }
+
+  window.addEventListener("hashchange", follow);
+
+  // A run that goes on: new rounds extend the slider; if the last round was shown, the page follows.
+  async function poll() {
+    let wait = POLL;
+    try {
+      const news = await source.fetchJson("/api/page");
+      if (status.dataset.gone) { status.textContent = ""; delete status.dataset.gone; }
+      const before = JSON.stringify(page.runs.map(({ rounds }) => rounds));
+      const followed = run().rounds.at(-1) === chosen.round || chosen.round === null;
+      page.runs.splice(0, page.runs.length, ...news.runs);
+      if (JSON.stringify(page.runs.map(({ rounds }) => rounds)) !== before) {
+        if (followed && !Whence.moment.isOpen() && run().rounds.length) {
+          chosen.round = run().rounds.at(-1);
+          chosen.otherRound = null;
+          show();
+        } else showControls();
+        window.updateFigures?.(await source.fetchJson("/api/figures"));
+      } else showControls();
+    } catch (error) {
+      status.textContent = error.gone ? "The server does not answer. Trying again …" : error.message;
+      status.dataset.gone = "yes";
+      wait = 2 * POLL;
+    }
+    if (page.runs.some(({ finished }) => !finished)) setTimeout(poll, wait);
+  }
+
+  if (language) at("record-words").textContent = "one response of the model";
+  listRuns();
+  follow().then((followed) => {
+    if (followed) return;
+    const scored = page.runs.findIndex(({ rounds, series }) => rounds.length && series?.negative_share?.some(isNumber));
+    chosen.run = Math.max(0, scored);
+    show();
+  });
+  if (source.served && page.runs.some(({ finished }) => !finished)) setTimeout(poll, POLL);
+})();

@@ -1,0 +1,147 @@
+// The grid of all records: sorts, filters and searches here, or asks the server to.
+Whence.makeGrid = (holder, search, note, onOpen) => {
+  "use strict";
+
+  const { element, isNumber, number, signed, id } = Whence;
+  const SIZE = 25;
+  let table = null, shown = "", actions = null;
+
+  function text(value, column) {
+    if (value === null || value === undefined) return column.kind === "reason" ? "" : "–";
+    if (column.kind === "keep") return value === true || value === "kept" || value === 1 ? "kept" : "dropped";
+    if (column.key === "record_id") return id(value);
+    if (column.key === "action") return Whence.nameAction(value, actions);
+    if (isNumber(value)) return column.kind === "score" ? signed(value) : number(value, 4);
+    return String(value);
+  }
+
+  function formatter(column, scale) {
+    return (cell) => {
+      const value = cell.getValue();
+      const words = text(value, column);
+      if (column.key === "record_id") {
+        return element("button", { type: "button", class: "link", "aria-label": `Open record ${words}`, onclick: (event) => { event.stopPropagation(); onOpen(value, event.currentTarget); } }, words);
+      }
+      const node = element("span", words.length > 60 ? { title: words } : {}, words.length > 60 ? `${words.slice(0, 59)}…` : words);
+      if (column.kind === "score" && isNumber(value)) {
+        node.className = "score-cell";
+        node.style.setProperty("--tone", Whence.palette()[Whence.level(value, scale)]);
+      }
+      if (column.kind === "keep" && words === "dropped") node.className = "dropped";
+      return node;
+    };
+  }
+
+  // As the server reads filters: "<-0.1" compares, "kept" and "dropped" choose, other text is contained.
+  function matches(wanted, value, column) {
+    wanted = String(wanted ?? "").trim().toLowerCase();
+    if (!wanted) return true;
+    const comparison = /^(<=|>=|<|>|=)\s*([-−+]?[\d.]+(?:e[-+]?\d+)?)$/.exec(wanted);
+    if (comparison) {
+      if (!isNumber(value)) return false;
+      const limit = Number(comparison[2].replace("−", "-"));
+      return { "<": value < limit, ">": value > limit, "<=": value <= limit, ">=": value >= limit, "=": value === limit }[comparison[1]];
+    }
+    if (isNumber(value) && /^[-−+]?[\d.]+$/.test(wanted)) return String(value).startsWith(wanted.replace("−", "-")) || number(value, 4) === wanted;
+    return text(value, column).toLowerCase().includes(wanted);
+  }
+
+  function columnsOf(run, scale) {
+    return run.columns.map((column) => {
+      const numeric = !["text", "reason", "keep"].includes(column.kind);
+      return {
+        field: column.key,
+        title: column.key,
+        titleFormatter: () => element("span", column.about ? { title: column.about } : {}, column.name),
+        formatter: formatter(column, scale),
+        hozAlign: numeric ? "right" : "left",
+        headerHozAlign: numeric ? "right" : "left",
+        minWidth: column.kind === "text" ? 180 : column.key === "record_id" ? 96 : 84,
+        maxInitialWidth: 320,
+        // What is missing comes last in either direction.
+        sorter: (one, other, _a, _b, _c, direction) => {
+          const missing = (value) => value === null || value === undefined;
+          if (missing(one) || missing(other)) return (missing(one) - missing(other)) * (direction === "asc" ? 1 : -1);
+          return isNumber(one) && isNumber(other) ? one - other : String(one).localeCompare(String(other), undefined, { numeric: true });
+        },
+        headerFilter: "input",
+        headerFilterFunc: (wanted, value) => matches(wanted, value, column),
+        headerFilterPlaceholder: numeric ? "e.g. <0" : "contains",
+        headerFilterParams: { elementAttributes: { "aria-label": `Filter ${column.name}` } },
+      };
+    });
+  }
+
+  function count(rows, all) {
+    if (Whence.source.served) note.textContent = `${number(rows)} of ${number(all)} records.`;
+    else note.textContent = `${number(rows)} of the ${number(table?.getData().length ?? 0)} records that this file holds of ${number(all)}: those of the listed moments.`;
+  }
+
+  function show(run, runIndex, round) {
+    const key = `${runIndex}/${round.round}`;
+    if (shown === key) return;
+    shown = key;
+    actions = run.actions;
+    table?.destroy();
+    search.value = "";
+    const columns = columnsOf(run, Whence.colourScale(round.strip.scores));
+    const scored = run.columns.some(({ kind, key: name }) => kind === "score" && name) && round.scored;
+    const first = run.columns.find(({ kind }) => kind === "score")?.key;
+    const options = {
+      columns, layout: "fitDataFill", height: 470, pagination: true, paginationSize: SIZE, paginationCounter: null,
+      placeholder: "No record fits.", initialSort: scored && first ? [{ column: first, dir: "asc" }] : [],
+      columnDefaults: { headerSortTristate: false }, headerFilterLiveFilterDelay: 250,
+      ...(Whence.source.served ? remote(runIndex, round) : { data: (round.rows ?? []).map((row) => Object.fromEntries(run.columns.map(({ key: name }, at) => [name, row[at]]))) }),
+    };
+    table = new Tabulator(holder, options);
+    const mine = table;
+    mine.on("rowClick", (_event, row) => onOpen(row.getData().record_id, row.getElement().querySelector("button")));
+    mine.on("tableBuilt", () => label(mine));
+    if (!Whence.source.served) mine.on("dataFiltered", (_filters, rows) => { if (mine === table) count(rows.length, round.records); });
+    if (!Whence.source.served) mine.on("tableBuilt", () => count(mine.getData().length, round.records));
+  }
+
+  // Tabulator leaves a few names and roles to the page.
+  function label(mine) {
+    holder.setAttribute("aria-label", "Records");
+    for (const node of holder.querySelectorAll(".tabulator-header-filter input")) node.setAttribute("autocomplete", "off");
+    holder.querySelector(".tabulator-tableholder")?.setAttribute("tabindex", "0");
+    void mine;
+  }
+
+  function remote(runIndex, round) {
+    return {
+      ajaxURL: "/api/", sortMode: "remote", filterMode: "remote", paginationMode: "remote", dataLoader: false,
+      ajaxRequestFunc: async (_address, _config, params) => {
+        const query = new URLSearchParams({ page: params.page ?? 1, size: params.size ?? SIZE });
+        const [sort] = params.sort ?? [];
+        if (sort) { query.set("sort", sort.field); query.set("dir", sort.dir); }
+        if (search.value.trim()) query.set("search", search.value.trim());
+        for (const { field, value } of params.filter ?? []) query.append("filter", `${field}:${value}`);
+        try {
+          const page = await Whence.source.fetchJson(`/api/runs/${runIndex}/rounds/${round.round}/records?${query}`);
+          count(page.last_row, round.records);
+          return page;
+        } catch (error) {
+          note.textContent = error.message;
+          return { data: [], last_page: 1, last_row: 0 };
+        }
+      },
+    };
+  }
+
+  let timer = 0;
+  search.addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      if (!table) return;
+      if (Whence.source.served) return void table.setPage(1);
+      const wanted = search.value.trim().toLowerCase();
+      const { columns } = Whence.source.page.runs[Number(shown.split("/")[0])];
+      if (wanted) table.setFilter((row) => columns.some((column) => text(row[column.key], column).toLowerCase().includes(wanted)));
+      else table.clearFilter();
+    }, 200);
+  });
+
+  return { show, redraw: () => table?.redraw(true) };
+};

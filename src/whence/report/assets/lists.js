@@ -1,0 +1,98 @@
+// Lists of a round: its moments as cards, its groups as small tables, the states it changed the most.
+Whence.lists = (() => {
+  "use strict";
+
+  const { element, isNumber, number, signed, withError, percent, id } = Whence;
+  const FIRST = 6; // cards before "show all"
+
+  function advantageWords({ advantage, score, significant }) {
+    if (!isNumber(advantage)) return "";
+    const size = `advantage ${signed(advantage)}`;
+    if (significant === false || !isNumber(score) || advantage === 0) return size;
+    if (score < 0) return `${size} ${advantage > 0 ? "praised it" : "discouraged it"}, which lowers the return`;
+    return `${size} ${advantage > 0 ? "praised it" : "discouraged it"}, which raises the return`;
+  }
+
+  function card(moment, rank, { onOpen, language, actions }) {
+    const kind = moment.significant === false ? "unsure" : moment.score < 0 ? "low" : "high";
+    const where = Whence.place(moment);
+    const stretch = moment.records > 1 && isNumber(moment.first_step)
+      ? `${moment.records} records, steps ${number(moment.first_step)} to ${number(moment.last_step)}`
+      : null;
+    const fate = moment.dropped ? (moment.records > 1 ? `${moment.dropped} of ${moment.records} dropped` : "dropped") : "trained";
+    const facts = [isNumber(moment.reward) ? `reward ${signed(moment.reward)}` : null, stretch, fate].filter(Boolean).join(" · ");
+    const picture = moment.thumb
+      ? element("img", { class: "thumb", src: moment.thumb, alt: "", loading: "lazy" })
+      : element("span", { class: "thumb rank", "aria-hidden": "true" }, String(rank));
+    const what = language ? [`Record ${id(moment.record)}`] : [element("b", {}, Whence.nameAction(moment.action, actions)), where ? ` at ${where}` : ""];
+    return element("li", {}, element("button", { type: "button", class: `card ${kind}`, "data-record": moment.record, onclick: (event) => onOpen(moment.record, event.currentTarget) },
+      picture,
+      element("span", { class: "card-text" },
+        element("span", { class: "what" }, ...what),
+        element("span", { class: "why" }, advantageWords(moment)),
+        element("span", { class: "facts-line" }, facts)),
+      element("span", { class: "chip" }, withError(moment.score, moment.error), moment.significant === false ? element("small", {}, "not beyond 2 errors") : null)));
+  }
+
+  // A titled list of moments; the first few, and all when asked for.
+  function moments(heading, about, list, options) {
+    const items = element("ol", { class: "cards" });
+    const add = (from, to) => list.slice(from, to).forEach((moment, k) => items.append(card(moment, from + k + 1, options)));
+    add(0, FIRST);
+    const more = list.length > FIRST
+      ? element("button", { type: "button", class: "quiet", onclick: () => {
+          add(FIRST);
+          more.remove();
+          items.children[FIRST].querySelector("button").focus();
+        } }, `Show ${list.length - FIRST} more`)
+      : null;
+    return element("div", { class: "end" }, element("h3", {}, heading), element("p", {}, about),
+      list.length ? items : element("p", { class: "note" }, "None in this round."), more);
+  }
+
+  const GROUPS = { action: "By action", region: "By region of states", reward: "By reward", episode: "By episode" };
+
+  function groups(all, actions) {
+    const parts = Object.entries(GROUPS).filter(([by]) => all?.[by]?.length).map(([by, name]) => {
+      const rows = all[by];
+      const reach = Math.max(...rows.map(({ mean, error }) => Math.abs(mean ?? 0) + (error ?? 0))) || 1;
+      const body = rows.map(({ group, records, mean, error, share_negative: negative, dropped_share: dropped }) => {
+        const end = 50 + ((mean ?? 0) / reach) * 48;
+        const half = ((error ?? 0) / reach) * 48;
+        const track = element("span", { class: "track", "aria-hidden": "true" },
+          element("span", { class: `bar ${mean < 0 ? "low" : "high"}`, style: `left:${Math.min(50, end)}%;width:${Math.abs(end - 50)}%` }),
+          element("span", { class: "whisker", style: `left:${end - half}%;width:${2 * half}%` }));
+        return element("tr", {}, element("th", { scope: "row" }, by === "action" ? Whence.nameAction(group, actions) : group), element("td", { class: "wide" }, track),
+          element("td", {}, withError(mean, error)), element("td", {}, percent(negative)), element("td", {}, percent(dropped)), element("td", {}, number(records)));
+      });
+      const headings = element("tr", {}, element("th", { scope: "col" }, by === "region" ? "region" : by), element("th", { scope: "colgroup", colspan: 2 }, "mean score ± error"), ...["below 0", "dropped", "records"].map((text) => element("th", { scope: "col" }, text)));
+      return element("div", { class: "group" }, element("h3", { id: `group-${by}` }, name),
+        element("div", { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": `group-${by}` },
+          element("table", { class: "bars" }, element("thead", {}, headings), element("tbody", {}, ...body))));
+    });
+    return parts;
+  }
+
+  async function changed(list, { run, round, onOpen, actions }) {
+    const rows = await Promise.all(list.map(async (change) => {
+      const can = await Whence.source.canOpen(run, round, change.record).catch(() => false);
+      const name = id(change.record);
+      const first = can
+        ? element("button", { type: "button", class: "link", onclick: (event) => onOpen(change.record, event.currentTarget) }, name)
+        : name;
+      return element("tr", {}, element("th", { scope: "row" }, first), element("td", { class: "text" }, Whence.nameAction(change.action, actions)),
+        element("td", { class: "text" }, change.text), element("td", {}, `${signed(change.value_before)} → ${signed(change.value_after)}`), element("td", {}, number(change.divergence, 2)));
+    }));
+    const headings = ["record", "action taken", "probabilities before → after", "value", "divergence (nats)"].map((text, at) => element("th", { scope: "col", class: at === 1 || at === 2 ? "text" : null }, text));
+    return element("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": "Changed states" },
+      element("table", { class: "changes" }, element("thead", {}, element("tr", {}, ...headings)), element("tbody", {}, ...rows)));
+  }
+
+  function trust(lines) {
+    const WORDS = { good: "Trust", fair: "With care", poor: "Do not trust", unknown: "Not known" };
+    return element("ul", { class: "trust", "aria-label": "How far to trust this round" },
+      ...lines.map(({ level, text }) => element("li", { class: level }, element("b", {}, WORDS[level] ?? level), ` ${text}`)));
+  }
+
+  return { moments, groups, changed, trust };
+})();

@@ -1,0 +1,282 @@
+// A moment opens in a panel: what happened, frames, curves, whether the advantage was right, what the round changed.
+Whence.moment = (() => {
+  "use strict";
+
+  const { element, isNumber, number, signed, withError, percent, id } = Whence;
+  const dialog = document.getElementById("moment");
+  const body = element("div", { class: "moment-body" });
+  const title = element("h2", { id: "moment-title" });
+  const place = element("p", { class: "moment-place" });
+  const copied = element("span", { class: "copied", role: "status" });
+  const button = (text, label, action) => element("button", { type: "button", "aria-label": label, onclick: action }, text);
+  const previous = button("‹ Previous", "Previous moment", () => step(-1));
+  const next = button("Next ›", "Next moment", () => step(1));
+  let view = null, timer = 0, call = 0;
+
+  dialog.append(
+    element("div", { class: "moment-head" },
+      element("div", {}, title, place),
+      element("div", { class: "moment-buttons" }, previous, next, button("Copy link", null, copyLink), copied, button("✕", "Close", () => dialog.close())),
+    ),
+    body,
+  );
+  dialog.addEventListener("close", () => {
+    clearInterval(timer);
+    call += 1;
+    const { returnTo, onClose } = view ?? {};
+    view = null;
+    onClose?.();
+    // The panel may have moved on to another moment, whose card is then the place to return to.
+    if (returnTo?.isConnected) returnTo.focus();
+  });
+  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+
+  async function copyLink() {
+    const address = location.href;
+    try {
+      await navigator.clipboard.writeText(address);
+    } catch {
+      // Pages from files may not use the clipboard's interface.
+      const field = element("textarea", { class: "away", "aria-hidden": "true", tabindex: -1 });
+      field.value = address;
+      dialog.append(field);
+      field.select();
+      document.execCommand("copy");
+      field.remove();
+    }
+    copied.textContent = "Copied";
+    setTimeout(() => { copied.textContent = ""; }, 2000);
+  }
+
+  function step(by) {
+    const { list } = view;
+    const at = list.indexOf(view.record);
+    const to = list[at + by];
+    if (to !== undefined) show({ ...view, record: to });
+  }
+
+  // view: {run, round, record, list: records to step through, target, label, returnTo, onShow, onClose}
+  async function show(asked) {
+    view = asked;
+    const turn = ++call;
+    clearInterval(timer);
+    const { run, round, record, list } = view;
+    title.textContent = `Record ${id(record)}`;
+    place.textContent = "Loading …";
+    const at = list.indexOf(record);
+    previous.disabled = at <= 0;
+    next.disabled = at < 0 || at >= list.length - 1;
+    if (!dialog.open) { body.replaceChildren(); dialog.showModal(); }
+    view.onShow?.(record);
+    let detail;
+    try {
+      detail = await Whence.source.loadDetail(run, round, record);
+    } catch (error) {
+      if (turn === call) {
+        place.textContent = `Round ${number(round)}`;
+        body.replaceChildren(element("p", { class: "problem" }, error.message));
+      }
+      return;
+    }
+    if (turn === call) fill(detail);
+  }
+
+  function fill(detail) {
+    const where = Whence.place(detail);
+    place.textContent = [view.label, `round ${number(detail.round)}`, where, detail.dropped ? "dropped" : "trained"].filter(Boolean).join(" · ");
+    const shown = makePlayer(detail);
+    body.replaceChildren(...[
+      tell(detail), texts(detail), shown, judge(detail), policy(detail), targets(detail), state(detail),
+    ].filter(Boolean));
+    body.scrollTop = 0;
+  }
+
+  const part = (heading, about, ...children) =>
+    element("section", {}, element("h3", {}, heading), about ? element("p", {}, about) : null, ...children);
+
+  function tell(detail) {
+    const main = detail.targets?.[0];
+    const own = detail.window ? detail.window.record_ids.indexOf(detail.record) : -1;
+    const reward = detail.window?.rewards?.[own];
+    const value = detail.window?.values?.[own] ?? detail.value_before;
+    const lines = [];
+    if (detail.response === undefined || detail.response === null) {
+      const where = Whence.place(detail);
+      const paid = isNumber(reward) ? ` The reward was ${signed(reward)}.` : "";
+      lines.push(element("p", {}, where ? `At ${where} the agent chose ` : "The agent chose ", element("b", {}, Whence.nameAction(detail.action, view.actions)), ".", paid));
+    }
+    if (isNumber(value) && isNumber(detail.advantage)) {
+      const text = `The critic expected ${signed(value)}; what followed was estimated at ${signed(value + detail.advantage)}.`;
+      lines.push(element("p", {}, `${text} The advantage is the difference, ${signed(detail.advantage)}${Whence.explainAdvantage(detail.advantage)}.`));
+    }
+    const kind = !main || main.significant === false ? "fair" : main.score < 0 ? "low" : "high";
+    const score = main ? `Score ${withError(main.score, main.error)}. ` : "";
+    lines.push(element("p", { class: `say ${kind}` }, element("b", {}, score + Whence.explainScore(main?.score, main?.significant, main?.name))));
+    const fate = detail.dropped
+      ? `It was dropped, so the round did not train on it${detail.reason?.trim() ? `: ${detail.reason.trim()}` : ""}.`
+      : `The round trained on it${isNumber(detail.weight) && detail.weight !== 1 ? ` with weight ${number(detail.weight)}` : ""}.`;
+    lines.push(element("p", {}, fate));
+    return element("section", { class: "story" }, ...lines);
+  }
+
+  function texts(detail) {
+    if (detail.response === undefined || detail.response === null) return null;
+    return part("Prompt and response", null,
+      element("h4", {}, "Prompt"), element("pre", { tabindex: 0 }, detail.prompt ?? ""),
+      element("h4", {}, "Response"), element("pre", { tabindex: 0 }, detail.response));
+  }
+
+  // Frames, curves and the slider that moves both.
+  function makePlayer(detail) {
+    const { window, frames } = detail;
+    const note = detail.frames_note ? element("p", { class: "note" }, detail.frames_note) : null;
+    const n = window?.record_ids.length ?? 0;
+    if (n < 2 && !frames) return note ? part("What it saw", null, note) : null;
+    const steps = n && window.steps?.some(isNumber) ? window.steps : null;
+    const face = n ? Math.max(0, window.record_ids.indexOf(detail.record)) : 0;
+    // Positions of the slider: the window's records, and the frames beyond them, if any.
+    const places = steps ? [...steps] : frames ? [...frames.steps] : Array.from({ length: n }, (_, at) => at - face);
+    if (steps && frames) for (const at of frames.steps) if (at > places.at(-1)) places.push(at);
+    const start = steps ? face : frames ? frames.face : face;
+    let at = start;
+
+    const image = frames ? element("img", { alt: "", width: frames.width, height: frames.height }) : null;
+    const stage = element("p", { class: "stage" });
+    const slider = element("input", { type: "range", min: 0, max: places.length - 1, step: 1, "aria-label": "Step of the episode" });
+    const play = element("button", { type: "button", class: "play" }, "▶ Play");
+    const readout = element("p", { class: "readout" });
+    const open = element("button", { type: "button", class: "quiet" }, "Open this record");
+    const curves = n > 1 ? Whence.makeCurves(window, face, (to) => { pause(); move(to); }) : null;
+    const faceStep = places[start];
+
+    function frameAt(step) {
+      let best = 0;
+      frames.steps.forEach((one, k) => { if (Math.abs(one - step) < Math.abs(frames.steps[best] - step)) best = k; });
+      return best;
+    }
+
+    function move(to) {
+      at = to;
+      slider.value = at;
+      const step = places[at];
+      const away = step - faceStep;
+      const when = away === 0 ? "the moment" : `${number(Math.abs(away))} ${Math.abs(away) === 1 ? "step" : "steps"} ${away < 0 ? "before" : "after"}`;
+      const text = steps || frames ? `Step ${number(step)}: ${when}` : when;
+      slider.setAttribute("aria-valuetext", text);
+      stage.textContent = text;
+      stage.classList.toggle("now", away === 0);
+      if (image) {
+        const nearest = frameAt(step);
+        if (image.dataset.frame !== String(nearest)) {
+          image.src = frames.images[nearest];
+          image.dataset.frame = nearest;
+        }
+        image.alt = `What the agent saw at step ${number(frames.steps[nearest])}: ${when}`;
+      }
+      const inside = at < n;
+      curves?.show(Math.min(at, n - 1));
+      const facts = !inside || !n ? [] : [
+        window.actions ? Whence.nameAction(window.actions[at], view.actions) : null,
+        window.rewards ? `reward ${signed(window.rewards[at])}` : null,
+        window.values ? `V ${signed(window.values[at])}` : null,
+        window.advantages ? `advantage ${signed(window.advantages[at])}` : null,
+        window.scores ? `score ${withError(window.scores[at], window.errors?.[at])}` : null,
+        window.dropped?.[at] ? "dropped" : null,
+      ].filter(Boolean);
+      readout.textContent = facts.join(" · ");
+      const other = inside && n ? window.record_ids[at] : null;
+      open.hidden = true;
+      if (other !== null && other !== detail.record) {
+        const { run, round } = view;
+        Whence.source.canOpen(run, round, other).then((can) => { if (at === to) open.hidden = !can; }, () => {});
+        open.onclick = () => show({ ...view, record: other });
+      }
+    }
+
+    function pause() {
+      clearInterval(timer);
+      timer = 0;
+      play.textContent = "▶ Play";
+    }
+
+    slider.addEventListener("input", () => { pause(); move(Number(slider.value)); });
+    play.addEventListener("click", () => {
+      if (timer) return pause();
+      if (at >= places.length - 1) move(0);
+      play.textContent = "❚❚ Pause";
+      timer = setInterval(() => (at >= places.length - 1 ? pause() : move(at + 1)), Whence.calm() ? 400 : 110);
+    });
+    const jump = (text, to) => element("button", { type: "button", onclick: () => { pause(); move(to); } }, text);
+    const jumps = element("div", { class: "jumps", role: "group", "aria-label": "Jump" },
+      play, jump("Before", Math.max(0, start - 8)), jump("At the moment", start), jump("After", Math.min(places.length - 1, start + 8)));
+    move(start);
+    return part("Before, at and after", null,
+      image ? element("figure", {}, image) : note,
+      stage, slider, jumps, curves?.node ?? null, element("div", { class: "read" }, readout, open), image ? note : null);
+  }
+
+  function judge(detail) {
+    const [kind, heading, sentence] = Whence.judgeAdvantage(detail.advantage, detail.mc_advantage, detail.mc_error);
+    const bars = isNumber(detail.mc_advantage) ? compareAdvantages(detail) : null;
+    return part("Was the advantage right?", null,
+      element("p", { class: `say ${kind}` }, element("b", {}, heading), sentence ? ` ${sentence}` : ""),
+      bars, detail.mc_text ? element("p", { class: "note" }, detail.mc_text) : null);
+  }
+
+  function compareAdvantages({ advantage, mc_advantage: truth, mc_error: error }) {
+    const margin = 2 * (error ?? 0);
+    const reach = Math.max(Math.abs(advantage), Math.abs(truth) + margin) || 1;
+    const row = (name, value, spread) => {
+      const middle = 50 + (value / reach) * 48;
+      const bar = element("span", { class: `bar ${value < 0 ? "low" : "high"}`, style: `left:${Math.min(50, middle)}%;width:${Math.abs(middle - 50)}%` });
+      const whisker = spread ? element("span", { class: "whisker", style: `left:${middle - (spread / reach) * 48}%;width:${(2 * spread / reach) * 48}%` }) : null;
+      return element("div", { class: "measure" }, element("span", {}, name), element("span", { class: "track", "aria-hidden": "true" }, bar, whisker), element("span", { class: "figure-text" }, withError(value, spread ? spread / 2 : null)));
+    };
+    return element("div", { class: "measures" }, row("advantage in training", advantage), row("fresh rollouts", truth, margin));
+  }
+
+  function policy(detail) {
+    const { policy: change } = detail;
+    const values = isNumber(detail.value_before)
+      ? `The critic's value of this state: ${signed(detail.value_before)}${isNumber(detail.value_after) ? ` before the round, ${signed(detail.value_after)} after` : ""}.`
+      : null;
+    if (!change) return values ? part("What the round changed here", values) : null;
+    const bar = (share) => element("span", { class: "track plain", "aria-hidden": "true" }, element("span", { class: "bar share", style: `left:0;width:${Math.max(0, Math.min(1, share)) * 100}%` }));
+    const row = (label, cells) => element("tr", {}, element("th", { scope: "row" }, label), ...cells.map((cell) => element("td", {}, ...[cell].flat())));
+    let head, rows;
+    if (change.kind === "discrete") {
+      head = ["action", "before the round", "after the round"];
+      rows = change.labels.map((label, k) => row(label, [[bar(change.before[k]), share(change.before[k])], change.after ? [bar(change.after[k]), share(change.after[k])] : "–"]));
+    } else {
+      head = ["action", "mean before", "mean after", "std before", "std after"];
+      rows = change.labels.map((label, k) => row(label, ["mean_before", "mean_after", "std_before", "std_after"].map((name) => number(change[name]?.[k]))));
+    }
+    return part("What the round changed here", values, table("Probabilities of actions before and after the round", head, rows, "probabilities"));
+  }
+
+  const share = (probability) => (probability > 0 && probability < 0.005 ? "<1%" : percent(probability));
+
+  function table(label, head, rows, kind) {
+    const caption = element("caption", {}, label);
+    const headings = element("tr", {}, ...head.map((text) => element("th", { scope: "col" }, text)));
+    return element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
+      element("table", { class: kind }, caption, element("thead", {}, headings), element("tbody", {}, ...rows)));
+  }
+
+  function targets(detail) {
+    if (!detail.targets || detail.targets.length < 2) return null;
+    const rows = detail.targets.map(({ name, score, error, significant }) => element("tr", {},
+      element("th", { scope: "row" }, name), element("td", {}, withError(score, error)),
+      element("td", {}, significant === null ? "error not known" : significant ? "beyond two errors" : "cannot be told from 0")));
+    return part("Score by target", "A target is what the score is about; training on the record raises or lowers it.", table("Score by target", ["target", "score ± error", ""], rows));
+  }
+
+  function state(detail) {
+    if (!detail.state?.length) return null;
+    const list = element("dl", { class: "state" });
+    for (const { name, value } of detail.state) list.append(element("div", {}, element("dt", {}, name), element("dd", {}, isNumber(value) ? number(value, 4) : String(value ?? "–"))));
+    return part("The state the agent was in", null, list);
+  }
+
+  return { show, close: () => dialog.close(), isOpen: () => dialog.open };
+})();

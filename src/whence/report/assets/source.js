@@ -1,0 +1,74 @@
+// Where rounds and moments come from: embedded in this file and decoded when asked for, or from the server.
+Whence.source = (() => {
+  "use strict";
+
+  const page = JSON.parse(document.getElementById("page-data").textContent);
+  const served = page.mode === "served";
+  const REMEMBERED = 8; // rounds
+  const BESIDE = 24; // records of a window on either side
+  const cache = new Map();
+
+  async function fetchJson(address) {
+    let response;
+    try {
+      response = await fetch(address, { headers: { Accept: "application/json" } });
+    } catch {
+      throw Object.assign(new Error("The server does not answer."), { gone: true });
+    }
+    const body = await response.json().catch(() => ({}));
+    if (!response.ok) throw new Error(body.error || `The server answered ${response.status}.`);
+    return body;
+  }
+
+  async function decode(run, round) {
+    const script = document.getElementById(`round-${run}-${round}`);
+    if (!script) throw new Error(`Round ${round} is not in this file.`);
+    const text = script.textContent.trim().replace(/^"|"$/g, "");
+    const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).json();
+  }
+
+  // The promise of {round, details, columns}; the last few are remembered.
+  function load(run, round) {
+    const key = `${run}/${round}`;
+    let promise = cache.get(key);
+    cache.delete(key);
+    promise ??= served
+      ? fetchJson(`/api/runs/${run}/rounds/${round}`).then((body) => ({ round: body, details: null }))
+      : decode(run, round);
+    cache.set(key, promise);
+    promise.catch(() => cache.delete(key));
+    if (cache.size > REMEMBERED) cache.delete(cache.keys().next().value);
+    return promise;
+  }
+
+  async function loadDetail(run, round, record) {
+    if (served) return fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}`);
+    const content = await load(run, round);
+    const detail = content.details[record];
+    if (!detail) throw new Error(`Record ${record} is not one of the moments in this file. The command "whence view RUN" opens any record.`);
+    return { ...detail, window: detail.window ?? cutWindow(content, Number(record)) };
+  }
+
+  // The file holds the columns of a window once for the whole round.
+  function cutWindow({ round: { strip }, columns }, record) {
+    const offset = strip.record_ids.indexOf(record);
+    const episode = strip.episodes.find(({ start, length }) => start <= offset && offset < start + length);
+    if (offset < 0 || !episode || !columns) return null;
+    const [first, end] = [Math.max(episode.start, offset - BESIDE), Math.min(episode.start + episode.length, offset + BESIDE + 1)];
+    const cut = (values) => values?.slice(first, end) ?? null;
+    const actions = Array.isArray(columns.actions)
+      ? cut(columns.actions)
+      : columns.actions && cut(columns.actions.index)?.map((place) => columns.actions.labels[place] ?? "–");
+    return {
+      record_ids: cut(strip.record_ids), scores: cut(strip.scores), dropped: cut(strip.dropped), actions,
+      steps: cut(columns.steps), rewards: cut(columns.rewards), values: cut(columns.values),
+      advantages: cut(columns.advantages), errors: cut(columns.errors),
+    };
+  }
+
+  const canOpen = async (run, round, record) => served || Boolean((await load(run, round)).details[record]);
+
+  return { page, served, load, loadDetail, canOpen, fetchJson };
+})();

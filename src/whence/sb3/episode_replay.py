@@ -1,0 +1,279 @@
+"""An episode played again from its generator's state and its actions, and checked against what was stored."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from whence.errors import ReplayError
+from whence.guards import preserve_rng_state
+from whence.runs import RunDirectory
+from whence.sb3.episodes import DIGEST, RecordResets
+
+MakeEnv: TypeAlias = Callable[[], gym.Env[Any, Any]]
+"""Makes one environment like those that were trained in, with render_mode "rgb_array" if frames are wanted."""
+
+Frames: TypeAlias = Collection[int] | Literal["all"]
+
+
+@dataclass(frozen=True)
+class StoredEpisode:
+    """What a run stores of an episode, from its first record on.
+
+    Attributes:
+        episode_id: its number in the run.
+        records: the rows of its m records, in time order.
+        generator_state: the state before its reset, as `RecordResets` noted it; None if it did not.
+    """
+
+    episode_id: int
+    records: pl.DataFrame
+    generator_state: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class EpisodeReplay:
+    """An episode that was played again, or drawn from what was stored of it.
+
+    Attributes:
+        episode_id: its number in the run.
+        record_ids: (m,) the ids of its records, from the first step on.
+        observations: the m observations before each action, as the environment returned them.
+        actions: (m, ...) as the environment took them.
+        rewards: (m,) as the environment gave them; NaN where it was not stepped.
+        frames: (height, width, 3) uint8 by step, for the steps asked for.
+        mismatch: None if every observation equals the stored one bit for bit; otherwise a sentence that says at which
+            step they part and what to do. There are no frames from that step on.
+        source: "replayed", or "drawn from the observation".
+        terminated: whether the last action ended the episode.
+        truncated: whether the episode was cut off after the last action.
+        frames_note: why frames that were asked for are missing; None if none is.
+    """
+
+    episode_id: int
+    record_ids: NDArray[np.int64]
+    observations: list[Any]
+    actions: NDArray[Any]
+    rewards: NDArray[np.float64]
+    frames: dict[int, NDArray[np.uint8]]
+    mismatch: str | None
+    source: str
+    terminated: bool
+    truncated: bool
+    frames_note: str | None = None
+
+
+def read_episode(run: RunDirectory, episode: int) -> StoredEpisode:
+    """Read an episode of a run from all rounds that hold a part of it.
+
+    Raises:
+        ReplayError: no round holds its beginning.
+    """
+    for number in run.rounds():
+        began = run.round("episodes", number).filter(pl.col("episode_id") == episode)
+        if not began.is_empty():
+            break
+    else:
+        raise ReplayError(
+            f"Episode {episode} of {run.path} has no stored beginning: it began before the run's first round, or the "
+            "run has no such episode. Take a later one."
+        )
+    parts: list[pl.DataFrame] = []
+    for later in (each for each in run.rounds() if each >= number):
+        rows = run.round("records", later).filter(pl.col("episode_id") == episode)
+        if rows.is_empty():
+            break
+        parts.append(rows)
+    records = pl.concat(parts, how="diagonal_relaxed").sort("step")
+    if records["step"].to_list() != list(range(len(records))):
+        raise ReplayError(f"Episode {episode} of {run.path} has records without a place in it.")
+    state = began["generator_state"][0]
+    return StoredEpisode(episode, records, None if state is None else json.loads(state))
+
+
+def play_again(
+    make_env: MakeEnv,
+    stored: StoredEpisode,
+    *,
+    frames: Frames = (),
+    last_step: int | None = None,
+    squashed: bool = False,
+    raw_observations: bool = True,
+) -> EpisodeReplay:
+    """Play a stored episode again from its generator's state, and check what is observed.
+
+    Global random generators are left as they are.
+
+    Args:
+        make_env: makes the environment.
+        stored: the episode.
+        frames: the steps to draw, or "all".
+        last_step: the last step to play; None: all that are stored.
+        squashed: whether the policy squashes its actions, which are then scaled to the bounds.
+        raw_observations: whether stored observations are those of the environment; False if they were normalised.
+
+    Raises:
+        ReplayError: the run noted no generator state, or the environment fails.
+    """
+    if stored.generator_state is None:
+        raise ReplayError(
+            f"No generator state was noted before episode {stored.episode_id} was reset, so it cannot be played again. "
+            "Wrap each environment in whence.sb3.RecordResets where it is made: SubprocVecEnv([lambda: "
+            "RecordResets(make())]); a DummyVecEnv needs nothing."
+        )
+    records = stored.records if last_step is None else stored.records.head(last_step + 1)
+    wanted = set(range(len(records))) if frames == "all" else set(frames)
+    with open_env(make_env) as env:
+        actions = read_actions(records, env.action_space, squashed=squashed)
+        note = explain_no_frames(env) if wanted else None
+        observation, info = reset_to(env, stored.generator_state)
+        observations: list[Any] = []
+        rewards = np.full(len(records), np.nan)
+        pictures: dict[int, NDArray[np.uint8]] = {}
+        mismatch, terminated, truncated = None, False, False
+        for step, row in enumerate(records.iter_rows(named=True)):
+            if mismatch is None:
+                mismatch = _find_mismatch(step, row, observation, info, raw_observations=raw_observations)
+            observations.append(observation)
+            if step in wanted and mismatch is None and note is None:
+                pictures[step] = render(env)
+            observation, reward, terminated, truncated, info = env.step(actions[step])
+            rewards[step] = float(reward)
+            if (terminated or truncated) and step + 1 < len(records):
+                mismatch = mismatch or _explain(step + 1, "the replayed episode has ended, and the stored one goes on")
+                break
+    return EpisodeReplay(
+        stored.episode_id,
+        records["record_id"].to_numpy(),
+        observations,
+        actions,
+        rewards,
+        pictures,
+        mismatch,
+        "replayed",
+        bool(terminated),
+        bool(truncated),
+        note,
+    )
+
+
+@contextmanager
+def open_env(make_env: MakeEnv) -> Iterator[RecordResets]:
+    """Yield an environment that notes its resets; global generators are as before on exit.
+
+    Raises:
+        ReplayError: the environment fails in what is done with it; the message names the failure.
+    """
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames are arrays, and no window is to open
+    with preserve_rng_state(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of environments' own code, and of methods that are called unchecked
+        try:
+            env = RecordResets(make_env())
+        except ReplayError:
+            raise
+        except Exception as failure:
+            raise ReplayError(f"The environment cannot be made: {type(failure).__name__}: {failure}") from failure
+        try:
+            yield env
+        except ReplayError:
+            raise
+        except Exception as failure:
+            raise ReplayError(
+                f"The environment fails when it is played again: {type(failure).__name__}: {failure}"
+            ) from failure
+        finally:
+            env.close()
+
+
+def reset_to(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Reset an environment with its generator in a stored state."""
+    if "seed" in state:
+        return env.reset(seed=state["seed"])
+    kind = getattr(np.random, str(state.get("bit_generator")), None)
+    if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
+        raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")
+    bits = kind()
+    bits.state = dict(state)
+    env.unwrapped.np_random = np.random.Generator(bits)
+    return env.reset()
+
+
+def read_actions(records: pl.DataFrame, space: gym.Space[Any], *, squashed: bool) -> NDArray[Any]:
+    """Return actions (m, ...) as the environment takes them: clipped to a box's bounds, or scaled to them."""
+    stored = np.asarray(records["action"].to_numpy())
+    if not isinstance(space, gym.spaces.Box):
+        return stored.reshape(len(records), *(space.shape or ())).astype(space.dtype)
+    actions = stored.reshape(len(records), *space.shape)
+    clipped: NDArray[Any] = np.clip(actions, space.low, space.high)
+    if squashed:
+        clipped = space.low + 0.5 * (actions + 1.0) * (space.high - space.low)
+    return clipped
+
+
+def explain_no_frames(env: gym.Env[Any, Any]) -> str | None:
+    """Return why an environment draws no frames; None if it does."""
+    if env.render_mode == "rgb_array":
+        return None
+    return f"The environment has render_mode {env.render_mode!r}; make it with render_mode='rgb_array' to see frames."
+
+
+def render(env: gym.Env[Any, Any]) -> NDArray[np.uint8]:
+    """Return a frame, (height, width, 3).
+
+    Raises:
+        ReplayError: the environment cannot draw itself.
+    """
+    try:
+        frame = env.render()
+    except Exception as failure:
+        raise ReplayError(f"The environment draws no frame: {type(failure).__name__}: {failure}") from failure
+    if not isinstance(frame, np.ndarray) or frame.ndim != 3:
+        raise ReplayError(f"The environment's render() returned {type(frame).__name__}; an array of pixels is needed.")
+    return frame[..., :3].astype(np.uint8)
+
+
+def _find_mismatch(
+    step: int, row: Mapping[str, Any], observation: Any, info: Mapping[str, Any], *, raw_observations: bool
+) -> str | None:
+    """Return what differs between an observation and the stored one; None if they are equal bit for bit."""
+    if row.get("observation_digest") is not None:
+        return None if row["observation_digest"] == info[DIGEST] else _explain(step, "the observation differs")
+    stored = {name: value for name, value in row.items() if name.split(".")[0] == "observation"}
+    if not stored or not raw_observations:
+        return (
+            "The run stores no digests of its observations, so a replay could not be checked and is not shown. Train "
+            "again with this version."
+        )
+    for name, value in stored.items():
+        parts = name.split(".")[1:]
+        replayed = observation
+        for part in parts:
+            replayed = replayed[part]
+        if not _equals(np.asarray(replayed), np.asarray(value)):
+            return _explain(step, f"{name} differs")
+    return None
+
+
+def _equals(replayed: NDArray[Any], stored: NDArray[Any]) -> bool:
+    """Return whether two observations hold the same bits; images may be stored with their channels first."""
+    if replayed.size != stored.size:
+        return False
+    flat = stored.reshape(-1).astype(replayed.dtype)
+    if np.array_equal(replayed.reshape(-1), flat, equal_nan=replayed.dtype.kind == "f"):
+        return True
+    return replayed.ndim == 3 and np.array_equal(replayed.transpose(2, 0, 1).reshape(-1), flat)
+
+
+def _explain(step: int, what: str) -> str:
+    return (
+        f"At step {step} {what}, so nothing is shown from there on. The environment was built in another way, or it "
+        "has randomness that its own generator does not hold, such as a wrapper with a generator of its own."
+    )

@@ -1,0 +1,176 @@
+"""Pages made by hand, to the contract between the page and what fills it; no run, no server."""
+
+import base64
+import gzip
+import io
+import json
+import math
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from PIL import Image, ImageDraw
+
+REPORT = files("whence.report")
+SCRIPTS = (
+    "vendor/tabulator/tabulator.min.js",
+    *("base.js", "source.js", "strip.js", "curves.js", "moment.js", "lists.js", "grid.js", "explorer.js"),
+)
+STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
+ACTIONS = ["nothing", "fire left", "fire main", "fire right"]
+EPISODES, LENGTH = 6, 40
+WORST, BEST = 57, 130
+"""Records of the lowest and the highest score of every round."""
+
+COLUMNS = [
+    {"key": key, "name": name, "about": about, "kind": kind}
+    for key, name, about, kind in (
+        ("record_id", "record", "The step of training", "number"),
+        ("score", "score", "Influence on the target", "score"),
+        ("error", "error", "Standard error of the score", "error"),
+        ("keep", "kept", "Whether the record trained", "keep"),
+        ("step", "step", "Position in the episode", "number"),
+        ("action", "action", "", "text"),
+        ("advantage", "advantage", "As collected", "number"),
+        ("reason", "reason", "Why it was dropped", "reason"),
+    )
+]
+
+
+def render(page: dict, contents: dict[str, Any], **variables: Any) -> str:
+    """The page by its template, with the explorer's scripts and styles and the given rounds by id."""
+    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        (REPORT / "template.html").read_text()
+    )
+    style = "\n".join((REPORT / name).read_text() for name in ("page.css", *(f"assets/{name}" for name in STYLES)))
+    defaults = {
+        **{"title": "LunarLander-v3: iif", "subtitle": "Seed 0, 4 of 4 rounds.", "mode": page["mode"]},
+        **{"explored": True, "page_json": embed(page), "style": Markup(style)},
+        "round_scripts": [(name, text if isinstance(text, str) else compress(text)) for name, text in contents.items()],
+        "scripts": [Markup((REPORT / "assets" / name).read_text()) for name in SCRIPTS],
+    }
+    return template.render(defaults | variables)
+
+
+def embed(value: Any) -> Markup:
+    text = json.dumps(value, allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def compress(value: Any) -> str:
+    return base64.b64encode(gzip.compress(json.dumps(value, allow_nan=False).encode())).decode("ascii")
+
+
+def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str = "steps", **changes: Any) -> dict:
+    numbers = list(range(1, rounds + 1))
+    series = {
+        "episode_return": [-200 + 40 * number for number in numbers],
+        "dropped_share": [0.125] * rounds,
+        "negative_share": [0.4] * rounds,
+    }
+    shown = {"planned": rounds, "finished": True, "rounds": numbers, "series": series, "columns": COLUMNS} | changes
+    shared = {"actions": ACTIONS, "notes": []}
+    return {"mode": mode, "kind": kind, "runs": [{"label": f"iif, seed {seed}"} | shown | shared for seed in range(runs)]}
+
+
+def draw_frame(number: int) -> str:
+    """A picture as a data URI, another for each number."""
+    image = Image.new("RGB", (300, 200), (12, 12, 20))
+    drawing = ImageDraw.Draw(image)
+    drawing.rectangle((0, 160, 300, 200), fill=(230, 230, 230))
+    drawing.polygon([(130, 20 + 12 * number), (170, 20 + 12 * number), (160, 45 + 12 * number)], fill=(128, 100, 230))
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def make_round(number: int, *, scored: bool = True, text: str = "", first: int = 0, kind: str = "steps") -> dict:
+    """What the file embeds of a round: {"round", "details", "columns"}; `text` stands in every text of the run's."""
+    n = EPISODES * LENGTH
+    ids = [first + place for place in range(n)]
+    scores = [round(0.1 * math.sin(place / 9 + number) * (1 + place % 5 / 5), 4) for place in range(n)]
+    scores[WORST], scores[BEST] = -0.9, 0.8
+    advantages = [round(20 * math.cos(place / 7), 2) for place in range(n)]
+    advantages[WORST] = 75.0
+    actions = [f"{ACTIONS[place % 4]}{text}" for place in range(n)]
+    dropped = [int(score < -0.15) for score in scores]
+    episodes = [
+        {**{"id": 10 + k, "env": 0, "start": k * LENGTH, "length": LENGTH}, "first_step": 0, "return": -100.0 + k}
+        for k in range(EPISODES)
+    ]
+    steps = [place % LENGTH for place in range(n)]
+    order = sorted(range(n), key=scores.__getitem__)
+    listed = {"worst": order[:9], "best": order[: -10 : -1]} if scored else {"worst": [], "best": []}
+    frames = {place: [draw_frame(k) for k in range(9)] for place in (listed["worst"][:1] + listed["best"][:1])}
+
+    def moment(place: int) -> dict:
+        error = 0.05 if place in (WORST, BEST) else 0.2
+        return {
+            **{"record": ids[place], "episode": 10 + place // LENGTH, "env": 0, "step": steps[place], "records": 3},
+            **{"first_step": steps[place] - 1, "last_step": steps[place] + 1, "dropped": 2 * dropped[place]},
+            **{"score": scores[place], "error": error, "total": 2 * scores[place], "action": actions[place]},
+            **{"advantage": advantages[place], "value": -74.0, "return": 1.0, "reward": -0.3},
+            **{"significant": abs(scores[place]) > 2 * error, "framed": place in frames},
+            "thumb": frames[place][4] if place in frames else None,
+        }
+
+    def detail(place: int) -> dict:
+        found = place in frames
+        language = {"prompt": f"Say it. {text}", "response": f"It. {text}"} if kind == "responses" else {}
+        return language | {
+            **{"record": ids[place], "round": number, "episode": 10 + place // LENGTH, "env": 0, "step": steps[place]},
+            **{"action": actions[place], "dropped": bool(dropped[place]), "weight": None, "window": None},
+            "reason": f"too low {text}" if dropped[place] else None,
+            "state": [{"name": f"height{text}", "value": 0.25}, {"name": "legs", "value": f"none{text}"}],
+            "policy": {"kind": "discrete", "labels": ACTIONS, "before": [0.1, 0.2, 0.3, 0.4], "after": [0.3, 0.5, 0.1, 0.1]},
+            **{"value_before": -74.0, "value_after": -60.5, "advantage": advantages[place]},
+            **{"mc_advantage": -21.0 if found else None, "mc_error": 4.0 if found else None},
+            "mc_text": f"16 rollouts each. {text}" if found else "whence view RUN measures it.",
+            "targets": [{"name": "return", "score": scores[place], "error": 0.05, "significant": True}],
+            "frames": {
+                **{"steps": [steps[place] + k for k in range(-4, 5)], "face": 4, "width": 300, "height": 200},
+                "images": frames[place],
+            }
+            if found
+            else None,
+            "frames_note": None if found else f"whence view RUN shows the frames. {text}",
+        }
+
+    rows = [
+        [ids[p], scores[p], 0.05, not dropped[p], steps[p], actions[p], advantages[p], f"too low {text}" if dropped[p] else None]
+        for p in (order if scored else range(n))
+    ]
+    group = {"records": 60, "error": 0.01, "share_negative": 0.7, "dropped_share": 0.2}
+    shown = {
+        **{"round": number, "records": n, "scored": scored, "notes": [f"A note. {text}"] if text else []},
+        "trust": [
+            {"level": "fair", "text": f"61% of the scores are beyond two errors. {text}"},
+            {"level": "unknown", "text": "No counterfactual was made for this round."},
+        ],
+        "strip": {"episodes": episodes, "record_ids": ids, "scores": scores if scored else [None] * n, "dropped": dropped},
+        **{end: [moment(place) for place in places] for end, places in listed.items()},
+        "groups": {
+            "action": [{"group": f"{name}{text}", "mean": 0.1 * k - 0.15} | group for k, name in enumerate(ACTIONS)],
+            "reward": [{"group": "−100 (crash)", "mean": -0.3} | group],
+        },
+        "changed": [
+            {
+                **{"record": ids[WORST], "step": 17, "action": actions[WORST], "divergence": 0.31},
+                **{"value_before": -74.0, "value_after": -60.5, "text": f"nothing .10 → .30 {text}"},
+            }
+        ],
+        "rows": rows,
+    }
+    columns = {
+        **{"steps": steps, "rewards": [-0.3] * n, "values": [-74.0 + place / 5 for place in range(n)]},
+        **{"advantages": advantages, "errors": [0.05] * n, "actions": actions},
+    }
+    places = [*listed["worst"], *listed["best"]]
+    return {"round": shown, "details": {str(ids[place]): detail(place) for place in places}, "columns": columns}
+
+
+def write_file(path: Path, page: dict, contents: dict[str, Any], **variables: Any) -> Path:
+    path.write_text(render(page, contents, **variables), encoding="utf-8")
+    return path

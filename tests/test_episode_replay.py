@@ -1,0 +1,355 @@
+"""Episodes played again: bit for bit in Gymnasium, checked, drawn, and continued."""
+
+import json
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
+
+import whence
+from toys import Toy
+from whence import IIF, RecordBatch, ReplayError, RunDirectory, attribute, replay_episode
+from whence.experiments import configure, estimate_advantage, load_round, run
+from whence.experiments.rl.rebuilding import make_replay_env
+from whence.sb3 import InfluenceCallback, RecordResets
+from whence.sb3.episodes import digest_observation
+
+pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+
+
+class Jittery(gym.ObservationWrapper):
+    """Its noise comes from a generator that is not the environment's."""
+
+    def __init__(self, env, seed=0):
+        super().__init__(env)
+        self._generator = np.random.default_rng(seed)
+
+    def observation(self, observation):
+        return (observation + self._generator.normal(scale=1e-3, size=observation.shape)).astype(np.float32)
+
+
+class Summing(gym.Env):
+    """It shows the sum of the actions that it was given, within their bounds or not."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gym.spaces.Box(-0.1, 0.1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._sum = self.np_random.normal(size=1).astype(np.float32)
+        return self._sum, {}
+
+    def step(self, action):
+        self._sum = self._sum + action
+        return self._sum, 0.0, bool(self.np_random.random() < 0.1), False, {}
+
+
+def train(path, *, rounds=2, n_steps=256, **settings) -> RunDirectory:
+    small = {"n_steps": n_steps, "n_epochs": 1, "batch_size": 64}
+    settings["hyperparameters"] = small | settings.pop("hyperparameters", {})
+    config = configure(arm="iif", rounds=rounds, eval_episodes=0, **settings)
+    run(config, path)
+    return RunDirectory.open(path)
+
+
+def learn(path, env, *, algorithm=PPO, policy="MlpPolicy", times=1, **settings) -> RunDirectory:
+    small = {"batch_size": 64, "n_epochs": 1} if algorithm is PPO else {}
+    model = algorithm(policy, env, n_steps=64, seed=1, device="cpu", **small, **settings)
+    callback = InfluenceCallback(IIF(drop=0.5), run=path)
+    for turn in range(times):
+        model.learn(2 * 64 * model.n_envs, callback=callback, reset_num_timesteps=turn == 0)
+    return RunDirectory.open(path)
+
+
+def list_episodes(directory) -> list[int]:
+    return pl.concat([directory.round("episodes", number) for number in directory.rounds()])["episode_id"].to_list()
+
+
+def check_all(directory, **options) -> int:
+    """Play every episode again; return the number of records that were."""
+    replayed = 0
+    for episode in list_episodes(directory):
+        replay = replay_episode(directory, episode, **options)
+        assert replay.mismatch is None, (episode, replay.mismatch)
+        replayed += len(replay.record_ids)
+    return replayed
+
+
+PRESETS = {
+    "frozenlake": {},
+    "acrobot": {},
+    "minigrid": {"collect_with": "gymnasium"},
+    "lunarlander": {},
+    "bipedalwalker": {},
+}
+
+
+HIGHWAY = {"vehicles_count": 10, "observation": {"type": "Kinematics", "vehicles_count": 5}}
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "highway"])
+def test_every_record_of_the_six_environments_is_observed_again(tmp_path, name):
+    is_highway = name == "highway"
+    steps = {"highway": 64, "bipedalwalker": 2048}.get(name, 512)  # a walker's first falls would not show its world
+    settings = (
+        {"env": "highway_env:highway-v0", "env_kwargs": {"config": HIGHWAY}}
+        if is_highway
+        else {"preset": f"lda-code/{name}", **PRESETS[name]}
+    )
+    directory = train(tmp_path / "run", n_steps=steps, **settings)
+    assert check_all(directory) == 2 * steps
+    assert directory.round("records", 1)["observation_digest"].null_count() == 0
+
+
+def test_cartpole_in_eight_environments_of_the_command(tmp_path):
+    assert check_all(train(tmp_path / "run", env="CartPole-v1", n_envs=8, n_steps=64)) == 2 * 8 * 64
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "BipedalWalker-v3", "Pendulum-v1"])
+def test_a_callbacks_run_is_played_again(tmp_path, env):
+    # A walker's world is fresh in its first episode only.
+    directory = learn(tmp_path / "run", gym.make(env))
+    assert replay_episode(directory, 0).mismatch is None
+    if env != "BipedalWalker-v3":
+        assert check_all(directory) == 128
+
+
+def test_actions_are_clipped_to_their_bounds_as_in_training(tmp_path):
+    assert check_all(learn(tmp_path / "run", Summing()), env=Summing) == 128
+
+
+def test_eight_environments_under_normalised_observations(tmp_path):
+    env = VecNormalize(make_vec_env("CartPole-v1", 8))
+    directory = learn(tmp_path / "run", env)
+    assert directory.config["vec_wrappers"] == ["VecNormalize"]
+    assert check_all(directory) == 2 * 8 * 64
+
+
+def test_stacked_frames(tmp_path):
+    env = VecFrameStack(make_vec_env("CartPole-v1", 2), 3)
+    assert check_all(learn(tmp_path / "run", env)) == 2 * 2 * 64
+
+
+def test_dict_observations(tmp_path):
+    env = DummyVecEnv([lambda: gym.wrappers.TimeLimit(Toy(observation="dict"), 9)] * 2)
+    directory = learn(tmp_path / "run", env, policy="MultiInputPolicy")
+    with pytest.raises(ReplayError, match="no id for"):
+        replay_episode(directory, 0)
+    assert check_all(directory, env=lambda: gym.wrappers.TimeLimit(Toy(observation="dict"), 9)) == 2 * 2 * 64
+
+
+def test_subprocesses_need_the_wrapper_and_have_it(tmp_path):
+    plain = learn(tmp_path / "plain", make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv))
+    with pytest.raises(ReplayError, match=r"RecordResets"):
+        replay_episode(plain, 0)
+    wrapped = learn(
+        tmp_path / "run", make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv, wrapper_class=RecordResets)
+    )
+    assert check_all(wrapped) == 2 * 2 * 64
+
+
+def test_learning_goes_on_and_episodes_cross_rounds(tmp_path):
+    directory = learn(tmp_path / "run", gym.make("MountainCar-v0"), times=3)
+    assert check_all(directory) == 3 * 2 * 64
+    first = directory.round("records", 1)["episode_id"].to_list()
+    crossing = set(first) & set(directory.round("records", 2)["episode_id"].to_list())
+    assert crossing
+    assert len(replay_episode(directory, crossing.pop()).record_ids) > 64
+
+
+def test_the_run_and_the_users_environments_are_as_without_a_directory(tmp_path):
+    def parameters(path):
+        env = make_vec_env("CartPole-v1", 2)
+        inner = list(env.envs)
+        model = PPO("MlpPolicy", env, n_steps=64, batch_size=64, n_epochs=2, seed=1, device="cpu")
+        model.learn(256, callback=InfluenceCallback(IIF(drop=0.5), run=path))
+        assert env.envs == inner
+        return torch.nn.utils.parameters_to_vector(model.policy.parameters())
+
+    assert torch.equal(parameters(None), parameters(tmp_path / "run"))
+
+
+def test_wrappers_that_a_failure_left_are_taken_away(tmp_path):
+    class Failing(InfluenceCallback):
+        def choose(self, records):
+            raise RuntimeError("on purpose")
+
+    env = make_vec_env("CartPole-v1", 2)
+    inner = list(env.envs)
+    model = PPO("MlpPolicy", env, n_steps=64, batch_size=64, seed=1, device="cpu")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.learn(128, callback=Failing(IIF(drop=0.5), run=tmp_path / "failed"))
+    model.learn(128, callback=InfluenceCallback(IIF(drop=0.5), run=tmp_path / "run"))
+    assert env.envs == inner
+
+
+def test_hidden_randomness_is_detected_and_not_drawn(tmp_path):
+    directory = learn(tmp_path / "run", Jittery(gym.make("CartPole-v1")))
+    replay = replay_episode(
+        directory, 1, env=lambda: Jittery(gym.make("CartPole-v1", render_mode="rgb_array"), seed=5), frames="all"
+    )
+    assert "At step 0 the observation differs" in replay.mismatch
+    assert "generator of its own" in replay.mismatch
+    assert replay.frames == {}
+
+
+def test_another_environment_is_detected(tmp_path):
+    directory = train(tmp_path / "run", env="CartPole-v1", n_steps=64)
+    replay = replay_episode(directory, 0, env="Acrobot-v1")
+    assert replay.mismatch.startswith("At step 0")
+
+
+def test_frames_of_the_steps_asked_for(tmp_path):
+    directory = train(tmp_path / "run", env="CartPole-v1", n_steps=64)
+    state = np.random.get_state()[1].tolist(), torch.get_rng_state()
+    replay = replay_episode(directory, 0, frames=[0, 3], last_step=5)
+    assert sorted(replay.frames) == [0, 3]
+    assert replay.frames[3].shape == (400, 600, 3)
+    assert replay.frames[3].dtype == np.uint8
+    assert (replay.frames[0] != replay.frames[3]).any()
+    assert len(replay.observations) == len(replay.rewards) == 6
+    assert (np.random.get_state()[1].tolist(), True) == (state[0], torch.equal(torch.get_rng_state(), state[1]))
+
+
+def test_an_environment_that_draws_nothing_says_so(tmp_path):
+    directory = train(tmp_path / "run", env="CartPole-v1", n_steps=64)
+    replay = replay_episode(directory, 0, env=lambda: gym.make("CartPole-v1"), frames=[0])
+    assert replay.mismatch is None
+    assert replay.frames == {}
+    assert "render_mode='rgb_array'" in replay.frames_note
+
+
+def test_without_digests_the_stored_observations_are_compared(tmp_path):
+    directory = train(tmp_path / "run", env="CartPole-v1", n_steps=64)
+    table = directory.round("records", 1).drop("observation_digest")
+    directory.write_round("records", 1, table)
+    assert replay_episode(directory, 0).mismatch is None
+    observation = table["observation"].to_numpy().copy()
+    observation[2, 1] += 1e-6
+    directory.write_round("records", 1, table.with_columns(pl.Series("observation", observation)))
+    assert replay_episode(directory, 0).mismatch.startswith("At step 2 observation differs")
+    directory.write_round("records", 1, table.drop("observation"))
+    assert "could not be checked" in replay_episode(directory, 0).mismatch
+
+
+def test_digests_tell_observations_apart():
+    space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    one = digest_observation(np.array([0.1, 0.2], np.float32), space)
+    assert one == digest_observation(np.array([0.1, 0.2]), space)
+    assert one != digest_observation(np.array([0.2, 0.1], np.float32), space)
+    assert 0 <= one < 2**64
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCar-v0"])
+def test_what_envpool_observed_is_drawn_where_the_state_follows(tmp_path, env):
+    pytest.importorskip("envpool")
+    directory = train(tmp_path / "run", env=env, collect_with="envpool", n_steps=64)
+    replay = replay_episode(directory, 0, frames=[0, 9])
+    assert replay.source == "drawn from the observation"
+    assert replay.mismatch is None
+    assert sorted(replay.frames) == [0, 9]
+
+
+def test_what_envpool_observed_is_refused_elsewhere(tmp_path):
+    pytest.importorskip("envpool")
+    directory = train(tmp_path / "run", env="LunarLander-v3", collect_with="envpool", n_steps=64)
+    with pytest.raises(ReplayError, match=r"LunarLander.*collect_with=gymnasium"):
+        replay_episode(directory, 0, frames=[0])
+
+
+def test_an_unknown_episode_is_named(tmp_path):
+    directory = train(tmp_path / "run", env="CartPole-v1", n_steps=64)
+    with pytest.raises(ReplayError, match="Episode 999"):
+        replay_episode(directory, 999)
+
+
+def test_records_come_back_from_a_table(tmp_path):
+    directory = train(tmp_path / "run", env="CartPole-v1", n_steps=64)
+    model, records = load_round(directory, 2)
+    table = records.to_polars(observations=True)
+    again = RecordBatch.from_polars(table, space=model.observation_space, gamma=0.99, gae_lambda=0.95)
+    assert again.fingerprint == records.fingerprint
+    for name, column in records.columns.items():
+        assert torch.equal(again.columns[name], column), name
+    with pytest.raises(whence.InvalidRecords, match="no column `log_prob`"):
+        RecordBatch.from_polars(table.drop("log_prob"))
+    with pytest.raises(whence.InvalidRecords, match="load_round"):
+        RecordBatch.from_polars(table.drop("observation"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kwargs"),
+    [(PPO, {"net_arch": [8], "activation_fn": torch.nn.ReLU}), (A2C, {"ortho_init": False})],
+)
+def test_a_callbacks_run_is_scored_again(tmp_path, algorithm, kwargs):
+    directory = learn(tmp_path / "run", gym.make("CartPole-v1"), algorithm=algorithm, policy_kwargs=kwargs)
+    model, records = load_round(directory, 2)
+    influence = attribute(model.policy, records, target=whence.Return(), objective=whence.sb3.model_objective(model))
+    np.testing.assert_allclose(influence.scores, directory.round("records", 2)["score"], rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_be_built_by_name_is_named(tmp_path):
+    directory = learn(tmp_path / "run", gym.make("CartPole-v1"))
+    config = json.loads((directory.path / "config.json").read_text())
+    config["config"]["policy_kwargs"] = {"features_extractor_class": "os.system"}
+    (directory.path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(whence.RunDirectoryError, match=r"features_extractor_class=os.system"):
+        load_round(RunDirectory.open(directory.path), 1)
+
+
+class Picture(gym.ObservationWrapper):
+    """A CartPole that is seen as a picture of 3 x 40 x 40 pixels."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.observation_space = gym.spaces.Box(0, 255, (40, 40, 3), np.uint8)
+
+    def observation(self, observation):
+        pixels = np.arange(4800).reshape(40, 40, 3) * (1 + np.abs(observation[0])) + 100 * observation[2]
+        return pixels.astype(np.int64).astype(np.uint8)
+
+
+def test_observations_too_large_to_store_are_observed_again(tmp_path):
+    directory = learn(tmp_path / "run", Picture(gym.make("CartPole-v1")), policy="CnnPolicy")
+    stored = directory.round("records", 2)
+    assert "observation" not in stored.columns
+    model, records = load_round(directory, 2, env=lambda: Picture(gym.make("CartPole-v1")))
+    assert records.observations.shape == (64, 3, 40, 40)
+    influence = attribute(model.policy, records, target=whence.Return(), objective=whence.sb3.model_objective(model))
+    np.testing.assert_allclose(influence.scores, stored["score"], rtol=1e-3, atol=1e-5)
+
+
+class TestAdvantages:
+    def test_the_same_seed_gives_the_same_estimate(self, tmp_path):
+        directory = train(tmp_path / "run", env="CartPole-v1", n_steps=256)
+        records = directory.round("records", 2).filter(pl.col("episode_id") >= 0)
+        first = records.filter(pl.col("step") == 3)["record_id"][0]
+        mean, error = estimate_advantage(directory, 2, first, continuations=8)
+        assert np.isfinite([mean, error]).all()
+        assert error > 0
+        assert (mean, error) == estimate_advantage(directory, 2, first, continuations=8)
+        assert (mean, error) != estimate_advantage(directory, 2, first, continuations=8, seed=1)
+
+    def test_a_step_into_the_goal_is_better_than_what_the_policy_does(self, tmp_path):
+        directory = train(tmp_path / "run", preset="lda-code/frozenlake", n_steps=2048, rounds=1)
+        records = directory.round("records", 1)
+        falls = records.filter((pl.col("observation") == 14) & (pl.col("action") == 2))["record_id"]
+        mean, error = estimate_advantage(directory, 1, falls[0], continuations=64)
+        assert mean > 0  # right of cell 14 is the goal, and no policy does better there
+        assert mean < 1
+        assert error < 0.2
+
+    def test_too_few_continuations(self, tmp_path):
+        with pytest.raises(ReplayError, match="at least 2"):
+            estimate_advantage(RunDirectory(Path(tmp_path), {}, {}), 1, 0, continuations=1)
+
+
+def test_the_replay_environment_of_a_language_model_is_refused(tmp_path):
+    with pytest.raises(ReplayError, match="language-model"):
+        make_replay_env(RunDirectory(Path(tmp_path), {"kind": "language"}, {}))

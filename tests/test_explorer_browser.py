@@ -1,0 +1,407 @@
+"""The page's explorer in a browser: rounds, strip, moments, grid, links; the keyboard, narrow screens, hostile text."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+import pages
+from pages import BEST, LENGTH, WORST, make_page, make_round, write_file
+from test_browser import HOSTILE, TURNED, browser, open_page, playwright, pytestmark  # noqa: F401
+
+expect = playwright.expect
+LIVE = "http://whence.test"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    path = tmp_path_factory.mktemp("explorer")
+    rounds = {f"round-{run}-{n}": make_round(n, first=1000 * n) for run in (0, 1) for n in (1, 2, 3, 4)}
+    one = {name: content for name, content in rounds.items() if name.startswith("round-0")}
+    hostile = make_page(rounds=1, label=f"{HOSTILE} {TURNED}")
+    hostile["runs"][0]["columns"] = [
+        column | {"name": f"{column['name']}{HOSTILE}", "about": HOSTILE} for column in pages.COLUMNS
+    ]
+    language = make_page(rounds=1, kind="responses")
+    pictures = {
+        "one": (make_page(), one),
+        "two": (make_page(runs=2), rounds),
+        "hostile": (hostile, {"round-0-1": make_round(1, text=f"{HOSTILE} {TURNED}")}),
+        "language": (language, {"round-0-1": make_round(1, text=HOSTILE, kind="responses")}),
+        "unscored": (make_page(rounds=1), {"round-0-1": make_round(1, scored=False)}),
+        "empty": (make_page(rounds=0, finished=False), {}),
+    }
+    return {name: write_file(path / f"{name}.html", page, contents) for name, (page, contents) in pictures.items()}
+
+
+@pytest.fixture
+def page(browser, files) -> Iterator:  # noqa: F811
+    with open_page(browser, files["one"]) as page:
+        expect(page.locator(".card").first).to_be_visible()
+        yield page
+
+
+def scores(page) -> list[str]:
+    return page.locator("#grid .tabulator-row .tabulator-cell[tabulator-field=score]").all_text_contents()
+
+
+def open_worst(page):
+    page.locator(".card").first.click()
+    expect(page.locator("#moment .story")).to_be_visible()
+    return page.locator("#moment")
+
+
+class TestRounds:
+    def test_the_last_round_is_shown_and_says_which_moment_harmed_most(self, page):
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 4 of 4")
+        expect(page.locator(".answer").first).to_contain_text("“fire left” at step 17 of episode 11")
+        expect(page.locator(".answer").first).to_contain_text("−0.9 ± 0.05. That is beyond two errors")
+        assert page.locator(".column:visible .trust li").count() == 2
+
+    def test_the_slider_and_the_buttons_turn_the_rounds(self, page):
+        slider = page.locator("#explorer-round")
+        slider.focus()
+        page.keyboard.press("ArrowLeft")
+        expect(page.locator(".card").first).to_have_attribute("data-record", str(3000 + WORST))
+        expect(slider).to_have_attribute("aria-valuetext", "Round 3 of 4, return −80, 13% dropped, 40% of the scores below 0")
+        page.get_by_role("button", name="Previous round").click()
+        page.get_by_role("button", name="Previous round").click()
+        expect(page.locator(".card").first).to_have_attribute("data-record", str(1000 + WORST))
+        expect(page.get_by_role("button", name="Previous round")).to_be_disabled()
+        assert page.evaluate("location.hash") == "#run=0&round=1"
+
+    def test_only_the_round_shown_is_decoded(self, browser, files):  # noqa: F811
+        count = "window.decoded = 0; const atob_ = window.atob; window.atob = (text) => (window.decoded++, atob_(text));"
+        with open_page(browser, files["one"], script=count) as page:
+            expect(page.locator(".card").first).to_be_visible()
+            assert page.evaluate("window.decoded") == 1
+
+    def test_two_runs_stand_side_by_side(self, browser, files):  # noqa: F811
+        with open_page(browser, files["two"]) as page:
+            expect(page.locator(".card").first).to_be_visible()
+            page.select_option("#explorer-other", label="iif, seed 1")
+            expect(page.locator(".column-name")).to_have_text(["iif, seed 0, round 4", "iif, seed 1, round 4"])
+            left, right = (box.bounding_box() for box in page.locator(".column").all())
+            assert left["y"] == right["y"]
+            assert left["x"] + left["width"] <= right["x"]
+            assert page.evaluate("location.hash") == "#run=0&round=4&other=1&otherround=4"
+            page.reload()
+            expect(page.locator(".column-name")).to_have_text(["iif, seed 0, round 4", "iif, seed 1, round 4"])
+
+    def test_a_round_without_scores_says_so(self, browser, files):  # noqa: F811
+        with open_page(browser, files["unscored"]) as page:
+            expect(page.locator(".answer").first).to_contain_text("None was scored")
+            assert page.locator(".card").count() == 0
+            expect(page.locator("#grid .tabulator-row").first).to_be_visible()
+
+    def test_a_run_without_rounds_says_so(self, browser, files):  # noqa: F811
+        with open_page(browser, files["empty"]) as page:
+            expect(page.locator("#explorer-empty")).to_be_visible()
+
+
+class TestStrip:
+    def test_the_mouse_reads_and_opens_a_cell(self, page):
+        strip = page.locator(".strip").first
+        box = strip.bounding_box()
+        rows = 6
+        cell = min(16, box["width"] / LENGTH)
+        position = {"x": 17.5 * cell, "y": box["height"] / rows * 1.4}
+        strip.hover(position=position)
+        expect(page.locator(".strip-foot .readout").first).to_have_text(
+            "Record 4,057 · episode 11, step 17 (rewards sum to −99) · score −0.9 · dropped"
+        )
+        strip.click(position=position)
+        expect(page.locator("#moment-title")).to_have_text("Record 4,057")
+
+    def test_colours_tell_harm_from_help_and_mark_what_was_dropped(self, page):
+        shown = """(strip, place) => {
+            const [ratio, cell] = [strip.width / strip.clientWidth, Math.min(16, strip.clientWidth / 40)];
+            const [row, column] = [Math.floor(place / 40), place % 40];
+            const at = (share) => [...strip.getContext("2d").getImageData(
+                (column + 0.4) * cell * ratio, (row + share) * (strip.height / 6), 1, 1).data].slice(0, 3);
+            return [at(0.4), at(0.78)];
+        }"""
+        strip = page.locator(".strip").first
+        (worst, mark), (best, bare) = (strip.evaluate(shown, place) for place in (WORST, BEST))
+        assert worst[0] > 200 > 50 > worst[2]
+        assert best[2] > 200 > 50 > best[0]
+        assert max(mark) < 60
+        assert bare == best
+
+    def test_the_keyboard_reads_and_opens_a_cell(self, page):
+        strip = page.locator(".strip").first
+        strip.focus()
+        page.keyboard.press("Home")
+        for key in ["ArrowDown", *["ArrowRight"] * 17]:
+            page.keyboard.press(key)
+        assert strip.get_attribute("aria-valuetext").startswith("Record 4,057 · episode 11, step 17")
+        page.keyboard.press("Enter")
+        expect(page.locator("#moment-title")).to_have_text("Record 4,057")
+        page.keyboard.press("Escape")
+        expect(page.locator("#moment")).to_be_hidden()
+        assert page.evaluate("document.activeElement.className") == "strip"
+
+
+class TestMoment:
+    def test_it_says_what_happened_and_whether_the_advantage_was_right(self, page):
+        moment = open_worst(page)
+        story = moment.locator(".story")
+        expect(story).to_contain_text("At step 17 of episode 11 the agent chose fire left. The reward was −0.3.")
+        expect(story).to_contain_text("The critic expected −62.6; what followed was estimated at +12.4.")
+        expect(story).to_contain_text("The advantage is the difference, +75, so training makes the action more likely.")
+        expect(story).to_contain_text("Score −0.9 ± 0.05. Harmful: training on it lowers the return.")
+        expect(story).to_contain_text("It was dropped, so the round did not train on it: too low.")
+        expect(moment).to_contain_text(
+            "The advantage had the wrong sign. Fresh rollouts from this state measured −21 ± 4. "
+            "It praised an action that was worse than average."
+        )
+        expect(moment.locator(".probabilities tbody tr").nth(1)).to_contain_text("20%50%")
+
+    @pytest.mark.parametrize(
+        ("advantage", "truth", "error", "words"),
+        [
+            (75, -21, 4, "The advantage had the wrong sign."),
+            (-3, 21, 4, "The advantage had the wrong sign."),
+            (20, 21, 4, "The advantage was right."),
+            (75, 21, 4, "The advantage had the right sign, but was too large."),
+            (-5, -21, 4, "The advantage had the right sign, but was too small."),
+            (75, -7, 4, "It cannot be told whether the advantage was right."),
+            (75, None, None, "Not measured here."),
+        ],
+    )
+    def test_advantages_are_judged_by_their_errors(self, page, advantage, truth, error, words):
+        assert page.evaluate("args => Whence.judgeAdvantage(...args)[1]", [advantage, truth, error]) == words
+
+    def test_frames_scrub_and_play(self, page):
+        moment = open_worst(page)
+        image, slider, stage = (moment.locator(name) for name in ("figure img", "input[type=range]", ".stage"))
+        expect(stage).to_have_text("Step 17: the moment")
+        first = image.get_attribute("src")
+        x = moment.locator(".curves .cursor").get_attribute("x1")
+        slider.focus()
+        for _ in range(3):
+            page.keyboard.press("ArrowRight")
+        expect(stage).to_have_text("Step 20: 3 steps after")
+        assert image.get_attribute("src") == pages.draw_frame(7) != first
+        assert float(moment.locator(".curves .cursor").get_attribute("x1")) > float(x)
+        moment.get_by_role("button", name="Before").click()
+        expect(stage).to_have_text("Step 9: 8 steps before")
+        moment.get_by_role("button", name="Play").click()
+        expect(stage).to_have_text("Step 12: 5 steps before")
+        moment.get_by_role("button", name="Pause").click()
+        standing = stage.text_content()
+        page.wait_for_timeout(300)
+        assert stage.text_content() == standing
+
+    def test_next_previous_escape_and_focus(self, page):
+        moment = open_worst(page)
+        expect(moment.get_by_role("button", name="Previous moment")).to_be_disabled()
+        moment.get_by_role("button", name="Next moment").click()
+        expect(page.locator("#moment-title")).not_to_have_text("Record 4,057")
+        expect(moment).to_contain_text("whence view RUN shows the frames.")
+        moment.get_by_role("button", name="Previous moment").click()
+        expect(page.locator("#moment-title")).to_have_text("Record 4,057")
+        page.keyboard.press("Escape")
+        expect(moment).to_be_hidden()
+        assert page.evaluate("document.activeElement.dataset.record") == str(4000 + WORST)
+
+    def test_a_link_restores_the_moment(self, browser, files):  # noqa: F811
+        with open_page(browser, files["one"], link=f"#run=0&round=2&record={2000 + BEST}") as page:
+            expect(page.locator("#moment-title")).to_have_text("Record 2,130")
+            expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 4")
+            assert page.evaluate("location.hash") == f"#run=0&round=2&record={2000 + BEST}"
+            page.get_by_role("button", name="Copy link").click()
+            expect(page.locator(".copied")).to_have_text("Copied")
+            page.keyboard.press("Escape")
+            assert page.evaluate("location.hash") == "#run=0&round=2"
+
+    @pytest.mark.parametrize("link", ["#run=9&round=99", "#run=x&round=-1&record=<b>", "#round=4&other=0"])
+    def test_a_broken_link_shows_what_there_is(self, browser, files, link):  # noqa: F811
+        with open_page(browser, files["one"], link=link) as page:
+            expect(page.locator("#explorer-round-name b")).to_have_text("Round 4 of 4")
+            expect(page.locator("#moment")).to_be_hidden()
+
+    def test_a_record_that_the_file_lacks_says_so(self, browser, files):  # noqa: F811
+        with open_page(browser, files["one"], link="#run=0&round=4&record=4020") as page:
+            expect(page.locator("#moment .problem")).to_contain_text('The command "whence view RUN" opens any record.')
+
+
+class TestGrid:
+    def test_it_sorts_by_the_score_and_by_any_heading(self, page):
+        expect(page.locator("#grid .tabulator-row").first).to_be_visible()
+        assert scores(page)[0] == "−0.9"
+        page.locator("#grid .tabulator-col[tabulator-field=score] .tabulator-col-content").click()
+        assert scores(page)[0] == "+0.8"
+        heading = page.locator("#grid .tabulator-col[tabulator-field=record_id]")
+        heading.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#grid .tabulator-row").first).to_contain_text("4,000")
+
+    def test_filters_and_search_leave_what_fits(self, page):
+        note = page.locator("#grid-note")
+        expect(note).to_have_text("240 of the 240 records that this file holds of 240: those of the listed moments.")
+        page.get_by_label("Filter score").fill("<-0.5")
+        expect(page.locator("#grid .tabulator-row")).to_have_count(1)
+        page.get_by_label("Filter score").fill("")
+        page.fill("#grid-search", "FIRE LEFT")
+        expect(note).to_contain_text("60 of the 240")
+        page.get_by_label("Filter kept").fill("dropped")
+        expect(note).not_to_contain_text("60 of the 240")
+        page.fill("#grid-search", "no such text")
+        expect(page.locator("#grid")).to_contain_text("No record fits.")
+
+    def test_a_row_opens_its_moment(self, page):
+        page.get_by_role("button", name="Open record 4,057").press("Enter")
+        expect(page.locator("#moment-title")).to_have_text("Record 4,057")
+
+
+class TestEveryone:
+    @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (390, "light"), (1600, "light"), (1600, "dark")])
+    def test_nothing_is_wider_than_the_screen_and_axe_finds_nothing_serious(self, browser, files, width, scheme):  # noqa: F811
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+        options = {"bypass_csp": True, "reduced_motion": "reduce"}
+        with open_page(browser, files["two"], width=width, colour_scheme=scheme, **options) as page:
+            expect(page.locator("#grid .tabulator-row").first).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            check_accessible(axe.run(page).response)
+            moment = open_worst(page)
+            assert moment.bounding_box()["width"] <= width
+            assert moment.locator(".moment-body").evaluate("body => body.scrollWidth <= body.clientWidth")
+            check_accessible(axe.run(page).response)
+
+    def test_the_keyboard_alone_reaches_everything(self, page):
+        reached = set()
+        for _ in range(90):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("(one => one.id || one.className || one.textContent)(document.activeElement)"))
+        groups = ("explorer-round", "strip", "card low", "card high", "grid-search", "quiet")
+        assert [name for name in groups if name not in reached] == []
+        assert any("tabulator" in name for name in reached)
+
+    def test_hostile_text_is_shown_as_text(self, browser, files):  # noqa: F811
+        with open_page(browser, files["hostile"]) as page:
+            expect(page.locator(".trust li").first).to_contain_text(HOSTILE)
+            expect(page.locator("#grid .tabulator-row").first).to_be_visible()
+            expect(page.locator(".tabulator-col-title").first).to_contain_text(HOSTILE)
+            moment = open_worst(page)
+            expect(moment.locator(".story")).to_contain_text(f"fire left{HOSTILE}")
+            expect(moment.locator(".state")).to_contain_text(HOSTILE)
+            assert page.locator("img[src=x]").count() == 0
+
+    def test_prompts_and_responses_are_shown_as_text(self, browser, files):  # noqa: F811
+        with open_page(browser, files["language"]) as page:
+            moment = open_worst(page)
+            expect(moment.locator("pre")).to_have_text([f"Say it. {HOSTILE}", f"It. {HOSTILE}"])
+            assert page.locator("#record-words").text_content() == "one response of the model"
+
+
+def check_accessible(response):
+    serious = [
+        (rule["id"], [node["html"][:120] for node in rule["nodes"][:3]])
+        for rule in response["violations"]
+        if rule["impact"] in ("serious", "critical")
+    ]
+    assert serious == []
+
+
+class Server:
+    """What a server answers, by hand: a run that goes on, and can go away."""
+
+    def __init__(self):
+        self.rounds, self.gone, self.asked = 2, False, []
+
+    def answer(self, route):
+        url = urlsplit(route.request.url)
+        self.asked.append(url)
+        if self.gone and url.path != "/":
+            return route.abort()
+        if url.path == "/":
+            return route.fulfill(content_type="text/html", body=pages.render(self.page(), {}))
+        return route.fulfill(content_type="application/json", body=json.dumps(self.answer_api(url.path, url.query)))
+
+    def page(self):
+        return make_page(mode="served", rounds=self.rounds, finished=False, planned=9)
+
+    def answer_api(self, path, query):
+        if path == "/api/page":
+            return self.page()
+        if path == "/api/figures":
+            return []
+        parts = path.split("/")
+        content = make_round(int(parts[5]))
+        if len(parts) == 6:
+            return content["round"] | {"rows": None}
+        if len(parts) == 8:
+            n = LENGTH
+            window = {name: values[WORST - 17 :][:n] for name, values in content["columns"].items()}
+            strip = content["round"]["strip"]
+            window |= {name: strip[name][WORST - 17 :][:n] for name in ("record_ids", "scores", "dropped")}
+            return content["details"][str(WORST)] | {"window": window, "record": int(parts[7])}
+        keys = [column["key"] for column in pages.COLUMNS]
+        asked = parse_qs(query)
+        rows = content["round"]["rows"] if asked.get("dir") != ["desc"] else content["round"]["rows"][::-1]
+        rows = [row for row in rows if asked.get("search", [""])[0] in row[5]]
+        start, size = (int(asked["page"][0]) - 1) * int(asked["size"][0]), int(asked["size"][0])
+        data = [dict(zip(keys, row, strict=True)) for row in rows[start : start + size]]
+        return {"last_page": -(-len(rows) // size), "last_row": len(rows), "data": data}
+
+
+@contextmanager
+def open_served(browser, server) -> Iterator:  # noqa: F811
+    context = browser.new_context(viewport={"width": 1600, "height": 900})
+    problems = []
+    context.route("**/*", server.answer)
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    page.on("console", lambda message: None if server.gone else problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(f"{LIVE}/")
+    expect(page.locator(".card").first).to_be_visible()
+    yield page
+    assert problems == []
+    context.close()
+
+
+class TestServed:
+    def test_the_grid_asks_the_server(self, browser):  # noqa: F811
+        server = Server()
+        with open_served(browser, server) as page:
+            expect(page.locator("#grid .tabulator-row")).to_have_count(25)
+            assert scores(page)[0] == "−0.9"
+            page.locator("#grid .tabulator-col[tabulator-field=score] .tabulator-col-content").click()
+            expect(page.locator("#grid .tabulator-row").first).to_contain_text("+0.8")
+            page.fill("#grid-search", "fire left")
+            expect(page.locator("#grid-note")).to_have_text("60 of 240 records.")
+            page.get_by_label("Filter score").fill("<-0.1")
+            page.wait_for_function("document.querySelector('#grid-note').textContent !== ''")
+            page.wait_for_timeout(600)
+            assert parse_qs(server.asked[-1].query)["filter"] == ["score:<-0.1"]
+
+    def test_any_record_opens(self, browser):  # noqa: F811
+        with open_served(browser, Server()) as page:
+            strip = page.locator(".strip").first
+            strip.focus()
+            page.keyboard.press("Home")
+            page.keyboard.press("ArrowRight")
+            page.keyboard.press("Enter")
+            expect(page.locator("#moment-title")).to_have_text("Record 1")
+            expect(page.locator("#moment .story")).to_be_visible()
+
+    def test_new_rounds_extend_the_slider_and_a_server_that_is_gone_is_said(self, browser):  # noqa: F811
+        server = Server()
+        with open_served(browser, server) as page:
+            expect(page.locator("#explorer-live")).to_be_visible()
+            expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 9")
+            server.rounds = 3
+            expect(page.locator("#explorer-round-name b")).to_have_text("Round 3 of 9")
+            page.get_by_role("button", name="Previous round").click()
+            server.rounds = 4
+            expect(page.locator("#explorer-round")).to_have_attribute("max", "3")
+            expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 9")
+            server.gone = True
+            expect(page.locator("#explorer-status")).to_have_text("The server does not answer. Trying again …")
+            server.gone = False
+            expect(page.locator("#explorer-status")).to_have_text("")

@@ -1,0 +1,144 @@
+"""Moments and groups of records, on tables made by hand and at random."""
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whence.errors import WhenceError
+from whence.moments import ALIKE, find_moments, group_scores, name_action
+
+SCORES = [-1.0, -6.0, -10.0, -5.0, 2.0, -9.0, 4.0, 3.0, 1.0, -0.5]
+
+
+def make_table(scores=SCORES, episodes=(0, 0, 0, 0, 0, 0, 1, 1, 1, 1), **more) -> pl.DataFrame:
+    n = len(scores)
+    columns = {
+        "record_id": np.arange(100, 100 + n),
+        "env_index": [0] * n,
+        "episode_id": list(episodes),
+        "step": [int(np.sum(np.asarray(episodes[:at]) == episodes[at])) for at in range(n)],
+        "action": [at % 2 for at in range(n)],
+        "advantage": [float(at) for at in range(n)],
+        "score": list(scores),
+        "keep": [score > -6 for score in scores],
+    }
+    return pl.DataFrame(columns | more)
+
+
+class TestMoments:
+    def test_neighbours_of_at_least_half_the_score_belong_to_the_moment(self):
+        worst, second, *others = find_moments(make_table(), lowest=True, most=10)
+        assert worst.record_ids == (101, 102, 103)
+        assert (worst.record_id, worst.step, worst.first_step, worst.last_step) == (102, 2, 1, 3)
+        assert (worst.score, worst.total, worst.records, worst.dropped) == (-10, -21, 3, 2)
+        assert second.record_ids == (105,)
+        assert [other.record_ids for other in others] == [(100,), (109,)]
+
+    def test_the_most_helpful_are_above_zero_and_end_with_their_episode(self):
+        best = find_moments(make_table(), lowest=False, most=10)
+        assert [moment.record_ids for moment in best] == [(106, 107), (104,), (108,)]
+
+    def test_a_moment_ends_with_its_episode(self):
+        first, second = find_moments(make_table([-4.0, -4.0], (0, 1)), lowest=True, most=10)
+        assert (first.record_ids, second.record_ids) == ((100,), (101,))
+
+    def test_environments_are_apart(self):
+        table = make_table([-4.0, -4.0, -4.0], (-1, -1, -1)).with_columns(
+            env_index=pl.Series([0, 1, 0]), episode_id=pl.Series([7, 8, 7])
+        )
+        assert [moment.record_ids for moment in find_moments(table, lowest=True, most=9)] == [(100, 102), (101,)]
+
+    def test_no_more_than_asked(self):
+        assert len(find_moments(make_table(), lowest=True, most=2)) == 2
+
+    def test_responses_of_a_language_model_are_a_moment_each(self):
+        table = pl.DataFrame({"record_id": [0, 1], "score": [-1.0, -2.0]})
+        moments = find_moments(table, lowest=True, most=9)
+        assert [moment.record_ids for moment in moments] == [(1,), (0,)]
+        assert moments[0].step is None
+
+    def test_without_scores_there_are_none(self):
+        assert find_moments(make_table().drop("score"), lowest=True, most=9) == []
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        scores=st.lists(st.integers(-6, 6).map(float), min_size=1, max_size=40),
+        lengths=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+        seed=st.integers(0, 99),
+        lowest=st.booleans(),
+    )
+    def test_properties(self, scores, lengths, seed, lowest):
+        episodes = np.repeat(np.arange(len(lengths)), lengths)
+        episodes = np.resize(episodes, len(scores))
+        episodes.sort()
+        table = make_table(scores, episodes.tolist())
+        moments = find_moments(table, lowest=lowest, most=100)
+        ids = [record for moment in moments for record in moment.record_ids]
+        sign = -1 if lowest else 1
+        assert len(ids) == len(set(ids))
+        assert set(ids) == {100 + at for at, score in enumerate(scores) if sign * score > 0}
+        faces = [sign * moment.score for moment in moments]
+        assert faces == sorted(faces, reverse=True)
+        for moment in moments:
+            rows = table.filter(pl.col("record_id").is_in(moment.record_ids))
+            assert rows["episode_id"].n_unique() == 1
+            assert moment.last_step - moment.first_step + 1 == moment.records
+            assert (sign * rows["score"] >= ALIKE * sign * moment.score).all()
+        shuffled = table.sample(fraction=1, shuffle=True, seed=seed)
+        assert find_moments(shuffled, lowest=lowest, most=100) == moments
+
+
+class TestGroups:
+    def test_actions_by_hand(self):
+        groups = group_scores(make_table(), "action", labels=["left", "right"]).to_dicts()
+        assert [group["group"] for group in groups] == ["right", "left"]
+        right = [-6.0, -5.0, -9.0, 3.0, -0.5]
+        assert groups[0]["mean"] == pytest.approx(np.mean(right))
+        assert groups[0]["error"] == pytest.approx(np.std(right, ddof=1) / np.sqrt(5))
+        assert groups[0]["share_negative"] == pytest.approx(0.8)
+        assert groups[0]["dropped_share"] == pytest.approx(0.4)
+        assert groups[0]["total"] == pytest.approx(sum(right))
+
+    def test_few_rewards_stand_for_themselves_and_many_are_binned_by_size(self):
+        few = make_table(reward=[0.0] * 9 + [1.0])
+        assert set(group_scores(few, "reward")["group"]) == {"reward 0", "reward 1"}
+        rewards = np.concatenate([np.linspace(-1, -0.1, 19), [-100.0], np.linspace(0.1, 1, 19), [50.0], [0.0]])
+        many = make_table(np.arange(41.0) - 20, [0] * 41, reward=rewards)
+        sizes = dict(group_scores(many, "reward").select("group", "records").iter_rows())
+        assert sizes["nothing"] == 1
+        assert sum(count for name, count in sizes.items() if name.startswith("large loss")) == 2
+        assert sum(count for name, count in sizes.items() if name.startswith("small gain")) == 18
+
+    def test_regions_are_cut_along_the_axes_that_tell_scores_apart(self):
+        generator = np.random.default_rng(0)
+        observation = generator.normal(size=(600, 4))
+        scores = np.where(observation[:, 2] < -0.4, -3.0, 1.0) + np.where(observation[:, 0] > 0.4, 2.0, 0.0)
+        table = make_table(scores, [0] * 600, observation=observation)
+        groups = group_scores(table, "region", names=["x", "y", "tilt", "z"])
+        assert len(groups) == 9
+        assert all("x" in name and "tilt" in name and "y" not in name for name in groups["group"])
+        assert groups["group"][0].startswith("x < -0.481 and tilt < ")
+
+    def test_discrete_states_stand_for_themselves(self):
+        table = make_table(observation=[3, 3, 3, 3, 3, 4, 4, 4, 4, 4])
+        assert set(group_scores(table, "region")["group"]) == {"state 3", "state 4"}
+
+    def test_only_the_largest_totals_stay(self):
+        groups = group_scores(make_table(range(10), range(10)), "episode", most=3)
+        assert groups["group"].to_list() == ["7", "8", "9"]
+
+    def test_an_unknown_grouping_is_refused(self):
+        with pytest.raises(WhenceError, match=r"by is 'colour'.*action"):
+            group_scores(make_table(), "colour")
+
+    def test_what_the_table_lacks_gives_no_groups(self):
+        assert group_scores(make_table(), "reward").is_empty()
+        assert group_scores(make_table().drop("score"), "action").is_empty()
+
+
+def test_actions_in_words():
+    assert name_action(1, ["left", "right"]) == "right"
+    assert name_action(7, ["left", "right"]) == "7"
+    assert name_action([0.12345, -1.0]) == "0.123, -1"

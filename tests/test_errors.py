@@ -208,6 +208,18 @@ class TestRefusals:
         with pytest.raises(WhenceError, match="folds is 2"):
             InfluenceCallback(IIF(0.5), folds=2)
 
+    def test_a_target_that_is_a_sum(self):
+        class Summed:
+            def from_outputs(self, outputs, records):
+                return (outputs.log_prob * records.advantages).sum()
+
+            def __call__(self, view, params, records):
+                return self.from_outputs(view(params, view.prepare(records)), records)
+
+        view, records = small_records()
+        with pytest.raises(WhenceError, match="no mean over"):
+            attribute(view, records, target=Summed(), folds=3)
+
     def test_no_episode_ids(self):
         view, records = small_records()
         nameless = RecordBatch(**{name: c for name, c in records.columns.items() if name != "episode_ids"})

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeAlias, overload
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from whence.engines import Gradient, Problem, record_gradient, solve, target_gradients
@@ -18,6 +18,7 @@ from whence.folds import (
     PartialTarget,
     balance_folds,
     check_batch_target,
+    check_mean,
     count_folds,
     number_episodes,
     standard_errors,
@@ -112,7 +113,10 @@ def attribute(
         raise WhenceError(f"chunk_size is {chunk_size}; at least one record has to fit into a pass.")
     if folds is not None and summed is not None:
         raise WhenceError("Errors of scores are not computed over several processes: leave out folds or summed.")
-    parts = {} if folds is None else _split_targets(by_name, records, folds)
+    if folds is not None:
+        for each in by_name.values():  # before anything is computed
+            check_batch_target(as_target(each))
+        balance_folds(records, folds)
     view, objective = as_view(policy), as_objective(objective)
     targets = [as_target(each) for each in by_name.values()]
     modules = dict(view.module.named_modules())
@@ -137,34 +141,62 @@ def attribute(
         )
         for (name, each), row in zip(by_name.items(), products, strict=True)
     }
-    for name, (fold, fold_targets) in parts.items():
-        by_fold = attribute(
-            policy,
-            records,
-            target=fold_targets,
-            objective=objective,
-            engine=engine,
-            chunk_size=chunk_size,
-            memory=memory,
-        )
-        scores = torch.stack([influence.scores for influence in by_fold.values()])
-        counted = count_folds(fold, number_episodes(records))
-        errors = standard_errors(influences[name].scores, scores, fold.bincount(), counted)
-        influences[name] = replace(influences[name], errors=errors)
+    if folds is not None:
+        settings = {"objective": objective, "engine": engine, "chunk_size": chunk_size, "memory": memory}
+        influences = {
+            name: add_errors(influence, policy, records, target=by_name[name], folds=folds, **settings)  # type: ignore[arg-type]
+            for name, influence in influences.items()
+        }
     return influences if isinstance(target, Mapping) else influences[""]
 
 
-def _split_targets(
-    targets: Mapping[str, Target], records: RecordBatch, folds: int
-) -> dict[str, tuple[Int[Tensor, " n"], dict[str, Target]]]:
-    """Return for each target the fold of each record, and the target on each fold's records by the fold's number."""
-    checked = {name: check_batch_target(as_target(target)) for name, target in targets.items()}
+def add_errors(
+    influence: Influence,
+    policy: object,
+    records: RecordBatch,
+    *,
+    target: Target,
+    folds: int,
+    objective: Objective | None = None,
+    engine: str = "auto",
+    chunk_size: int | None = None,
+    memory: int = 2**31,
+) -> Influence:
+    """Return an influence with the standard errors of its scores over folds of the target's episodes.
+
+    Args:
+        influence: from `attribute`, with the arguments that follow.
+        policy: see `attribute`.
+        records: see `attribute`; with episode ids.
+        target: a target that is a mean over the scored records.
+        folds: at least 3.
+        objective: see `attribute`.
+        engine: see `attribute`.
+        chunk_size: see `attribute`.
+        memory: see `attribute`.
+
+    Raises:
+        WhenceError: the target reads no records or is no mean over them, or there are too few episodes.
+    """
+    part = check_batch_target(as_target(target))
     fold = balance_folds(records, folds)
-    positions = [(fold == number).nonzero().flatten() for number in range(int(fold.max()) + 1)]
-    return {
-        name: (fold, {str(number): PartialTarget(target, index) for number, index in enumerate(positions)})
-        for name, target in checked.items()
-    }
+    by_fold = attribute(
+        policy,
+        records,
+        target={
+            str(number): PartialTarget(part, (fold == number).nonzero().flatten())
+            for number in range(int(fold.max()) + 1)
+        },
+        objective=objective,
+        engine=engine,
+        chunk_size=chunk_size,
+        memory=memory,
+    )
+    scores = torch.stack([each.scores for each in by_fold.values()])
+    sizes = fold.bincount()
+    check_mean(target_name(target), influence.scores, scores, sizes)
+    errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, number_episodes(records)))
+    return replace(influence, errors=errors)
 
 
 def _make_problem(

@@ -149,6 +149,23 @@ def count_folds(fold: Int[Tensor, " n"], episode: Int[Tensor, " n"]) -> Bool[Ten
     return torch.where(others.sum(dim=0) >= LEAST - 1, others, ~own)
 
 
+def check_mean(
+    name: str, scores: Float[Tensor, " n"], by_fold: Float[Tensor, "folds n"], sizes: Int[Tensor, " folds"]
+) -> None:
+    """Refuse a target that is no mean over the records: a fold's part of it then is on another scale.
+
+    Raises:
+        WhenceError: the mean of the folds' scores, by their sizes, is not the whole target's score.
+    """
+    means = (by_fold * (sizes / sizes.sum()).to(by_fold.dtype)[:, None]).sum(dim=0)
+    scale = float(by_fold.abs().max()) or 1.0
+    if not torch.allclose(means, scores, rtol=1e-2, atol=1e-3 * scale):
+        raise WhenceError(
+            f"The target {name} is no mean over the scored records, so parts of it do not tell its error. Divide it by "
+            "the number of records, or leave out folds."
+        )
+
+
 def standard_errors(
     scores: Float[Tensor, " n"],
     by_fold: Float[Tensor, "folds n"],

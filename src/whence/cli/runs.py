@@ -14,6 +14,7 @@ from whence.experiments import LanguageConfig
 from whence.experiments.kinds import AnyConfig
 from whence.experiments.shared import OnRound
 from whence.report import write_report, write_run_report
+from whence.report.explorer.file import COMPARED_ROUNDS, spread
 from whence.runs import RunDirectory
 
 
@@ -43,7 +44,7 @@ def show_run(config: AnyConfig, path: Path, *, was_finished: bool, json: bool) -
     """Write the page of a finished run, and print its last round and where its files are."""
     directory, page = RunDirectory.open(path), path / "report.html"
     with RoundBar() as bar:
-        write_run_report(directory, page, on_round=bar.update)
+        write_run_report(directory, page, rounds=spread(directory.rounds(), COMPARED_ROUNDS), on_round=bar.update)
     last_round = directory.table("metrics").to_dicts()[-1]
     evaluations = directory.table("evaluations")
     last_round |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]

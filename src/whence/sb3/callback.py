@@ -10,7 +10,7 @@ import polars as pl
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
-from whence.attribution import attribute
+from whence.attribution import add_errors, attribute
 from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
 from whence.folds import LEAST, check_folds, count_episodes
@@ -190,15 +190,8 @@ class InfluenceCallback(BaseCallback):
                 objective=self.objective or model_objective(self.model),
                 engine=self.engine,
                 memory=self.memory,
-                folds=self.usable_folds(records),
             )
         return Choice(influence, self.select(records, influence))
-
-    def usable_folds(self, records: RecordBatch) -> int | None:
-        """Return the folds of episodes that errors are computed over; None if there are to be none, or can be none."""
-        if self._run is None or self.folds is None or not isinstance(self.target, BatchTarget):
-            return None
-        return self.folds if count_episodes(records) >= LEAST else None
 
     def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
         """Return the rule's selection among records, checked.
@@ -290,6 +283,9 @@ class InfluenceCallback(BaseCallback):
         choice = self.choose(records)
         _check_selection(choice.selection, records, f"{type(self).__name__}.choose()")
         seconds["scoring"] = scoring_clock.seconds()
+        errors_clock = Stopwatch()
+        choice = replace(choice, influence=self._estimate_errors(records, choice.influence))
+        seconds["errors"] = errors_clock.seconds()  # no part of the selection, so no part of its time
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
         self._count_skipped(self.round)
@@ -307,6 +303,25 @@ class InfluenceCallback(BaseCallback):
             log_moments(self.logger, table, self.round.number)
         self._write_round(self.round)
         wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
+
+    def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
+        """Add errors to snapshot scores that a run directory will hold, if they can be had."""
+        if influence is None or influence.errors is not None or self._run is None or self.folds is None:
+            return influence
+        is_snapshot = influence.provenance.target == target_name(self.target) and influence.engine in ENGINES
+        can_be_split = isinstance(self.target, BatchTarget) and count_episodes(records) >= LEAST
+        if not (is_snapshot and can_be_split and len(influence) == len(records)):
+            return influence
+        return add_errors(
+            influence,
+            self.model.policy,
+            records,
+            target=self.target,
+            folds=self.folds,
+            objective=self.objective or model_objective(self.model),
+            engine=self.engine,
+            memory=self.memory,
+        )
 
     def _count_skipped(self, current: RoundResult) -> None:
         kept = int(current.selection.keep.sum())

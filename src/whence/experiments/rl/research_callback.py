@@ -98,9 +98,7 @@ class ResearchCallback(InfluenceCallback):
         )
 
         def choose_among(among: Tensor) -> tuple[Influence | None, Selection]:
-            if not self.rule.needs_influence:
-                return None, self.select(records if bool(among.all()) else records.take(among), None)
-            influence = self.scoring.influence(trial, records, among, self.usable_folds(records))
+            influence = self.scoring.influence(trial, records, among) if self.rule.needs_influence else None
             return influence, self.select(records if bool(among.all()) else records.take(among), influence)
 
         influence, selection = choose_among(torch.ones(len(records), dtype=torch.bool))

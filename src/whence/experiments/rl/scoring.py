@@ -86,34 +86,24 @@ class Scoring:
         """Whether scoring needs a trial of the round."""
         return self.method in METHODS
 
-    def influence(
-        self, trial: Trial, records: RecordBatch, among: Bool[Tensor, " n"], folds: int | None = None
-    ) -> Influence:
+    def influence(self, trial: Trial, records: RecordBatch, among: Bool[Tensor, " n"]) -> Influence:
         """Score some records of a rollout that is not trained on yet, from these records alone.
 
         Args:
             trial: a trial of the round.
             records: the rollout, n records.
             among: (n,) True for the records to score.
-            folds: of episodes, for the errors of snapshot scores of all records; other scores have none.
         """
         if self.of_round:
             return self._score_round(trial, records, among)
-        whole = bool(among.all())
-        policy, scored = trial.model.policy, records if whole else records.take(among)
-        objective = self.objective or model_objective(trial.model)
-        if self.method == "crossfit":
-            return attribute_crossfit(
-                policy, scored, target=self.target, objective=objective, engine=self.engine, memory=self.memory
-            )
-        return attribute(
-            policy,
-            scored,
+        score = attribute if self.method == "snapshot" else attribute_crossfit
+        return score(
+            trial.model.policy,
+            records if bool(among.all()) else records.take(among),
             target=self.target,
-            objective=objective,
+            objective=self.objective or model_objective(trial.model),
             engine=self.engine,
             memory=self.memory,
-            folds=folds if whole else None,
         )
 
     def _score_round(self, trial: Trial, records: RecordBatch, among: Bool[Tensor, " n"]) -> Influence:

@@ -117,7 +117,8 @@ def balance_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
         smallest = int(sizes.argmin())
         fold[stretch] = smallest
         sizes[smallest] += len(stretch)
-    return fold.unique(return_inverse=True)[1]  # without folds that nothing was left for
+    numbers: Tensor = fold.unique(return_inverse=True)[1]  # without folds that nothing was left for
+    return numbers
 
 
 def number_episodes(records: RecordBatch) -> Int[Tensor, " n"]:

@@ -52,8 +52,9 @@ def format_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Ce
     body = "".join(f'<tr style="background:transparent">{"".join(map(_format_cell, row))}</tr>' for row in rows)
     return (
         f'<div style="color:inherit"><div style="margin:.3em 0">{escape(title)}</div>'
-        f'<table style="border-collapse:collapse;border:0;margin:0"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        # In quirks mode tables inherit neither colour nor size.
+        '<table style="border-collapse:collapse;border:0;margin:0;color:inherit;font-size:inherit">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
@@ -73,7 +74,8 @@ def _describe_column(name: str, tensor: Tensor) -> list[Cell]:
     numbers = tensor.flatten().double().cpu()
     low, high, mean = float(numbers.min()), float(numbers.max()), float(numbers.mean())
     counts = torch.histc(numbers, bins=BINS, min=low, max=high).tolist() if low < high else [float(len(numbers))]
-    return [*cells, low, mean, high, Histogram(counts)]
+    is_whole = not tensor.is_floating_point()
+    return [*cells, int(low) if is_whole else low, mean, int(high) if is_whole else high, Histogram(counts)]
 
 
 def format_number(value: float) -> str:

@@ -18,7 +18,7 @@ from scipy import stats
 from whence import RecordBatch, Return, attribute
 from whence.experiments import configure, run
 from whence.experiments.rl.stored import load_model
-from whence.folds import balance_folds
+from whence.folds import balance_folds, count_folds, number_episodes
 from whence.guards import write_atomically
 from whence.intervals import t_interval
 from whence.runs import RunDirectory
@@ -43,9 +43,10 @@ def measure_coverage(model: Any, rollouts: Sequence[RecordBatch], scored: int) -
         settings = {"objective": model_objective(model)}
         influence = attribute(model.policy, records, target=Return(), folds=FOLDS, **settings)
         truth = attribute(model.policy, records, target=truth_target, **settings).scores
-        counted = int(balance_folds(records, FOLDS).max())  # folds that count for a record: all but its own
+        counted = count_folds(balance_folds(records, FOLDS), number_episodes(records)).sum(dim=0)
+        quantile = torch.as_tensor(stats.t.ppf(0.975, counted.numpy() - 1))
         distance = (influence.scores - truth).abs() / influence.errors
-        shares["t"].append(float((distance <= stats.t.ppf(0.975, counted - 1)).double().mean()))
+        shares["t"].append(float((distance <= quantile).double().mean()))
         shares["two_errors"].append(float((distance <= 2).double().mean()))
         significant.append(float(influence.is_significant().double().mean()))
         episodes.append(len(records.episode_ids.unique()))

@@ -72,7 +72,11 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
     }
     shown = {"planned": rounds, "finished": True, "rounds": numbers, "series": series, "columns": COLUMNS} | changes
     shared = {"actions": ACTIONS, "notes": []}
-    return {"mode": mode, "kind": kind, "runs": [{"label": f"iif, seed {seed}"} | shown | shared for seed in range(runs)]}
+    return {
+        "mode": mode,
+        "kind": kind,
+        "runs": [{"label": f"iif, seed {seed}"} | shown | shared for seed in range(runs)],
+    }
 
 
 def draw_frame(number: int) -> str:
@@ -102,7 +106,7 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
     ]
     steps = [place % LENGTH for place in range(n)]
     order = sorted(range(n), key=scores.__getitem__)
-    listed = {"worst": order[:9], "best": order[: -10 : -1]} if scored else {"worst": [], "best": []}
+    listed = {"worst": order[:9], "best": order[:-10:-1]} if scored else {"worst": [], "best": []}
     frames = {place: [draw_frame(k) for k in range(9)] for place in (listed["worst"][:1] + listed["best"][:1])}
 
     def moment(place: int) -> dict:
@@ -124,7 +128,12 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
             **{"action": actions[place], "dropped": bool(dropped[place]), "weight": None, "window": None},
             "reason": f"too low {text}" if dropped[place] else None,
             "state": [{"name": f"height{text}", "value": 0.25}, {"name": "legs", "value": f"none{text}"}],
-            "policy": {"kind": "discrete", "labels": ACTIONS, "before": [0.1, 0.2, 0.3, 0.4], "after": [0.3, 0.5, 0.1, 0.1]},
+            "policy": {
+                "kind": "discrete",
+                "labels": ACTIONS,
+                "before": [0.1, 0.2, 0.3, 0.4],
+                "after": [0.3, 0.5, 0.1, 0.1],
+            },
             **{"value_before": -74.0, "value_after": -60.5, "advantage": advantages[place]},
             **{"mc_advantage": -21.0 if found else None, "mc_error": 4.0 if found else None},
             "mc_text": f"16 rollouts each. {text}" if found else "whence view RUN measures it.",
@@ -139,7 +148,16 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
         }
 
     rows = [
-        [ids[p], scores[p], 0.05, not dropped[p], steps[p], actions[p], advantages[p], f"too low {text}" if dropped[p] else None]
+        [
+            ids[p],
+            scores[p],
+            0.05,
+            not dropped[p],
+            steps[p],
+            actions[p],
+            advantages[p],
+            f"too low {text}" if dropped[p] else None,
+        ]
         for p in (order if scored else range(n))
     ]
     group = {"records": 60, "error": 0.01, "share_negative": 0.7, "dropped_share": 0.2}
@@ -149,7 +167,12 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
             {"level": "fair", "text": f"61% of the scores are beyond two errors. {text}"},
             {"level": "unknown", "text": "No counterfactual was made for this round."},
         ],
-        "strip": {"episodes": episodes, "record_ids": ids, "scores": scores if scored else [None] * n, "dropped": dropped},
+        "strip": {
+            "episodes": episodes,
+            "record_ids": ids,
+            "scores": scores if scored else [None] * n,
+            "dropped": dropped,
+        },
         **{end: [moment(place) for place in places] for end, places in listed.items()},
         "groups": {
             "action": [{"group": f"{name}{text}", "mean": 0.1 * k - 0.15} | group for k, name in enumerate(ACTIONS)],

@@ -21,7 +21,7 @@ from whence import (
     WhenceError,
     attribute,
 )
-from whence.folds import balance_folds, standard_errors
+from whence.folds import balance_folds, count_folds, standard_errors
 from whence.sb3 import InfluenceCallback, collect
 
 COVERED = (0.90, 0.98)
@@ -67,16 +67,22 @@ def small_records(lengths=(5, 3, 4, 2, 6), seed=0) -> tuple[ModuleView, RecordBa
 def test_by_hand():
     scores = torch.tensor([1.0, 2.0])
     by_fold = torch.tensor([[9.0, 2.0], [2.0, 9.0], [0.0, 5.0], [1.0, 1.0]])
-    fold = torch.tensor([0, 1])
-    # Record 0: folds 1, 2, 3 of 1, 0, 0 records; only fold 1 has weight. Counts are those of all records.
-    counts = torch.tensor([0, 1, 2, 2, 3, 3])
-    by_many = by_fold[:, [0, 1, 0, 0, 0, 0]]
-    errors = standard_errors(scores[[0, 1, 0, 0, 0, 0]], by_many, counts)
-    # Folds 1, 2, 3 hold 1, 2 and 2 of 5 records: w = .2, .4, .4; differences 1, -1, 0.
+    sizes = torch.tensor([1, 1, 2, 2])
+    counted = count_folds(torch.tensor([0, 1, 2, 2, 3, 3]), torch.tensor([0, 1, 2, 2, 3, 3]))[:, :2]
+    errors = standard_errors(scores, by_fold, sizes, counted)
+    # Record 0: folds 1, 2, 3 hold 1, 2 and 2 of 5 records: w = .2, .4, .4; differences 1, -1, 0.
     assert errors[0] == pytest.approx(np.sqrt((0.2**2 + 0.4**2) * 3 / 2))
-    # Folds 0, 2, 3 hold 1, 2 and 2: differences 0, 3, -1.
+    # Record 1: folds 0, 2, 3 hold 1, 2 and 2: differences 0, 3, -1.
     assert errors[1] == pytest.approx(np.sqrt(((0.4 * 3) ** 2 + 0.4**2) * 3 / 2))
-    assert standard_errors(scores, by_fold, fold).shape == (2,)
+
+
+def test_folds_that_hold_a_part_of_the_episode_do_not_count():
+    # Episode 0 is cut into folds 0 and 1; episode 1 fills fold 2, and episode 2 fold 3.
+    counted = count_folds(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 0, 1, 2]))
+    assert counted[:, 0].tolist() == [False, False, True, True]
+    assert counted[:, 2].tolist() == [True, True, False, True]
+    # An episode in all folds but one leaves out its own fold only.
+    assert count_folds(torch.tensor([0, 1, 2]), torch.tensor([0, 0, 1]))[:, 0].tolist() == [False, True, True]
 
 
 def test_folds_are_of_whole_episodes_and_about_equal():
@@ -85,7 +91,14 @@ def test_folds_are_of_whole_episodes_and_about_equal():
     for episode in range(5):
         assert fold[records.episode_ids == episode].unique().numel() == 1
     assert sorted(fold.bincount().tolist()) == [6, 7, 7]
-    assert balance_folds(records, 99).unique().numel() == 5
+
+
+def test_episodes_longer_than_a_fold_are_cut():
+    _, records = small_records((12, 3, 1))
+    fold = balance_folds(records, 4)
+    assert fold.bincount().tolist() == [4, 4, 4, 4]
+    assert sorted(fold[:12].tolist()) == fold[:12].tolist()  # stretches of consecutive steps
+    assert fold[12:].unique().numel() == 1
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "forward", "loop"])

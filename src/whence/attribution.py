@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from whence.engines import Gradient, Problem, record_gradient, solve, target_gradients
 from whence.errors import NonFinite, WhenceError
-from whence.folds import PartialTarget, balance_folds, check_batch_target, standard_errors
+from whence.folds import (
+    PartialTarget,
+    balance_folds,
+    check_batch_target,
+    count_folds,
+    number_episodes,
+    standard_errors,
+)
 from whence.guards import eval_mode, preserve_rng_state
 from whence.influence import Influence, Provenance
 from whence.objectives import Objective, as_objective
@@ -141,7 +148,8 @@ def attribute(
             memory=memory,
         )
         scores = torch.stack([influence.scores for influence in by_fold.values()])
-        errors = standard_errors(influences[name].scores, scores, fold)
+        counted = count_folds(fold, number_episodes(records))
+        errors = standard_errors(influences[name].scores, scores, fold.bincount(), counted)
         influences[name] = replace(influences[name], errors=errors)
     return influences if isinstance(target, Mapping) else influences[""]
 

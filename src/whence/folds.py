@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.errors import WhenceError
@@ -75,9 +75,7 @@ def check_folds(folds: int | None) -> int | None:
 
 def count_episodes(records: RecordBatch) -> int:
     """Return the number of episodes that records are of; 0 if it is unknown."""
-    if records.episode_ids is None:
-        return 0
-    return int(torch.stack([_read_environments(records), records.episode_ids]).unique(dim=1).shape[1])
+    return 0 if records.episode_ids is None else int(number_episodes(records).max()) + 1
 
 
 def _read_environments(records: RecordBatch) -> Int[Tensor, " n"]:
@@ -86,11 +84,13 @@ def _read_environments(records: RecordBatch) -> Int[Tensor, " n"]:
 
 
 def balance_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
-    """Assign whole episodes to folds of about equal records: the longest first, each to the smallest fold.
+    """Assign episodes to folds of about equal records: the longest first, each to the smallest fold.
+
+    Episodes stay whole, but for those longer than a fold, which are cut into stretches of equal lengths.
 
     Args:
         records: n records with episode ids.
-        folds: the number of folds; with fewer episodes, each episode is a fold.
+        folds: the number of folds.
 
     Returns:
         The fold of each record, from 0.
@@ -98,50 +98,80 @@ def balance_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
     Raises:
         WhenceError: there are no episode ids, or fewer than three folds or episodes.
     """
-    if records.episode_ids is None:
-        raise WhenceError(
-            "These records have no episode_ids, so episodes cannot be told apart, and scores have no errors. Pass "
-            "episode_ids to RecordBatch, or folds=None."
-        )
-    _, episode, lengths = torch.unique(
-        torch.stack([_read_environments(records), records.episode_ids]), dim=1, return_inverse=True, return_counts=True
-    )
+    episode = number_episodes(records)
+    lengths = episode.bincount()
     if min(folds, len(lengths)) < LEAST:
         raise WhenceError(
             f"folds is {folds}, and the records are of {len(lengths)} episodes; errors of scores need at least {LEAST} "
             "of each. Score longer rollouts, or pass folds=None."
         )
-    sizes = torch.zeros(min(folds, len(lengths)), dtype=torch.int64)
-    fold_of = torch.empty(len(lengths), dtype=torch.int64)
-    for each in lengths.cpu().argsort(descending=True, stable=True).tolist():
+    fold = torch.empty_like(episode)
+    sizes = torch.zeros(folds, dtype=torch.int64)
+    order = records.ids.cpu().argsort()  # time order within an episode
+    stretches = [
+        stretch
+        for each in range(len(lengths))
+        for stretch in order[episode[order] == each].tensor_split(-(-int(lengths[each]) * folds // len(records)))
+    ]
+    for stretch in sorted(stretches, key=len, reverse=True):
         smallest = int(sizes.argmin())
-        fold_of[each] = smallest
-        sizes[smallest] += int(lengths[each])
-    fold: Tensor = fold_of[episode.cpu()]
-    return fold
+        fold[stretch] = smallest
+        sizes[smallest] += len(stretch)
+    numbers: Tensor = fold.unique(return_inverse=True)[1]  # without folds that nothing was left for
+    return numbers
+
+
+def number_episodes(records: RecordBatch) -> Int[Tensor, " n"]:
+    """Return each record's episode, numbered from 0.
+
+    Raises:
+        WhenceError: there are no episode ids.
+    """
+    if records.episode_ids is None:
+        raise WhenceError(
+            "These records have no episode_ids, so episodes cannot be told apart, and scores have no errors. Pass "
+            "episode_ids to RecordBatch, or folds=None."
+        )
+    both = torch.stack([_read_environments(records), records.episode_ids]).cpu()
+    numbers: Tensor = both.unique(dim=1, return_inverse=True)[1]
+    return numbers
+
+
+def count_folds(fold: Int[Tensor, " n"], episode: Int[Tensor, " n"]) -> Bool[Tensor, "folds n"]:
+    """Return (folds, n) whether a fold counts in a record's error: it holds no record of the record's episode.
+
+    A record whose episode leaves fewer than two such folds is left out with its own fold only.
+    """
+    shares = torch.zeros(int(fold.max()) + 1, int(episode.max()) + 1, dtype=torch.bool)
+    shares[fold, episode] = True
+    others = ~shares[:, episode]
+    own = torch.arange(len(shares))[:, None] == fold[None, :]
+    return torch.where(others.sum(dim=0) >= LEAST - 1, others, ~own)
 
 
 def standard_errors(
-    scores: Float[Tensor, " n"], by_fold: Float[Tensor, "folds n"], fold: Int[Tensor, " n"]
+    scores: Float[Tensor, " n"],
+    by_fold: Float[Tensor, "folds n"],
+    sizes: Int[Tensor, " folds"],
+    counted: Bool[Tensor, "folds n"],
 ) -> Float[Tensor, " n"]:
     """Return the standard error of each score over folds of the target's episodes.
 
-    The fold of the record's own episode is left out of its error, since its own voice is no sample of the target. What
-    the error does not cover: the record's own advantage is taken as given.
+    The record's own episode is left out of its error, since its own voice is no sample of the target. What the error
+    does not cover: the record's own advantage is taken as given.
 
     Args:
         scores: (n,) the scores by the whole target.
         by_fold: (folds, n) the scores by the mean of each fold.
-        fold: (n,) the fold of each record.
+        sizes: (folds,) the number of records of each fold.
+        counted: (folds, n) whether a fold counts in a record's error; see `count_folds`.
 
     Returns:
-        (n,) `sqrt(sum_k w_k^2 (by_fold_k - scores)^2 K / (K - 1))` over the K other folds, whose shares of the records
-        are w_k.
+        (n,) `sqrt(sum_k w_k^2 (by_fold_k - scores)^2 K / (K - 1))` over the K folds that count, whose shares of the
+        records are w_k.
     """
-    counts = torch.bincount(fold, minlength=len(by_fold)).to(scores.dtype)
-    counted = torch.arange(len(by_fold))[:, None] != fold[None, :]
-    weights = counted * counts[:, None]
+    weights = counted * sizes.to(scores.dtype)[:, None]
     weights = weights / weights.sum(dim=0)
-    others = len(by_fold) - 1
+    count = counted.sum(dim=0)
     squares = (weights * (by_fold - scores)) ** 2
-    return (squares.sum(dim=0) * others / (others - 1)).sqrt()
+    return (squares.sum(dim=0) * count / (count - 1)).sqrt()

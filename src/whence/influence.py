@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whence.errors import InvalidInfluence
 from whence.guards import write_atomically
+from whence.notebook import Bar, Cell, format_table
 from whence.records import to_numpy
 
 if TYPE_CHECKING:
@@ -169,6 +170,24 @@ class Influence:
         about = self.provenance
         head = f"Influence of {len(self)} records on {about.target} (engine {about.engine}; positive = helps)"
         return f"{head}\n{self.to_polars()}"
+
+    def _repr_html_(self) -> str:
+        shown, about = 5, self.provenance
+        title = (
+            f"Influence of {len(self)} records on {about.target} (engine {about.engine}; above 0: training on the "
+            "record raises it)"
+        )
+        order = argsort_ascending(self.scores, self.record_ids).tolist()
+        rows: list[list[Cell]] = [self._make_row(at) for at in (order if len(order) <= 2 * shown else order[:shown])]
+        if len(order) > 2 * shown:
+            rows += [["…", "…", None], *(self._make_row(at) for at in order[-shown:])]
+        return format_table(title, ("record", "score", ""), rows)
+
+    def _make_row(self, position: int) -> list[Cell]:
+        score = float(self.scores[position])
+        error = "" if self.errors is None else f" ± {float(self.errors[position]):.2g}"
+        share = score / max(float(self.scores.abs().max()), 1e-300)
+        return [int(self.record_ids[position]), f"{score:.4g}{error}", Bar(share)]
 
 
 def argsort_ascending(keys: Float[Tensor, " n"], record_ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:

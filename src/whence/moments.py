@@ -109,8 +109,9 @@ def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
         ordered = ordered.with_columns(score=pl.lit(float("nan")))
     positions = np.flatnonzero(ordered["record_id"].to_numpy() == record_id)
     if len(positions) == 0:
-        ids = f"{records['record_id'].min()} to {records['record_id'].max()}" if len(records) else "no records"
-        raise WhenceError(f"Record {record_id} is not in this round, which holds {ids}.")
+        ids = ordered["record_id"].sort().to_list()
+        held = f"records {ids[0]} to {ids[-1]}" if ids else "no records"
+        raise WhenceError(f"Record {record_id} is not in this round, which holds {held}.")
     face = int(positions[0])
     scores = ordered["score"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     if not abs(scores[face]) > 0:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import InvalidRecords
+from whence.notebook import format_columns
 
 if TYPE_CHECKING:
     import polars as pl  # `to_polars` imports it when called: importing it takes a tenth as long as importing torch
@@ -155,6 +156,9 @@ class RecordBatch:
     def __repr__(self) -> str:
         present = [name for name in _COLUMNS if getattr(self, name) is not None]
         return f"RecordBatch of {len(self)} records: {', '.join(present)}"
+
+    def _repr_html_(self) -> str:
+        return format_columns(f"RecordBatch of {len(self)} records", named_leaves(self.columns))
 
     @property
     def ids(self) -> Int[Tensor, " n"]:

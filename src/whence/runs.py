@@ -209,6 +209,10 @@ class RunDirectory:
         """Read one round's records or episodes."""
         return self._read(self._round_path(name, number, "parquet"))
 
+    def round_path(self, name: PerRound, number: int) -> Path:
+        """Return the path of one round's records or episodes, whether it is there or not."""
+        return self._round_path(name, number, "parquet")
+
     def policy(self, number: int) -> dict[str, Tensor]:
         """Read the policy that collected round `number`."""
         path = self._round_path("policies", number, "safetensors")

@@ -88,7 +88,7 @@ def _lay_out(view: MomentView, *, animated: bool = False) -> tuple["Figure", Any
 
     steps = sorted(view.frames)
     height = 8.6 if steps else 6.4
-    figure = Figure(figsize=(WIDTH / DPI, height), dpi=DPI, facecolor="white", layout="none")
+    figure = Figure(figsize=(WIDTH / DPI, height), dpi=DPI, facecolor="white")
     top = _write_heading(figure, view, height)
     bottom = 0.55 / height
     split = top
@@ -136,7 +136,7 @@ def _draw_frames(figure: "Figure", view: MomentView, steps: Sequence[int], top: 
     gap, left, right = 0.008, 0.02, 0.985
     width = (right - left - gap * (len(steps) - 1)) / max(len(steps), 4)
     rows, columns = next(iter(view.frames.values())).shape[:2]
-    tall = min(width * WIDTH / DPI * rows / columns, 2.6)
+    tall: float = min(width * WIDTH / DPI * rows / columns, 2.6)
     actions = dict(_column(view, "step", "action"))
     start = left + (right - left - len(steps) * width - (len(steps) - 1) * gap) / 2
     for place, step in enumerate(steps):
@@ -248,9 +248,9 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
             axes.annotate(text, (x, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(places)
     chosen = view.moment.action
-    for place, label in enumerate(axes.set_yticklabels([_wrap(text, 14) for text, _ in rows], fontsize=10.5)):
+    for at, label in enumerate(axes.set_yticklabels([_wrap(text, 14) for text, _ in rows], fontsize=10.5)):
         label.set_parse_math(False)
-        is_chosen = probabilities and place == chosen
+        is_chosen = probabilities and at == chosen
         label.set(color=_score_colour(view) if is_chosen else INK, fontweight="bold" if is_chosen else "normal")
     axes.invert_yaxis()
     axes.tick_params(labelsize=10, length=0)
@@ -266,6 +266,7 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
 def _policy_rows(view: MomentView, most: int = 8) -> list[tuple[str, tuple[float, ...]]]:
     """Return each action's label with its probability before and after, or each axis with means and deviations."""
     row = view.policy or {}
+    columns: tuple[Any, ...]
     if "before" in row:
         labels, columns = view.action_labels, (row["before"], row["after"])
     elif "mean_before" in row:
@@ -322,7 +323,7 @@ def _render(figure: "Figure") -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 

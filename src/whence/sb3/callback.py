@@ -22,6 +22,7 @@ from whence.runs import RunDirectory, strip_addresses
 from whence.sb3.buffer import Last, check_last, check_model, read_buffer, select_from
 from whence.sb3.description import describe, library_versions
 from whence.sb3.episodes import Ongoing, ResetTracker
+from whence.sb3.moment_log import check_can_draw, log_moments
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups
 from whence.sb3.state import named_tensors
@@ -103,6 +104,8 @@ class InfluenceCallback(BaseCallback):
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
         strict: raise if a round keeps fewer than two records.
+        log_images: the logger also gets a picture of the scores, `influence/scores`, and a table of the most harmful
+            moments, `influence/moments`: TensorBoard shows both, and W&B with `sync_tensorboard=True`.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -123,6 +126,7 @@ class InfluenceCallback(BaseCallback):
         recordings: Collection[int] = (),
         last: Last = "keep",
         strict: bool = False,
+        log_images: bool = False,
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
@@ -133,9 +137,11 @@ class InfluenceCallback(BaseCallback):
         if engine not in ("auto", *ENGINES):
             raise WhenceError(f"engine is {engine!r}.{suggest(str(engine), ['auto', *ENGINES])}")
         check_last(last)
+        if log_images:
+            check_can_draw()
         if not isinstance(run, str | Path | RunDirectory | None):
             raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
-        self.rule, self.last, self.strict = rule, last, strict
+        self.rule, self.last, self.strict, self.log_images = rule, last, strict, log_images
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
@@ -296,6 +302,9 @@ class InfluenceCallback(BaseCallback):
         metrics["skipped"] = metrics["kept"] < 2
         metrics |= choice.metrics
         self._log(metrics, choice.metrics, scoring_seconds=seconds["scoring"]["wall"])
+        if self.log_images and choice.influence is not None:
+            table = add_selection(records.to_polars(), choice.selection, choice.influence)
+            log_moments(self.logger, table, self.round.number)
         self._write_round(self.round)
         wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
 

@@ -1,13 +1,15 @@
 """Uvicorn on loopback."""
 
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import uvicorn
 
 from whence.errors import WhenceError
-from whence.report.explorer import ExploredRun
+from whence.report.explorer import ExploredRun, build_round
 from whence.report.explorer.detail import CONTINUATIONS
 from whence.viewer.app import make_app
 from whence.viewer.guard import check_loopback
@@ -51,6 +53,8 @@ def serve(
         timeout_graceful_shutdown=2,
     )
     shown = f"[{host}]" if ":" in host else host
+    # The first round would wait for the imports of all that scores and replays.
+    threading.Thread(target=_warm_up, args=(runs,), daemon=True).start()
     server = _Server(config, lambda: on_start(f"http://{shown}:{listener.getsockname()[1]}/"))
     try:
         server.run(sockets=[listener])
@@ -72,6 +76,13 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._on_start()
+
+
+def _warm_up(runs: Sequence[ExploredRun]) -> None:
+    """Build the last round of the first run, which the page opens with."""
+    for run in runs[:1]:
+        with suppress(Exception):  # whoever opens the round is told
+            build_round(run, run.directory.rounds()[-1])
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -16,7 +16,10 @@
   const run = () => page.runs[chosen.run];
   const columns = [makeColumn(0), makeColumn(1)];
   at("explorer-columns").append(...columns.map(({ node }) => node));
-  const grid = Whence.makeGrid(at("grid"), at("grid-search"), at("grid-note"), (record, from) => openMoment(0, record, from));
+  const grid = Whence.makeGrid({
+    holder: at("grid"), search: at("grid-search"), note: at("grid-note"), pages: at("grid-pages"),
+    onOpen: (record, from) => openMoment(0, record, from),
+  });
 
   // A column: how far to trust the round, its strip, its worst and best moments.
   function makeColumn(place) {

@@ -1,7 +1,8 @@
 // The grid of all records: sorts, filters and searches here, or asks the server to.
-Whence.makeGrid = (holder, search, note, onOpen) => {
+Whence.makeGrid = (parts) => {
   "use strict";
 
+  const { holder, search, note, pages, onOpen } = parts;
   const { element, isNumber, number, signed, id } = Whence;
   const SIZE = 25;
   let table = null, shown = "", actions = null;
@@ -83,12 +84,13 @@ Whence.makeGrid = (holder, search, note, onOpen) => {
     shown = key;
     actions = run.actions;
     table?.destroy();
+    pages.replaceChildren();
     search.value = "";
     const columns = columnsOf(run, Whence.colourScale(round.strip.scores));
     const scored = run.columns.some(({ kind, key: name }) => kind === "score" && name) && round.scored;
     const first = run.columns.find(({ kind }) => kind === "score")?.key;
     const options = {
-      columns, layout: "fitDataFill", height: 470, pagination: true, paginationSize: SIZE, paginationCounter: null,
+      columns, layout: "fitDataStretch", height: 470, pagination: true, paginationSize: SIZE, paginationElement: pages,
       placeholder: "No record fits.", initialSort: scored && first ? [{ column: first, dir: "asc" }] : [],
       columnDefaults: { headerSortTristate: false }, headerFilterLiveFilterDelay: 250,
       ...(Whence.source.served ? remote(runIndex, round) : { data: (round.rows ?? []).map((row) => Object.fromEntries(run.columns.map(({ key: name }, at) => [name, row[at]]))) }),
@@ -96,17 +98,27 @@ Whence.makeGrid = (holder, search, note, onOpen) => {
     table = new Tabulator(holder, options);
     const mine = table;
     mine.on("rowClick", (_event, row) => onOpen(row.getData().record_id, row.getElement().querySelector("button")));
-    mine.on("tableBuilt", () => label(mine));
+    mine.on("tableBuilt", amend);
     if (!Whence.source.served) mine.on("dataFiltered", (_filters, rows) => { if (mine === table) count(rows.length, round.records); });
     if (!Whence.source.served) mine.on("tableBuilt", () => count(mine.getData().length, round.records));
   }
 
-  // Tabulator leaves a few names and roles to the page.
-  function label(mine) {
+  // Tabulator listens to keys only, makes a box focusable whose buttons already are, and lets the page name the grid.
+  function amend() {
+    for (const heading of holder.querySelectorAll(".tabulator-col.tabulator-sortable")) {
+      heading.setAttribute("tabindex", "0");
+      heading.addEventListener("keydown", (event) => {
+        if (event.target !== heading || (event.key !== "Enter" && event.key !== " ")) return;
+        event.preventDefault();
+        heading.querySelector(".tabulator-col-title").click();
+      });
+    }
     holder.setAttribute("aria-label", "Records");
-    for (const node of holder.querySelectorAll(".tabulator-header-filter input")) node.setAttribute("autocomplete", "off");
-    holder.querySelector(".tabulator-tableholder")?.setAttribute("tabindex", "0");
-    void mine;
+    holder.querySelector(".tabulator-tableholder")?.removeAttribute("tabindex");
+    for (const input of holder.querySelectorAll(".tabulator-header-filter input")) {
+      input.setAttribute("autocomplete", "off");
+      input.addEventListener("input", () => input.dispatchEvent(new KeyboardEvent("keyup")));
+    }
   }
 
   function remote(runIndex, round) {
@@ -120,6 +132,8 @@ Whence.makeGrid = (holder, search, note, onOpen) => {
         for (const { field, value } of params.filter ?? []) query.append("filter", `${field}:${value}`);
         try {
           const page = await Whence.source.fetchJson(`/api/runs/${runIndex}/rounds/${round.round}/records?${query}`);
+          // A table that is gone takes no answer.
+          if (shown !== `${runIndex}/${round.round}`) return await new Promise(() => {});
           count(page.last_row, round.records);
           return page;
         } catch (error) {

@@ -10,6 +10,7 @@ import numpy as np
 
 from whence.errors import WhenceError, first_line
 from whence.report.explorer import opening
+from whence.report.explorer.columns import round_numbers
 from whence.report.explorer.detail import (
     NOT_EMBEDDED,
     Frames,
@@ -33,6 +34,9 @@ BUDGET = 19_000_000
 
 DIGITS = 4
 """Significant digits of a number in the file."""
+
+CURVE_DIGITS, ERROR_DIGITS = 3, 2
+"""Those of the curves around moments, which are drawn and not read: they are of every record."""
 
 _ENCODINGS = (
     {"width": 300, "quality": 50},
@@ -78,11 +82,13 @@ def embed_rounds(
         on_round: called after each round.
     """
     total = sum(map(len, rounds))
-    done = 0
+    done = level = 0
     for index, (run, numbers) in enumerate(zip(runs, rounds, strict=True)):
         for number in numbers:
             content = _build_content(run, number, continuations)
-            yield EmbeddedRound(f"round-{index}-{number}", _fit(content, budget // max(1, total)))
+            # The next round most likely needs as small frames as this one.
+            text, level = _fit(content, budget // max(1, total), max(0, level - (number % 8 == 0)))
+            yield EmbeddedRound(f"round-{index}-{number}", text)
             done += 1
             if on_round is not None:
                 on_round(done, total)
@@ -116,7 +122,9 @@ def _build_content(run: ExploredRun, number: int, continuations: int) -> _Conten
         wanted = shown["strip"]["record_ids"]
         places = {record: place for place, record in enumerate(table["record_id"].to_list())}
         order = table[[places[record] for record in wanted]]
-    curves = list_curves(order, run, DIGITS)
+    curves = list_curves(order, run, CURVE_DIGITS)
+    curves["errors"] = round_numbers(curves["errors"], ERROR_DIGITS)
+    shown["strip"]["scores"] = round_numbers(shown["strip"]["scores"], CURVE_DIGITS)
     columns = {name: values for name, values in curves.items() if name not in ("scores", "dropped")}
     return _Content({"round": shown, "details": details, "columns": columns}, replays)
 
@@ -148,18 +156,23 @@ def _replay_moments(
     return replays, refusals
 
 
-def _fit(content: _Content, budget: int) -> str:
-    """Return a round's text, with the best encoding of frames by which it fits."""
-    text = ""
-    for encoding in _ENCODINGS:
-        _draw(content, encoding)
+def _fit(content: _Content, budget: int, level: int = 0) -> tuple[str, int]:
+    """Return a round's text, with the best encoding of frames by which it fits, and the encoding's place.
+
+    Args:
+        content: the round.
+        budget: bytes of the text.
+        level: the place of the first encoding that is tried.
+    """
+    for place in range(level, len(_ENCODINGS)):
+        _draw(content, _ENCODINGS[place])
         text = compress(shorten_numbers(content.parts))
         if len(text) <= budget or not content.replays:
-            return text
+            return text, place
     for _, step, steps in content.replays.values():  # too large still: every other frame
         steps[:] = [at for at in steps if (at - step) % 2 == 0]
     _draw(content, _ENCODINGS[-1])
-    return compress(shorten_numbers(content.parts))
+    return compress(shorten_numbers(content.parts)), len(_ENCODINGS) - 1
 
 
 def _draw(content: _Content, encoding: dict[str, int]) -> None:

@@ -165,10 +165,10 @@ def _build_group(table: pl.DataFrame, by: Any, labels: Labels, names: Labels) ->
         rows = group_scores(table, by, labels=labels, names=fitting).to_dicts()
     except (WhenceError, *opening.FOREIGN):
         return []  # the records have no column to group by
-    names = ("mean", "error", "share_negative", "dropped_share")
+    numbers = ("mean", "error", "share_negative", "dropped_share")
     return [
         {"group": str(row["group"]), "records": int(row["records"])}
-        | {name: round_number(row.get(name)) for name in names}
+        | {name: round_number(row.get(name)) for name in numbers}
         for row in rows
     ]
 

@@ -36,6 +36,12 @@ from whence.runs import RunDirectory
 
 COLUMNS = [column.key for column in STEPS]
 
+EXPLORER = (
+    *("Moments", "Which kinds of records harm"),
+    *("States that the round changed the most", "All records"),
+)
+"""Headings of the part of a page that opens rounds."""
+
 
 def decode(text):
     """The content of an embedded round."""
@@ -198,7 +204,7 @@ class TestPage:
     def test_links_lead_to_places_that_are_there(self, page):
         links = [attributes["href"] for attributes in page.tags("a")]
         places = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-        assert links == ["#summary", "#advice", "#figures", "#explorer", "#facts"]
+        assert links == ["#summary", "#advice", "#explorer", "#grid-part", "#figures", "#facts"]
         assert len(places) == len(set(places))
         assert {link[1:] for link in links} <= set(places)
 
@@ -211,8 +217,8 @@ class TestPage:
         assert places == [f"figure-{number}" for number in range(7)]
         assert len(page.data("figures-data")) == 7
         assert page.of("h2") == [
-            *("Summary", "Advice", "Learning curves", "Records kept and dropped", "Policy entropy"),
-            *("Approximate KL", "Time by stage", "Influence, iif", "Influence, random", "Records", "What was run"),
+            *("Summary", "Advice", *EXPLORER, "Learning curves", "Records kept and dropped", "Policy entropy"),
+            *("Approximate KL", "Time by stage", "Influence, iif", "Influence, random", "What was run"),
         ]
 
     def test_bands_are_told_of_where_there_are_any(self, tmp_path, page):
@@ -393,8 +399,8 @@ class TestRunPage:
         assert page.of("bdi") == ["FrozenLake-v1: iif"]
         assert "Seed 1, 2 of 2 rounds." in page.of("p")
         assert page.of("h2") == [
-            *("Advice", "Learning curves", "Records kept and dropped", "Policy entropy", "Approximate KL"),
-            *("Time by stage", "Influence, iif", "Records", "What was run"),
+            *("Advice", *EXPLORER, "Learning curves", "Records kept and dropped", "Policy entropy", "Approximate KL"),
+            *("Time by stage", "Influence, iif", "What was run"),
         ]
         assert page.of("li") == ["iif, round 1, seed 1"]
         assert page.of("dt")[0] == "steps"
@@ -432,7 +438,7 @@ class TestRunPage:
     def test_a_run_of_which_only_records_are_left(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": None})
         directory.write_round("records", 7, records_of())
-        assert page_of(directory).of("h2") == ["Records", "What was run"]
+        assert page_of(directory).of("h2") == [*EXPLORER, "What was run"]
 
     def test_without_evaluations_the_training_episodes_make_the_curve(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": "Some-v0"})
@@ -460,7 +466,8 @@ class TestRunPage:
         page = page_of(directory)
         assert page.of("bdi") == [f"{text}: {text}".strip()]
         assert page.facts()["env"] == text.strip()
-        assert not {"img", "b"} & {tag for tag, _ in page.elements}
+        assert "img" not in {tag for tag, _ in page.elements}
+        assert len(page.tags("b")) == 3  # the template's own: record, influence, moment
         keys = [column["key"] for column in page.data("page-data")["runs"][0]["columns"]]
         rows = [dict(zip(keys, row, strict=True)) for row in page.rounds()["round-0-1"]["round"]["rows"]]
         reason = text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

@@ -10,6 +10,7 @@ from test_explorer import HOSTILE, run_of, table_of
 from whence.errors import WhenceError
 from whence.report.explorer import ExploredRun
 from whence.viewer.guard import check_loopback, split_host
+from whence.viewer.measuring import Measurer
 from whence.viewer.server import serve
 
 
@@ -112,6 +113,43 @@ class TestRoutes:
         monkeypatch.setattr("whence.viewer.app.build_round", lambda run, number: 1 / 0)
         assert live.status("/api/runs/0/rounds/1") == 503
         assert live.status("/api/page") == 200
+
+    def test_frames_do_not_wait_for_rollouts(self, server):
+        address = "/api/runs/0/rounds/1/records/3"
+        detail = server.get(address)
+        assert detail["mc_pending"]
+        assert detail["mc_advantage"] is None
+        measured = server.get(f"{address}/advantage")
+        assert measured["mc_advantage"] is None
+        assert measured["mc_text"].startswith("Not measured by fresh rollouts: ")
+        assert server.status("/api/runs/0/rounds/99/records/3/advantage") == 404
+
+    def test_only_the_latest_record_is_measured(self, path, monkeypatch):
+        measurer, asked, free = Measurer(), [], threading.Event()
+
+        def ask(question):
+            asked.append(question[2])
+            assert free.wait(20)
+            return "measured", (float(question[2]), 0.5)
+
+        monkeypatch.setattr(measurer, "_ask", ask)
+        run, results = ExploredRun(path / "lake"), {}
+        threads = []
+        for record in (1, 2, 3):
+            thread = threading.Thread(
+                target=lambda record=record: results.update({record: measurer.measure(run, 1, record, 4)})
+            )
+            thread.start()
+            threads.append(thread)
+            while measurer._latest < record or not asked:
+                time.sleep(0.01)
+        free.set()
+        for thread in threads:
+            thread.join(20)
+        assert asked == [1, 3]
+        assert [results[record]["mc_advantage"] for record in (1, 2, 3)] == [1, None, 3]
+        assert measurer.measure(run, 1, 3, 4) == results[3]
+        assert asked == [1, 3]
 
     def test_ten_readers_at_once(self, server):
         statuses = []

@@ -18,6 +18,7 @@ from whence.report.explorer import ExploredRun, build_detail, build_round, descr
 from whence.report.explorer.detail import CONTINUATIONS
 from whence.report.page import list_figures, render_runs
 from whence.viewer.guard import Guard
+from whence.viewer.measuring import Measurer
 
 LARGEST_NUMBER = 2**53
 """Rounds, records and pages are whole numbers below it: those that JSON keeps exactly."""
@@ -30,13 +31,17 @@ logger = logging.getLogger("whence.viewer")
 Answer = Callable[[Request], Any]
 
 
-def make_app(runs: Sequence[ExploredRun], *, continuations: int = CONTINUATIONS) -> ASGIApp:
+def make_app(
+    runs: Sequence[ExploredRun], *, continuations: int = CONTINUATIONS, measurer: Measurer | None = None
+) -> ASGIApp:
     """Return the server's application.
 
     Args:
         runs: in the order of their numbers on the page.
         continuations: rollouts by which an opened record's advantage is measured.
+        measurer: measures them; its process is for the caller to end.
     """
+    measurer = Measurer() if measurer is None else measurer
 
     def find_run(request: Request) -> ExploredRun:
         number = _parse_number(request.path_params["run"])
@@ -79,7 +84,17 @@ def make_app(runs: Sequence[ExploredRun], *, continuations: int = CONTINUATIONS)
         record = _parse_number(request.path_params["record"])
         run.check_round(number)
         with run.lock:
-            return build_detail(run, number, record, continuations=continuations)
+            detail = build_detail(run, number, record, continuations=0)
+        if run.is_language or continuations < 1:
+            return detail
+        # The page asks for it in a second request: rollouts may take many times as long as the frames.
+        return detail | {"mc_pending": True, "mc_text": "Being measured by fresh rollouts …"}
+
+    def answer_advantage(request: Request) -> Any:
+        run, number = find_run(request), _parse_number(request.path_params["round"])
+        record = _parse_number(request.path_params["record"])
+        run.check_round(number)
+        return measurer.measure(run, number, record, continuations)
 
     async def show_page(request: Request) -> Response:
         return HTMLResponse((await run_in_threadpool(render_runs, runs, mode="served")).encode("utf-8", "replace"))
@@ -92,6 +107,7 @@ def make_app(runs: Sequence[ExploredRun], *, continuations: int = CONTINUATIONS)
         Route(of_round, _in_thread(answer_round)),
         Route(f"{of_round}/records", _in_thread(answer_records)),
         Route(f"{of_round}/records/{{record}}", _in_thread(answer_detail)),
+        Route(f"{of_round}/records/{{record}}/advantage", _in_thread(answer_advantage)),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _describe_refusal})
     app.router.redirect_slashes = False

@@ -13,6 +13,7 @@ from whence.report.explorer import ExploredRun, build_round
 from whence.report.explorer.detail import CONTINUATIONS
 from whence.viewer.app import make_app
 from whence.viewer.guard import check_loopback
+from whence.viewer.measuring import Measurer
 
 THREADS = 1
 """Torch's threads: training that goes on next to the page keeps the other cores."""
@@ -41,8 +42,9 @@ def serve(
     host = check_loopback(host)
     listener = _listen(host, port)
     torch.set_num_threads(THREADS)
+    measurer = Measurer()
     config = uvicorn.Config(
-        make_app(runs, continuations=continuations),
+        make_app(runs, continuations=continuations, measurer=measurer),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -61,6 +63,7 @@ def serve(
     except KeyboardInterrupt:  # Uvicorn ends its requests first, then passes the signal on
         pass
     finally:
+        measurer.close()
         listener.close()
 
 

@@ -85,10 +85,23 @@ Whence.moment = (() => {
     const where = Whence.place(detail);
     place.textContent = [view.label, `round ${number(detail.round)}`, where, detail.dropped ? "dropped" : "trained"].filter(Boolean).join(" · ");
     const shown = makePlayer(detail);
+    const judged = judge(detail);
+    if (detail.mc_pending) measure(judged, detail);
     body.replaceChildren(...[
-      tell(detail), texts(detail), shown, judge(detail), policy(detail), targets(detail), state(detail),
+      tell(detail), texts(detail), shown, judged, policy(detail), targets(detail), state(detail),
     ].filter(Boolean));
     body.scrollTop = 0;
+  }
+
+  async function measure(judged, detail) {
+    const turn = call;
+    let measured;
+    try {
+      measured = await Whence.source.loadAdvantage(view.run, view.round, view.record);
+    } catch (error) {
+      measured = { mc_text: error.message };
+    }
+    if (turn === call) judged.replaceWith(judge({ ...detail, ...measured }));
   }
 
   const part = (heading, about, ...children) =>

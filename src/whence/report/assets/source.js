@@ -51,6 +51,9 @@ Whence.source = (() => {
     return { ...detail, window: detail.window ?? cutWindow(content, Number(record)) };
   }
 
+  // Served pages only: rollouts may take many times as long as the frames, so they are asked for apart.
+  const loadAdvantage = (run, round, record) => fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}/advantage`);
+
   // The file holds the columns of a window once for the whole round.
   function cutWindow({ round: { strip }, columns }, record) {
     const offset = strip.record_ids.indexOf(record);
@@ -70,5 +73,5 @@ Whence.source = (() => {
 
   const canOpen = async (run, round, record) => served || Boolean((await load(run, round)).details[record]);
 
-  return { page, served, load, loadDetail, canOpen, fetchJson };
+  return { page, served, load, loadDetail, loadAdvantage, canOpen, fetchJson };
 })();

@@ -112,8 +112,17 @@ def measure_advantage(run: ExploredRun, number: int, record: int, continuations:
             ),
         )
     except (WhenceError, *opening.FOREIGN) as refusal:
-        text = f"Not measured by fresh rollouts: {first_line(refusal)}"
-        return {"mc_advantage": None, "mc_error": None, "mc_text": text}
+        return describe_unmeasured(first_line(refusal))
+    return describe_advantage(mean, error, continuations)
+
+
+def describe_unmeasured(reason: str) -> dict[str, Any]:
+    """Return in JSON types why fresh rollouts did not measure an advantage."""
+    return {"mc_advantage": None, "mc_error": None, "mc_text": f"Not measured by fresh rollouts: {reason}"}
+
+
+def describe_advantage(mean: float, error: float, continuations: int) -> dict[str, Any]:
+    """Return in JSON types the advantage that fresh rollouts measured."""
     text = (
         f"Mean of {continuations} fresh rollouts that take this action, minus that of {continuations} that follow the "
         "policy, from the same state."

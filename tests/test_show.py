@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -24,7 +25,7 @@ from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
 from whence.moments import find_moment, find_moments
 from whence.report.moment_view import MomentView, choose_frames, is_significant, read_window
-from whence.report.stills import check_picture_name, draw_moment
+from whence.report.stills import _make_headline, check_picture_name, draw_moment
 from whence.sb3 import InfluenceCallback
 
 
@@ -343,3 +344,18 @@ def test_names_of_pictures(tmp_path):
     check_picture_name(tmp_path / "a.PNG")
     with pytest.raises(WhenceError, match=r"\.png or \.gif"):
         check_picture_name(tmp_path / "a.webm")
+
+
+@pytest.mark.parametrize(
+    ("score", "error", "is_significant", "words"),
+    [
+        (-9.0, 2.0, True, "training on it lowers the target, score -9 ± 2"),
+        (9.0, None, None, "training on it raises the target, score 9 (error not known)"),
+        (-9.0, 8.0, False, "score -9 ± 8, cannot be told from 0"),
+        (float("nan"), None, None, "was not scored"),
+    ],
+)
+def test_a_headline_claims_no_more_than_can_be_told(score, error, is_significant, words):
+    moment = SimpleNamespace(record_id=7, score=score, error=error)
+    text, _ = _make_headline(SimpleNamespace(moment=moment, is_significant=is_significant))
+    assert text.removeprefix("Record 7").removeprefix(":").strip() == words

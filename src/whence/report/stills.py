@@ -1,5 +1,6 @@
 """Pictures of a moment: frames above strips of reward, value, advantage and score, as PNG or GIF."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,12 +108,8 @@ def _lay_out(view: MomentView, *, animated: bool = False) -> tuple["Figure", Any
 def _write_heading(figure: "Figure", view: MomentView, height: float) -> float:
     """Write the lines on top and return where they end."""
     moment = view.moment
-    verb = "was not scored" if moment.score != moment.score else "harmed" if moment.score < 0 else "helped"
-    colour = INK if moment.score != moment.score else HARM if moment.score < 0 else HELP
-    error = "" if moment.error is None else f" ± {moment.error:.2g}"
-    score = "" if moment.score != moment.score else f": score {moment.score:.3g}{error}"
-    doubt = " (cannot be told from 0)" if view.is_significant is False else ""
-    _write(figure, 0.02, 1 - 0.3 / height, f"Record {moment.record_id} {verb}{score}{doubt}", 17, colour, weight="bold")
+    headline, colour = _make_headline(view)
+    _write(figure, 0.02, 1 - 0.3 / height, headline, 17, colour, weight="bold")
     where = "" if moment.step is None else f", episode {moment.episode_id}, step {moment.step}"
     fate = "" if view.row.get("keep") is None else "; trained" if view.row["keep"] else "; dropped"
     _write(figure, 0.02, 1 - 0.62 / height, f"{view.env or view.run}, round {view.round}{where}{fate}", 12, GREY)
@@ -153,6 +150,21 @@ def _draw_frames(figure: "Figure", view: MomentView, steps: Sequence[int], top: 
         title = axes.set_title(text, fontsize=11, color=INK, pad=6, parse_math=False)
         title.set_fontweight("bold" if is_face else "normal")
     return (tall + 0.35) / height
+
+
+def _make_headline(view: MomentView) -> tuple[str, str]:
+    """Return what the score says, and its colour: that a record harmed or helped only if it can be told from 0."""
+    moment = view.moment
+    if math.isnan(moment.score):
+        return f"Record {moment.record_id} was not scored", INK
+    error = "" if moment.error is None else f" ± {moment.error:.2g}"
+    if view.is_significant is False:
+        return f"Record {moment.record_id}: score {moment.score:.3g}{error}, cannot be told from 0", GREY
+    harms = moment.score < 0
+    verb = "lowers" if harms else "raises"
+    doubt = "" if view.is_significant else " (error not known)"
+    text = f"Record {moment.record_id}: training on it {verb} the target, score {moment.score:.3g}{error}{doubt}"
+    return text, HARM if harms else HELP
 
 
 def _draw_strips(figure: "Figure", view: MomentView, span: tuple[float, float], height: float) -> list["Axes"]:
@@ -204,6 +216,10 @@ def _draw_strip(axes: "Axes", view: MomentView, name: str) -> None:
     axes.spines[["left", "bottom"]].set_color("#d0d7de")
     axes.locator_params(axis="y", nbins=4)
     axes.margins(x=0.02, y=0.15)
+    least = 0.2 * float(np.abs(values).max(initial=0.0))  # a smaller change is noise and is to look like it
+    if name != "score" and values.size and np.ptp(values) < least:
+        middle = float(values.min() + values.max()) / 2
+        axes.set_ylim(middle - least / 2, middle + least / 2)
 
 
 def _draw_scores(axes: "Axes", view: MomentView, steps: NDArray[Any], values: NDArray[Any]) -> None:

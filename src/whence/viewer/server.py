@@ -57,7 +57,7 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     # The first round would wait for the imports of all that scores and replays.
     threading.Thread(target=_warm_up, args=(runs,), daemon=True).start()
-    server = _Server(config, lambda: on_start(f"http://{shown}:{listener.getsockname()[1]}/"))
+    server = _Server(config, lambda: on_start(f"http://{shown}:{listener.getsockname()[1]}/"), measurer.close)
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt:  # Uvicorn ends its requests first, then passes the signal on
@@ -68,17 +68,22 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """A server that says when it answers."""
+    """A server that says when it answers, and when it is about to end its requests."""
 
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
-        self._on_start = on_start
+        self._on_start, self._on_stop = on_start, on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then call back."""
         await super().startup(sockets)
         if self.started:
             self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Call back, so that no request waits for a measurement, then shut down."""
+        self._on_stop()
+        await super().shutdown(sockets)
 
 
 def _warm_up(runs: Sequence[ExploredRun]) -> None:

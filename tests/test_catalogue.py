@@ -214,9 +214,8 @@ COMMANDS = {
     "no record to show": (["attribute", "lake", "--top", "0"], "Invalid value for '--top'"),
     "a run written by a script": (
         ["attribute", "script"],
-        "written by an InfluenceCallback in a script.*whence.attrib",
+        "an environment that Gymnasium has no id for.*--env",
     ),
-    "observations that were not kept": (["attribute", "bare"], "holds no observations: those of more than 4 KiB"),
     "a damaged table": (["attribute", "cut"], "round_00002.parquet cannot be read as Parquet"),
     "a damaged configuration": (["report", "broken"], "is not readable as JSON.*restore it, or run again"),
     "a run of another version": (["report", "other"], "version 99; this version of whence reads 'whence-run', version"),

@@ -738,9 +738,8 @@ class TestComparison:
 
     def test_timings_are_of_each_round_and_stage(self, two_workers):
         timings = two_workers.table("timings")
-        stages = [
-            f"{stage}_{clock}" for stage in ("collection", "scoring", "optimisation") for clock in ("cpu", "wall")
-        ]
+        names = ("collection", "scoring", "errors", "optimisation")
+        stages = [f"{stage}_{clock}" for stage in names for clock in ("cpu", "wall")]
         assert timings.columns == ["round", *stages, "arm", "seed"]
         assert timings.height == 12
         assert all(value > 0 for stage in ("collection_wall", "optimisation_wall") for value in timings[stage])

@@ -1,5 +1,7 @@
 """Post-training as experiments: configurations, run directories, the commands."""
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -595,4 +597,6 @@ def test_prompts_and_responses_are_escaped_in_the_page(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "<script>alert(1)" not in page
     assert "<img src=x" not in page
-    assert "\\u003cscript\\u003ealert(1)" in page
+    (packed,) = re.findall(r'id="round-0-2">"?([A-Za-z0-9+/=]+)', page)
+    content = gzip.decompress(base64.b64decode(packed)).decode()
+    assert json.dumps(HOSTILE)[1:-1] in content or HOSTILE in str(json.loads(content))

@@ -3,19 +3,22 @@ import gzip
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
 
 from whence.errors import RunDirectoryError, WhenceError
+from whence.influence import is_significant
 from whence.report import write_run_report
 from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, file, query_records
 from whence.report.explorer import detail as details
 from whence.report.explorer.frames import BEFORE, WIDTH, choose_steps, encode_frames
 from whence.report.explorer.rounds import ROWS, build_strip, order_strip
-from whence.report.explorer.trust import describe_trust, is_significant
+from whence.report.explorer.trust import describe_trust
 from whence.runs import RunDirectory
+from whence.sb3.episode_replay import EpisodeReplay
 
 HOSTILE = "</script><script>alert(1)</script>\u202e\u2028"
 
@@ -232,12 +235,11 @@ class TestDetail:
             build_detail(lake, 1, 99)
 
 
-class Replay:
-    """A replay with a frame for each of its steps."""
-
-    def __init__(self, steps, mismatch=None):
-        self.frames = {step: np.full((40, 600, 3), step, dtype=np.uint8) for step in steps}
-        self.mismatch, self.source = mismatch, "replayed"
+def make_replay(steps, mismatch=None, frames_note=None):
+    """Return a replay with a frame for each of its steps."""
+    frames = {step: np.full((40, 600, 3), step, dtype=np.uint8) for step in steps}
+    ids, numbers = np.arange(len(frames)), np.zeros(len(frames))
+    return EpisodeReplay(0, ids, [], numbers, numbers, frames, mismatch, "replayed", False, False, frames_note)
 
 
 class TestFrames:
@@ -267,7 +269,7 @@ class TestFrames:
 
         def replay(run, episode, *, env, frames, last_step):
             asked.append((episode, sorted(frames)))
-            return Replay(frames)
+            return make_replay(frames)
 
         monkeypatch.setattr("whence.report.explorer.parts.replay_episode", replay)
         (embedded,) = file.embed_rounds([lake], [[1]])
@@ -283,19 +285,22 @@ class TestFrames:
         unframed = [d for d in content["details"].values() if d["frames"] is None]
         assert {d["frames_note"] for d in unframed} == {details.NOT_EMBEDDED.note}
 
+    def test_why_an_environment_draws_nothing_is_said(self):
+        shown = details.pick_frames(make_replay([], frames_note="It has no render mode."), 1, [0, 1])
+        assert shown == (None, "It has no render mode.")
+
     def test_after_a_mismatch_nothing_is_drawn(self):
-        shown = details.pick_frames(Replay([0, 1], "Step 2 differs."), 3, [0, 1, 2, 3])
+        shown = details.pick_frames(make_replay([0, 1], "Step 2 differs."), 3, [0, 1, 2, 3])
         assert shown == (None, "Step 2 differs.")
-        shown = details.pick_frames(Replay([0, 1], "Step 2 differs."), 1, [0, 1, 2, 3])
+        shown = details.pick_frames(make_replay([0, 1], "Step 2 differs."), 1, [0, 1, 2, 3])
         assert (shown.frames["steps"], shown.note) == ([0, 1], "Step 2 differs.")
 
     def test_frames_get_smaller_until_the_round_fits(self, lake, monkeypatch):
         generator = np.random.default_rng(0)
 
         def replay(run, episode, *, env, frames, last_step):
-            shown = Replay(frames)
-            shown.frames = {s: generator.integers(0, 255, (90, 600, 3), dtype=np.uint8) for s in frames}
-            return shown
+            noise = {step: generator.integers(0, 255, (90, 600, 3), dtype=np.uint8) for step in frames}
+            return replace(make_replay(frames), frames=noise)
 
         monkeypatch.setattr("whence.report.explorer.parts.replay_episode", replay)
         (large,) = file.embed_rounds([lake], [[1]])

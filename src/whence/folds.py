@@ -15,6 +15,9 @@ from whence.targets import BatchTarget, Target, target_name
 if TYPE_CHECKING:
     from whence.policies import Params, PolicyView
 
+FOLDS = 8
+"""Folds of episodes that errors are computed over where nobody says otherwise."""
+
 LEAST = 3
 """Folds that errors need at least: with a record's own fold left out, two are left to differ."""
 
@@ -76,6 +79,12 @@ def check_folds(folds: int | None) -> int | None:
 def count_episodes(records: RecordBatch) -> int:
     """Return the number of episodes that records are of; 0 if it is unknown."""
     return 0 if records.episode_ids is None else int(number_episodes(records).max()) + 1
+
+
+def usable_folds(target: Target, records: RecordBatch, folds: int = FOLDS) -> int | None:
+    """Return the folds for the errors of a target's scores; None if there can be no errors."""
+    can_be_split = isinstance(target, BatchTarget) and count_episodes(records) >= LEAST
+    return folds if can_be_split else None
 
 
 def _read_environments(records: RecordBatch) -> Int[Tensor, " n"]:

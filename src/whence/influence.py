@@ -1,6 +1,7 @@
 """The scores of one round's records for one target, and how they were computed."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -18,6 +19,10 @@ from whence.records import to_numpy
 
 if TYPE_CHECKING:
     import polars as pl
+
+
+SIGNIFICANT = 2.0
+"""A score is told from 0 if it is further from it than so many of its standard errors."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Influence:
         """Why that engine was chosen."""
         return self.provenance.engine_reason
 
-    def is_significant(self, multiple: float = 2.0) -> Bool[Tensor, " n"]:
+    def is_significant(self, multiple: float = SIGNIFICANT) -> Bool[Tensor, " n"]:
         """Return (n,) whether each score is further from 0 than `multiple` of its standard errors.
 
         Raises:
@@ -188,6 +193,13 @@ class Influence:
         error = "" if self.errors is None else f" ± {float(self.errors[position]):.2g}"
         share = score / max(float(self.scores.abs().max()), 1e-300)
         return [int(self.record_ids[position]), f"{score:.4g}{error}", Bar(share)]
+
+
+def is_significant(score: float | None, error: float | None) -> bool | None:
+    """Return whether a score can be told from 0; None if it or its error is not known, or not finite."""
+    if score is None or error is None or not math.isfinite(score) or not math.isfinite(error):
+        return None
+    return bool(abs(score) > SIGNIFICANT * error)
 
 
 def argsort_ascending(keys: Float[Tensor, " n"], record_ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:

@@ -15,12 +15,9 @@ from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.runs import open_agent_run
 from whence.cli.targets import make_target
 from whence.errors import WhenceError
-from whence.folds import LEAST, count_episodes
+from whence.folds import usable_folds
+from whence.influence import is_significant
 from whence.sb3 import model_objective
-from whence.targets import BatchTarget
-
-FOLDS = 8
-"""Folds of episodes that the errors of scores are computed over."""
 
 
 def attribute(
@@ -66,7 +63,7 @@ def attribute(
         target=made_target,
         objective=model_objective(model),
         engine=engine or "auto",
-        folds=FOLDS if isinstance(made_target, BatchTarget) and count_episodes(records) >= LEAST else None,
+        folds=usable_folds(made_target, records),
     )
     scored = records.to_polars(observations=True).join(influence.to_polars(), on="record_id", maintain_order="left")
     if out is not None:
@@ -126,7 +123,7 @@ def _describe_score(row: Mapping[str, Any]) -> str:
     score, error = row["score"], row.get("error")
     if error is None:
         return f"{score:.4g}"
-    return f"{score:.3g} ± {error:.2g}{'' if abs(score) > 2 * error else ' ?'}"
+    return f"{score:.3g} ± {error:.2g}{' ?' if is_significant(score, error) is False else ''}"
 
 
 def _shorten(value: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 import typer
 
 from whence.cli.console import errors, print_error_line, print_json, print_line
-from whence.cli.options import AsJson, parse_rounds
+from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.errors import WhenceError, suggest
 from whence.runs import RunDirectory
 
@@ -21,10 +21,7 @@ def export(
     moments: Annotated[
         int, typer.Option(help="For rerun: moments with frames at either end of each round.", min=0)
     ] = 1,
-    env: Annotated[
-        str | None,
-        typer.Option(help="The environment if the run does not name it: an id or module:Id.", show_default=False),
-    ] = None,
+    env: ReplayEnv = None,
     json: AsJson = False,
 ) -> None:
     """Write a run's records as Parquet, JSON lines or a Rerun recording.

@@ -72,7 +72,7 @@ ReplayEnv: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--env",
-        help="The environment of a script's run, if its id is not in the run: an id, or module:Id.",
+        help="The environment to play episodes in: an id, or module:Id. (default: the run's)",
         show_default=False,
     ),
 ]

@@ -1,26 +1,18 @@
 """`whence report`."""
 
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import typer
 
 from whence import experiments
 from whence.cli.console import print_json, print_line
-from whence.cli.options import AsJson, parse_rounds
+from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
 from whence.report import write_report, write_run_report
 from whence.report.explorer import ExploredRun
 from whence.report.page import describe_comparison, describe_run
-
-ReplayEnv: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="The environment to replay episodes in: a Gymnasium id, or module:Id. (default: the run's)",
-        show_default=False,
-    ),
-]
 
 
 def report(

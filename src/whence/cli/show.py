@@ -9,7 +9,7 @@ import typer
 
 from whence.cli.console import console, errors, make_table, print_json, print_line
 from whence.cli.moment_tables import describe_moment, describe_view, make_group_table, print_language_moment, print_view
-from whence.cli.options import AsJson
+from whence.cli.options import AsJson, ReplayEnv
 from whence.errors import WhenceError, suggest
 from whence.moments import By, Moment, find_moment, find_moments, group_scores
 from whence.runs import RunDirectory
@@ -41,10 +41,7 @@ def show(
     out: Annotated[
         Path | None, typer.Option(help="Draw the moment: .png, or .gif to see it move.", show_default=False)
     ] = None,
-    env: Annotated[
-        str | None,
-        typer.Option(help="The environment if the run does not name it: an id or module:Id.", show_default=False),
-    ] = None,
+    env: ReplayEnv = None,
     json: AsJson = False,
 ) -> None:
     """Show one moment of a run: what the agent saw and did, what it scored, and what the round changed.

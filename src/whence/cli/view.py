@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from whence.cli.console import print_line
-from whence.cli.report import ReplayEnv, find_runs
+from whence.cli.options import ReplayEnv
+from whence.cli.report import find_runs
 from whence.errors import WhenceError
 from whence.report.explorer.detail import CONTINUATIONS
 

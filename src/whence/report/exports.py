@@ -10,9 +10,10 @@ import numpy as np
 import polars as pl
 
 from whence.errors import Unsupported, WhenceError, first_line
+from whence.experiments.rl.rebuilding import AnyEnv
 from whence.guards import write_atomically
 from whence.moments import Moment, find_moments, name_action
-from whence.report.moment_view import Env, choose_frames, find_env, read_window
+from whence.report.moment_view import choose_frames, find_env, read_window
 from whence.runs import RunDirectory
 
 Format: TypeAlias = Literal["parquet", "jsonl", "rerun"]
@@ -94,7 +95,7 @@ def _check_rounds(run: RunDirectory, rounds: Sequence[int]) -> tuple[list[int], 
 
 
 def export_rerun(
-    run: RunDirectory, path: Path, *, rounds: Sequence[int] = (), moments: int = 1, env: Env = None
+    run: RunDirectory, path: Path, *, rounds: Sequence[int] = (), moments: int = 1, env: AnyEnv = None
 ) -> Exported:
     """Write a Rerun recording (.rrd) with the time lines `round` and `step` (the record's id).
 
@@ -193,7 +194,7 @@ def _send_moment(
     table: pl.DataFrame,
     moment: Moment,
     place: str,
-    env: Env,
+    env: AnyEnv,
 ) -> str | None:
     """Send a moment's text and frames; return why frames are missing, or None."""
     stream.set_time("round", sequence=number)
@@ -222,7 +223,7 @@ def _send_moment(
     return replay.frames_note
 
 
-def _describe(run: RunDirectory, moment: Moment, env: Env) -> str:
+def _describe(run: RunDirectory, moment: Moment, env: AnyEnv) -> str:
     from whence.experiments.rl.labels import action_labels
 
     steps = f"steps {moment.first_step}–{moment.last_step}"

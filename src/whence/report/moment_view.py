@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, isfinite
-from typing import Any, TypeAlias
+from math import ceil
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -11,17 +11,13 @@ from numpy.typing import NDArray
 
 from whence.errors import WhenceError
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
+from whence.experiments.rl.rebuilding import AnyEnv
+from whence.influence import is_significant
 from whence.moments import Moment, name_action, read_axes, sort_by_time
 from whence.runs import RunDirectory
 
-Env: TypeAlias = Any
-"""An environment's id, module:Id, or a function that makes one; None: what the run's configuration names."""
-
 AROUND = 24
 """Steps before and after a moment's face that strips show."""
-
-SIGNIFICANT = 2.0
-"""The number of standard errors beyond which a score is told from 0."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +69,7 @@ class MomentView:
         return is_significant(self.moment.score, self.moment.error)
 
 
-def is_significant(score: float | None, error: float | None) -> bool | None:
-    """Return whether a score is more than two standard errors from 0; None where either is not known."""
-    if score is None or error is None or not isfinite(score) or not isfinite(error):
-        return None
-    return abs(score) > SIGNIFICANT * error
-
-
-def find_env(run: RunDirectory, env: Env) -> str:
+def find_env(run: RunDirectory, env: AnyEnv) -> str:
     """Return the environment's id for labels: the one asked for, or the run's; "" if neither is a name."""
     name = env if isinstance(env, str) else run.config.get("env")
     return name if isinstance(name, str) else ""
@@ -132,7 +121,7 @@ def gather_moment(
     records: pl.DataFrame,
     moment: Moment,
     *,
-    env: Env = None,
+    env: AnyEnv = None,
     changes: "Changes | None" = None,
     continuations: int = 0,
     steps: Sequence[int] = (),
@@ -191,7 +180,7 @@ class Changes:
         return rows[0] if rows else None
 
 
-def read_changes(run: RunDirectory, number: int, env: Env = None) -> Changes:
+def read_changes(run: RunDirectory, number: int, env: AnyEnv = None) -> Changes:
     """Return what a round changed in the policy, or why that is not known."""
     from whence.experiments.rl.changes import compare_policies
 
@@ -202,7 +191,7 @@ def read_changes(run: RunDirectory, number: int, env: Env = None) -> Changes:
 
 
 def _estimate(
-    run: RunDirectory, number: int, moment: Moment, env: Env, continuations: int
+    run: RunDirectory, number: int, moment: Moment, env: AnyEnv, continuations: int
 ) -> tuple[tuple[float, float] | None, str]:
     if continuations == 0:
         return None, ""
@@ -218,7 +207,7 @@ def _estimate(
 
 
 def _replay(
-    run: RunDirectory, moment: Moment, env: Env, steps: Sequence[int]
+    run: RunDirectory, moment: Moment, env: AnyEnv, steps: Sequence[int]
 ) -> tuple[Mapping[int, NDArray[np.uint8]], str | None]:
     if not steps:
         return {}, None

@@ -13,11 +13,11 @@ from plotly.offline import get_plotlyjs
 
 from whence.experiments import Comparison, LanguageConfig
 from whence.experiments.kinds import AnyConfig
+from whence.experiments.rl.rebuilding import AnyEnv
 from whence.guards import write_atomically
 from whence.report.explorer.file import COMPARED_ROUNDS, OnRound, embed_rounds, spread
 from whence.report.explorer.opening import attempt
 from whence.report.explorer.page import describe_runs
-from whence.report.explorer.parts import Env
 from whence.report.explorer.run import ExploredRun, identify_run
 from whence.report.figures import arm_colours
 from whence.report.sections import Drawn, Runs, draw_figures, gather_advice, list_facts, list_latest, read_tables
@@ -38,7 +38,7 @@ def write_report(
     comparison: Comparison,
     path: Path,
     *,
-    env: Env = None,
+    env: AnyEnv = None,
     rounds: Sequence[int] | None = None,
     continuations: int = 0,
     on_round: OnRound | None = None,
@@ -92,7 +92,7 @@ def write_run_report(
     run: RunDirectory | ExploredRun,
     path: Path,
     *,
-    env: Env = None,
+    env: AnyEnv = None,
     rounds: Sequence[int] | None = None,
     continuations: int = 0,
     on_round: OnRound | None = None,

@@ -13,7 +13,7 @@ from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
 from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
-from whence.folds import LEAST, check_folds, count_episodes
+from whence.folds import FOLDS, check_folds, usable_folds
 from whence.influence import Influence
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
@@ -30,7 +30,7 @@ from whence.sb3.train_hook import cancel_hook, wrap_next_train
 from whence.selection import Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection, summarise_selection
-from whence.targets import BatchTarget, Return, Target, as_target, target_name
+from whence.targets import Return, Target, as_target, target_name
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class InfluenceCallback(BaseCallback):
         engine: str = "auto",
         memory: int = 2**31,
         run: str | Path | RunDirectory | None = None,
-        folds: int | None = 8,
+        folds: int | None = FOLDS,
         recordings: Collection[int] = (),
         last: Last = "keep",
         strict: bool = False,
@@ -309,15 +309,15 @@ class InfluenceCallback(BaseCallback):
         if influence is None or influence.errors is not None or self._run is None or self.folds is None:
             return influence
         is_snapshot = influence.provenance.target == target_name(self.target) and influence.engine in ENGINES
-        can_be_split = isinstance(self.target, BatchTarget) and count_episodes(records) >= LEAST
-        if not (is_snapshot and can_be_split and len(influence) == len(records)):
+        folds = usable_folds(self.target, records, self.folds)
+        if folds is None or not is_snapshot or len(influence) != len(records):
             return influence
         return add_errors(
             influence,
             self.model.policy,
             records,
             target=self.target,
-            folds=self.folds,
+            folds=folds,
             objective=self.objective or model_objective(self.model),
             engine=self.engine,
             memory=self.memory,

@@ -4,6 +4,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from whence import moments
+
 LONGEST = 240
 """Characters of an observation, an action or a reason that a page holds at most."""
 
@@ -93,11 +95,7 @@ def make_row(record: Mapping[str, Any], columns: Iterable[Column], labels: Label
 
 def name_action(action: Any, labels: Labels) -> str | None:
     """Return an action as text: its label if it has one."""
-    if action is None:
-        return None
-    if labels and isinstance(action, int) and not isinstance(action, bool) and 0 <= action < len(labels):
-        return labels[action]
-    return short_text(action)
+    return None if action is None else short_text(moments.name_action(action, labels))
 
 
 def short_text(value: Any, longest: int = LONGEST) -> str:

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
+from whence.influence import is_significant
 from whence.report.explorer import opening, parts
 from whence.report.explorer.columns import name_action, round_number, round_numbers, short_text
 from whence.report.explorer.frames import choose_steps, encode_frames
 from whence.report.explorer.rounds import changes_of
 from whence.report.explorer.run import ExploredRun, Round
-from whence.report.explorer.trust import is_significant
+from whence.sb3.episode_replay import EpisodeReplay
 
 WINDOW = 24
 """Records before and after the opened one that are shown, of the same episode and round."""
@@ -148,7 +149,7 @@ def replay_frames(run: ExploredRun, row: Mapping[str, Any], **encoding: Any) -> 
     return pick_frames(replay, step, steps, **encoding)
 
 
-def replay_steps(run: ExploredRun, episode: int, steps: list[int]) -> tuple[Any, str | None]:
+def replay_steps(run: ExploredRun, episode: int, steps: list[int]) -> tuple[EpisodeReplay | None, str | None]:
     """Return an episode's replay with the frames of some steps; or None, and why there is none."""
     try:
         with run.lock:
@@ -158,10 +159,10 @@ def replay_steps(run: ExploredRun, episode: int, steps: list[int]) -> tuple[Any,
     return replay, None
 
 
-def pick_frames(replay: Any, step: int, steps: list[int], **encoding: Any) -> Frames:
+def pick_frames(replay: EpisodeReplay, step: int, steps: list[int], **encoding: Any) -> Frames:
     """Return the frames of a replay around a step, in JSON types, with the replay's own reservations."""
     shown = [at for at in steps if at in replay.frames]
-    note = replay.mismatch
+    note = replay.mismatch or replay.frames_note
     if replay.source != "replayed" and note is None:
         note = f"Frames are {replay.source}."
     if step not in shown:
@@ -227,7 +228,7 @@ def _list_state(run: ExploredRun, row: Mapping[str, Any]) -> list[dict[str, Any]
     state: list[dict[str, Any]] = []
     names = run.state_names()
     for column, value in row.items():
-        if column.split(".")[0] != "observation" or column == "observation_digest" or value is None:
+        if column.split(".")[0] != "observation" or value is None:
             continue
         prefix = column.removeprefix("observation").removeprefix(".")
         entries = _flatten(value)

@@ -7,11 +7,12 @@ import numpy as np
 import polars as pl
 
 from whence.errors import WhenceError, first_line
+from whence.influence import is_significant
 from whence.moments import Moment, find_moments, group_scores, read_axes
 from whence.report.explorer import opening, parts
 from whence.report.explorer.columns import Labels, list_columns, make_row, name_action, round_number, round_numbers
 from whence.report.explorer.run import ExploredRun, Round
-from whence.report.explorer.trust import describe_trust, is_significant
+from whence.report.explorer.trust import describe_trust
 
 MOMENTS = 100
 """Moments at either end of a round that a page lists at most."""

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
+from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
+from whence.experiments.rl.rebuilding import AnyEnv
 from whence.report.explorer import columns, opening, parts
 from whence.report.explorer.columns import Labels
-from whence.report.explorer.parts import Env
 from whence.runs import RunDirectory
 
 MEMORIES = 24
@@ -51,7 +52,7 @@ class ExploredRun:
         lock: held while a round is computed.
     """
 
-    def __init__(self, directory: RunDirectory | str | Path, label: str | None = None, env: Env = None) -> None:
+    def __init__(self, directory: RunDirectory | str | Path, label: str | None = None, env: AnyEnv = None) -> None:
         self.notes: list[str] = []
         if isinstance(directory, RunDirectory):
             self.directory = directory
@@ -83,17 +84,17 @@ class ExploredRun:
 
     def labels(self) -> Labels:
         """Return the names of the environment's discrete actions; None: unknown."""
-        labels: Labels = self.remember("labels", (), lambda: _find_names("action_labels", self.directory, self.env))
+        labels: Labels = self.remember("labels", (), lambda: _find_names(action_labels, self.directory, self.env))
         return labels
 
     def box_labels(self) -> Labels:
         """Return the names of the axes of the environment's continuous actions; None: unknown."""
-        labels: Labels = self.remember("axes", (), lambda: _find_names("box_action_labels", self.directory, self.env))
+        labels: Labels = self.remember("axes", (), lambda: _find_names(box_action_labels, self.directory, self.env))
         return labels
 
     def state_names(self) -> Labels:
         """Return the names of the entries of the environment's observations; None: unknown."""
-        names: Labels = self.remember("states", (), lambda: _find_names("state_names", self.directory, self.env))
+        names: Labels = self.remember("states", (), lambda: _find_names(state_names, self.directory, self.env))
         return names
 
     def check_round(self, number: int) -> None:
@@ -180,12 +181,10 @@ def identify_run(run: RunDirectory) -> tuple[str, int | None]:
     return str(config.get("arm") or config.get("rule") or "run"), seed if isinstance(seed, int) else None
 
 
-def _find_names(function: str, run: RunDirectory, env: Env) -> Labels:
-    try:
-        labels = parts.find_part("whence.experiments.rl.labels", function)(env or run.config.get("env"))
-    except (WhenceError, *opening.FOREIGN):
-        return None
-    return [str(label) for label in labels] if labels else None
+def _find_names(find: Callable[[str | None], Labels], run: RunDirectory, env: AnyEnv) -> Labels:
+    name = env if isinstance(env, str) else run.config.get("env")
+    names = find(name if isinstance(name, str) else None)
+    return list(names) if names else None
 
 
 def _modified(file: Path) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from whence.errors import first_line
+from whence.influence import SIGNIFICANT
 from whence.runs import RunDirectory
 
 GOOD_LDS, FAIR_LDS = 0.7, 0.4
@@ -14,9 +15,6 @@ GOOD_LDS, FAIR_LDS = 0.7, 0.4
 
 GOOD_SHARE, FAIR_SHARE = 0.3, 0.1
 """From these shares of scores beyond two errors on. By chance, 5% of scores of no influence are beyond them."""
-
-ERRORS = 2.0
-"""A score is told from 0 if it is further from it than so many of its standard errors."""
 
 _ADAPTIVE = ("Adam", "AdamW", "RMSprop")
 
@@ -40,13 +38,6 @@ def describe_trust(run: RunDirectory, number: int, records: pl.DataFrame) -> lis
         )
         lines.append(("fair", text))
     return [{"level": level, "text": text} for level, text in lines]
-
-
-def is_significant(score: Any, error: Any) -> bool | None:
-    """Return whether a score is further from 0 than two of its errors; None without an error."""
-    if score is None or error is None or not math.isfinite(score) or not math.isfinite(error):
-        return None
-    return bool(abs(score) > ERRORS * error)
 
 
 def _describe_lds(run: RunDirectory, number: int) -> tuple[str, str]:
@@ -88,6 +79,6 @@ def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
     if "error" not in records.columns or not records["error"].count():
         return "unknown", "The scores have no errors, so that it is not known which differ from 0."
     pairs = records.select("score", "error").drop_nulls()
-    share = float((pairs["score"].abs() > ERRORS * pairs["error"]).mean() or 0.0)  # type: ignore[arg-type]
+    share = float((pairs["score"].abs() > SIGNIFICANT * pairs["error"]).mean() or 0.0)  # type: ignore[arg-type]
     level = "good" if share >= GOOD_SHARE else "fair" if share >= FAIR_SHARE else "poor"
     return level, f"{share:.0%} of the scores are further from 0 than two of their standard errors."

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whence import InvalidRecords, RecordBatch
-from whence.records import named_leaves
+from whence.trees import named_leaves
 
 
 def columns(n: int = 4, **changes: object) -> dict[str, object]:

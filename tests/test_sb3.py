@@ -23,11 +23,11 @@ import whence
 from toys import Toy, model
 from whence import InvalidRecords, Return, Selection, Unsupported, WhenceError, attribute
 from whence.policies import as_view
-from whence.records import named_leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
 from whence.sb3.buffer import cut_minibatches, select_from
 from whence.sb3.description import HYPERPARAMETERS
 from whence.sb3.episodes import STATE, Ongoing, number_episodes
+from whence.trees import named_leaves
 
 
 @pytest.mark.parametrize("observation", ["vector", "image", "discrete", "multidiscrete", "multibinary", "dict"])

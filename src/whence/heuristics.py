@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from whence.advantages import monte_carlo_advantages, returns_to_go, td_errors
 from whence.errors import InvalidRecords, WhenceError, suggest
 from whence.influence import Influence
-from whence.records import RecordBatch, named_leaves, to_numpy
+from whence.records import RecordBatch, to_numpy
 from whence.selection import START, Progress, Selection, Share, check_share, count_to_drop, share_at
+from whence.trees import named_leaves
 
 Order: TypeAlias = Literal["distance", "product"]
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from whence.errors import Unsupported
-from whence.records import RecordBatch, Tree, map_tree
+from whence.records import RecordBatch
+from whence.trees import Tree, map_tree
 
 Params: TypeAlias = Mapping[str, Tensor]
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -15,39 +15,14 @@ from torch import Tensor
 
 from whence.errors import InvalidRecords
 from whence.notebook import format_columns
+from whence.trees import Tree, map_tree, named_leaves, take
 
 if TYPE_CHECKING:
     import polars as pl  # `to_polars` imports it when called: importing it takes a tenth as long as importing torch
 
-Tree: TypeAlias = Any  # a tensor, or a (nested) dict, tuple or list of trees; the first axis is the records'
 Array: TypeAlias = Any  # anything torch.as_tensor takes
 
 UNKNOWN = -1  # stands for an unknown number in integer columns; null in tables
-
-
-def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """Apply `function` to every tensor of a tree of dicts, tuples and lists."""
-    if isinstance(tree, Mapping):
-        return {key: map_tree(function, branch) for key, branch in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(map_tree(function, branch) for branch in tree)
-    return function(tree)
-
-
-def named_leaves(tree: Tree, name: str = "") -> list[tuple[str, Tensor]]:
-    """List a tree's tensors with their dotted names."""
-    if isinstance(tree, Mapping):
-        branches = list(tree.items())
-    elif isinstance(tree, tuple | list):
-        branches = list(enumerate(tree))
-    else:
-        return [(name, tree)]
-    return [leaf for key, branch in branches for leaf in named_leaves(branch, f"{name}.{key}" if name else str(key))]
-
-
-def take(tree: Tree, index: Tensor | slice) -> Tree:
-    """Take the records at `index` from every tensor of a tree."""
-    return map_tree(lambda tensor: tensor[index], tree)
 
 
 def check_one_per_record(name: str, column: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:

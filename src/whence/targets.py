@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.errors import WhenceError
-from whence.records import RecordBatch, Tree, check_one_per_record, named_leaves
+from whence.records import RecordBatch, check_one_per_record
+from whence.trees import Tree, named_leaves
 
 if TYPE_CHECKING:
     from whence.policies import Outputs, Params, PolicyView

@@ -28,8 +28,8 @@ from whence.engines.problem import (
 from whence.engines.rules import LayerRule, LayerTensors, rule_for, ruled_types
 from whence.errors import first_line
 from whence.policies import Outputs, notes_on
-from whence.records import named_leaves
 from whence.targets import BatchTarget
+from whence.trees import named_leaves
 
 T = TypeVar("T")
 

@@ -18,8 +18,9 @@ from whence.engines.problem import Problem
 from whence.errors import WhenceError
 from whence.objectives import FunctionObjective, Objective
 from whence.policies import COLUMNS, Outputs, notes_on
-from whence.records import RecordBatch, named_leaves
+from whence.records import RecordBatch
 from whence.targets import BatchTarget, Target
+from whence.trees import named_leaves
 
 _PROBES = (8, 16)
 # The allocator keeps freed blocks that fit nothing later, and kernels take working memory: the process grew by up to

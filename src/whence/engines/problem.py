@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from whence.errors import WhenceError
 from whence.objectives import Objective
 from whence.policies import COLUMNS, Outputs, Params, PolicyView, compute_outputs
-from whence.records import RecordBatch, Tree, map_tree, take
+from whence.records import RecordBatch
 from whence.targets import BatchTarget, SummedTarget, Target, target_name
+from whence.trees import Tree, map_tree, take
 
 Gradient = dict[str, Tensor]
 """One tensor for each parameter that a quantity depends on, shaped like the parameter."""

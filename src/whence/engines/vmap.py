@@ -11,7 +11,7 @@ from torch.func import vmap as over_records
 
 from whence.engines.problem import Gradient, Problem, target_gradients
 from whence.policies import Params
-from whence.records import Tree, map_tree
+from whence.trees import Tree, map_tree
 
 
 def vmap(problem: Problem) -> Float[Tensor, "targets n"]:

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from whence.errors import InvalidRecords
 from whence.llm.losses import last_token
-from whence.records import Array, RecordBatch, Tree
+from whence.records import Array, RecordBatch
+from whence.trees import Tree
 
 
 def make_rows(

@@ -15,7 +15,8 @@ from torch import Tensor
 from whence.errors import RunDirectoryError
 from whence.guards import write_atomically
 from whence.objectives import A2C, Objective, PPOClip
-from whence.records import RecordBatch, Tree
+from whence.records import RecordBatch
+from whence.trees import Tree
 
 FORMAT, VERSION = "whence-round", "3"
 

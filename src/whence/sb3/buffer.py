@@ -15,7 +15,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from torch import Tensor
 
 from whence.errors import InvalidRecords, Unsupported, WhenceError, suggest
-from whence.records import RecordBatch, Tree
+from whence.records import RecordBatch
 from whence.sb3.contrib import (
     MaskableDictRolloutBuffer,
     MaskablePPO,
@@ -28,6 +28,7 @@ from whence.sb3.policy import check_policy
 from whence.sb3.recorder import Recorder
 from whence.sb3.train_hook import original_class
 from whence.selection import Selection
+from whence.trees import Tree
 
 Last: TypeAlias = Literal["keep", "drop"]
 

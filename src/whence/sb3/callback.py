@@ -1,12 +1,11 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
@@ -24,7 +23,8 @@ from whence.sb3.description import describe, library_versions
 from whence.sb3.episodes import Ongoing, ResetTracker
 from whence.sb3.moment_log import check_can_draw, log_moments
 from whence.sb3.objective import model_objective
-from whence.sb3.recorder import Recorder, check_groups
+from whence.sb3.recorder import Recorder, check_groups, check_recordings
+from whence.sb3.round_files import write_round
 from whence.sb3.state import named_tensors
 from whence.sb3.train_hook import cancel_hook, wrap_next_train
 from whence.selection import Progress, Selection, SelectionRule
@@ -148,7 +148,7 @@ class InfluenceCallback(BaseCallback):
         self.folds = check_folds(folds)
         self.round: RoundResult | None = None
         self.metrics: list[dict[str, Any]] = []
-        self.recordings = _check_recordings(recordings)
+        self.recordings = check_recordings(recordings)
         self.recording: RoundRecording | None = None
         self.skipped_rounds = 0
         self.optimisation_clock = Stopwatch()
@@ -301,7 +301,10 @@ class InfluenceCallback(BaseCallback):
         if self.log_images and choice.influence is not None:
             table = add_selection(records.to_polars(), choice.selection, choice.influence)
             log_moments(self.logger, table, self.round.number)
-        self._write_round(self.round)
+        if self._run is not None:
+            assert self._resets is not None
+            table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
+            write_round(self._run, self.round.number, table, self._resets, self.model)
         wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
@@ -366,25 +369,6 @@ class InfluenceCallback(BaseCallback):
             skipped = ": skipped, training needs two" if metrics["kept"] < 2 else ""
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
 
-    def _write_round(self, current: RoundResult) -> None:
-        if self._run is None:
-            return
-        table = add_selection(current.records.to_polars(observations=True), current.selection, current.influence)
-        assert self._resets is not None
-        digests = pl.Series("observation_digest", self._resets.take_digests(), dtype=pl.UInt64)
-        if digests.count():
-            table = table.with_columns(digests)
-        self._run.write_round("records", current.number, table)
-        self._run.write_round("episodes", current.number, self._list_episodes(table))
-        self._run.write_policy(current.number, named_tensors(self.model.policy))
-
-    def _list_episodes(self, records: pl.DataFrame) -> pl.DataFrame:
-        """Return a row for each episode that began in a round, with the generator state before its reset."""
-        episodes = records.filter("episode_start").select("episode_id", "env_index")
-        assert self._resets is not None
-        states = [self._resets.take_state(env) for env in episodes["env_index"]]
-        return episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
-
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
         logged = self.model.logger.name_to_value
         train_metrics = {name: float(value) for name, value in logged.items() if name.startswith("train/")}
@@ -411,15 +395,3 @@ def _check_selection(selection: object, records: RecordBatch, source: str) -> No
             f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
             "whence.Selection with one entry per record."
         )
-
-
-def _check_recordings(recordings: object) -> frozenset[int]:
-    """Return the rounds to record as a set.
-
-    Raises:
-        WhenceError: they are no collection of numbers from 1 on.
-    """
-    numbers = list(recordings) if isinstance(recordings, Iterable) else [None]
-    if not all(isinstance(number, int | np.integer) and number >= 1 for number in numbers):
-        raise WhenceError(f"recordings is {recordings!r}; give the rounds to record, from 1, such as [5, 20].")
-    return frozenset(int(number) for number in numbers if number is not None)

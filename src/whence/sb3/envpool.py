@@ -19,8 +19,8 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 
 from whence.errors import Unsupported, WhenceError, suggest
 from whence.guards import eval_mode, preserve_rng_state
-from whence.records import Tree, map_tree, named_leaves
 from whence.sb3.gsde import use_fresh_noise
+from whence.trees import Tree, map_tree, named_leaves
 
 # The ids that EnvPool spells differently.
 _NAMES = {"highway-v0": "Highway-v0"}

@@ -16,8 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from whence.errors import Unsupported
 from whence.policies import LazyOutputs, ModuleView
-from whence.records import RecordBatch, Tree, map_tree
+from whence.records import RecordBatch
 from whence.sb3.contrib import MaskableActorCriticPolicy
+from whence.trees import Tree, map_tree
 
 # The methods that `_outputs` replaces; a subclass that overrides one of them computes something else.
 _REPLACED = ("evaluate_actions", "extract_features", "_get_action_dist_from_latent")

@@ -1,6 +1,7 @@
 """Recording what SB3's `train()` does in a round."""
 
 import logging
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from stable_baselines3 import A2C
 from torch import Tensor
 
-from whence.errors import Unsupported
+from whence.errors import Unsupported, WhenceError
 from whence.policies import as_view
 from whence.records import RecordBatch
 from whence.rounds import OptimizerState, RoundRecording, Update
@@ -81,6 +82,18 @@ class Recorder:
             generator=self._generator,
             versions={"whence": version("whence"), **training_versions(self._model)},
         )
+
+
+def check_recordings(recordings: object) -> frozenset[int]:
+    """Return the rounds to record as a set.
+
+    Raises:
+        WhenceError: they are no collection of numbers from 1 on.
+    """
+    numbers = list(recordings) if isinstance(recordings, Iterable) else [None]
+    if not all(isinstance(number, int | np.integer) and number >= 1 for number in numbers):
+        raise WhenceError(f"recordings is {recordings!r}; give the rounds to record, from 1, such as [5, 20].")
+    return frozenset(int(number) for number in numbers if number is not None)
 
 
 def check_groups(model: Any) -> None:

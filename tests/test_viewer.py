@@ -143,6 +143,8 @@ class TestRoutes:
             threads.append(thread)
             while measurer._latest < record or not asked:
                 time.sleep(0.01)
+        threads[1].join(20)  # its reader has gone on: it does not wait for the first one's measurement
+        assert results.keys() == {2}
         free.set()
         for thread in threads:
             thread.join(20)

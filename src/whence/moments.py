@@ -1,5 +1,6 @@
 """Moments: stretches of an episode whose records score alike; and groups of records with what they score."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -252,7 +253,8 @@ def _name_actions(records: pl.DataFrame, labels: Sequence[str] | None) -> pl.Ser
         return pl.Series("group", [", ".join(f"a{i} {'<' if x < 0 else '≥'} 0" for i, x in enumerate(a)) for a in rows])
     if actions.dtype.is_float():
         return pl.Series("group", np.where(actions.to_numpy() < 0, "a0 < 0", "a0 ≥ 0"))
-    return pl.Series("group", [name_action(action, labels) for action in actions.to_list()])
+    distinct = actions.unique()
+    return actions.replace_strict(distinct, [name_action(action, labels) for action in distinct.to_list()])
 
 
 def name_action(action: Any, labels: Sequence[str] | None = None) -> str:
@@ -309,8 +311,9 @@ def _name_regions(records: pl.DataFrame, names: Sequence[str] | None) -> pl.Seri
     chosen = [name for name in axes if name in chosen and len(binned[name][0]) > 1]
     if not chosen:
         return None
-    parts = [np.asarray(binned[name][0], dtype=object)[binned[name][1]] for name in chosen]
-    return pl.Series("group", [" and ".join(part) for part in zip(*parts, strict=True)])
+    texts, bins = zip(*(binned[name] for name in chosen), strict=True)
+    regions = pl.Series("group", [" and ".join(part) for part in itertools.product(*texts)])
+    return regions.gather(np.ravel_multi_index(bins, [len(part) for part in texts]))
 
 
 def read_axes(records: pl.DataFrame, names: Mapping[str, str] | Sequence[str] | None = None) -> dict[str, NDArray[Any]]:

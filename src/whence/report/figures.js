@@ -85,7 +85,10 @@
     },
     { rootMargin: "400px 0px" },
   );
-  holders.forEach((holder) => watcher.observe(holder));
+  const watch = () => holders.forEach((holder) => watcher.observe(holder));
+  // Before the explorer shows its round the page is short, so that every figure would be near.
+  if (document.getElementById("explorer")) document.addEventListener("explorer-shown", watch, { once: true });
+  else watch();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 
   // Called with the figures of a run that goes on; figures that are new wait until the page is loaded again.

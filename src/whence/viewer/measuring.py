@@ -1,6 +1,7 @@
 """Advantages measured by fresh rollouts in a process of their own, so that frames do not wait for them."""
 
 import multiprocessing
+import os
 import signal
 import threading
 from multiprocessing.connection import Connection
@@ -20,8 +21,9 @@ class Measurer:
     """Measures one record's advantage at a time, the latest that was asked for; the process starts with the first."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._turn = threading.Condition()
         self._latest = 0
+        self._is_measuring = False
         self._results: dict[Any, dict[str, Any]] = {}
         self._process: Any = None
         self._connection: Any = None
@@ -29,7 +31,8 @@ class Measurer:
     def measure(self, run: ExploredRun, number: int, record: int, continuations: int) -> dict[str, Any]:
         """Return a record's advantage in JSON types; see `measure_advantage`.
 
-        Whoever waits while a later record is asked for is told so: its reader has gone on.
+        Whoever waits while a later record is asked for is told so at once: its reader has gone on, and a browser has
+        few connections for all that it waits for.
         """
         if run.env is not None and not isinstance(run.env, str):  # a function, which may not reach another process
             return measure_advantage(run, number, record, continuations)
@@ -37,12 +40,20 @@ class Measurer:
         key = (file, file.stat().st_mtime_ns, record, continuations)
         if key in self._results:
             return self._results[key]
-        self._latest += 1
-        mine = self._latest
         with self._turn:
+            self._latest += 1
+            mine = self._latest
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: mine < self._latest or not self._is_measuring)
             if mine < self._latest:
                 return describe_unmeasured("another record was opened before its turn came. Open this one again.")
+            self._is_measuring = True
+        try:
             status, content = self._ask((str(run.directory.path), number, record, run.env, continuations))
+        finally:
+            with self._turn:
+                self._is_measuring = False
+                self._turn.notify_all()
         if status != "measured":
             return describe_unmeasured(content)
         while len(self._results) >= REMEMBERED:
@@ -74,6 +85,8 @@ def _answer(connection: Connection) -> None:
     """Answer questions until the other end is closed."""
     import torch
 
+    if hasattr(os, "nice"):
+        os.nice(10)  # frames and training go first
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     torch.set_num_threads(1)
     while True:

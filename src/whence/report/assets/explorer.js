@@ -163,7 +163,10 @@
     const { rounds } = run();
     at("explorer-empty").hidden = rounds.length > 0;
     at("explorer-round-part").hidden = rounds.length === 0;
-    if (!rounds.length) return showControls();
+    if (!rounds.length) {
+      showControls();
+      return announce();
+    }
     chosen.round = nearest(rounds, chosen.round ?? rounds.at(-1));
     const other = chosen.other === null ? null : page.runs[chosen.other];
     if (other?.rounds.length) chosen.otherRound = nearest(other.rounds, chosen.otherRound ?? chosen.round);
@@ -189,8 +192,12 @@
       if (error.gone) setTimeout(() => mine === turn && show(), POLL);
     } finally {
       clearTimeout(late);
+      announce();
     }
   }
+
+  // The figures wait for it.
+  const announce = () => document.dispatchEvent(new Event("explorer-shown"));
 
   async function showRest(mine) {
     const parts = shown.scored ? Whence.lists.groups(shown.groups, run().actions) : [];

@@ -5,15 +5,10 @@ from typing import Any
 
 import polars as pl
 
-from whence.attribution import attribute
-from whence.experiments.rl import changes, replaying
+from whence.experiments.rl import changes, continuations, replaying, stored
 from whence.experiments.rl.rebuilding import AnyEnv
-from whence.experiments.rl.stored import load_round
-from whence.folds import usable_folds
 from whence.runs import RunDirectory
 from whence.sb3.episode_replay import EpisodeReplay
-from whence.sb3.objective import model_objective
-from whence.targets import Return
 
 _GENERATORS = threading.RLock()
 """Held where global random generators are used and restored, which two threads cannot do at once."""
@@ -28,7 +23,7 @@ def replay_episode(run: RunDirectory, episode: int, **settings: Any) -> EpisodeR
 def estimate_advantage(run: RunDirectory, number: int, record: int, **settings: Any) -> tuple[float, float]:
     """Return an advantage by fresh rollouts and its standard error."""
     with _GENERATORS:
-        return replaying.estimate_advantage(run, number, record, **settings)
+        return continuations.estimate_advantage(run, number, record, **settings)
 
 
 def compare_policies(run: RunDirectory, number: int, *, env: AnyEnv) -> pl.DataFrame:
@@ -46,9 +41,5 @@ def score_round(run: RunDirectory, number: int, env: AnyEnv) -> pl.DataFrame:
     Raises:
         WhenceError: the policy cannot be built again, or the observations are not there.
     """
-    target = Return()
     with _GENERATORS:
-        model, records = load_round(run, number, env=env)
-        folds = usable_folds(target, records)
-        objective = model_objective(model)
-        return attribute(model.policy, records, target=target, objective=objective, folds=folds).to_polars()
+        return stored.score_round(run, number, env=env).to_polars()

@@ -79,30 +79,38 @@ def map_extremes(
     Raises:
         ReplayError: an episode cannot be played again.
     """
-    if "score" not in records.columns or "action" not in records.columns:
-        return None
-    try:
-        make_env = make_replay_env(run, env)
-        with open_env(make_env) as opened:
-            lake, is_minigrid = _read_lake(opened), _is_minigrid(opened)
-    except ReplayError:
-        return None
-    if lake is None and not is_minigrid:
+    if not {"score", "action"} <= {*records.columns} or (world := _read_world(run, env)) is None:
         return None
     visited = None if "mismatch" in records.columns else measure_visits(run, number, env=env, least=REPEATS)
     if visited is not None:
         records = compare_signs(records.join(visited, on="record_id", how="left"))
     extremes = _choose_extremes(records, most)
-    if lake is not None:
-        placed, layout = _place_by_observation(extremes), lake
+    if isinstance(world, _Layout):
+        placed, layout = _place_by_observation(extremes), world
     else:
-        poses = _replay_poses(run, extremes, make_env)
+        poses = _replay_poses(run, extremes, world)
         layouts = {pose.layout for pose in poses.values()}
         if len(layouts) != 1:
             return None
         placed, layout = _place_by_pose(extremes, poses), layouts.pop()
     name = env if isinstance(env, str) else run.config.get("env")
     return GridMap(*layout, _count_arrows(placed, name if isinstance(name, str) else None))
+
+
+def has_map(run: RunDirectory, *, env: AnyEnv = None) -> bool:
+    """Return whether a run's environment is a grid world that `map_extremes` knows."""
+    return _read_world(run, env) is not None
+
+
+def _read_world(run: RunDirectory, env: AnyEnv) -> _Layout | MakeEnv | None:
+    """Return the layout of a lake, a function that makes a MiniGrid; None of anything else, or what cannot be made."""
+    try:
+        make_env = make_replay_env(run, env)
+        with open_env(make_env) as opened:
+            lake = _read_lake(opened)
+            return make_env if lake is None and _is_minigrid(opened) else lake
+    except ReplayError:
+        return None
 
 
 def describe_map(grid: GridMap) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import polars as pl
 
+from whence.diagnosis import grid_map
 from whence.experiments.rl import changes, continuations, replaying, stored
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.runs import RunDirectory
@@ -30,6 +31,19 @@ def compare_policies(run: RunDirectory, number: int, *, env: AnyEnv) -> pl.DataF
     """Return what a round changed in the policy, a row for each record, the largest divergence first."""
     with _GENERATORS:
         return changes.compare_policies(run, number, env=env)
+
+
+def has_map(run: RunDirectory, env: AnyEnv) -> bool:
+    """Return whether a run's environment is a grid world."""
+    with _GENERATORS:
+        return grid_map.has_map(run, env=env)
+
+
+def map_round(run: RunDirectory, number: int, records: pl.DataFrame, env: AnyEnv) -> dict[str, Any] | None:
+    """Return a round's most harmful and helpful records on the map, in JSON types; None if there is no one map."""
+    with _GENERATORS:
+        drawn = grid_map.map_extremes(run, number, records, env=env)
+    return None if drawn is None else grid_map.describe_map(drawn)
 
 
 def score_round(run: RunDirectory, number: int, env: AnyEnv) -> pl.DataFrame:

@@ -75,11 +75,54 @@ def monte_carlo_advantages(returns: Array, states: NDArray[np.int64], actions: N
         states: (n,) the number of the record's state.
         actions: (n,) the number of the record's action.
     """
+    return group_means(returns, number_pairs(states, actions)) - group_means(returns, states)
 
-    def group_means(groups: NDArray[np.int64]) -> Array:
-        means: Array = np.bincount(groups, weights=returns) / np.maximum(np.bincount(groups), 1)
-        return means[groups]
 
-    _, by_pair = np.unique(np.stack([states, actions]), axis=1, return_inverse=True)
-    _, by_state = np.unique(states, return_inverse=True)
-    return group_means(by_pair.reshape(-1)) - group_means(by_state.reshape(-1))
+def monte_carlo_errors(
+    returns: Array, states: NDArray[np.int64], actions: NDArray[np.int64], episodes: NDArray[np.int64]
+) -> Array:
+    """Return the standard error of each record's `monte_carlo_advantages`, (n,); NaN where it is unknown.
+
+    Returns of one episode depend on each other, so episodes are what is independent (the cluster-robust error of a
+    difference of two means). It is unknown if the state and action occur in a single episode, and if the state has no
+    other action: the estimate is then 0 whatever the returns.
+
+    Args:
+        returns: (n,) returns, see `returns_to_go`.
+        states: (n,) the number of the record's state.
+        actions: (n,) the number of the record's action.
+        episodes: (n,) the number of the record's episode.
+    """
+    pairs = number_pairs(states, actions)
+    in_episode, states_in_episode = number_pairs(pairs, episodes), number_pairs(states, episodes)
+    visits, state_visits = np.bincount(pairs), np.bincount(states)
+    # What an episode adds to the mean of the pair and to the mean of the state, both as sums of deviations.
+    first = np.unique(in_episode, return_index=True)[1]
+    first_of_state = np.unique(states_in_episode, return_index=True)[1]
+    of_pair = np.bincount(in_episode, weights=returns - group_means(returns, pairs)) / visits[pairs[first]]
+    state_sums = np.bincount(states_in_episode, weights=returns - group_means(returns, states))
+    of_state = state_sums / state_visits[states[first_of_state]]
+    shared = of_state[states_in_episode[first]]
+    variances = np.bincount(pairs[first], weights=(of_pair - shared) ** 2 - shared**2)[pairs]
+    variances += np.bincount(states[first_of_state], weights=of_state**2)[states]
+    count, pair_count = (np.bincount(groups) for groups in (states[first_of_state], pairs[first]))
+    known = (pair_count[pairs] > 1) & (visits[pairs] < state_visits[states])
+    correction = count[states] / np.maximum(count[states] - 1, 1)
+    return np.where(known, np.sqrt(np.maximum(variances, 0.0) * correction), np.nan)
+
+
+def group_means(values: Array, groups: NDArray[np.int64]) -> Array:
+    """Return the mean of each record's group, (n,).
+
+    Args:
+        values: (n,) what the means are of.
+        groups: (n,) the number of the record's group, at least 0.
+    """
+    means: Array = np.bincount(groups, weights=values) / np.maximum(np.bincount(groups), 1)
+    return means[groups]
+
+
+def number_pairs(states: NDArray[np.int64], actions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a number for each record's state and action, (n,), from 0."""
+    numbers: NDArray[np.int64] = np.unique(np.stack([states, actions]), axis=1, return_inverse=True)[1]
+    return numbers.reshape(-1)

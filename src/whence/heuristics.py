@@ -7,7 +7,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.advantages import monte_carlo_advantages, returns_to_go, td_errors
+from whence.advantages import (
+    group_means,
+    monte_carlo_advantages,
+    monte_carlo_errors,
+    number_pairs,
+    returns_to_go,
+    td_errors,
+)
 from whence.errors import InvalidRecords, WhenceError, suggest
 from whence.influence import Influence
 from whence.records import RecordBatch, to_numpy
@@ -50,20 +57,8 @@ class AdvantageMismatch:
         Raises:
             InvalidRecords: a column is missing, or an action is not a single integer.
         """
-        _check_columns(type(self).__name__, records, ("rewards", "values", "episode_starts", "env_index"))
-        if records.gamma is None:
-            raise InvalidRecords(f"{type(self).__name__} needs the discount factor: pass gamma to RecordBatch.")
-        if records.actions.reshape(len(records), -1).shape[1] != 1 or records.actions.is_floating_point():
-            raise InvalidRecords(
-                f"{type(self).__name__} needs discrete actions, one number a record; these have shape "
-                f"{tuple(records.actions.shape)} and {records.actions.dtype}."
-            )
         advantages = _read_column(records, "advantages")
-        starts, envs = _read_episodes(records)
-        returns = returns_to_go(
-            _read_column(records, "rewards"), advantages, _read_column(records, "values"), starts, envs, records.gamma
-        )
-        estimate = monte_carlo_advantages(returns, number_states(records), records.actions.reshape(-1).cpu().numpy())
+        estimate = measure_by_visits(records, type(self).__name__).advantages
         disagree = np.flatnonzero(np.sign(estimate) != np.sign(advantages))
         agreement = -np.abs(estimate - advantages) if self.order == "distance" else estimate * advantages
         order = np.lexsort((records.ids.cpu().numpy()[disagree], agreement[disagree]))
@@ -101,6 +96,61 @@ class TDErrorPriority:
         ranks[np.lexsort((records.ids.cpu().numpy(), -sizes))] = np.arange(1, len(sizes) + 1)
         weights = torch.from_numpy(ranks**-self.exponent)
         return Selection(torch.ones(len(records), dtype=torch.bool), weights, [None] * len(records))
+
+
+@dataclass(frozen=True, eq=False)
+class VisitedAdvantages:
+    """What a rollout's repeated visits measure (LDA §C.4), (n,) each.
+
+    Attributes:
+        advantages: the mean discounted return of the record's state and action, minus that of its state.
+        errors: their standard errors, which take episodes as independent; NaN where unknown.
+        values: the mean discounted return of the record's state.
+        visits: how often the rollout visits the record's state and action.
+    """
+
+    advantages: NDArray[np.float64]
+    errors: NDArray[np.float64]
+    values: NDArray[np.float64]
+    visits: NDArray[np.int64]
+
+
+def has_single_actions(records: RecordBatch) -> bool:
+    """Return whether actions are discrete, one number a record."""
+    return records.actions.reshape(len(records), -1).shape[1] == 1 and not records.actions.is_floating_point()
+
+
+def measure_by_visits(records: RecordBatch, name: str = "An estimate by visits") -> VisitedAdvantages:
+    """Measure advantages by a rollout's repeated visits of states and actions (LDA §C.4).
+
+    Args:
+        records: a rollout, with its rewards, values, episode starts, environments and gamma; observations with equal
+            bytes are one state.
+        name: what needs the columns, for errors.
+
+    Raises:
+        InvalidRecords: a column is missing, or an action is not a single integer.
+    """
+    _check_columns(name, records, ("rewards", "values", "episode_starts", "env_index"))
+    if records.gamma is None:
+        raise InvalidRecords(f"{name} needs the discount factor: pass gamma to RecordBatch.")
+    if not has_single_actions(records):
+        raise InvalidRecords(
+            f"{name} needs discrete actions, one number a record; these have shape "
+            f"{tuple(records.actions.shape)} and {records.actions.dtype}."
+        )
+    starts, envs = _read_episodes(records)
+    rewards, advantages, values = (_read_column(records, column) for column in ("rewards", "advantages", "values"))
+    returns = returns_to_go(rewards, advantages, values, starts, envs, records.gamma)
+    states, actions = number_states(records), records.actions.reshape(-1).cpu().numpy()
+    episodes = np.cumsum(starts | (np.diff(envs, prepend=envs[:1]) != 0))
+    pairs = number_pairs(states, actions)
+    return VisitedAdvantages(
+        monte_carlo_advantages(returns, states, actions),
+        monte_carlo_errors(returns, states, actions, episodes),
+        group_means(returns, states),
+        np.bincount(pairs)[pairs],
+    )
 
 
 def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:

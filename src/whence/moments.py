@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import polars as pl
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from whence.errors import WhenceError, suggest
 
-By: TypeAlias = Literal["action", "episode", "region", "reward"]
+By: TypeAlias = Literal["action", "episode", "region", "reward", "step"]
 
 ALIKE = 0.5
 """The share of its face's score that a record of a moment has at least."""
@@ -200,7 +200,7 @@ def group_scores(
         records: a round's table, as in a run directory, with scores.
         by: "action": discrete actions, or the signs of a box's; "episode"; "reward": each distinct reward if there are
             few, else five bins by sign and size; "region": discrete states, else nine regions: thirds of the two axes
-            of the observation along which the scores vary most.
+            of the observation along which the scores vary most; "step": five bins of the position in the episode.
         labels: names of discrete actions.
         names: names of the observation's axes.
         most: the largest number of groups; those of the largest |total| stay.
@@ -213,19 +213,9 @@ def group_scores(
     Raises:
         WhenceError: `by` is unknown.
     """
-    if by not in get_args(By):
-        raise WhenceError(f"by is {by!r}.{suggest(str(by), get_args(By))}")
-    empty = pl.DataFrame(schema=_GROUPED)
-    if "score" not in records.columns or records.is_empty():
-        return empty
-    groups = {
-        "action": lambda: _name_actions(records, labels),
-        "episode": lambda: _name_episodes(records),
-        "reward": lambda: _name_rewards(records),
-        "region": lambda: _name_regions(records, names),
-    }[by]()
-    if groups is None:
-        return empty
+    groups = name_groups(records, by, labels=labels, names=names)
+    if groups is None or records.is_empty() or "score" not in records.columns:
+        return pl.DataFrame(schema=_GROUPED)
     score = pl.col("score").cast(pl.Float64)
     dropped = (~pl.col("keep")).mean() if "keep" in records.columns else pl.lit(0.0)
     table = (
@@ -242,6 +232,26 @@ def group_scores(
     )
     largest = table.sort(pl.col("total").abs(), "group", descending=[True, False]).head(most)
     return largest.sort("mean", "group")
+
+
+def name_groups(
+    records: pl.DataFrame, by: By, *, labels: Sequence[str] | None = None, names: Sequence[str] | None = None
+) -> pl.Series | None:
+    """Return the name of each record's group, (n,); None if the table lacks what is needed. See `group_scores`.
+
+    Raises:
+        WhenceError: `by` is unknown.
+    """
+    groupings = {
+        "action": lambda: _name_actions(records, labels),
+        "episode": lambda: _name_episodes(records),
+        "reward": lambda: _name_rewards(records),
+        "region": lambda: _name_regions(records, names),
+        "step": lambda: _name_steps(records),
+    }
+    if by not in groupings:
+        raise WhenceError(f"by is {by!r}.{suggest(str(by), groupings)}")
+    return groupings[by]()
 
 
 def _name_actions(records: pl.DataFrame, labels: Sequence[str] | None) -> pl.Series | None:
@@ -295,13 +305,25 @@ def _name_rewards(records: pl.DataFrame) -> pl.Series | None:
     return pl.Series("group", np.select(conditions, texts, f"large gain, above {high:.3g}"))
 
 
+def _name_steps(records: pl.DataFrame) -> pl.Series | None:
+    if "step" not in records.columns:
+        return None
+    steps = records["step"].cast(pl.Float64)
+    known = steps.drop_nulls().to_numpy()
+    edges = np.unique(np.quantile(known, np.linspace(0, 1, 6)).round()).astype(int) if len(known) else np.array([0])
+    firsts, lasts = edges[:-1] if len(edges) > 1 else edges, [*(edges[1:-1] - 1), edges[-1]]
+    texts = [f"steps {a} to {b}" if a < b else f"step {a}" for a, b in zip(firsts, lasts, strict=True)]
+    bins = np.searchsorted(firsts, steps.fill_null(0.0).to_numpy(), side="right") - 1
+    return pl.Series("group", np.asarray(texts, dtype=object)[bins]).set(steps.is_null(), "unknown")
+
+
 def _quantile(values: NDArray[np.float64], level: float) -> float:
     return float(np.quantile(values, level)) if len(values) else 0.0
 
 
 def _name_regions(records: pl.DataFrame, names: Sequence[str] | None) -> pl.Series | None:
     axes = read_axes(records, names)
-    if not axes:
+    if not axes or "score" not in records.columns:
         return None
     if len(axes) == 1 and records["observation"].dtype.is_integer():
         return pl.Series("group", [f"state {state}" for state in records["observation"].to_list()])

@@ -97,6 +97,22 @@ class RoundBar(_Bars):
             self._lines.print(f"page: round {done} of {rounds}")
 
 
+class RecordBar(_Bars):
+    """A bar for the records of a round that are judged one after the other."""
+
+    def __init__(self, number: int, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
+        self._number = number
+        self._bar: TaskID | None = None
+
+    def update(self, done: int, records: int) -> None:
+        """Show how many records are judged, of all."""
+        if self._bar is None:
+            self._bar = self._add(f"records of round {self._number}", records)
+        self._progress.update(self._bar, completed=done)
+        self._lines.print(f"round {self._number}: record {done} of {records}")
+
+
 class RunBar(_Bars):
     """A bar for the rounds of one run, with the result of the last one."""
 

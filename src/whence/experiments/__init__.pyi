@@ -3,9 +3,10 @@ from .comparison import compare as compare
 from .comparison import load_comparison as load_comparison
 from .llm.config import LanguageConfig as LanguageConfig
 from .rl.config import RunConfig as RunConfig
+from .rl.continuations import estimate_advantage as estimate_advantage
+from .rl.continuations import estimate_advantages as estimate_advantages
 from .rl.plan import configure as configure
 from .rl.plan import plan_comparison as plan_comparison
-from .rl.replaying import estimate_advantage as estimate_advantage
 from .rl.stored import load_recording as load_recording
 from .rl.stored import load_round as load_round
 from .rl.training import is_finished as is_finished

@@ -197,7 +197,7 @@ def _estimate(
         return None, ""
     if moment.step is None or moment.episode_id is None:
         return None, "the record's episode or step is not known"
-    from whence.experiments.rl.replaying import estimate_advantage
+    from whence.experiments.rl.continuations import estimate_advantage
 
     try:
         estimate = estimate_advantage(run, number, moment.record_id, env=env, continuations=continuations)

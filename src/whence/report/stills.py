@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import Unsupported, WhenceError
+from whence.errors import WhenceError
 from whence.guards import write_atomically
 from whence.moments import name_action
+from whence.report.canvas import DPI, GREY, HARM, HELP, INK, check_drawing_installed, render_figure, replace_unprintable
 from whence.report.moment_view import MomentView
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, DPI = 1200, 100
-"""Pixels across, and pixels an inch."""
+WIDTH = 1200
+"""Pixels across."""
 
-HELP, HARM, GREY, INK = "#2f74e6", "#d1495b", "#7d8590", "#1f2328"
 BEFORE, AFTER = "#b4b9c2", "#e27411"
 _STRIPS = (("reward", "reward"), ("value", "value"), ("advantage", "advantage"), ("score", "score"))
 _SECONDS = 0.12  # of a GIF's frame; the face's stays longer
@@ -38,15 +38,9 @@ def draw_moment(view: MomentView, path: Path) -> None:
         Unsupported: Matplotlib or Pillow is not installed.
     """
     check_picture_name(path)
-    try:
-        import matplotlib.figure  # noqa: F401
-        import PIL.Image  # noqa: F401
-    except ImportError as missing:
-        raise Unsupported(
-            f"Pictures need {missing.name}, which is not installed: pip install '.[report]'."
-        ) from missing
+    check_drawing_installed()
     animated = path.suffix.lower() == ".gif" and bool(view.frames)
-    images, durations = _animate(view) if animated else ([_render(_lay_out(view)[0])], [0])
+    images, durations = _animate(view) if animated else ([render_figure(_lay_out(view)[0])], [0])
     with write_atomically(path) as temporary:
         _save(images, durations, temporary, "GIF" if path.suffix.lower() == ".gif" else "PNG")
 
@@ -146,7 +140,7 @@ def _draw_frames(figure: "Figure", view: MomentView, steps: Sequence[int], top: 
         for spine in axes.spines.values():
             spine.set(color=_score_colour(view) if is_face else "#d0d7de", linewidth=4 if is_face else 1)
         action = name_action(actions[step], view.action_labels) if step in actions else ""
-        text = _plain(_shorten(f"step {step}: {action}", 30))
+        text = replace_unprintable(_shorten(f"step {step}: {action}", 30))
         title = axes.set_title(text, fontsize=11, color=INK, pad=6, parse_math=False)
         title.set_fontweight("bold" if is_face else "normal")
     return (tall + 0.35) / height
@@ -304,7 +298,7 @@ def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
     from PIL import Image, ImageDraw
 
     figure, place, strips = _lay_out(view, animated=True)
-    background = _render(figure)
+    background = render_figure(figure)
     box = place.get_window_extent()
     height = background.height
     corner = (round(box.x0), round(height - box.y1))
@@ -323,7 +317,9 @@ def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
         edge = (left - 2, corner[1] - 2, left + picture.width + 1, corner[1] + picture.height + 1)
         draw.rectangle(edge, outline=_score_colour(view) if is_face else "#d0d7de", width=4 if is_face else 1)
         action = name_action(actions[step], view.action_labels) if step in actions else ""
-        caption = _plain(_shorten(f"step {step}: {action}", 60)).encode("latin-1", "replace").decode("latin-1")
+        caption = (
+            replace_unprintable(_shorten(f"step {step}: {action}", 60)).encode("latin-1", "replace").decode("latin-1")
+        )
         draw.text((left, corner[1] + picture.height + 6), caption, fill=INK, font_size=15)
         for strip in strips:
             x, y0 = strip.transData.transform((step, strip.get_ylim()[0]))
@@ -332,16 +328,6 @@ def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
         images.append(image)
         durations.append(1200 if is_face else round(_SECONDS * 1000))
     return images, durations
-
-
-def _render(figure: "Figure") -> Any:
-    """Return a figure as a Pillow image, drawn by Agg whatever backend the user has chosen."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL import Image
-
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 
 
 def _column(view: MomentView, key: str, name: str) -> list[tuple[Any, Any]]:
@@ -367,16 +353,16 @@ def _write(
     vertical: str = "center",
 ) -> None:
     figure.text(
-        x, y, _plain(text), fontsize=size, color=colour, fontweight=weight, va=vertical, ha="left", parse_math=False
+        x,
+        y,
+        replace_unprintable(text),
+        fontsize=size,
+        color=colour,
+        fontweight=weight,
+        va=vertical,
+        ha="left",
+        parse_math=False,
     )
-
-
-def _plain(text: str) -> str:
-    """Return text with a box for each character that the font lacks, of which Matplotlib would warn."""
-    from matplotlib.font_manager import findfont, get_font
-
-    known = get_font(findfont("DejaVu Sans")).get_charmap()
-    return "".join(char if char == "\n" or (char.isprintable() and ord(char) in known) else "□" for char in text)
 
 
 def _shorten(text: str, most: int) -> str:
@@ -387,7 +373,7 @@ def _shorten(text: str, most: int) -> str:
 def _wrap(text: str, width: int) -> str:
     import textwrap
 
-    return _plain("\n".join(textwrap.wrap(text, width)[:8]))
+    return replace_unprintable("\n".join(textwrap.wrap(text, width)[:8]))
 
 
 def _format(number: float | None) -> str:

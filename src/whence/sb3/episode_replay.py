@@ -56,6 +56,7 @@ class EpisodeReplay:
         terminated: whether the last action ended the episode.
         truncated: whether the episode was cut off after the last action.
         frames_note: why frames that were asked for are missing; None if none is.
+        inspected: what `inspect` returned before each action, as far as the replay is the stored episode.
     """
 
     episode_id: int
@@ -69,15 +70,22 @@ class EpisodeReplay:
     terminated: bool
     truncated: bool
     frames_note: str | None = None
+    inspected: tuple[Any, ...] = ()
 
 
-def read_episode(run: RunDirectory, episode: int) -> StoredEpisode:
+def read_episode(run: RunDirectory, episode: int, *, near: int | None = None) -> StoredEpisode:
     """Read an episode of a run from all rounds that hold a part of it.
+
+    Args:
+        run: the run.
+        episode: the episode's id.
+        near: a round that holds a part of it, from which its beginning is looked for; None: it is looked for in all.
 
     Raises:
         ReplayError: no round holds its beginning.
     """
-    for number in run.rounds():
+    numbers = run.rounds()
+    for number in numbers if near is None else [each for each in reversed(numbers) if each <= near]:
         began = run.round("episodes", number).filter(pl.col("episode_id") == episode)
         if not began.is_empty():
             break
@@ -87,7 +95,7 @@ def read_episode(run: RunDirectory, episode: int) -> StoredEpisode:
             "run has no such episode. Take a later one."
         )
     parts: list[pl.DataFrame] = []
-    for later in (each for each in run.rounds() if each >= number):
+    for later in (each for each in numbers if each >= number):
         rows = run.round("records", later).filter(pl.col("episode_id") == episode)
         if rows.is_empty():
             break
@@ -107,6 +115,7 @@ def play_again(
     last_step: int | None = None,
     squashed: bool = False,
     raw_observations: bool = True,
+    inspect: Callable[[gym.Env[Any, Any]], Any] | None = None,
 ) -> EpisodeReplay:
     """Play a stored episode again from its generator's state, and check what is observed.
 
@@ -119,6 +128,7 @@ def play_again(
         last_step: the last step to play; None: all that are stored.
         squashed: whether the policy squashes its actions, which are then scaled to the bounds.
         raw_observations: whether stored observations are those of the environment; False if they were normalised.
+        inspect: called with the environment before each action.
 
     Raises:
         ReplayError: the run noted no generator state, or the environment fails.
@@ -136,6 +146,7 @@ def play_again(
         note = explain_no_frames(env) if wanted else None
         observation, info = reset_to(env, stored.generator_state)
         observations: list[Any] = []
+        inspected: list[Any] = []
         rewards = np.full(len(records), np.nan)
         pictures: dict[int, NDArray[np.uint8]] = {}
         mismatch, terminated, truncated = None, False, False
@@ -145,6 +156,8 @@ def play_again(
             observations.append(observation)
             if step in wanted and mismatch is None and note is None:
                 pictures[step] = render(env)
+            if inspect is not None and mismatch is None:
+                inspected.append(inspect(env))
             observation, reward, terminated, truncated, info = env.step(actions[step])
             rewards[step] = float(reward)
             if (terminated or truncated) and step + 1 < len(records):
@@ -162,6 +175,7 @@ def play_again(
         bool(terminated),
         bool(truncated),
         note,
+        tuple(inspected),
     )
 
 

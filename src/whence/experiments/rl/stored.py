@@ -12,18 +12,23 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.preprocessing import is_image_space
 from torch import Tensor
 
+from whence.attribution import attribute
 from whence.counterfactual.outcomes import Evaluate
 from whence.errors import InvalidRecords, RunDirectoryError
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_evaluation_env, make_model_env, measure_return
 from whence.experiments.rl.rebuilding import AnyEnv, build_model, make_replay_env, reads_raw_observations
 from whence.experiments.rl.training import make_model
+from whence.folds import usable_folds
 from whence.guards import preserve_rng_state
+from whence.influence import Influence
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3.episode_replay import play_again, read_episode
+from whence.sb3.objective import model_objective
 from whence.sb3.state import load_tensors, named_tensors
+from whence.targets import Return
 
 
 def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[Any, RecordBatch]:
@@ -52,6 +57,24 @@ def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[A
         if any(name.split(".")[0] == "observation" for name in table.columns):
             raise
     return model, RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
+
+
+def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influence:
+    """Score a round's records for the return, by the policy that collected them; with errors if they can be had.
+
+    Args:
+        run: see `load_round`.
+        number: the round's number, from 1.
+        env: see `load_round`.
+
+    Raises:
+        RunDirectoryError: see `load_round`.
+        ReplayError: see `load_round`.
+    """
+    target = Return()
+    model, records = load_round(run, number, env=env)
+    folds = usable_folds(target, records)
+    return attribute(model.policy, records, target=target, objective=model_objective(model), folds=folds)
 
 
 def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:

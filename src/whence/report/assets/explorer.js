@@ -201,6 +201,8 @@
 
   async function showRest(mine) {
     const parts = shown.scored ? Whence.lists.groups(shown.groups, run().actions) : [];
+    at("map").hidden = !shown.map;
+    at("map-body").replaceChildren(...(shown.map ? Whence.map.show(shown.map) : []));
     at("groups").hidden = !parts.length;
     at("groups-body").replaceChildren(...parts);
     at("changed").hidden = !shown.changed?.length;

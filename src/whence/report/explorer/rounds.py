@@ -58,6 +58,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int 
         "worst": [describe_moment(moment, labels) for moment in worst],
         "best": [describe_moment(moment, labels) for moment in best],
         "groups": _build_groups(run, records, notes),
+        "map": _build_map(run, records, notes),
         "changed": [] if run.is_language or table.is_empty() else _build_changes(run, records, notes),
         "rows": _make_rows(run, table, [*worst, *best]) if rows else None,
         "notes": notes,
@@ -172,6 +173,24 @@ def _build_group(table: pl.DataFrame, by: Any, labels: Labels, names: Labels) ->
         | {name: round_number(row.get(name)) for name in numbers}
         for row in rows
     ]
+
+
+def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, Any] | None:
+    """Return the round's most harmful and helpful records on the map of a grid world; None elsewhere."""
+    if run.is_language or not records.scored or records.table.is_empty():
+        return None
+    number, folder = records.number, run.directory.path
+    files = [run.directory.round_path("records", number), folder / "policies" / f"round_{number:05d}.safetensors"]
+    try:
+        if not run.remember("grid", (), lambda: parts.has_map(run.directory, run.env)):
+            return None
+        drawn: dict[str, Any] | None = run.remember(
+            ("map", number), files, lambda: parts.map_round(run.directory, number, records.table, run.env)
+        )
+        return drawn
+    except (WhenceError, *opening.FOREIGN) as refusal:
+        notes.append(f"The map of this round is not known: {first_line(refusal)}")
+        return None
 
 
 def _build_changes(run: ExploredRun, records: Round, notes: list[str]) -> list[dict[str, Any]]:

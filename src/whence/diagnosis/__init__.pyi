@@ -1,0 +1,2 @@
+from .advantages import judge_advantages as judge_advantages
+from .agreement import summarise_judgement as summarise_judgement

@@ -1,0 +1,201 @@
+"""The records of a round that harm and help the most, on the map of a grid world (LDA Fig. 3, 8)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import polars as pl
+
+from whence.diagnosis.advantages import REPEATS, compare_signs, measure_visits
+from whence.errors import ReplayError
+from whence.experiments.rl.labels import action_labels
+from whence.experiments.rl.rebuilding import AnyEnv, make_replay_env
+from whence.moments import name_action
+from whence.runs import RunDirectory
+from whence.sb3.episode_replay import MakeEnv, open_env, play_again, read_episode
+
+MOST = 100
+"""Records at either end of a round, as in LDA's figures."""
+
+_LAKE_CELLS = MappingProxyType({"S": "start", "F": "floor", "H": "hole", "G": "goal"})
+_LAKE_DIRECTIONS = MappingProxyType({0: 2, 1: 1, 2: 0, 3: 3})
+_MINIGRID_TURNS = MappingProxyType({0: -1, 1: 1, 2: 0})
+
+_STATE = ("cell", "direction", "turn", "action")
+
+
+@dataclass(frozen=True)
+class GridMap:
+    """A grid world, and what the agent did there in the records of the lowest and of the highest scores.
+
+    Attributes:
+        rows: the grid's rows.
+        cols: the grid's columns.
+        cells: what is in each cell, row by row: "floor", "wall", "goal", "start", "hole", or another word.
+        arrows: a row for each `side` ("worst", "best"), cell and action: `cell` (its place in `cells`), `direction` in
+            which the agent acts or looks (0: right, 1: down, 2: left, 3: up), `turn` (0: it goes there, -1: it turns
+            left, 1: right, null: something else), `action` in words, the `count` of records, their mean `score`, the
+            share that was `praised` (its advantage is above 0), and the share whose sign was `wrong` (null: unknown).
+    """
+
+    rows: int
+    cols: int
+    cells: tuple[str, ...]
+    arrows: pl.DataFrame
+
+
+class _Layout(NamedTuple):
+    rows: int
+    cols: int
+    cells: tuple[str, ...]
+
+
+class _Pose(NamedTuple):
+    """Where a MiniGrid's agent is, and the grid around it."""
+
+    cell: int
+    direction: int
+    layout: _Layout
+
+
+def map_extremes(
+    run: RunDirectory, number: int, records: pl.DataFrame, *, most: int = MOST, env: AnyEnv = None
+) -> GridMap | None:
+    """Return the map of the records that harm and help the most; None if the environment has none.
+
+    A map has FrozenLake, whose observations are cells, and MiniGrid, whose episodes are played again to see where the
+    agent is, if all of them have the same walls.
+
+    Args:
+        run: the run.
+        number: the round, from 1.
+        records: its records, with `score`; and with `mismatch`, unless repeated visits are to judge them.
+        most: how many records at either end, as far as their scores are below or above 0.
+        env: the environment, if the run's configuration does not name it.
+
+    Raises:
+        ReplayError: an episode cannot be played again.
+    """
+    if not {"score", "action"} <= {*records.columns} or (world := _read_world(run, env)) is None:
+        return None
+    visited = None if "mismatch" in records.columns else measure_visits(run, number, env=env, least=REPEATS)
+    if visited is not None:
+        records = compare_signs(records.join(visited, on="record_id", how="left"))
+    extremes = _choose_extremes(records, most)
+    if isinstance(world, _Layout):
+        placed, layout = _place_by_observation(extremes), world
+    else:
+        poses = _replay_poses(run, extremes, world)
+        layouts = {pose.layout for pose in poses.values()}
+        if len(layouts) != 1:
+            return None
+        placed, layout = _place_by_pose(extremes, poses), layouts.pop()
+    name = env if isinstance(env, str) else run.config.get("env")
+    return GridMap(*layout, _count_arrows(placed, name if isinstance(name, str) else None))
+
+
+def has_map(run: RunDirectory, *, env: AnyEnv = None) -> bool:
+    """Return whether a run's environment is a grid world that `map_extremes` knows."""
+    return _read_world(run, env) is not None
+
+
+def _read_world(run: RunDirectory, env: AnyEnv) -> _Layout | MakeEnv | None:
+    """Return the layout of a lake, a function that makes a MiniGrid; None of anything else, or what cannot be made."""
+    try:
+        make_env = make_replay_env(run, env)
+        with open_env(make_env) as opened:
+            lake = _read_lake(opened)
+            return make_env if lake is None and _is_minigrid(opened) else lake
+    except ReplayError:
+        return None
+
+
+def describe_map(grid: GridMap) -> dict[str, Any]:
+    """Return a map in JSON types."""
+    return {"rows": grid.rows, "cols": grid.cols, "cells": list(grid.cells), "arrows": grid.arrows.to_dicts()}
+
+
+def _choose_extremes(records: pl.DataFrame, most: int) -> pl.DataFrame:
+    """Return the records of the lowest scores below 0 and of the highest above 0, with their `side`."""
+    ends = [
+        records.filter(sign * pl.col("score") > 0).sort(sign * pl.col("score"), "record_id", descending=[True, False])
+        for sign in (-1, 1)
+    ]
+    sides = zip(ends, ("worst", "best"), strict=True)
+    return pl.concat([end.head(most).with_columns(side=pl.lit(side)) for end, side in sides])
+
+
+def _read_lake(env: gym.Env[Any, Any]) -> _Layout | None:
+    """Return the map of an environment whose observations are the cells of its `desc`, as FrozenLake's are."""
+    desc: Any = getattr(env.unwrapped, "desc", None)
+    space = env.observation_space
+    if getattr(desc, "ndim", 0) != 2 or not isinstance(space, gym.spaces.Discrete) or desc.size != space.n:
+        return None
+    texts = [cell.decode("ascii", "replace") if isinstance(cell, bytes) else str(cell) for cell in desc.flat]
+    rows, cols = desc.shape
+    return _Layout(rows, cols, tuple(_LAKE_CELLS.get(text, text) for text in texts))
+
+
+def _is_minigrid(env: gym.Env[Any, Any]) -> bool:
+    return all(hasattr(env.unwrapped, name) for name in ("agent_pos", "agent_dir", "grid"))
+
+
+def _read_pose(env: gym.Env[Any, Any], layouts: dict[int, _Layout]) -> _Pose:
+    """Return a MiniGrid's pose; its layout is read before the first action, since the agent may open doors."""
+    base: Any = env.unwrapped
+    if 0 not in layouts:
+        grid = base.grid
+        objects = [grid.get(column, row) for row in range(grid.height) for column in range(grid.width)]
+        cells = tuple("floor" if each is None else str(each.type) for each in objects)
+        layouts[0] = _Layout(grid.height, grid.width, cells)
+    column, row = (int(at) for at in base.agent_pos)
+    return _Pose(row * layouts[0].cols + column, int(base.agent_dir), layouts[0])
+
+
+def _replay_poses(run: RunDirectory, extremes: pl.DataFrame, make_env: MakeEnv) -> dict[int, _Pose]:
+    """Return where the agent was in each record, by the record's id."""
+    poses: dict[int, _Pose] = {}
+    known = extremes.drop_nulls(["episode_id", "step"])
+    for (episode,), rows in known.group_by("episode_id", maintain_order=True):
+        stored = read_episode(run, int(episode))
+        inspect = partial(_read_pose, layouts={})
+        replay = play_again(make_env, stored, last_step=int(rows["step"].to_numpy().max()), inspect=inspect)
+        if replay.mismatch is not None:
+            raise ReplayError(replay.mismatch)
+        poses |= {record: replay.inspected[step] for record, step in rows.select("record_id", "step").iter_rows()}
+    return poses
+
+
+def _place_by_observation(extremes: pl.DataFrame) -> pl.DataFrame:
+    directions = pl.col("action").replace_strict(_LAKE_DIRECTIONS, default=None, return_dtype=pl.Int64)
+    return extremes.with_columns(
+        cell=pl.col("observation").cast(pl.Int64), direction=directions, turn=pl.lit(0, pl.Int64)
+    )
+
+
+def _place_by_pose(extremes: pl.DataFrame, poses: Mapping[int, _Pose]) -> pl.DataFrame:
+    places = pl.DataFrame(
+        [(record, pose.cell, pose.direction) for record, pose in poses.items()],
+        schema={"record_id": pl.Int64, "cell": pl.Int64, "direction": pl.Int64},
+        orient="row",
+    )
+    turns = pl.col("action").replace_strict(_MINIGRID_TURNS, default=None, return_dtype=pl.Int64)
+    return extremes.with_columns(turn=turns).join(places, on="record_id", how="inner")
+
+
+def _count_arrows(placed: pl.DataFrame, env_id: str | None) -> pl.DataFrame:
+    """Return the records by side, cell and action, those of most records first."""
+    wrong = pl.col("mismatch").cast(pl.Float64).mean() if "mismatch" in placed.columns else pl.lit(None, pl.Float64)
+    counted = placed.group_by("side", *_STATE).agg(
+        count=pl.len().cast(pl.Int64),
+        score=pl.col("score").cast(pl.Float64).mean(),
+        praised=(pl.col("advantage") > 0).mean(),
+        wrong=wrong,
+    )
+    labels = action_labels(env_id)
+    names = [name_action(action, labels) for action in counted["action"].to_list()]
+    ordered = counted.with_columns(pl.Series("action", names, dtype=pl.String))
+    return ordered.sort("side", "count", *_STATE, descending=[True, True, False, False, False, False])

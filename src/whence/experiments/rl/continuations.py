@@ -1,0 +1,300 @@
+"""Advantages measured by going on from a record many times with the policy that collected it."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+
+from whence.errors import ReplayError
+from whence.experiments.rl.rebuilding import AnyEnv, is_squashed, make_replay_env, reads_raw_observations
+from whence.experiments.rl.stored import load_model
+from whence.guards import preserve_rng_state
+from whence.runs import RunDirectory
+from whence.sb3.episode_replay import (
+    MakeEnv,
+    StoredEpisode,
+    open_env,
+    play_again,
+    read_episode,
+    reset_to,
+)
+from whence.sb3.episodes import DIGEST, RecordResets
+
+LONGEST = 10_000
+"""Steps after which a continuation is cut off and the critic's value taken for the rest."""
+
+OnRecord = Callable[[int, int], None]
+"""Called with the number of records that are measured, and of all."""
+
+Envs = list[gym.Env[Any, Any]]
+
+_SCHEMA = {"record_id": pl.Int64} | dict.fromkeys(
+    ("mc_advantage", "mc_error", "mc_value", "mc_value_error"), pl.Float64
+)
+
+
+def estimate_advantage(
+    run: RunDirectory | str | Path,
+    number: int,
+    record: int,
+    *,
+    env: AnyEnv = None,
+    continuations: int = 16,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Estimate a record's advantage under the round's policy from fresh continuations, with its standard error.
+
+    The same numbers as those of `estimate_advantages`, for one record.
+
+    Args:
+        run: the run, or its directory.
+        number: the round.
+        record: the record's id.
+        env: see `replay_episode`.
+        continuations: at least 2.
+        seed: seeds environments and actions from the record on.
+
+    Raises:
+        ReplayError: the episode cannot be played again up to the record, or observations were normalised.
+        RunDirectoryError: the policy cannot be built again.
+    """
+    table = estimate_advantages(run, number, [record], env=env, continuations=continuations, seed=seed)
+    return table["mc_advantage"][0], table["mc_error"][0]
+
+
+def estimate_advantages(
+    run: RunDirectory | str | Path,
+    number: int,
+    records: Sequence[int],
+    *,
+    env: AnyEnv = None,
+    continuations: int = 16,
+    seed: int = 0,
+    on_record: OnRecord | None = None,
+) -> pl.DataFrame:
+    """Estimate records' advantages under the round's policy from fresh continuations, with standard errors.
+
+    Each episode is played again and checked against what was stored. From a record each continuation goes on twice with
+    the same randomness of the environment: once with the record's action first, once with the policy's. The estimate is
+    the mean difference of the discounted returns. What a record's estimate is does not depend on the other records.
+
+    Args:
+        run: the run, or its directory.
+        number: the round.
+        records: their ids.
+        env: see `replay_episode`.
+        continuations: at least 2.
+        seed: with the record's id, seeds environments and actions from the record on.
+        on_record: called after each record.
+
+    Returns:
+        A row for each record, in their order: `record_id`, `mc_advantage`, `mc_error`, and the value of the state by
+        the continuations that follow the policy, `mc_value` with `mc_value_error`.
+
+    Raises:
+        ReplayError: an episode cannot be played again up to a record, or observations were normalised.
+        RunDirectoryError: the policy cannot be built again.
+    """
+    run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
+    if continuations < 2:
+        raise ReplayError(f"continuations is {continuations}; at least 2 are needed for an error.")
+    if not reads_raw_observations(run):
+        raise ReplayError("The policy reads normalised or stacked observations, which continuations do not rebuild.")
+    by_episode = _group_by_episode(run, number, records)
+    model, make_env = load_model(run, number, env=env), make_replay_env(run, env)
+    rows: dict[int, tuple[float, ...]] = {}
+    with ExitStack() as stack:
+        rebuild: Rebuild | None = None
+        for episode, steps in by_episode.items():
+            stored = read_episode(run, episode, near=number)
+            replay = play_again(make_env, stored, last_step=max(steps.values()), squashed=is_squashed(run))
+            if replay.mismatch is not None:
+                raise ReplayError(replay.mismatch)
+            if rebuild is None:
+                rebuild = _choose_rebuilding(make_env, stored, replay.actions, 2 * continuations, stack)
+            ordered = sorted(steps, key=lambda record: steps[record])
+            for record, state in zip(
+                ordered, rebuild(stored, replay.actions, [steps[record] for record in ordered]), strict=True
+            ):
+                returns = _continue(model, state, replay.actions[state.step], np.random.SeedSequence([seed, record]))
+                rows[record] = _summarise(returns)
+                if on_record is not None:
+                    on_record(len(rows), len(records))
+    return pl.DataFrame([(record, *rows[record]) for record in records], schema=_SCHEMA, orient="row")
+
+
+def _group_by_episode(run: RunDirectory, number: int, records: Sequence[int]) -> dict[int, dict[int, int]]:
+    """Return the records' steps, by episode and record.
+
+    Raises:
+        ReplayError: the round does not hold a record, or its place in an episode is not known.
+    """
+    table = run.round("records", number)
+    rows = {row["record_id"]: row for row in table.select("record_id", "episode_id", "step").iter_rows(named=True)}
+    grouped: dict[int, dict[int, int]] = {}
+    for record in records:
+        if record not in rows:
+            raise ReplayError(f"Record {record} is not in round {number} of {run.path}.")
+        episode, step = rows[record]["episode_id"], rows[record]["step"]
+        if episode is None or step is None:
+            raise ReplayError(
+                f"Record {record} of {run.path} has no known place in an episode, so its state cannot be rebuilt. Take "
+                "a record of an episode that began in the run."
+            )
+        grouped.setdefault(episode, {})[record] = step
+    # The longest first, by which it is seen whether environments can be copied.
+    return dict(sorted(grouped.items(), key=lambda item: -max(item[1].values())))
+
+
+def _summarise(returns: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Return the mean of the paired differences and of the policy's returns, each with its standard error."""
+    pairs = len(returns) // 2
+    numbers: list[float] = []
+    for values in (returns[:pairs] - returns[pairs:], returns[pairs:]):
+        numbers += [float(values.mean()), float(values.std(ddof=1) / np.sqrt(pairs))]
+    return numbers[0], numbers[1], numbers[2], numbers[3]
+
+
+class RebuiltState(NamedTuple):
+    """A record's state, in several environments.
+
+    Attributes:
+        step: the record's step.
+        envs: environments in that state, each of which may be stepped.
+        observation: what the agent sees there.
+    """
+
+    step: int
+    envs: Envs
+    observation: Any
+
+
+Rebuild = Callable[[StoredEpisode, NDArray[Any], Sequence[int]], Iterator[RebuiltState]]
+"""Takes an episode, its actions and some steps in order, and yields the state before each; the former is then void."""
+
+
+def _choose_rebuilding(
+    make_env: MakeEnv, stored: StoredEpisode, actions: NDArray[Any], count: int, stack: ExitStack
+) -> Rebuild:
+    """Return how states are rebuilt: by copies of an environment if that can be done, else by playing in `count`."""
+    first = stack.enter_context(open_env(make_env))
+    if can_be_copied(first, stored, actions):
+        return partial(_copy_states, first, count)
+    return partial(_replay_states, [first, *(stack.enter_context(open_env(make_env)) for _ in range(count - 1))])
+
+
+def _copy_states(
+    env: RecordResets, count: int, stored: StoredEpisode, actions: NDArray[Any], steps: Sequence[int]
+) -> Iterator[RebuiltState]:
+    observation, done = _play_to(env, stored, actions[:0]), 0
+    for step in steps:
+        for action in actions[done:step]:
+            observation = env.env.step(action)[0]
+        done = step
+        yield RebuiltState(step, [copy.deepcopy(env.env) for _ in range(count)], observation)
+
+
+def _replay_states(
+    envs: Sequence[RecordResets], stored: StoredEpisode, actions: NDArray[Any], steps: Sequence[int]
+) -> Iterator[RebuiltState]:
+    for step in steps:
+        observations = [_play_to(env, stored, actions[:step]) for env in envs]
+        yield RebuiltState(step, [env.env for env in envs], observations[0])
+
+
+def _play_to(env: RecordResets, stored: StoredEpisode, actions: NDArray[Any]) -> Any:
+    """Play an episode's first actions again, and return the last observation."""
+    assert stored.generator_state is not None  # else it was not played again before
+    observation, _ = reset_to(env, stored.generator_state)
+    for action in actions:
+        observation = env.env.step(action)[0]
+    return observation
+
+
+def can_be_copied(env: RecordResets, stored: StoredEpisode, actions: NDArray[Any]) -> bool:
+    """Return whether a copy of an environment goes on as the environment itself would, and leaves it alone.
+
+    Some environments cannot be copied, some are made anew by a copy, and some share with it what lies outside Python.
+
+    Args:
+        env: the environment.
+        stored: an episode.
+        actions: its first actions; a copy after half of them has to go on as the environment did.
+    """
+    half = len(actions) // 2
+    _play_to(env, stored, actions[:half])
+    expected = _trace(env, actions[half:])
+    _play_to(env, stored, actions[:half])
+    try:
+        trace = _trace(copy.deepcopy(env), actions[half:])
+    except Exception:  # whatever an environment's own code raises that is half copied
+        return False
+    return trace == expected and _trace(env, actions[half:]) == expected
+
+
+def _trace(env: RecordResets, actions: NDArray[Any]) -> list[tuple[Any, ...]]:
+    """Return what follows from actions: digests of observations, rewards, and whether the episode ended."""
+    results = [env.step(action) for action in actions]
+    return [(info[DIGEST], float(reward), ended, cut) for _, reward, ended, cut, info in results]
+
+
+def _continue(model: Any, state: RebuiltState, first_action: Any, seeds: np.random.SeedSequence) -> NDArray[np.float64]:
+    """Return the discounted returns of continuations, one in each environment; the first half begins with an action.
+
+    Args:
+        model: holds the policy.
+        state: with 2n environments.
+        first_action: the first action of the first n.
+        seeds: of the environments, two of which share each, and of the actions.
+    """
+    envs, half = state.envs, len(state.envs) // 2
+    *env_seeds, action_seed = seeds.spawn(half + 1)
+    observations, returns = [state.observation] * len(envs), np.zeros(len(envs))
+    for position, env in enumerate(envs):
+        env.unwrapped.np_random = np.random.default_rng(env_seeds[position % half])
+    alive, discount = list(range(len(envs))), 1.0
+    with preserve_rng_state():
+        torch.manual_seed(int(action_seed.generate_state(1)[0]))
+        for passed in range(LONGEST):
+            chosen = _act(model, [observations[position] for position in alive])
+            still = []
+            for position, action in zip(alive, chosen, strict=True):
+                taken = first_action if passed == 0 and position < half else action
+                observation, reward, terminated, truncated, _ = envs[position].step(taken)
+                returns[position] += discount * float(reward)
+                observations[position] = observation
+                if truncated and not terminated:
+                    returns[position] += discount * model.gamma * _value(model, observation)
+                if not (terminated or truncated):
+                    still.append(position)
+            alive, discount = still, discount * model.gamma
+            if not alive:
+                break
+        for position in alive:
+            returns[position] += discount * _value(model, observations[position])
+    return returns
+
+
+def _stack(observations: list[Any]) -> Any:
+    if isinstance(observations[0], dict):
+        return {name: np.stack([each[name] for each in observations]) for name in observations[0]}
+    return np.stack([np.asarray(each) for each in observations])
+
+
+def _act(model: Any, observations: list[Any]) -> NDArray[Any]:
+    actions: NDArray[Any] = model.predict(_stack(observations), deterministic=False)[0]
+    return actions
+
+
+def _value(model: Any, observation: Any) -> float:
+    with torch.no_grad():
+        tensor, _ = model.policy.obs_to_tensor(_stack([observation]))
+        return float(model.policy.predict_values(tensor))

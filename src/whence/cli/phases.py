@@ -73,9 +73,7 @@ def phases(
         )
     labels = action_labels(find_env(directory, env))
     contents = [summarise_history(history, labels) for history in histories]
-    files = [
-        write_history(directory, history, content) for history, content in zip(histories, contents, strict=True)
-    ]
+    files = [write_history(directory, history, content) for history, content in zip(histories, contents, strict=True)]
     pictures = [] if out is None else _draw(directory, contents, out, env)
     if json:
         print_json({"run": str(run), "histories": contents, "pictures": list(map(str, pictures))})
@@ -100,7 +98,9 @@ def _read_behaviours(
 
     given = options.parse_action(observation, action)
     if find is not None and (record or given):
-        raise WhenceError("--find looks for behaviours, and --record, --observation and --action name one. Leave out one.")
+        raise WhenceError(
+            "--find looks for behaviours; --record, or --observation and --action, name one. Give either."
+        )
     if record and observation is not None:
         raise WhenceError("Give --record, or --observation and --action; not both.")
     if record:
@@ -115,12 +115,12 @@ def _read_behaviours(
 def _draw(run: "RunDirectory", contents: Sequence[dict[str, Any]], out: Path, env: str | None) -> list[Path]:
     """Draw a picture of each history: OUT, OUT-2 and so on."""
     from whence.cli.console import errors
-    from whence.report.phase_picture import draw_history
+    from whence.report.phase_picture import draw_picture
 
     paths = [out if place == 1 else out.with_stem(f"{out.stem}-{place}") for place in range(1, len(contents) + 1)]
     with errors.status("Playing the moments again …"):
         for content, path in zip(contents, paths, strict=True):
-            draw_history(run, content, path, env=env)
+            draw_picture(run, content, path, env=env)
     return paths
 
 
@@ -140,9 +140,9 @@ def print_history(content: dict[str, Any]) -> None:
     headings = ["rounds", "roughness", "/ permuted", kind, "associated", "nearer than"]
     console.print(make_table("Phases", headings, rows))
     print_line(
-        f"associated: of each round's {content['top']} highest records, those that took the action with a positive "
-        "advantage or another with a negative one. nearer than: the share of the round's records that are farther from "
-        "the behaviour's state than these."
+        f"associated: of each round's {content['top']} highest records, those that took the action with an advantage "
+        "above 0, or another with one below 0, as PPO normalises advantages. nearer than: the share of the round's "
+        "records that are farther from the behaviour's state than these."
     )
     moments = [
         [
@@ -152,7 +152,7 @@ def print_history(content: dict[str, Any]) -> None:
         for phase in content["phases"]
         for moment in phase["moments"]
     ]
-    headings = ["phase", "round", "record", "episode", "steps", "action", "advantage, score"]
+    headings = ["phase", "round", "record", "episode", "steps", "action", "raw advantage, score"]
     console.print(make_table("Moments that raised the behaviour most, in each phase", headings, moments))
 
 

@@ -16,9 +16,9 @@ from whence.runs import RunDirectory, write_run_file
 FORMAT, VERSION = "whence-phases", 1
 
 _VERDICTS = {
-    "three phases": "LDA's three phases appear: roughness falls twice",
-    "one fall": "LDA's three phases do not appear: roughness ends lower, but does not fall twice",
-    "no fall": "LDA's three phases do not appear: roughness does not fall",
+    "three phases": "LDA's three phases appear (roughness falls twice)",
+    "one fall": "LDA's three phases do not appear (roughness ends lower, but does not fall twice)",
+    "no fall": "LDA's three phases do not appear (roughness does not end lower)",
 }
 
 
@@ -28,13 +28,23 @@ def describe_history(history: History) -> list[str]:
     if history.pattern is None:
         return [*sentences, "No round has three records with a positive score, so there is no roughness."]
     levels = [(phase.first, phase.last, phase.roughness) for phase in history.phases]
-    count = len(history.permuted_patterns)
-    same = history.permuted_patterns.count(history.pattern)
-    sentences.append(f"{_VERDICTS[history.pattern]}, {_list_levels(levels)}.")
-    sentences.append(f"Of {count} histories with the scores permuted over the same records, {same} do the same.")
+    sentences.append(f"{_VERDICTS[history.pattern]}: {_list_levels(levels)}.")
+    sentences.append(_describe_permuted(history))
     if history.relative_phases:
         sentences.append(_describe_relative(history.relative_phases))
     return sentences
+
+
+def _describe_permuted(history: History) -> str:
+    """Return how often permuted scores have the same pattern, which then needs no likeness of similar states."""
+    count = len(history.permuted_patterns)
+    same = history.permuted_patterns.count(history.pattern)
+    text = f"Of {count} histories with the scores permuted over the same records, {same} show the same"
+    if history.pattern == "no fall":
+        return f"{text}."
+    if same > count / 20:
+        return f"{text}: the spread of the scores alone can make it, without any likeness of similar states."
+    return f"{text}: the spread of the scores alone does not make it."
 
 
 def _describe_rise(history: History) -> str:
@@ -72,18 +82,16 @@ def find_rise(values: Sequence[float]) -> tuple[int, int] | None:
 
 
 def _list_levels(levels: Sequence[tuple[int, int, float]]) -> str:
-    texts = [f"{level:.2g} (rounds {first}–{last})" for first, last, level in levels]
-    return texts[0] if len(texts) == 1 else f"from {' to '.join(texts)}"
+    return ", ".join(f"{level:.2g} in rounds {first}–{last}" for first, last, level in levels)
 
 
 def _describe_relative(levels: Sequence[tuple[int, int, float]]) -> str:
-    """Return what roughness over that of permuted scores does: whether similar states came to score alike."""
-    text = f"Over the mean roughness of permuted scores (1: similarity does not matter), it is {_list_levels(levels)}"
+    """Return what roughness over that of permuted scores does: when similar states scored most alike."""
+    text = f"Divided by the mean of permuted scores, roughness is {_list_levels(levels)}; at 1, similarity is no matter"
     if len(levels) == 1:
-        return f"{text}, with no change: how alike similar states score stayed the same."
-    if levels[-1][2] < levels[0][2]:
-        return f"{text}: similar states came to score more alike."
-    return f"{text}: similar states did not come to score more alike."
+        return f"{text}. It did not change measurably."
+    first, last, _ = min(levels, key=lambda level: level[2])
+    return f"{text}. Similar states scored most alike in rounds {first} to {last}."
 
 
 def summarise_history(history: History, labels: Sequence[str] | None = None) -> dict[str, Any]:

@@ -82,8 +82,8 @@ class History:
             collected the round and under the next; `nodes`, records with a positive score; `roughness`; of permuted
             scores the `expected` roughness, and the `low` and `high` of all permutations; `relative`, roughness over
             expected; of the `TOP` highest records, `association`, the share that took the behaviour's discrete action
-            with a positive advantage or another with a negative one, and `nearness`, the mean share of the round's
-            records that are farther from the behaviour's state. What is not defined is null.
+            with a normalised advantage above 0 or another with one below 0, and `nearness`, the mean share of the
+            round's records that are farther from the behaviour's state. What is not defined is null.
         phases: in the order of time; none if no round has a roughness.
         relative_phases: the same of `relative`, each by its first and last round and its level.
         permuted_patterns: the pattern of each permutation's roughness over the rounds; see `name_pattern`.
@@ -203,14 +203,10 @@ def _read_round(run: RunDirectory, number: int, model: Any, final: Any, env: Any
     )
 
 
-def _score(
-    model: Any, records: RecordBatch, targets: Sequence[Action], engine: str
-) -> list[Float[np.ndarray, " n"]]:
+def _score(model: Any, records: RecordBatch, targets: Sequence[Action], engine: str) -> list[Float[np.ndarray, " n"]]:
     """Return the records' scores for each target, from one pass over the records."""
     by_place = {str(place): target for place, target in enumerate(targets)}
-    influences = attribute(
-        model.policy, records, target=by_place, objective=model_objective(model), engine=engine
-    )
+    influences = attribute(model.policy, records, target=by_place, objective=model_objective(model), engine=engine)
     return [influences[place].scores.double().numpy() for place in by_place]
 
 

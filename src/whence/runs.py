@@ -226,6 +226,10 @@ class RunDirectory:
         """List the rounds whose records were written."""
         return self._numbers("records", "parquet")
 
+    def policies(self) -> list[int]:
+        """List the numbers of the policies that were written: those of `policy`."""
+        return self._numbers("policies", "safetensors")
+
     def recorded_rounds(self) -> list[int]:
         """List the rounds whose optimisation was recorded."""
         return self._numbers("recordings", "safetensors")
@@ -303,7 +307,7 @@ def _system_reason(error: Exception) -> str:
 
 def _remove_rounds(path: Path) -> None:
     """Delete everything that a run wrote except its configuration."""
-    for name in (*get_args(PerRound), "policies", "recordings"):
+    for name in (*get_args(PerRound), "policies", "recordings", "phases"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in get_args(Table):
         (path / f"{name}.parquet").unlink(missing_ok=True)

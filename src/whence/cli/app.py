@@ -52,6 +52,10 @@ COMMANDS: Mapping[str, Command] = {
         "show:show", "Show one moment of a run: what the agent saw and did, what it scored, and what the round changed."
     ),
     "diagnose": Command("diagnose:diagnose", "Tell whether the advantages were wrong in the records that harm."),
+    "phases": Command(
+        "phases:phases",
+        "Tell when a behaviour arose and from which records: its probability, its scores' roughness, its phases.",
+    ),
     "export": Command("export:export", "Write a run's records as Parquet, JSON lines or a Rerun recording."),
     "view": Command("view:view", "Serve the page of a run on this machine, live while training goes on, until Ctrl-C."),
     "report": Command("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),

@@ -82,19 +82,25 @@ class ComparisonBars(_Bars):
 
 
 class RoundBar(_Bars):
-    """A bar for the rounds of a page that is written."""
+    """A bar for the rounds of a run that is gone through, such as those of a page that is written.
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    Args:
+        what: what is done to a round, as in "rounds embedded".
+        clock: for tests.
+    """
+
+    def __init__(self, what: str = "embedded", clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
+        self._what = what
         self._bar: TaskID | None = None
 
     def update(self, done: int, rounds: int) -> None:
-        """Show how many rounds are embedded, of all."""
+        """Show how many rounds are done, of all."""
         if self._bar is None:
-            self._bar = self._add("rounds of the page", rounds)
+            self._bar = self._add(f"rounds {self._what}", rounds)
         self._progress.update(self._bar, completed=done)
         if rounds > 1:
-            self._lines.print(f"page: round {done} of {rounds}")
+            self._lines.print(f"{self._what}: round {done} of {rounds}")
 
 
 class RecordBar(_Bars):

@@ -10,7 +10,7 @@ import polars as pl
 from whence.diagnosis.agreement import BANDS
 from whence.diagnosis.grid_map import GridMap
 from whence.guards import write_atomically
-from whence.report.canvas import DPI, GREY, HARM, HELP, INK, check_drawing_installed, render_figure, replace_unprintable
+from whence.report.canvas import DPI, GREY, HARM, HELP, INK, check_libraries, keep_drawable, render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,11 +55,11 @@ def draw_judgements(name: str, rounds: Sequence[JudgedRound], path: Path) -> Non
     Raises:
         Unsupported: Matplotlib or Pillow is not installed.
     """
-    check_drawing_installed()
+    check_libraries()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT * len(rounds) / DPI), dpi=DPI, facecolor="white", layout="constrained")
-    figure.suptitle(replace_unprintable(name), fontsize=14, x=0.01, ha="left", color=INK, parse_math=False)
+    figure.suptitle(keep_drawable(name), fontsize=14, x=0.01, ha="left", color=INK, parse_math=False)
     columns = 4 if any(judged.map is not None for judged in rounds) else 2
     grid = figure.subplots(len(rounds), columns, squeeze=False)
     for axes, judged in zip(grid, rounds, strict=True):
@@ -73,7 +73,7 @@ def draw_judgements(name: str, rounds: Sequence[JudgedRound], path: Path) -> Non
     if columns == 4:
         figure.supxlabel(LEGEND, fontsize=9.5, color=GREY, x=0.99, ha="right")
     with write_atomically(path) as temporary:
-        render_figure(figure).save(temporary, format="PNG")
+        render(figure).save(temporary, format="PNG")
 
 
 def _draw_distances(axes: "Axes", shown: JudgedRound) -> None:

@@ -1,4 +1,4 @@
-"""What pictures that Matplotlib draws share: colours, and figures as images."""
+"""What pictures share: their colours, how text is put into them, how they are rendered."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,17 +9,17 @@ from whence.errors import Unsupported
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 100
-"""Pixels an inch."""
+WIDTH, DPI = 1200, 100
+"""Pixels across, and pixels an inch."""
 
 HELP, HARM, GREY, INK = "#2f74e6", "#d1495b", "#7d8590", "#1f2328"
 
 
-def check_drawing_installed() -> None:
-    """Refuse to draw without the libraries that it needs.
+def check_libraries() -> None:
+    """Refuse to draw without Matplotlib or Pillow.
 
     Raises:
-        Unsupported: Matplotlib or Pillow is not installed.
+        Unsupported: one is not installed.
     """
     try:
         import matplotlib.figure  # noqa: F401
@@ -30,7 +30,7 @@ def check_drawing_installed() -> None:
         ) from missing
 
 
-def render_figure(figure: "Figure") -> Any:
+def render(figure: "Figure") -> Any:
     """Return a figure as a Pillow image, drawn by Agg whatever backend the user has chosen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
@@ -40,9 +40,43 @@ def render_figure(figure: "Figure") -> Any:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 
 
-def replace_unprintable(text: str) -> str:
+def write_text(
+    figure: "Figure",
+    x: float,
+    y: float,
+    text: str,
+    size: float,
+    colour: str,
+    *,
+    weight: str = "normal",
+    vertical: str = "center",
+) -> None:
+    """Write text into a figure, left-aligned, at a place from (0, 0) to (1, 1): as it is, never as mathematics."""
+    shown = keep_drawable(text)
+    figure.text(x, y, shown, fontsize=size, color=colour, fontweight=weight, va=vertical, ha="left", parse_math=False)
+
+
+def keep_drawable(text: str) -> str:
     """Return text with a box for each character that the font lacks, of which Matplotlib would warn."""
     from matplotlib.font_manager import findfont, get_font
 
     known = get_font(findfont("DejaVu Sans")).get_charmap()
     return "".join(char if char == "\n" or (char.isprintable() and ord(char) in known) else "□" for char in text)
+
+
+def shorten(text: str, most: int) -> str:
+    """Return text on one line, cut off after so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def wrap(text: str, width: int) -> str:
+    """Return text in lines of so many characters, eight at most."""
+    import textwrap
+
+    return keep_drawable("\n".join(textwrap.wrap(text, width)[:8]))
+
+
+def format_number(number: float | None) -> str:
+    """Return a number at three digits; a dash if there is none."""
+    return "–" if number is None else f"{number:.3g}"

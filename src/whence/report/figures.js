@@ -93,7 +93,10 @@
 
   // Called with the figures of a run that goes on; figures that are new wait until the page is loaded again.
   window.updateFigures = (news) => {
-    news.slice(0, figures.length).forEach(({ figure }, number) => { figures[number] = figure; });
+    for (const { title, figure } of news) {
+      const number = holders.findIndex((holder) => holder.getAttribute("aria-label") === title);
+      if (number >= 0) figures[number] = figure;
+    }
     drawAll();
   };
 })();

@@ -69,7 +69,7 @@ def approximate_kl(metrics: pl.DataFrame, colours: Colours | None = None) -> go.
 
 def influence_distribution(metrics: pl.DataFrame, arm: str, colours: Colours | None = None) -> go.Figure:
     """Draw, for one arm, the quantiles of the scores by round, each round's mean over seeds."""
-    figure = _make_figure("influence (score)").update_yaxes(zeroline=True)
+    figure = make_figure("influence (score)").update_yaxes(zeroline=True)
     colour = (colours or arm_colours(metrics["arm"]))[arm]
     scored = metrics.filter(pl.col("arm") == arm).drop_nulls("q50")
     means = scored.group_by("round").agg(pl.col("^q\\d\\d$").mean()).sort("round")
@@ -79,7 +79,7 @@ def influence_distribution(metrics: pl.DataFrame, arm: str, colours: Colours | N
         name = f"{low[1:].lstrip('0')} to {high[1:]}%"
         figure.add_scatter(x=rounds, y=means[low].to_list(), **edge, showlegend=False)
         figure.add_scatter(
-            x=rounds, y=means[high].to_list(), **edge, fill="tonexty", fillcolor=_fade(colour, opacity), name=name
+            x=rounds, y=means[high].to_list(), **edge, fill="tonexty", fillcolor=shade(colour, opacity), name=name
         )
     figure.add_scatter(x=rounds, y=means["q50"].to_list(), line_color=colour, mode=_mode(rounds), name="median")
     return _mark_whole_rounds(figure, means)
@@ -97,7 +97,7 @@ def seconds_by_stage(timings: pl.DataFrame, clock: str = "cpu") -> go.Figure:
         timings: with columns `arm` and, for each stage, `STAGE_CLOCK`.
         clock: "cpu", the process's, or "wall".
     """
-    figure = _make_figure("")
+    figure = make_figure("")
     arms = _arms(timings)
     for stage in stages_of(timings, clock):
         means = [timings.filter(pl.col("arm") == arm)[f"{stage}_{clock}"].mean() for arm in arms]
@@ -117,7 +117,7 @@ def interventions_box(changes: pl.DataFrame) -> go.Figure:
         changes: with columns `run` (the text below its boxes), `variant` and `change`, a row for each round; rows
             without a change are left out.
     """
-    figure = _make_figure("change of the test return").update_yaxes(zeroline=True, zerolinecolor=COLOURS[4])
+    figure = make_figure("change of the test return").update_yaxes(zeroline=True, zerolinecolor=COLOURS[4])
     for variant, colour in zip(("filtered", "random"), COLOURS[1:], strict=False):
         rounds = changes.filter(pl.col("variant") == variant).drop_nulls("change")
         figure.add_box(
@@ -136,7 +136,7 @@ def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours |
         title: the axis's title, with the unit.
         colours: the arms' colours; None: in the order of the arms in the table.
     """
-    figure = _make_figure(title)
+    figure = make_figure(title)
     colours = colours or arm_colours(table["arm"])
     dashes = _dashes(colours)
     for arm, statistics in _seed_statistics(table.drop_nulls(column), column):
@@ -146,7 +146,7 @@ def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours |
         if not statistics["low"].equals(statistics["high"]):
             figure.add_scatter(x=rounds, y=statistics["low"].to_list(), **band)
             figure.add_scatter(
-                x=rounds, y=statistics["high"].to_list(), fill="tonexty", fillcolor=_fade(colour, 0.16), **band
+                x=rounds, y=statistics["high"].to_list(), fill="tonexty", fillcolor=shade(colour, 0.16), **band
             )
         figure.add_scatter(
             **{"x": rounds, "y": statistics["mean"].to_list(), "mode": _mode(rounds), "name": _escape(arm)},
@@ -174,7 +174,8 @@ def _seed_statistics(table: pl.DataFrame, column: str) -> Iterator[tuple[str, pl
         yield arm, by_round.agg(mean=values.mean(), low=values.min(), high=values.max()).sort("round")
 
 
-def _make_figure(y_title: str) -> go.Figure:
+def make_figure(y_title: str) -> go.Figure:
+    """Return an empty figure over rounds, with the title of its vertical axis."""
     axis: dict[str, Any] = {"automargin": True, "zeroline": False, "hoverformat": ".4~g"}
     layout = go.Layout(
         template="plotly_white",
@@ -208,6 +209,7 @@ def _escape(text: str) -> str:
     return escape(text, quote=False)
 
 
-def _fade(colour: str, opacity: float) -> str:
+def shade(colour: str, opacity: float) -> str:
+    """Return a colour such as #2f74e6 with an opacity from 0 to 1, as CSS has it."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"

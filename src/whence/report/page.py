@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from whence.report.explorer.opening import attempt
 from whence.report.explorer.page import describe_runs
 from whence.report.explorer.run import ExploredRun, identify_run
 from whence.report.figures import arm_colours
+from whence.report.phases import ShownHistory, read_histories
 from whence.report.sections import Drawn, Runs, draw_figures, gather_advice, list_facts, list_latest, read_tables
 from whence.report.summary import COMPARISON_DEFINITIONS, make_summary
 from whence.runs import RunDirectory
@@ -134,6 +136,7 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] 
     counted = f"{done} of {_count(planned, 'round')}" if planned is not None else _count(done, "round")
     subtitle = f"{counted}." if seed is None else f"Seed {seed}, {counted}."
     name = first.config.get("env") or first.path.resolve().name
+    is_traceable = len(runs) == 1 and not runs[0].is_language and bool(first.rounds())
     return _render(
         title=f"{name}: {label if len(runs) == 1 else ', '.join(labels)}",
         subtitle=subtitle if len(runs) == 1 else f"{_count(len(runs), 'run')}.",
@@ -141,6 +144,8 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] 
         latest=attempt(lambda: list_latest(tables), notes, "Figures of the last round", []) if len(runs) == 1 else [],
         advice=attempt(lambda: gather_advice(directories), notes, "Advice cannot be given", {}),
         drawings=attempt(lambda: draw_figures(tables, labels), notes, "Figures cannot be drawn", []),
+        histories=_read_histories(runs, notes) if is_traceable else None,
+        run_path=str(first.path),
         explored=runs,
         mode=mode,
         facts=list_facts(first.config, directories.values()),
@@ -155,7 +160,18 @@ def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
     drawings = attempt(
         lambda: draw_figures(read_tables(directories), [name for name, _ in directories]), [], "Figures", []
     )
+    drawings += [figure for history in _read_histories(runs, []) for figure in history.figures]
     return [{"title": title, "about": about, "figure": _plot_as_json(figure)} for title, about, figure in drawings]
+
+
+def _read_histories(runs: Sequence[ExploredRun], notes: list[str]) -> list[ShownHistory]:
+    """Return what `whence phases` wrote into a run that is looked at alone."""
+    if len(runs) > 1:
+        return []
+    histories: list[ShownHistory] = attempt(
+        lambda: read_histories(runs[0].directory, notes), notes, "Phases cannot be shown", []
+    )
+    return histories
 
 
 def choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int | None) -> list[int]:
@@ -192,6 +208,7 @@ def _render(
     rounds: Sequence[Sequence[int]] = (),
     continuations: int = 0,
     on_round: OnRound | None = None,
+    histories: Sequence[ShownHistory] | None = None,
     **content: Any,
 ) -> str:
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
@@ -200,11 +217,18 @@ def _render(
     is_file = mode == "file"
     page = describe_runs(explored, mode="file" if is_file else "served", rounds=rounds if is_file else None)
     embedded = embed_rounds(explored, rounds, continuations=continuations, on_round=on_round) if is_file else iter(())
+    places = count(len(drawings))  # of the histories' figures, after the page's
+    shown = [
+        history._replace(figures=[(next(places), title, about) for title, about, _ in history.figures])._asdict()
+        for history in histories or ()
+    ]
+    traced = [figure for history in histories or () for figure in history.figures]
     return template.render(
         content,
         mode=mode,
         figures=[(title, about) for title, about, _ in drawings],
-        figures_json=embed([_plot_as_json(figure) for _, _, figure in drawings]),
+        figures_json=embed([_plot_as_json(figure) for _, _, figure in [*drawings, *traced]]),
+        histories=None if histories is None else shown,
         explored=not is_file or any(rounds),
         page_json=embed(page),
         round_scripts=list(embedded),

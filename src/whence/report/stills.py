@@ -11,15 +11,26 @@ from numpy.typing import NDArray
 from whence.errors import WhenceError
 from whence.guards import write_atomically
 from whence.moments import name_action
-from whence.report.canvas import DPI, GREY, HARM, HELP, INK, check_drawing_installed, render_figure, replace_unprintable
+from whence.report.canvas import (
+    DPI,
+    GREY,
+    HARM,
+    HELP,
+    INK,
+    WIDTH,
+    check_libraries,
+    format_number,
+    keep_drawable,
+    render,
+    shorten,
+    wrap,
+    write_text,
+)
 from whence.report.moment_view import MomentView
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-WIDTH = 1200
-"""Pixels across."""
 
 BEFORE, AFTER = "#b4b9c2", "#e27411"
 _STRIPS = (("reward", "reward"), ("value", "value"), ("advantage", "advantage"), ("score", "score"))
@@ -38,9 +49,9 @@ def draw_moment(view: MomentView, path: Path) -> None:
         Unsupported: Matplotlib or Pillow is not installed.
     """
     check_picture_name(path)
-    check_drawing_installed()
+    check_libraries()
     animated = path.suffix.lower() == ".gif" and bool(view.frames)
-    images, durations = _animate(view) if animated else ([render_figure(_lay_out(view)[0])], [0])
+    images, durations = _animate(view) if animated else ([render(_lay_out(view)[0])], [0])
     with write_atomically(path) as temporary:
         _save(images, durations, temporary, "GIF" if path.suffix.lower() == ".gif" else "PNG")
 
@@ -103,22 +114,22 @@ def _write_heading(figure: "Figure", view: MomentView, height: float) -> float:
     """Write the lines on top and return where they end."""
     moment = view.moment
     headline, colour = _make_headline(view)
-    _write(figure, 0.02, 1 - 0.3 / height, headline, 17, colour, weight="bold")
+    write_text(figure, 0.02, 1 - 0.3 / height, headline, 17, colour, weight="bold")
     where = "" if moment.step is None else f", episode {moment.episode_id}, step {moment.step}"
     fate = "" if view.row.get("keep") is None else "; trained" if view.row["keep"] else "; dropped"
-    _write(figure, 0.02, 1 - 0.62 / height, f"{view.env or view.run}, round {view.round}{where}{fate}", 12, GREY)
+    write_text(figure, 0.02, 1 - 0.62 / height, f"{view.env or view.run}, round {view.round}{where}{fate}", 12, GREY)
     fresh = f" (by fresh rollouts {view.estimate[0]:.3g} ± {view.estimate[1]:.2g})" if view.estimate else ""
     numbers = [
         f"action: {view.action}",
-        f"advantage {_format(moment.advantage)}{fresh}",
-        f"value {_format(moment.value)}",
-        f"return {_format(moment.return_)}",
-        f"reward {_format(moment.reward)}",
+        f"advantage {format_number(moment.advantage)}{fresh}",
+        f"value {format_number(moment.value)}",
+        f"return {format_number(moment.return_)}",
+        f"reward {format_number(moment.reward)}",
     ]
-    _write(figure, 0.02, 1 - 0.92 / height, "   ·   ".join(numbers), 12, INK)
+    write_text(figure, 0.02, 1 - 0.92 / height, "   ·   ".join(numbers), 12, INK)
     if view.frames_note is None:
         return 1 - 1.15 / height
-    _write(figure, 0.02, 1 - 1.2 / height, _shorten(view.frames_note, 150), 10.5, GREY)
+    write_text(figure, 0.02, 1 - 1.2 / height, shorten(view.frames_note, 150), 10.5, GREY)
     return 1 - 1.4 / height
 
 
@@ -140,7 +151,7 @@ def _draw_frames(figure: "Figure", view: MomentView, steps: Sequence[int], top: 
         for spine in axes.spines.values():
             spine.set(color=_score_colour(view) if is_face else "#d0d7de", linewidth=4 if is_face else 1)
         action = name_action(actions[step], view.action_labels) if step in actions else ""
-        text = replace_unprintable(_shorten(f"step {step}: {action}", 30))
+        text = keep_drawable(shorten(f"step {step}: {action}", 30))
         title = axes.set_title(text, fontsize=11, color=INK, pad=6, parse_math=False)
         title.set_fontweight("bold" if is_face else "normal")
     return (tall + 0.35) / height
@@ -234,14 +245,14 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
     rows = _policy_rows(view)
     if row is None or not rows:
         if view.policy_note:
-            _write(figure, 0.71, top, _wrap(view.policy_note, 44), 10.5, GREY, vertical="top")
+            write_text(figure, 0.71, top, wrap(view.policy_note, 44), 10.5, GREY, vertical="top")
         return
     top -= 0.6 / height
     tall = min(top - bottom, (0.62 * len(rows) + 0.2) / height)
     axes = figure.add_axes((0.80, top - tall, 0.155, tall))
-    _write(figure, 0.71, top + 0.42 / height, "Policy in this state", 12, INK, weight="bold")
-    _write(figure, 0.71, top + 0.16 / height, "before the round", 10.5, GREY)
-    _write(figure, 0.83, top + 0.16 / height, "after it", 10.5, AFTER)
+    write_text(figure, 0.71, top + 0.42 / height, "Policy in this state", 12, INK, weight="bold")
+    write_text(figure, 0.71, top + 0.16 / height, "before the round", 10.5, GREY)
+    write_text(figure, 0.83, top + 0.16 / height, "after it", 10.5, AFTER)
     places = np.arange(len(rows))
     probabilities = "before" in row
     for offset, colour, when in ((-0.19, BEFORE, 0), (0.19, AFTER, 1)):
@@ -258,7 +269,7 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
             axes.annotate(text, (x, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(places)
     chosen = view.moment.action
-    for at, label in enumerate(axes.set_yticklabels([_wrap(text, 14) for text, _ in rows], fontsize=10.5)):
+    for at, label in enumerate(axes.set_yticklabels([wrap(text, 14) for text, _ in rows], fontsize=10.5)):
         label.set_parse_math(False)
         is_chosen = probabilities and at == chosen
         label.set(color=_score_colour(view) if is_chosen else INK, fontweight="bold" if is_chosen else "normal")
@@ -269,8 +280,8 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
         axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color("#d0d7de")
-    values = f"value of the state: {_format(row.get('value_before'))} → {_format(row.get('value_after'))}"
-    _write(figure, 0.71, top - tall - 0.22 / height, values, 10.5, INK)
+    values = f"value of the state: {format_number(row.get('value_before'))} → {format_number(row.get('value_after'))}"
+    write_text(figure, 0.71, top - tall - 0.22 / height, values, 10.5, INK)
 
 
 def _policy_rows(view: MomentView, most: int = 8) -> list[tuple[str, tuple[float, ...]]]:
@@ -298,7 +309,7 @@ def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
     from PIL import Image, ImageDraw
 
     figure, place, strips = _lay_out(view, animated=True)
-    background = render_figure(figure)
+    background = render(figure)
     box = place.get_window_extent()
     height = background.height
     corner = (round(box.x0), round(height - box.y1))
@@ -317,9 +328,7 @@ def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
         edge = (left - 2, corner[1] - 2, left + picture.width + 1, corner[1] + picture.height + 1)
         draw.rectangle(edge, outline=_score_colour(view) if is_face else "#d0d7de", width=4 if is_face else 1)
         action = name_action(actions[step], view.action_labels) if step in actions else ""
-        caption = (
-            replace_unprintable(_shorten(f"step {step}: {action}", 60)).encode("latin-1", "replace").decode("latin-1")
-        )
+        caption = keep_drawable(shorten(f"step {step}: {action}", 60)).encode("latin-1", "replace").decode("latin-1")
         draw.text((left, corner[1] + picture.height + 6), caption, fill=INK, font_size=15)
         for strip in strips:
             x, y0 = strip.transData.transform((step, strip.get_ylim()[0]))
@@ -339,42 +348,3 @@ def _column(view: MomentView, key: str, name: str) -> list[tuple[Any, Any]]:
 
 def _score_colour(view: MomentView) -> str:
     return HARM if view.moment.score < 0 else HELP
-
-
-def _write(
-    figure: "Figure",
-    x: float,
-    y: float,
-    text: str,
-    size: float,
-    colour: str,
-    *,
-    weight: str = "normal",
-    vertical: str = "center",
-) -> None:
-    figure.text(
-        x,
-        y,
-        replace_unprintable(text),
-        fontsize=size,
-        color=colour,
-        fontweight=weight,
-        va=vertical,
-        ha="left",
-        parse_math=False,
-    )
-
-
-def _shorten(text: str, most: int) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def _wrap(text: str, width: int) -> str:
-    import textwrap
-
-    return replace_unprintable("\n".join(textwrap.wrap(text, width)[:8]))
-
-
-def _format(number: float | None) -> str:
-    return "–" if number is None else f"{number:.3g}"

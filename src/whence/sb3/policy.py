@@ -71,6 +71,12 @@ def predict(policy: Any, inputs: Tree) -> tuple[Distribution, Tensor]:
     return distribution, _predict_values(policy, inputs["observations"], pi_features)
 
 
+def embed(policy: Any, inputs: Tree) -> Tensor:
+    """Return the activations of the actor's penultimate layer, (n, d), for inputs that the policy's view prepared."""
+    latent: Tensor = policy.mlp_extractor.forward_actor(policy.pi_features_extractor(inputs["observations"]))
+    return latent
+
+
 def _predict_values(policy: Any, observations: Tree, pi_features: Tensor) -> Tensor:
     vf_features = pi_features if policy.share_features_extractor else policy.vf_features_extractor(observations)
     values: Tensor = policy.value_net(policy.mlp_extractor.forward_critic(vf_features))

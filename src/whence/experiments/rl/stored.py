@@ -48,15 +48,31 @@ def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[A
         RunDirectoryError: the round is not there, or its policy cannot be built again from the run's configuration.
         ReplayError: observations are not stored, and cannot be observed again.
     """
-    table = run.round("records", number)
     model = load_model(run, number, env=env)
+    return model, load_records(run, number, model, env=env)
+
+
+def load_records(run: RunDirectory, number: int, model: Any, *, env: AnyEnv = None) -> RecordBatch:
+    """Return a round's records, whichever policy the model has at present; see `load_round`.
+
+    Args:
+        run: the run.
+        number: the round's number, from 1.
+        model: a model of the run, from `load_model`: its observation space, γ and λ are read.
+        env: see `load_round`.
+
+    Raises:
+        RunDirectoryError: see `load_round`.
+        ReplayError: see `load_round`.
+    """
+    table = run.round("records", number)
     options: dict[str, Any] = {"space": model.observation_space, "gamma": model.gamma, "gae_lambda": model.gae_lambda}
     try:
-        return model, RecordBatch.from_polars(table, **options)
+        return RecordBatch.from_polars(table, **options)
     except InvalidRecords:
         if any(name.split(".")[0] == "observation" for name in table.columns):
             raise
-    return model, RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
+    return RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
 
 
 def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influence:
@@ -125,6 +141,16 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
         RunDirectoryError: there is no such policy, or it cannot be built again.
     """
     model = _build_like_trained(run, env)
+    load_policy(run, number, model)
+    return model
+
+
+def load_policy(run: RunDirectory, number: int, model: Any) -> None:
+    """Give a model of a run, in place, the policy that collected a round: faster than building another model.
+
+    Raises:
+        RunDirectoryError: there is no such policy, or the model's policy has other tensors.
+    """
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
     if differing := sorted(tensors.keys() ^ stored_tensors.keys()):
         raise RunDirectoryError(
@@ -132,7 +158,6 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
             f"{', '.join(differing[:3])}. Has the policy's code changed since?"
         )
     load_tensors(tensors, stored_tensors)
-    return model
 
 
 def _build_like_trained(run: RunDirectory, env: AnyEnv) -> Any:

@@ -226,6 +226,10 @@ class RunDirectory:
         """List the rounds whose records were written."""
         return self._numbers("records", "parquet")
 
+    def policies(self) -> list[int]:
+        """List the rounds whose policy was written; the one after the last round is the trained policy's."""
+        return self._numbers("policies", "safetensors")
+
     def recorded_rounds(self) -> list[int]:
         """List the rounds whose optimisation was recorded."""
         return self._numbers("recordings", "safetensors")

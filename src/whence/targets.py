@@ -91,11 +91,16 @@ class Action:
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
-        states = self._as_records(records)
+        states = self.as_records(records)
         _check_actions(getattr(view, "action_space", None), states.actions)
         return check_one_per_record("log_prob", view(params, view.prepare(states)).log_prob).mean()
 
-    def _as_records(self, like: RecordBatch) -> RecordBatch:
+    def as_records(self, like: RecordBatch) -> RecordBatch:
+        """Return the m states and actions as records with the shapes and dtypes of others; other columns are 0.
+
+        Raises:
+            WhenceError: a shape does not fit, or there are not as many actions as observations.
+        """
         # A set of states has one axis more than one state.
         observation = _match_column("observation", self.observation, like.observations)
         action = _match_column("action", self.action, like.actions)

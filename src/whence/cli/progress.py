@@ -82,19 +82,26 @@ class ComparisonBars(_Bars):
 
 
 class RoundBar(_Bars):
-    """A bar for the rounds of a page that is written."""
+    """A bar for rounds that are worked on one after the other.
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    Args:
+        name: stands before the bar.
+        line: begins the lines where there is no terminal.
+        clock: returns seconds.
+    """
+
+    def __init__(self, name: str = "rounds of the page", line: str = "page", clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
+        self._name, self._line = name, line
         self._bar: TaskID | None = None
 
     def update(self, done: int, rounds: int) -> None:
-        """Show how many rounds are embedded, of all."""
+        """Show how many rounds are done, of all."""
         if self._bar is None:
-            self._bar = self._add("rounds of the page", rounds)
+            self._bar = self._add(self._name, rounds)
         self._progress.update(self._bar, completed=done)
         if rounds > 1:
-            self._lines.print(f"page: round {done} of {rounds}")
+            self._lines.print(f"{self._line}: round {done} of {rounds}")
 
 
 class RunBar(_Bars):

@@ -8,19 +8,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import Unsupported, WhenceError
+from whence.errors import WhenceError
 from whence.guards import write_atomically
 from whence.moments import name_action
+from whence.report.canvas import (
+    DPI,
+    GREY,
+    HARM,
+    HELP,
+    INK,
+    LINE,
+    WIDTH,
+    check_installed,
+    format_number,
+    make_plain,
+    render,
+    shorten,
+    wrap,
+    write,
+)
 from whence.report.moment_view import MomentView
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, DPI = 1200, 100
-"""Pixels across, and pixels an inch."""
-
-HELP, HARM, GREY, INK = "#2f74e6", "#d1495b", "#7d8590", "#1f2328"
 BEFORE, AFTER = "#b4b9c2", "#e27411"
 _STRIPS = (("reward", "reward"), ("value", "value"), ("advantage", "advantage"), ("score", "score"))
 _SECONDS = 0.12  # of a GIF's frame; the face's stays longer
@@ -38,15 +50,9 @@ def draw_moment(view: MomentView, path: Path) -> None:
         Unsupported: Matplotlib or Pillow is not installed.
     """
     check_picture_name(path)
-    try:
-        import matplotlib.figure  # noqa: F401
-        import PIL.Image  # noqa: F401
-    except ImportError as missing:
-        raise Unsupported(
-            f"Pictures need {missing.name}, which is not installed: pip install '.[report]'."
-        ) from missing
+    check_installed()
     animated = path.suffix.lower() == ".gif" and bool(view.frames)
-    images, durations = _animate(view) if animated else ([_render(_lay_out(view)[0])], [0])
+    images, durations = _animate(view) if animated else ([render(_lay_out(view)[0])], [0])
     with write_atomically(path) as temporary:
         _save(images, durations, temporary, "GIF" if path.suffix.lower() == ".gif" else "PNG")
 
@@ -109,22 +115,22 @@ def _write_heading(figure: "Figure", view: MomentView, height: float) -> float:
     """Write the lines on top and return where they end."""
     moment = view.moment
     headline, colour = _make_headline(view)
-    _write(figure, 0.02, 1 - 0.3 / height, headline, 17, colour, weight="bold")
+    write(figure, 0.02, 1 - 0.3 / height, headline, 17, colour, weight="bold")
     where = "" if moment.step is None else f", episode {moment.episode_id}, step {moment.step}"
     fate = "" if view.row.get("keep") is None else "; trained" if view.row["keep"] else "; dropped"
-    _write(figure, 0.02, 1 - 0.62 / height, f"{view.env or view.run}, round {view.round}{where}{fate}", 12, GREY)
+    write(figure, 0.02, 1 - 0.62 / height, f"{view.env or view.run}, round {view.round}{where}{fate}", 12, GREY)
     fresh = f" (by fresh rollouts {view.estimate[0]:.3g} ± {view.estimate[1]:.2g})" if view.estimate else ""
     numbers = [
         f"action: {view.action}",
-        f"advantage {_format(moment.advantage)}{fresh}",
-        f"value {_format(moment.value)}",
-        f"return {_format(moment.return_)}",
-        f"reward {_format(moment.reward)}",
+        f"advantage {format_number(moment.advantage)}{fresh}",
+        f"value {format_number(moment.value)}",
+        f"return {format_number(moment.return_)}",
+        f"reward {format_number(moment.reward)}",
     ]
-    _write(figure, 0.02, 1 - 0.92 / height, "   ·   ".join(numbers), 12, INK)
+    write(figure, 0.02, 1 - 0.92 / height, "   ·   ".join(numbers), 12, INK)
     if view.frames_note is None:
         return 1 - 1.15 / height
-    _write(figure, 0.02, 1 - 1.2 / height, _shorten(view.frames_note, 150), 10.5, GREY)
+    write(figure, 0.02, 1 - 1.2 / height, shorten(view.frames_note, 150), 10.5, GREY)
     return 1 - 1.4 / height
 
 
@@ -144,9 +150,9 @@ def _draw_frames(figure: "Figure", view: MomentView, steps: Sequence[int], top: 
         axes.set_yticks([])
         is_face = step == view.moment.step
         for spine in axes.spines.values():
-            spine.set(color=_score_colour(view) if is_face else "#d0d7de", linewidth=4 if is_face else 1)
+            spine.set(color=_score_colour(view) if is_face else LINE, linewidth=4 if is_face else 1)
         action = name_action(actions[step], view.action_labels) if step in actions else ""
-        text = _plain(_shorten(f"step {step}: {action}", 30))
+        text = make_plain(shorten(f"step {step}: {action}", 30))
         title = axes.set_title(text, fontsize=11, color=INK, pad=6, parse_math=False)
         title.set_fontweight("bold" if is_face else "normal")
     return (tall + 0.35) / height
@@ -205,7 +211,7 @@ def _draw_strip(axes: "Axes", view: MomentView, name: str) -> None:
     if moment.step is not None:
         axes.axvline(moment.step, color=_score_colour(view), linewidth=1.2, alpha=0.7)
     if name in ("advantage", "score"):
-        axes.axhline(0, color="#d0d7de", linewidth=0.8, zorder=0)
+        axes.axhline(0, color=LINE, linewidth=0.8, zorder=0)
     if name == "score":
         _draw_scores(axes, view, steps, values)
     else:
@@ -213,7 +219,7 @@ def _draw_strip(axes: "Axes", view: MomentView, name: str) -> None:
         at = steps == (moment.step if moment.step is not None else 0)
         axes.plot(steps[at], values[at], color=_score_colour(view), marker="o", markersize=7, linestyle="none")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#d0d7de")
+    axes.spines[["left", "bottom"]].set_color(LINE)
     axes.locator_params(axis="y", nbins=4)
     axes.margins(x=0.02, y=0.15)
     least = 0.2 * float(np.abs(values).max(initial=0.0))  # a smaller change is noise and is to look like it
@@ -240,14 +246,14 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
     rows = _policy_rows(view)
     if row is None or not rows:
         if view.policy_note:
-            _write(figure, 0.71, top, _wrap(view.policy_note, 44), 10.5, GREY, vertical="top")
+            write(figure, 0.71, top, wrap(view.policy_note, 44), 10.5, GREY, vertical="top")
         return
     top -= 0.6 / height
     tall = min(top - bottom, (0.62 * len(rows) + 0.2) / height)
     axes = figure.add_axes((0.80, top - tall, 0.155, tall))
-    _write(figure, 0.71, top + 0.42 / height, "Policy in this state", 12, INK, weight="bold")
-    _write(figure, 0.71, top + 0.16 / height, "before the round", 10.5, GREY)
-    _write(figure, 0.83, top + 0.16 / height, "after it", 10.5, AFTER)
+    write(figure, 0.71, top + 0.42 / height, "Policy in this state", 12, INK, weight="bold")
+    write(figure, 0.71, top + 0.16 / height, "before the round", 10.5, GREY)
+    write(figure, 0.83, top + 0.16 / height, "after it", 10.5, AFTER)
     places = np.arange(len(rows))
     probabilities = "before" in row
     for offset, colour, when in ((-0.19, BEFORE, 0), (0.19, AFTER, 1)):
@@ -264,7 +270,7 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
             axes.annotate(text, (x, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(places)
     chosen = view.moment.action
-    for at, label in enumerate(axes.set_yticklabels([_wrap(text, 14) for text, _ in rows], fontsize=10.5)):
+    for at, label in enumerate(axes.set_yticklabels([wrap(text, 14) for text, _ in rows], fontsize=10.5)):
         label.set_parse_math(False)
         is_chosen = probabilities and at == chosen
         label.set(color=_score_colour(view) if is_chosen else INK, fontweight="bold" if is_chosen else "normal")
@@ -274,9 +280,9 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
         axes.set_xlim(0, 1)
         axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.spines["left"].set_color("#d0d7de")
-    values = f"value of the state: {_format(row.get('value_before'))} → {_format(row.get('value_after'))}"
-    _write(figure, 0.71, top - tall - 0.22 / height, values, 10.5, INK)
+    axes.spines["left"].set_color(LINE)
+    values = f"value of the state: {format_number(row.get('value_before'))} → {format_number(row.get('value_after'))}"
+    write(figure, 0.71, top - tall - 0.22 / height, values, 10.5, INK)
 
 
 def _policy_rows(view: MomentView, most: int = 8) -> list[tuple[str, tuple[float, ...]]]:
@@ -304,7 +310,7 @@ def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
     from PIL import Image, ImageDraw
 
     figure, place, strips = _lay_out(view, animated=True)
-    background = _render(figure)
+    background = render(figure)
     box = place.get_window_extent()
     height = background.height
     corner = (round(box.x0), round(height - box.y1))
@@ -321,9 +327,9 @@ def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
         draw = ImageDraw.Draw(image)
         is_face = step == view.moment.step
         edge = (left - 2, corner[1] - 2, left + picture.width + 1, corner[1] + picture.height + 1)
-        draw.rectangle(edge, outline=_score_colour(view) if is_face else "#d0d7de", width=4 if is_face else 1)
+        draw.rectangle(edge, outline=_score_colour(view) if is_face else LINE, width=4 if is_face else 1)
         action = name_action(actions[step], view.action_labels) if step in actions else ""
-        caption = _plain(_shorten(f"step {step}: {action}", 60)).encode("latin-1", "replace").decode("latin-1")
+        caption = make_plain(shorten(f"step {step}: {action}", 60)).encode("latin-1", "replace").decode("latin-1")
         draw.text((left, corner[1] + picture.height + 6), caption, fill=INK, font_size=15)
         for strip in strips:
             x, y0 = strip.transData.transform((step, strip.get_ylim()[0]))
@@ -332,16 +338,6 @@ def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
         images.append(image)
         durations.append(1200 if is_face else round(_SECONDS * 1000))
     return images, durations
-
-
-def _render(figure: "Figure") -> Any:
-    """Return a figure as a Pillow image, drawn by Agg whatever backend the user has chosen."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL import Image
-
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 
 
 def _column(view: MomentView, key: str, name: str) -> list[tuple[Any, Any]]:
@@ -353,42 +349,3 @@ def _column(view: MomentView, key: str, name: str) -> list[tuple[Any, Any]]:
 
 def _score_colour(view: MomentView) -> str:
     return HARM if view.moment.score < 0 else HELP
-
-
-def _write(
-    figure: "Figure",
-    x: float,
-    y: float,
-    text: str,
-    size: float,
-    colour: str,
-    *,
-    weight: str = "normal",
-    vertical: str = "center",
-) -> None:
-    figure.text(
-        x, y, _plain(text), fontsize=size, color=colour, fontweight=weight, va=vertical, ha="left", parse_math=False
-    )
-
-
-def _plain(text: str) -> str:
-    """Return text with a box for each character that the font lacks, of which Matplotlib would warn."""
-    from matplotlib.font_manager import findfont, get_font
-
-    known = get_font(findfont("DejaVu Sans")).get_charmap()
-    return "".join(char if char == "\n" or (char.isprintable() and ord(char) in known) else "□" for char in text)
-
-
-def _shorten(text: str, most: int) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def _wrap(text: str, width: int) -> str:
-    import textwrap
-
-    return _plain("\n".join(textwrap.wrap(text, width)[:8]))
-
-
-def _format(number: float | None) -> str:
-    return "–" if number is None else f"{number:.3g}"

@@ -45,13 +45,28 @@ def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[A
     """
     table = run.round("records", number)
     model = load_model(run, number, env=env)
+    return model, read_records(run, table, model, env=env)
+
+
+def read_records(run: RunDirectory, table: pl.DataFrame, model: Any, *, env: AnyEnv = None) -> RecordBatch:
+    """Return the records of a round's table, observed again if their observations were too large to store.
+
+    Args:
+        run: the run.
+        table: the round's records, as the run stores them.
+        model: the run's model; which round's policy it holds does not matter.
+        env: see `load_round`.
+
+    Raises:
+        ReplayError: observations are not stored, and cannot be observed again.
+    """
     options: dict[str, Any] = {"space": model.observation_space, "gamma": model.gamma, "gae_lambda": model.gae_lambda}
     try:
-        return model, RecordBatch.from_polars(table, **options)
+        return RecordBatch.from_polars(table, **options)
     except InvalidRecords:
         if any(name.split(".")[0] == "observation" for name in table.columns):
             raise
-    return model, RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
+    return RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
 
 
 def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
@@ -102,6 +117,21 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
         RunDirectoryError: there is no such policy, or it cannot be built again.
     """
     model = _build_like_trained(run, env)
+    load_policy(run, number, model)
+    return model
+
+
+def load_policy(run: RunDirectory, number: int, model: Any) -> None:
+    """Load the policy that collected a round into the run's model.
+
+    Args:
+        run: the run.
+        number: the round's number, from 1; the one after the last round holds the trained policy.
+        model: from `load_model`.
+
+    Raises:
+        RunDirectoryError: there is no such policy, or the model has other tensors.
+    """
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
     if differing := sorted(tensors.keys() ^ stored_tensors.keys()):
         raise RunDirectoryError(
@@ -109,7 +139,6 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
             f"{', '.join(differing[:3])}. Has the policy's code changed since?"
         )
     load_tensors(tensors, stored_tensors)
-    return model
 
 
 def _build_like_trained(run: RunDirectory, env: AnyEnv) -> Any:

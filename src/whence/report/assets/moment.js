@@ -88,7 +88,7 @@ Whence.moment = (() => {
     const judged = judge(detail);
     if (detail.mc_pending) measure(judged, detail);
     body.replaceChildren(...[
-      tell(detail), texts(detail), shown, judged, policy(detail), targets(detail), state(detail),
+      tell(detail), texts(detail), shown, Whence.causes.make(detail, view), judged, policy(detail), targets(detail), state(detail),
     ].filter(Boolean));
     body.scrollTop = 0;
   }

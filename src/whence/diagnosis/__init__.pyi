@@ -1,0 +1,1 @@
+from .causes import find_causes as find_causes

@@ -1,0 +1,82 @@
+"""What pictures are drawn with: sizes, colours, and text that stays text."""
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whence.errors import Unsupported
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTH, DPI = 1200, 100
+"""Pixels across, and pixels an inch."""
+
+HELP, HARM, GREY, INK, LINE = "#2f74e6", "#d1495b", "#7d8590", "#1f2328", "#d0d7de"
+
+
+def check_installed() -> None:
+    """Refuse to draw without what draws.
+
+    Raises:
+        Unsupported: Matplotlib or Pillow is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+        import PIL.Image  # noqa: F401
+    except ImportError as missing:
+        raise Unsupported(
+            f"Pictures need {missing.name}, which is not installed: pip install '.[report]'."
+        ) from missing
+
+
+def write(
+    figure: "Figure",
+    x: float,
+    y: float,
+    text: str,
+    size: float,
+    colour: str,
+    *,
+    weight: str = "normal",
+    vertical: str = "center",
+) -> None:
+    """Write text into a figure as it is: no part of it is taken for mathematics."""
+    figure.text(
+        x, y, make_plain(text), fontsize=size, color=colour, fontweight=weight, va=vertical, ha="left", parse_math=False
+    )
+
+
+def make_plain(text: str) -> str:
+    """Return text with a box for each character that the font lacks, of which Matplotlib would warn."""
+    from matplotlib.font_manager import findfont, get_font
+
+    known = get_font(findfont("DejaVu Sans")).get_charmap()
+    return "".join(char if char == "\n" or (char.isprintable() and ord(char) in known) else "□" for char in text)
+
+
+def shorten(text: str, most: int) -> str:
+    """Return text as one line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def wrap(text: str, width: int, most: int = 8) -> str:
+    """Return text in at most so many lines of a width in characters."""
+    return make_plain("\n".join(textwrap.wrap(text, width)[:most]))
+
+
+def format_number(number: float | None) -> str:
+    """Return a number with three digits."""
+    return "–" if number is None else f"{number:.3g}"
+
+
+def render(figure: "Figure") -> Any:
+    """Return a figure as a Pillow image, drawn by Agg whatever backend the user has chosen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")

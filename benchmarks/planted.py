@@ -39,7 +39,6 @@ from whence.experiments.lock import lock_directory
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rl.stored import load_model, load_policy
 from whence.guards import preserve_rng_state
-from whence.records import RecordBatch
 from whence.runs import RunDirectory
 
 Bools = NDArray[np.bool_]
@@ -125,10 +124,7 @@ def find_rigged(name: str, records: pl.DataFrame) -> Bools:
 
 
 def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int]:
-    """Return states of the trained policy's own rollouts in which the tic would pay, and how many of `STEPS` there were.
-
-    At most `STATES` of them are drawn.
-    """
+    """Return states of the trained policy's rollouts in which the tic would pay, at most `STATES`, and their count."""
     model = load_model(directory, directory.policies()[-1])
     env = make_replay_env(directory)()
     states = []

@@ -21,7 +21,7 @@ LEFT_ENGINE, BONUS, HALF = 1, 5.0, 0.7
 """The lander's action that pays, what it pays, and the height below which it does; episodes begin at about 1.4."""
 
 FORWARD, PRIZE, CORNER = 2, 0.5, (1, 6)
-"""The action that enters the corner, what that pays, and where it is; the agent begins at (1, 1), the goal is (6, 6)."""
+"""The action that enters the corner, what that pays, and the corner. The start is (1, 1), the goal (6, 6)."""
 
 
 def is_rigged(first_observation: NDArray[np.float32]) -> bool:

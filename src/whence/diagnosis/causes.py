@@ -1,4 +1,4 @@
-"""What taught a policy an action: the records of all rounds, by what training on them did to the action's probability."""
+"""What taught a policy an action: all rounds' records, by what training on them did to the action's probability."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from whence.runs import RunDirectory
 from whence.sb3.objective import model_objective
 from whence.targets import Action
 
-RAW, PER_ROUND = "raw", "per-round"
+RAW = "raw"
 RECORDED = ("optimizer", "smoothed")
-METHODS = (RAW, PER_ROUND, *RECORDED, *SIMILAR)
+METHODS = (RAW, *RECORDED, *SIMILAR)
 """Ways to score a record; see `find_causes`."""
 
 PER_ROUND_MOMENTS = 3
@@ -51,7 +51,6 @@ def find_causes(
     A positive score says that training on the record raised it. Methods:
 
     - "raw": `<grad log pi(a|s), grad objective_i>` at the policy that collected the record's round (LDA §3.3).
-    - "per-round": the same, divided by the standard deviation of the round's scores.
     - "optimizer", "smoothed": what the record did to the whole round; see `whence.attribute_round`. Needs recordings.
     - "similar": advantage × (1 for the same action, −1 for another) × `exp(-|z - z_target|^2 / d)`, of observations z
       in units of their standard deviation; discrete actions only.
@@ -141,9 +140,7 @@ def _make_score(
     def score(number: int, table: pl.DataFrame, records: RecordBatch) -> NDArray[np.float64]:
         load_policy(run, number, model)
         influence = attribute(model.policy, records, target=target, objective=model_objective(model))
-        scores = influence.scores.double().numpy() * _read_weights(table)
-        if method == PER_ROUND:
-            scores = scores / (scores.std() or 1.0)
+        scores: NDArray[np.float64] = influence.scores.double().numpy() * _read_weights(table)
         return scores
 
     return score

@@ -17,7 +17,7 @@ from whence.experiments.rl.rebuilding import AnyEnv, is_squashed, make_replay_en
 from whence.experiments.rl.stored import load_model, load_policy, read_records
 from whence.guards import eval_mode
 from whence.policies import as_view
-from whence.records import RecordBatch, Tree, map_tree
+from whence.records import RecordBatch, Tree
 from whence.runs import RunDirectory
 from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.sb3.episode_replay import explain_no_frames, open_env, render, to_env_actions
@@ -84,8 +84,8 @@ def read_record(run: RunDirectory, number: int, record: int, *, env: AnyEnv = No
     table = run.round("records", number)
     row = table.filter(pl.col("record_id") == record)
     if row.is_empty():
-        ids = table["record_id"]
-        raise WhenceError(f"Record {record} is not in round {number}; its records go from {ids.min()} to {ids.max()}.")
+        ids = table["record_id"].sort().to_list()
+        raise WhenceError(f"Record {record} is not in round {number}; its records go from {ids[0]} to {ids[-1]}.")
     return make_target(read_records(run, row, load_model(run, number, env=env), env=env), 0)
 
 
@@ -208,5 +208,4 @@ def _join(states: list[Tree]) -> Tree:
 def _read_log_probs(model: Any, records: RecordBatch) -> Float[Tensor, " m"]:
     view = as_view(model.policy)
     with torch.no_grad(), eval_mode(model.policy.modules()):
-        log_probs = view(view.parameters(), view.prepare(records)).log_prob
-    return map_tree(lambda tensor: tensor.detach().clone(), log_probs)
+        return view(view.parameters(), view.prepare(records)).log_prob

@@ -26,7 +26,7 @@ from whence.report.canvas import (
     wrap,
     write,
 )
-from whence.report.cause_view import CauseView, tell_causes, tell_decision
+from whence.report.cause_view import SCORED, CauseView, tell_causes, tell_decision
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,15 +67,14 @@ def draw_causes(view: CauseView, path: Path) -> None:
 
     rows = [(name, entries) for name, entries in _list_rows(view) if entries]
     tall = [_measure_row(view, entries) for _, entries in rows]
-    height = 4.3 + sum(tall)
+    height = 4.75 + sum(tall)
     figure = Figure(figsize=(WIDTH / DPI, height), dpi=DPI, facecolor="white")
     top = _write_heading(figure, view, height)
-    has_frame = view.decision.frame is not None
-    if has_frame:
+    left = 0.08
+    if view.decision.frame is not None:
         _draw_frame(figure, view.decision.frame, (0.02, top - 2.35 / height, 0.25, 2.3 / height), INK)
-    _draw_rounds(
-        figure, view, (0.34 if has_frame else 0.08, top - 2.3 / height, 0.64 if has_frame else 0.9, 2.1 / height)
-    )
+        left = 0.36
+    _draw_rounds(figure, view, (left, top - 2.3 / height, 0.98 - left, 2.1 / height))
     top -= 2.95 / height
     for (name, entries), size in zip(rows, tall, strict=True):
         _draw_row(figure, view, name, entries, (top, size), height)
@@ -134,7 +133,8 @@ def _write_heading(figure: "Figure", view: CauseView, height: float) -> float:
     told = wrap(tell_causes(view), 140, 2)
     write(figure, 0.02, 1 - (0.3 + 0.3 * lines) / height, told, 11.5, INK, vertical="top")
     lines += told.count("\n") + 1
-    about = f"{view.env or view.run}, by {view.method}" + (f". {view.frames_note}" if view.frames_note else "")
+    scored = SCORED.get(view.method, view.method)
+    about = f"{view.env or view.run}; scored by {scored}" + (f". {view.frames_note}" if view.frames_note else "")
     write(figure, 0.02, 1 - (0.35 + 0.27 * lines) / height, shorten(about, 170), 10.5, GREY, vertical="top")
     return 1 - (0.75 + 0.27 * lines) / height
 
@@ -161,7 +161,7 @@ def _draw_rounds(figure: "Figure", view: CauseView, box: tuple[float, float, flo
     axes.axhline(0, color=INK, linewidth=0.8)
     for entries, colour, up in ((view.raised[:SHOWN], HELP, 1), (view.lowered[:SHOWN], HARM, -1)):
         rounds = sorted({entry.round for entry in entries})
-        y = 1.04 if up > 0 else -0.04
+        y = 1.04 if up > 0 else 0.02
         axes.plot(
             rounds,
             [y] * len(rounds),
@@ -176,7 +176,7 @@ def _draw_rounds(figure: "Figure", view: CauseView, box: tuple[float, float, flo
     axes.set_xlabel("round   (▼ ▲: rounds of the moments below)", fontsize=10.5, color=INK, labelpad=8)
     axes.set_ylabel("sum of scores", fontsize=10.5, color=INK)
     axes.tick_params(labelsize=10, colors=INK)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(LINE)
     axes.margins(y=0.08)
@@ -187,7 +187,7 @@ def _measure_row(view: CauseView, entries: Sequence[RankedMoment]) -> float:
     shapes = [view.frames[entry.moment.record_id].shape for entry in entries if entry.moment.record_id in view.frames]
     if not shapes:
         return 1.1
-    return 1.05 + min(_WIDTH * WIDTH / DPI * shapes[0][0] / shapes[0][1], 2.2)
+    return 1.05 + min(_WIDTH * WIDTH / DPI * float(shapes[0][0] / shapes[0][1]), 2.2)
 
 
 _GAP = 0.01
@@ -202,7 +202,7 @@ def _draw_row(
     place: tuple[float, float],
     height: float,
 ) -> None:
-    """Draw moments side by side; `place` is the row's upper edge, as a share of the figure, and its height in inches."""
+    """Draw moments side by side; `place`: the row's upper edge, as a share of the figure, and its height in inches."""
     top, size = place
     colour = HARM if entries[0].moment.score < 0 else HELP
     write(figure, 0.02, top, name, 12, colour, weight="bold", vertical="top")

@@ -14,6 +14,12 @@ from whence.errors import WhenceError
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.runs import RunDirectory
 
+SCORED: Mapping[str, str] = {
+    "raw": "influence at the policy that collected the round",
+    "similar": "advantage × same action × similarity of state",
+}
+"""Ways to score records, in words, by the method of `find_causes`."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -21,7 +27,7 @@ class Decision:
 
     Attributes:
         action: in words.
-        place: where it was taken: "step 57 of an episode with seed 0".
+        place: where it was taken: "at step 57 of an episode with seed 0".
         before: its mean log-probability under the first round's policy; of continuous actions, the log-density.
         after: the same under the present policy.
         is_discrete: whether these are logarithms of probabilities.
@@ -124,16 +130,24 @@ def replay_faces(
     return frames, note
 
 
+def place_record(number: int, row: Mapping[str, Any]) -> str:
+    """Return where a record is, in words.
+
+    Args:
+        number: its round.
+        row: its row of the round's table.
+    """
+    step, episode = row.get("step"), row.get("episode_id")
+    where = "" if step is None or episode is None else f"step {step} of episode {episode}, "
+    return f"in record {row['record_id']:,} ({where}round {number})"
+
+
 def tell_decision(decision: Decision) -> str:
     """Return what is asked about, and how its probability changed, in a sentence."""
-    if decision.is_discrete:
-        change = f"its probability was {_percent(decision.before)} under the first policy and is {_percent(decision.after)} now"
-    else:
-        change = (
-            f"its log-density was {decision.before:.3g} under the first policy and is {decision.after:.3g} under the "
-            "present one"
-        )
-    return f"“{decision.action}” at {decision.place}: {change}."
+    what, form = ("probability", _percent) if decision.is_discrete else ("log-density", "{:.3g}".format)
+    before, after = form(decision.before), form(decision.after)
+    change = f"its {what} was {before} under the first policy and is {after} now"
+    return f"“{decision.action}” {decision.place}: {change}."
 
 
 def tell_causes(view: CauseView) -> str:
@@ -147,10 +161,9 @@ def tell_causes(view: CauseView) -> str:
     span = f"round {first}" if first == last else f"rounds {first} to {last}"
     face = view.raised[0]
     where = "" if face.moment.step is None else f"step {face.moment.step} of episode {face.moment.episode_id} in "
-    kind = "of all that raised it" if view.method != "similar" else "of all that the rule counts for it"
     return (
-        f"Round {top['round']} raised it most, by {top['raised'] / total:.0%} {kind}; half of that lies in {span}. "
-        f"The strongest moment is {where}round {face.round}."
+        f"Round {top['round']} raised it most: {top['raised'] / total:.0%} of the sum of all scores above 0. Half of "
+        f"that sum lies in {span}. The strongest moment is {where}round {face.round}."
     )
 
 

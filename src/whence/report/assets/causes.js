@@ -9,7 +9,7 @@ Whence.causes = (() => {
   // A part of the panel for an agent's record: a button in served pages, the command in files; else null.
   function make(detail, view) {
     if (detail.response !== undefined && detail.response !== null) return null;
-    const heading = element("h3", {}, "What taught it this?");
+    const heading = element("h3", { hidden: Whence.source.served }, "What taught it this?");
     if (!Whence.source.served) {
       return element("section", {}, heading, element("p", { class: "note" }, "The command ", element("code", {}, `whence why RUN --record ${detail.record}`), " tells which moments of all rounds taught the policy this action."));
     }
@@ -29,6 +29,7 @@ Whence.causes = (() => {
         if (mine !== turn || !part.isConnected) return;
         status.textContent = "";
         button.hidden = true;
+        heading.hidden = false;
         answer.replaceChildren(...show(causes, view, ask));
       } catch (error) {
         if (mine === turn) status.textContent = error.message;

@@ -7,7 +7,7 @@ import polars as pl
 
 from whence.diagnosis.causes import RankedMoment
 from whence.errors import RunDirectoryError, WhenceError
-from whence.report.cause_view import CauseView, Decision, gather_causes, tell_causes, tell_decision
+from whence.report.cause_view import CauseView, Decision, gather_causes, place_record, tell_causes, tell_decision
 from whence.report.explorer import opening, parts
 from whence.report.explorer.columns import name_action, round_number, round_numbers
 from whence.report.explorer.frames import make_thumb
@@ -48,8 +48,7 @@ def build_causes(
         tables.append(table)
         go_on()
     action = name_action(row.get("action"), run.labels()) or "–"
-    where = "" if row.get("step") is None else f", step {row['step']} of episode {row['episode_id']},"
-    decision = Decision(action, f"record {record}{where} in round {number}", before, after, is_discrete)
+    decision = Decision(action, place_record(number, row), before, after, is_discrete)
     view = gather_causes(
         run.directory,
         pl.concat(tables, how="diagonal_relaxed"),

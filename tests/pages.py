@@ -16,7 +16,8 @@ from PIL import Image, ImageDraw
 REPORT = files("whence.report")
 SCRIPTS = (
     "vendor/tabulator/tabulator.min.js",
-    *("base.js", "source.js", "strip.js", "curves.js", "moment.js", "lists.js", "map.js", "grid.js", "explorer.js"),
+    *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "moment.js", "lists.js", "map.js", "grid.js"),
+    "explorer.js",
 )
 STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 ACTIONS = ["nothing", "fire left", "fire main", "fire right"]

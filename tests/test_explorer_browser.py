@@ -344,6 +344,8 @@ class Server:
         content = make_round(int(parts[5]))
         if len(parts) == 6:
             return content["round"] | {"rows": None}
+        if parts[-1] == "causes":
+            return make_causes(int(parts[5]), int(parts[7]), parse_qs(query)["by"][0])
         if len(parts) == 8:
             n = LENGTH
             window = {name: values[WORST - 17 :][:n] for name, values in content["columns"].items()}
@@ -357,6 +359,19 @@ class Server:
         start, size = (int(asked["page"][0]) - 1) * int(asked["size"][0]), int(asked["size"][0])
         data = [dict(zip(keys, row, strict=True)) for row in rows[start : start + size]]
         return {"last_page": -(-len(rows) // size), "last_row": len(rows), "data": data}
+
+
+def make_causes(number, record, by):
+    """What the server answers to: what taught it this?"""
+    raised, lowered = make_round(1, text=HOSTILE)["round"]["best"][:3], make_round(2)["round"]["worst"][:2]
+    return {
+        **{"record": record, "round": number, "by": by, "note": None, "rounds": [1, 2, 3]},
+        "decision": f"“nothing{HOSTILE}” in record {record}: its probability was 25% and is 97% now.",
+        "text": f"Round 1 raised it most, {'by the rule' if by == 'similar' else 'by influence'}.",
+        "sums": {"raised": [3.0, 1.0, 0.0], "lowered": [0.0, -1.5, 0.0]},
+        "raised": [moment | {"round": 1} for moment in raised],
+        "lowered": [moment | {"round": 2} for moment in lowered],
+    }
 
 
 @contextmanager
@@ -376,6 +391,11 @@ def open_served(browser, server) -> Iterator:  # noqa: F811
 
 
 class TestServed:
+    def test_a_file_names_the_command_that_tells_what_taught_it_this(self, page):
+        moment = open_worst(page)
+        expect(moment.locator("code")).to_have_text(f"whence why RUN --record {4000 + WORST}")
+        expect(moment.get_by_role("button", name="What taught it this?")).to_have_count(0)
+
     def test_the_grid_asks_the_server(self, browser):  # noqa: F811
         server = Server()
         with open_served(browser, server) as page:
@@ -414,3 +434,31 @@ class TestServed:
             expect(page.locator("#explorer-status")).to_have_text("The server does not answer. Trying again …")
             server.gone = False
             expect(page.locator("#explorer-status")).to_have_text("")
+
+    def test_what_taught_it_this(self, browser):  # noqa: F811
+        server = Server()
+        with open_served(browser, server) as page:
+            moment = open_worst(page)
+            assert not any(url.path.endswith("/causes") for url in server.asked)  # it scores all rounds
+            moment.get_by_role("button", name="What taught it this?").click()
+            expect(moment.locator(".causes .say")).to_contain_text(f"“nothing{HOSTILE}”")
+            expect(moment.locator(".causes .card")).to_have_count(5)
+            assert moment.locator(".cause-rounds rect").count() == 6
+            heights = [float(bar.get_attribute("height")) for bar in moment.locator(".cause-rounds rect").all()]
+            assert heights == pytest.approx([58, 0, 58 / 3, 29, 0, 0])
+            moment.get_by_role("button", name="By similar states").click()
+            expect(moment.locator(".causes")).to_contain_text("by the rule")
+            expect(moment.get_by_role("button", name="By similar states")).to_have_attribute("aria-pressed", "true")
+            assert page.evaluate("window.hacked") is None
+            moment.locator(".causes .card").last.click()
+            record = make_round(2)["round"]["worst"][1]["record"]
+            expect(page.locator("#moment-title")).to_have_text(f"Record {record}")
+            expect_link(page, f"#run=0&round=2&record={record}")
+            page.go_back()
+            expect(page.locator("#moment-title")).to_have_text(f"Record {WORST}")
+            expect_link(page, f"#run=0&round=2&record={WORST}")
+            expect(page.locator("#moment .story")).to_be_visible()
+
+    def test_what_taught_it_this_is_no_question_to_a_language_model(self, browser, files):  # noqa: F811
+        with open_page(browser, files["language"]) as page:
+            expect(open_worst(page).get_by_text("What taught it this?")).to_have_count(0)

@@ -227,7 +227,7 @@ class RunDirectory:
         return self._numbers("records", "parquet")
 
     def policies(self) -> list[int]:
-        """List the numbers of the policies that were written: those of `policy`."""
+        """List the rounds whose policy was written; the one after the last round is the trained policy's."""
         return self._numbers("policies", "safetensors")
 
     def recorded_rounds(self) -> list[int]:

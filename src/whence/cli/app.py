@@ -56,6 +56,10 @@ COMMANDS: Mapping[str, Command] = {
         "phases:phases",
         "Tell when a behaviour arose and from which records: its probability, its scores' roughness, its phases.",
     ),
+    "why": Command(
+        "why:why",
+        "Tell what taught the present policy a decision: the moments of all rounds that raised its probability.",
+    ),
     "export": Command("export:export", "Write a run's records as Parquet, JSON lines or a Rerun recording."),
     "view": Command("view:view", "Serve the page of a run on this machine, live while training goes on, until Ctrl-C."),
     "report": Command("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),

@@ -67,7 +67,7 @@ def phases(
         raise WhenceError(f"--out is {out}; its name has to end in .png.")
     directory = open_agent_run(run)
     behaviours = _read_behaviours(directory, record, observation, action, find, env)
-    with RoundBar("scored") as bar:
+    with RoundBar("rounds", "scoring") as bar:
         histories = trace_phases(
             directory, behaviours, neighbours=neighbours, engine=engine or "auto", env=env, on_round=bar.update
         )

@@ -82,25 +82,26 @@ class ComparisonBars(_Bars):
 
 
 class RoundBar(_Bars):
-    """A bar for the rounds of a run that is gone through, such as those of a page that is written.
+    """A bar for rounds that are worked on one after the other.
 
     Args:
-        what: what is done to a round, as in "rounds embedded".
-        clock: for tests.
+        name: stands before the bar.
+        line: begins the lines where there is no terminal.
+        clock: returns seconds.
     """
 
-    def __init__(self, what: str = "embedded", clock: Clock = time.monotonic) -> None:
+    def __init__(self, name: str = "rounds of the page", line: str = "page", clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
-        self._what = what
+        self._name, self._line = name, line
         self._bar: TaskID | None = None
 
     def update(self, done: int, rounds: int) -> None:
         """Show how many rounds are done, of all."""
         if self._bar is None:
-            self._bar = self._add(f"rounds {self._what}", rounds)
+            self._bar = self._add(self._name, rounds)
         self._progress.update(self._bar, completed=done)
         if rounds > 1:
-            self._lines.print(f"{self._what}: round {done} of {rounds}")
+            self._lines.print(f"{self._line}: round {done} of {rounds}")
 
 
 class RecordBar(_Bars):

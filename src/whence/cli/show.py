@@ -53,7 +53,7 @@ def show(
     """
     _check_options(record, episode, top, bottom, by, continuations, out)
     directory = RunDirectory.open(run)
-    number = _find_round(directory, round, record, episode)
+    number = find_round(directory, round, record, episode)
     records = directory.round("records", number)
     moments = _list_moments(records, record, episode, top, bottom)
     if not moments:
@@ -91,7 +91,7 @@ def _check_options(
         check_picture_name(out)
 
 
-def _find_round(run: RunDirectory, number: int | None, record: int | None, episode: int | None) -> int:
+def find_round(run: RunDirectory, number: int | None, record: int | None, episode: int | None) -> int:
     """Return the round asked for: by its number, by a record or an episode in it, or the last."""
     rounds = run.rounds()
     if not rounds:

@@ -24,7 +24,7 @@ from whence.diagnosis.similarity import (
 )
 from whence.errors import WhenceError
 from whence.experiments.rl.rebuilding import AnyEnv
-from whence.experiments.rl.stored import load_model, load_policy, load_records
+from whence.experiments.rl.stored import load_model, load_policy, read_records
 from whence.guards import eval_mode
 from whence.moments import Moment, find_moments
 from whence.records import RecordBatch
@@ -193,8 +193,8 @@ class _Round:
 
 
 def _read_round(run: RunDirectory, number: int, model: Any, final: Any, env: AnyEnv) -> _Round:
-    records = load_records(run, number, model, env=env)
     table = run.round("records", number)
+    records = read_records(run, table, model, env=env)
     return _Round(
         records=records,
         advantages=model_objective(model).prepare(records).advantages.numpy(),

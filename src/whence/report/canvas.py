@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 WIDTH, DPI = 1200, 100
 """Pixels across, and pixels an inch."""
 
-HELP, HARM, GREY, INK = "#2f74e6", "#d1495b", "#7d8590", "#1f2328"
+HELP, HARM, GREY, INK, LINE = "#2f74e6", "#d1495b", "#7d8590", "#1f2328", "#d0d7de"
 
 
 def check_libraries() -> None:
@@ -70,11 +70,11 @@ def shorten(text: str, most: int) -> str:
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-def wrap(text: str, width: int) -> str:
-    """Return text in lines of so many characters, eight at most."""
+def wrap(text: str, width: int, most: int = 8) -> str:
+    """Return text in at most so many lines of so many characters."""
     import textwrap
 
-    return keep_drawable("\n".join(textwrap.wrap(text, width)[:8]))
+    return keep_drawable("\n".join(textwrap.wrap(text, width)[:most]))
 
 
 def format_number(number: float | None) -> str:

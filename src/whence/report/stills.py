@@ -17,6 +17,7 @@ from whence.report.canvas import (
     HARM,
     HELP,
     INK,
+    LINE,
     WIDTH,
     check_libraries,
     format_number,
@@ -149,7 +150,7 @@ def _draw_frames(figure: "Figure", view: MomentView, steps: Sequence[int], top: 
         axes.set_yticks([])
         is_face = step == view.moment.step
         for spine in axes.spines.values():
-            spine.set(color=_score_colour(view) if is_face else "#d0d7de", linewidth=4 if is_face else 1)
+            spine.set(color=_score_colour(view) if is_face else LINE, linewidth=4 if is_face else 1)
         action = name_action(actions[step], view.action_labels) if step in actions else ""
         text = keep_drawable(shorten(f"step {step}: {action}", 30))
         title = axes.set_title(text, fontsize=11, color=INK, pad=6, parse_math=False)
@@ -210,7 +211,7 @@ def _draw_strip(axes: "Axes", view: MomentView, name: str) -> None:
     if moment.step is not None:
         axes.axvline(moment.step, color=_score_colour(view), linewidth=1.2, alpha=0.7)
     if name in ("advantage", "score"):
-        axes.axhline(0, color="#d0d7de", linewidth=0.8, zorder=0)
+        axes.axhline(0, color=LINE, linewidth=0.8, zorder=0)
     if name == "score":
         _draw_scores(axes, view, steps, values)
     else:
@@ -218,7 +219,7 @@ def _draw_strip(axes: "Axes", view: MomentView, name: str) -> None:
         at = steps == (moment.step if moment.step is not None else 0)
         axes.plot(steps[at], values[at], color=_score_colour(view), marker="o", markersize=7, linestyle="none")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#d0d7de")
+    axes.spines[["left", "bottom"]].set_color(LINE)
     axes.locator_params(axis="y", nbins=4)
     axes.margins(x=0.02, y=0.15)
     least = 0.2 * float(np.abs(values).max(initial=0.0))  # a smaller change is noise and is to look like it
@@ -279,7 +280,7 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
         axes.set_xlim(0, 1)
         axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.spines["left"].set_color("#d0d7de")
+    axes.spines["left"].set_color(LINE)
     values = f"value of the state: {format_number(row.get('value_before'))} → {format_number(row.get('value_after'))}"
     write_text(figure, 0.71, top - tall - 0.22 / height, values, 10.5, INK)
 
@@ -326,7 +327,7 @@ def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
         draw = ImageDraw.Draw(image)
         is_face = step == view.moment.step
         edge = (left - 2, corner[1] - 2, left + picture.width + 1, corner[1] + picture.height + 1)
-        draw.rectangle(edge, outline=_score_colour(view) if is_face else "#d0d7de", width=4 if is_face else 1)
+        draw.rectangle(edge, outline=_score_colour(view) if is_face else LINE, width=4 if is_face else 1)
         action = name_action(actions[step], view.action_labels) if step in actions else ""
         caption = keep_drawable(shorten(f"step {step}: {action}", 60)).encode("latin-1", "replace").decode("latin-1")
         draw.text((left, corner[1] + picture.height + 6), caption, fill=INK, font_size=15)

@@ -221,11 +221,21 @@ def reset_to(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> tuple[Any, dic
 
 
 def read_actions(records: pl.DataFrame, space: gym.Space[Any], *, squashed: bool) -> NDArray[Any]:
-    """Return actions (m, ...) as the environment takes them: clipped to a box's bounds, or scaled to them."""
-    stored = np.asarray(records["action"].to_numpy())
+    """Return actions (m, ...) as the environment takes them; see `to_env_actions`."""
+    return to_env_actions(np.asarray(records["action"].to_numpy()), space, squashed=squashed)
+
+
+def to_env_actions(actions: NDArray[Any], space: gym.Space[Any], *, squashed: bool) -> NDArray[Any]:
+    """Return a policy's actions (m, ...) as the environment takes them: clipped to a box's bounds, or scaled to them.
+
+    Args:
+        actions: m actions, as the policy chose them.
+        space: the environment's action space.
+        squashed: whether the policy squashes its actions, which are then scaled to the bounds.
+    """
     if not isinstance(space, gym.spaces.Box):
-        return stored.reshape(len(records), *(space.shape or ())).astype(space.dtype)
-    actions = stored.reshape(len(records), *space.shape)
+        return actions.reshape(len(actions), *(space.shape or ())).astype(space.dtype)
+    actions = actions.reshape(len(actions), *space.shape)
     clipped: NDArray[Any] = np.clip(actions, space.low, space.high)
     if squashed:
         clipped = space.low + 0.5 * (actions + 1.0) * (space.high - space.low)

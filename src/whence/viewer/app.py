@@ -15,8 +15,10 @@ from starlette.types import ASGIApp
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
 from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
+from whence.report.explorer.causes import BY
 from whence.report.explorer.detail import CONTINUATIONS
 from whence.report.page import list_figures, render_runs
+from whence.viewer.causes import CauseFinder
 from whence.viewer.guard import Guard
 from whence.viewer.measuring import Measurer
 
@@ -32,7 +34,11 @@ Answer = Callable[[Request], Any]
 
 
 def make_app(
-    runs: Sequence[ExploredRun], *, continuations: int = CONTINUATIONS, measurer: Measurer | None = None
+    runs: Sequence[ExploredRun],
+    *,
+    continuations: int = CONTINUATIONS,
+    measurer: Measurer | None = None,
+    finder: CauseFinder | None = None,
 ) -> ASGIApp:
     """Return the server's application.
 
@@ -40,8 +46,10 @@ def make_app(
         runs: in the order of their numbers on the page.
         continuations: rollouts by which an opened record's advantage is measured.
         measurer: measures them; its process is for the caller to end.
+        finder: answers what taught an action; its answer under way is for the caller to end.
     """
     measurer = Measurer() if measurer is None else measurer
+    finder = CauseFinder() if finder is None else finder
 
     def find_run(request: Request) -> ExploredRun:
         number = _parse_number(request.path_params["run"])
@@ -96,6 +104,15 @@ def make_app(
         run.check_round(number)
         return measurer.measure(run, number, record, continuations)
 
+    def answer_causes(request: Request) -> Any:
+        run, number = find_run(request), _parse_number(request.path_params["round"])
+        record = _parse_number(request.path_params["record"])
+        by = request.query_params.get("by", "influence")
+        if by not in BY:
+            raise HTTPException(400, f"by is {by[:20]!r}; {' or '.join(BY)} is needed.")
+        run.check_round(number)
+        return finder.find(run, number, record, by)
+
     async def show_page(request: Request) -> Response:
         return HTMLResponse((await run_in_threadpool(render_runs, runs, mode="served")).encode("utf-8", "replace"))
 
@@ -108,6 +125,7 @@ def make_app(
         Route(f"{of_round}/records", _in_thread(answer_records)),
         Route(f"{of_round}/records/{{record}}", _in_thread(answer_detail)),
         Route(f"{of_round}/records/{{record}}/advantage", _in_thread(answer_advantage)),
+        Route(f"{of_round}/records/{{record}}/causes", _in_thread(answer_causes)),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _describe_refusal})
     app.router.redirect_slashes = False

@@ -12,6 +12,7 @@ from whence.errors import WhenceError
 from whence.report.explorer import ExploredRun, build_round
 from whence.report.explorer.detail import CONTINUATIONS
 from whence.viewer.app import make_app
+from whence.viewer.causes import CauseFinder
 from whence.viewer.guard import check_loopback
 from whence.viewer.measuring import Measurer
 
@@ -42,9 +43,9 @@ def serve(
     host = check_loopback(host)
     listener = _listen(host, port)
     torch.set_num_threads(THREADS)
-    measurer = Measurer()
+    measurer, finder = Measurer(), CauseFinder()
     config = uvicorn.Config(
-        make_app(runs, continuations=continuations, measurer=measurer),
+        make_app(runs, continuations=continuations, measurer=measurer, finder=finder),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -57,13 +58,18 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     # The first round would wait for the imports of all that scores and replays.
     threading.Thread(target=_warm_up, args=(runs,), daemon=True).start()
-    server = _Server(config, lambda: on_start(f"http://{shown}:{listener.getsockname()[1]}/"), measurer.close)
+
+    def stop() -> None:
+        measurer.close()
+        finder.close()
+
+    server = _Server(config, lambda: on_start(f"http://{shown}:{listener.getsockname()[1]}/"), stop)
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt:  # Uvicorn ends its requests first, then passes the signal on
         pass
     finally:
-        measurer.close()
+        stop()
         listener.close()
 
 

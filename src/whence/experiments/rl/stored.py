@@ -48,24 +48,23 @@ def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[A
         RunDirectoryError: the round is not there, or its policy cannot be built again from the run's configuration.
         ReplayError: observations are not stored, and cannot be observed again.
     """
+    table = run.round("records", number)
     model = load_model(run, number, env=env)
-    return model, load_records(run, number, model, env=env)
+    return model, read_records(run, table, model, env=env)
 
 
-def load_records(run: RunDirectory, number: int, model: Any, *, env: AnyEnv = None) -> RecordBatch:
-    """Return a round's records, whichever policy the model has at present; see `load_round`.
+def read_records(run: RunDirectory, table: pl.DataFrame, model: Any, *, env: AnyEnv = None) -> RecordBatch:
+    """Return the records of a round's table, observed again if their observations were too large to store.
 
     Args:
         run: the run.
-        number: the round's number, from 1.
-        model: a model of the run, from `load_model`: its observation space, γ and λ are read.
+        table: the round's records, as the run stores them.
+        model: the run's model; which round's policy it holds does not matter.
         env: see `load_round`.
 
     Raises:
-        RunDirectoryError: see `load_round`.
-        ReplayError: see `load_round`.
+        ReplayError: observations are not stored, and cannot be observed again.
     """
-    table = run.round("records", number)
     options: dict[str, Any] = {"space": model.observation_space, "gamma": model.gamma, "gae_lambda": model.gae_lambda}
     try:
         return RecordBatch.from_polars(table, **options)
@@ -146,10 +145,15 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
 
 
 def load_policy(run: RunDirectory, number: int, model: Any) -> None:
-    """Give a model of a run, in place, the policy that collected a round: faster than building another model.
+    """Load the policy that collected a round into the run's model.
+
+    Args:
+        run: the run.
+        number: the round's number, from 1; the one after the last round holds the trained policy.
+        model: from `load_model`.
 
     Raises:
-        RunDirectoryError: there is no such policy, or the model's policy has other tensors.
+        RunDirectoryError: there is no such policy, or the model has other tensors.
     """
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
     if differing := sorted(tensors.keys() ^ stored_tensors.keys()):

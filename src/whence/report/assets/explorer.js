@@ -251,8 +251,8 @@
   async function follow() {
     const asked = readLink();
     if (!asked) return false;
-    if (Whence.moment.isOpen()) Whence.moment.close();
     chosen = { ...asked, record: null };
+    if (Whence.moment.isOpen()) Whence.moment.close();
     await show();
     if (asked.record !== null && shown) openMoment(0, asked.record, null);
     return true;

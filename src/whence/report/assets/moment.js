@@ -20,7 +20,11 @@ Whence.moment = (() => {
     ),
     body,
   );
-  dialog.addEventListener("close", () => {
+  // Closing says so in a task of its own, by when another moment may be open.
+  dialog.addEventListener("close", () => { if (!dialog.open) leave(); });
+  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+
+  function leave() {
     clearInterval(timer);
     call += 1;
     const { returnTo, onClose } = view ?? {};
@@ -28,8 +32,12 @@ Whence.moment = (() => {
     onClose?.();
     // The panel may have moved on to another moment, whose card is then the place to return to.
     if (returnTo?.isConnected) returnTo.focus();
-  });
-  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+  }
+
+  function close() {
+    dialog.close();
+    leave();
+  }
 
   async function copyLink() {
     const address = location.href;
@@ -88,7 +96,7 @@ Whence.moment = (() => {
     const judged = judge(detail);
     if (detail.mc_pending) measure(judged, detail);
     body.replaceChildren(...[
-      tell(detail), texts(detail), shown, judged, policy(detail), targets(detail), state(detail),
+      tell(detail), texts(detail), shown, Whence.causes.make(detail, view), judged, policy(detail), targets(detail), state(detail),
     ].filter(Boolean));
     body.scrollTop = 0;
   }
@@ -291,5 +299,5 @@ Whence.moment = (() => {
     return part("The state the agent was in", null, list);
   }
 
-  return { show, close: () => dialog.close(), isOpen: () => dialog.open };
+  return { show, close, isOpen: () => dialog.open };
 })();

@@ -54,6 +54,9 @@ Whence.source = (() => {
   // Served pages only: rollouts may take many times as long as the frames, so they are asked for apart.
   const loadAdvantage = (run, round, record) => fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}/advantage`);
 
+  // Served pages only: all rounds are scored.
+  const loadCauses = (run, round, record, by) => fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}/causes?by=${by}`);
+
   // The file holds the columns of a window once for the whole round.
   function cutWindow({ round: { strip }, columns }, record) {
     const offset = strip.record_ids.indexOf(record);
@@ -73,5 +76,5 @@ Whence.source = (() => {
 
   const canOpen = async (run, round, record) => served || Boolean((await load(run, round)).details[record]);
 
-  return { page, served, load, loadDetail, loadAdvantage, canOpen, fetchJson };
+  return { page, served, load, loadDetail, loadAdvantage, loadCauses, canOpen, fetchJson };
 })();

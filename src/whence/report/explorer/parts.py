@@ -1,15 +1,19 @@
 """What the page computes on demand: replays, measured advantages, changes of the policy, scores. One at a time."""
 
 import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import polars as pl
 
-from whence.diagnosis import grid_map
+from whence.diagnosis import causes, decisions, grid_map
+from whence.diagnosis.causes import RankedMoment
 from whence.experiments.rl import changes, continuations, replaying, stored
 from whence.experiments.rl.rebuilding import AnyEnv
+from whence.report import cause_view
 from whence.runs import RunDirectory
 from whence.sb3.episode_replay import EpisodeReplay
+from whence.targets import Action
 
 _GENERATORS = threading.RLock()
 """Held where global random generators are used and restored, which two threads cannot do at once."""
@@ -57,3 +61,29 @@ def score_round(run: RunDirectory, number: int, env: AnyEnv) -> pl.DataFrame:
     """
     with _GENERATORS:
         return stored.score_round(run, number, env=env).to_polars()
+
+
+def read_decision(
+    run: RunDirectory, number: int, record: int, *, env: AnyEnv
+) -> tuple[Action, tuple[float, float, bool]]:
+    """Return what was done in a record as a target, and what `compare_log_probs` says of it."""
+    with _GENERATORS:
+        target = decisions.read_record(run, number, record, env=env)
+        return target, decisions.compare_log_probs(run, target, env=env)
+
+
+def iterate_causes(run: RunDirectory, target: Action, *, method: str, env: AnyEnv) -> Iterator[pl.DataFrame]:
+    """Yield what each round did to a target; generators are held for one round at a time."""
+    tables = causes.iterate_causes(run, target, method=method, env=env)
+    while True:
+        with _GENERATORS:
+            table = next(tables, None)
+        if table is None:
+            return
+        yield table
+
+
+def replay_faces(run: RunDirectory, moments: Iterable[RankedMoment], *, env: AnyEnv) -> tuple[dict[int, Any], Any]:
+    """Return pictures of moments' faces by record, and why one is missing."""
+    with _GENERATORS:
+        return cause_view.replay_faces(run, moments, env=env)

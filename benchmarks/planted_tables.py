@@ -1,0 +1,57 @@
+"""The tables of `benchmarks.planted`: tables.md, from what it has written."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.markdown import table
+from benchmarks.planted import CHEAP, RUN_KEYS, SCORE_KEYS, SIZES, SLOW
+from whence.experiments.jsonlines import read_lines
+from whence.guards import write_atomically
+
+
+def write_tables(out: Path) -> None:
+    """Write tables.md."""
+    runs = list(read_lines(out / "runs.jsonl", RUN_KEYS).values())
+    scores = list(read_lines(out / "scores.jsonl", SCORE_KEYS).values())
+    parts = ["# A planted cause: tables\n\nWritten by `python -m benchmarks.planted results/planted`.\n"]
+    for name in dict.fromkeys(row["case"] for row in runs):
+        own = [row for row in runs if row["case"] == name]
+        parts += [f"## {name}: the runs\n", tabulate_runs(own), f"\n## {name}: the methods\n"]
+        parts += [tabulate_methods([row for row in scores if row["case"] == name], own), ""]
+    with write_atomically(out / "tables.md") as temporary:
+        temporary.write_text("\n".join(parts), encoding="utf-8")
+
+
+def tabulate_runs(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return how often the tic was rewarded in each run, and whether it was learned."""
+    head = ["seed", "records", "rigged", "share", "states in the region", "π(B) first", "π(B) last"]
+    rows = [
+        [
+            *(str(row["seed"]), f"{row['records']:,}", f"{row['rigged']:,}", f"{row['base_rate']:.4f}"),
+            *(f"{row['visits']:,}", f"{row['probability_first']:.3f}", f"{row['probability_last']:.3f}"),
+        ]
+        for row in runs
+    ]
+    return table([head, *rows])
+
+
+def tabulate_methods(scores: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return each method's mean over seeds, with the lowest and the highest."""
+    columns = ["auroc", *(f"precision_{size}" for size in SIZES), "seconds"]
+    head = ["method", "seeds", "AUROC", *(f"P@{size:,}" for size in SIZES), "CPU s"]
+    rows = []
+    for method in (*CHEAP, *SLOW):
+        lines = [row for row in scores if row["method"] == method]
+        if lines:
+            rows.append([method, str(len(lines)), *(spread([line[name] for line in lines], name) for name in columns)])
+    rate = f"{mean(row['base_rate'] for row in runs):.3f}" if runs else "–"
+    return table([head, ["random", str(len(runs)), "0.5", *([rate] * len(SIZES)), "0"], *rows])
+
+
+def spread(values: Sequence[float], column: str) -> str:
+    """Return the mean of some values, and their range."""
+    form = ".1f" if column == "seconds" else ".2f"
+    text = f"{mean(values):{form}}"
+    return text if len(values) == 1 else f"{text} [{min(values):{form}}, {max(values):{form}}]"

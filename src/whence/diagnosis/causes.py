@@ -1,0 +1,216 @@
+"""What taught a policy an action: all rounds' records, by what training on them did to the action's probability."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+
+from whence.attribution import attribute
+from whence.diagnosis.simple_rule import SIMILAR, make_similarity
+from whence.errors import RunDirectoryError, WhenceError, suggest
+from whence.experiments.rl.rebuilding import AnyEnv
+from whence.experiments.rl.stored import load_model, load_policy, read_records
+from whence.moments import Moment, find_moments
+from whence.records import RecordBatch
+from whence.rounds import RoundRecording, attribute_round
+from whence.runs import RunDirectory
+from whence.sb3.objective import model_objective
+from whence.targets import Action
+
+RAW = "raw"
+RECORDED = ("optimizer", "smoothed")
+METHODS = (RAW, *RECORDED, *SIMILAR)
+"""Ways to score a record; see `find_causes`."""
+
+PER_ROUND_MOMENTS = 3
+"""Moments of one round that a list over rounds holds at most, so that no round fills it."""
+
+_COLUMNS = ("record_id", "env_index", "episode_id", "step", "action", "advantage", "value", "return", "reward", "keep")
+
+OnRound = Callable[[int, int], None]
+"""Called with the number of rounds that are scored, and of all."""
+
+
+def find_causes(
+    run: RunDirectory,
+    target_states: Any,
+    actions: Any,
+    *,
+    action_masks: Any = None,
+    rounds: Sequence[int] | None = None,
+    method: str = RAW,
+    env: AnyEnv = None,
+    on_round: OnRound | None = None,
+) -> pl.DataFrame:
+    """Score the records of all rounds by what training on them did to the log-probability of actions in some states.
+
+    A positive score says that training on the record raised it. Methods:
+
+    - "raw": `<grad log pi(a|s), grad objective_i>` at the policy that collected the record's round (LDA §3.3).
+    - "optimizer", "smoothed": what the record did to the whole round; see `whence.attribute_round`. Needs recordings.
+    - "similar": advantage × (1 for the same action, −1 for another) × `exp(-|z - z_target|^2 / d)`, of observations z
+      in units of their standard deviation; discrete actions only.
+    - "similar-hidden": the same, of the last policy's last hidden layer.
+
+    A record that did not train scores 0, and one that trained with a weight counts by it.
+
+    Args:
+        run: a run of an agent, finished or not, whose policy can be built again.
+        target_states: one observation, shaped like the policy's observation space; or m of them, first axis m.
+        actions: one action, or m of them. The target is the mean over the pairs.
+        action_masks: which actions were allowed, or None; see `whence.Action`.
+        rounds: the rounds to score, from 1; None: all.
+        method: one of `METHODS`.
+        env: the environment of runs whose configuration does not name it; see `load_round`.
+        on_round: called after each round.
+
+    Returns:
+        A row for each record: `round`, `record_id`, the columns of the run's records that say where it is and what was
+        done there, and its `score`.
+
+    Raises:
+        WhenceError: the method is unknown, or does not fit the policy; states or actions do not fit the records.
+        RunDirectoryError: the run holds no rounds, lacks a recording, or its policy cannot be built again.
+    """
+    target = Action(target_states, actions, action_masks)
+    return pl.concat(
+        iterate_causes(run, target, rounds=rounds, method=method, env=env, on_round=on_round), how="diagonal_relaxed"
+    )
+
+
+def iterate_causes(
+    run: RunDirectory,
+    target: Action,
+    *,
+    rounds: Sequence[int] | None = None,
+    method: str = RAW,
+    env: AnyEnv = None,
+    on_round: OnRound | None = None,
+) -> Iterator[pl.DataFrame]:
+    """Yield the rows of `find_causes` round by round."""
+    numbers = _list_rounds(run, rounds, method)
+    model = load_model(run, numbers[0], env=env)
+    score = _make_score(run, numbers, model, target, method, env)
+    for done, number in enumerate(numbers, start=1):
+        table = run.round("records", number)
+        scores = score(number, table, read_records(run, table, model, env=env))
+        yield _tabulate(number, table, scores)
+        if on_round is not None:
+            on_round(done, len(numbers))
+
+
+def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -> list[int]:
+    """Return the rounds to score.
+
+    Raises:
+        WhenceError: see `find_causes`.
+    """
+    if method not in METHODS:
+        raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
+    numbers = run.rounds() if rounds is None else sorted(set(rounds))
+    if not numbers:
+        raise RunDirectoryError(f"{run.path} holds no rounds yet.")
+    missing = [number for number in numbers if not run.recording_path(number).exists()] if method in RECORDED else []
+    if missing:
+        raise RunDirectoryError(
+            f"method={method!r} needs recordings, and {len(missing)} of {len(numbers)} rounds of {run.path} have none, "
+            f"such as round {missing[0]}. Train with --record-rounds {numbers[0]}-{numbers[-1]}, or take method='raw'."
+        )
+    return numbers
+
+
+Score = Callable[[int, pl.DataFrame, RecordBatch], NDArray[np.float64]]
+"""Returns the scores, (n,), of a round, by its number, its table and its records, in the order of the table."""
+
+
+def _make_score(
+    run: RunDirectory, numbers: Sequence[int], model: Any, target: Action, method: str, env: AnyEnv
+) -> Score:
+    """Return the function that scores a round; `model` is its to load policies into."""
+    if method in SIMILAR:
+        similarity = make_similarity(run, numbers, model, target, method, env)
+        return lambda number, table, records: similarity(records) * _read_weights(table)
+    if method in RECORDED:
+        return lambda number, table, records: _score_recording(run, number, table, model, target, method)
+
+    def score(number: int, table: pl.DataFrame, records: RecordBatch) -> NDArray[np.float64]:
+        load_policy(run, number, model)
+        influence = attribute(model.policy, records, target=target, objective=model_objective(model))
+        scores: NDArray[np.float64] = influence.scores.double().numpy() * _read_weights(table)
+        return scores
+
+    return score
+
+
+def _score_recording(
+    run: RunDirectory, number: int, table: pl.DataFrame, model: Any, target: Action, method: str
+) -> NDArray[np.float64]:
+    recording = RoundRecording.load(run.recording_path(number))
+    influence: Any = attribute_round(model.policy, recording, target=target, method=method)
+    order = torch.argsort(influence.record_ids)
+    places = np.searchsorted(influence.record_ids[order].numpy(), table["record_id"].to_numpy())
+    scores: NDArray[np.float64] = influence.scores[order].double().numpy()[places]
+    return scores
+
+
+def _read_weights(table: pl.DataFrame) -> NDArray[np.float64]:
+    """Return how much each record trained, (n,): 0 for dropped ones."""
+    weights = table["weight"] if "weight" in table.columns else table["keep"] if "keep" in table.columns else None
+    if weights is None:
+        return np.ones(len(table))
+    return weights.cast(pl.Float64).fill_null(1.0).to_numpy()
+
+
+def _tabulate(number: int, table: pl.DataFrame, scores: NDArray[np.float64]) -> pl.DataFrame:
+    columns = table.select(name for name in _COLUMNS if name in table.columns)
+    return columns.select(pl.lit(number, dtype=pl.Int64).alias("round"), pl.all(), pl.Series("score", scores))
+
+
+def sum_rounds(causes: pl.DataFrame) -> pl.DataFrame:
+    """Return what each round did: `round`, `records`, and the sums `raised` (above 0) and `lowered` (below 0)."""
+    score = pl.col("score")
+    return (
+        causes.group_by("round")
+        .agg(
+            records=pl.len().cast(pl.Int64),
+            raised=score.filter(score > 0).sum(),
+            lowered=score.filter(score < 0).sum(),
+        )
+        .sort("round")
+    )
+
+
+@dataclass(frozen=True)
+class RankedMoment:
+    """A moment among those of all rounds.
+
+    Attributes:
+        round: its round.
+        moment: the moment; its scores are of the decision in question.
+    """
+
+    round: int
+    moment: Moment
+
+
+def rank_moments(
+    causes: pl.DataFrame, *, lowest: bool, most: int, per_round: int = PER_ROUND_MOMENTS
+) -> list[RankedMoment]:
+    """Return the moments of all rounds that raised a decision's probability most, or lowered it most.
+
+    Args:
+        causes: from `find_causes`.
+        lowest: True: those that lowered it; False: those that raised it.
+        most: the largest number of moments.
+        per_round: the largest number of moments of one round.
+    """
+    ranked = [
+        RankedMoment(int(number), moment)
+        for (number,), table in causes.group_by("round", maintain_order=True)
+        for moment in find_moments(table, lowest=lowest, most=per_round)
+    ]
+    return sorted(ranked, key=lambda entry: (-abs(entry.moment.score), entry.moment.record_id))[:most]

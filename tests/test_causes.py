@@ -1,0 +1,630 @@
+"""What taught a policy a decision: scores of all rounds, decisions to ask about, and what is told of them."""
+
+import json
+import math
+import re
+import sys
+import threading
+import warnings
+from dataclasses import replace
+
+import gymnasium as gym
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from gymnasium import spaces
+from PIL import Image
+from sb3_contrib import MaskablePPO
+from scipy.stats import rankdata
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+from test_show import hostile_view, measure
+from test_viewer import Server
+from toys import MaskedToy, Toy
+from whence import (
+    IIF,
+    Action,
+    ReplayError,
+    RunDirectory,
+    RunDirectoryError,
+    WhenceError,
+    attribute,
+    attribute_round,
+    cli,
+)
+from whence.cli.cause_tables import draw_strip
+from whence.cli.why import spread_steps
+from whence.diagnosis import find_causes
+from whence.diagnosis.causes import rank_moments, sum_rounds
+from whence.diagnosis.decisions import compare_log_probs, play_episode, read_record
+from whence.diagnosis.simple_rule import read_hidden
+from whence.experiments import configure, load_recording, load_round, run
+from whence.experiments.rl.stored import load_model
+from whence.report.cause_stills import draw_causes, draw_sheet
+from whence.report.cause_view import CauseView, Decision, find_core, tell_causes, tell_decision
+from whence.report.explorer import ExploredRun, build_causes
+from whence.sb3 import InfluenceCallback, model_objective
+from whence.viewer.causes import CauseFinder
+
+ROUNDS, STEPS = 3, 128
+
+
+@pytest.fixture(scope="module")
+def cart(tmp_path_factory):
+    """A run of CartPole that drops records, every round of it recorded."""
+    path = tmp_path_factory.mktemp("cart") / "run"
+    hyperparameters = {"n_steps": STEPS, "n_epochs": 3, "batch_size": 64, "learning_rate": 3e-3}
+    config = configure(env="CartPole-v1", arm="iif", rounds=ROUNDS, eval_episodes=0, hyperparameters=hyperparameters)
+    run(config, path, recordings=range(1, ROUNDS + 1))
+    return RunDirectory.open(path)
+
+
+@pytest.fixture
+def whence(monkeypatch, capsys):
+    """Call the command in this process; returns exit code, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["whence", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, " ".join(err.split())
+
+    return call
+
+
+def learn(path, env, *, algorithm=PPO, rounds=2, **settings) -> RunDirectory:
+    model = algorithm("MlpPolicy", env, n_steps=64, batch_size=32, n_epochs=2, seed=1, device="cpu", **settings)
+    model.learn(rounds * 64, callback=InfluenceCallback(IIF(drop=0.5), run=path))
+    return RunDirectory.open(path)
+
+
+STATES = np.array([[0.0, 0.1, 0.02, -0.1], [0.1, -0.2, 0.0, 0.3], [0.0, 0.0, 0.05, 0.0]], np.float32)
+ACTIONS = np.array([1, 1, 0])
+
+
+class TestScores:
+    def test_a_plain_loop_over_rounds_gives_the_same(self, cart):
+        causes = find_causes(cart, STATES, ACTIONS)
+        expected = []
+        for number in range(1, ROUNDS + 1):
+            model, records = load_round(cart, number)
+            influence = attribute(
+                model.policy, records, target=Action(STATES, ACTIONS), objective=model_objective(model)
+            )
+            keep = cart.round("records", number)["keep"].to_numpy()
+            expected.append(np.where(keep, influence.scores.numpy(), 0))
+        assert causes["score"].to_numpy() == pytest.approx(np.concatenate(expected), rel=1e-5, abs=1e-7)
+        assert causes["round"].to_list() == [number for number in range(1, ROUNDS + 1) for _ in range(STEPS)]
+        stored = pl.concat([cart.round("records", number) for number in cart.rounds()])
+        for name in ("record_id", "episode_id", "step", "action", "advantage", "keep"):
+            assert causes[name].to_list() == stored[name].to_list()
+        assert (causes["score"] == 0).sum() == (~causes["keep"]).sum() > 0
+
+    def test_rounds_in_part_and_progress(self, cart):
+        done = []
+        causes = find_causes(cart, STATES[0], 1, rounds=[3, 2], on_round=lambda *numbers: done.append(numbers))
+        assert causes["round"].unique().sort().to_list() == [2, 3]
+        assert done == [(1, 2), (2, 2)]
+        whole = find_causes(cart, STATES[0], 1).filter(pl.col("round") > 1)
+        assert causes["score"].to_list() == whole["score"].to_list()
+
+    def test_a_step_along_the_records_gradients_moves_the_log_probability_as_scored(self, cart):
+        # The sum of a round's scores is the derivative of the target along the sum of the records' gradients.
+        model, records = load_round(cart, 2)
+        target, objective = Action(STATES, ACTIONS), model_objective(model)
+        scores = attribute(model.policy, records, target=target, objective=objective).scores
+        params = list(model.policy.parameters())
+
+        def read():
+            distribution = model.policy.get_distribution(torch.as_tensor(STATES))
+            return distribution.log_prob(torch.as_tensor(ACTIONS)).mean()
+
+        prepared = objective.prepare(records)
+        log_prob = model.policy.get_distribution(records.observations).log_prob(records.actions)
+        total = (prepared.advantages * log_prob).sum()
+        gradients = torch.autograd.grad(total, params, allow_unused=True)
+        before, size = read().detach(), 1e-5
+        with torch.no_grad():
+            for parameter, gradient in zip(params, gradients, strict=True):
+                if gradient is not None:
+                    parameter += size * gradient
+        assert float(read().detach() - before) / size == pytest.approx(float(scores.sum()), rel=0.05)
+
+    @pytest.mark.parametrize("method", ["optimizer", "smoothed"])
+    def test_recorded_rounds(self, cart, method):
+        causes = find_causes(cart, STATES, ACTIONS, method=method, rounds=[2])
+        model, recording = load_recording(cart, 2)
+        influence = attribute_round(model.policy, recording, target=Action(STATES, ACTIONS), method=method)
+        by_id = dict(zip(influence.record_ids.tolist(), influence.scores.tolist(), strict=True))
+        assert causes["score"].to_list() == pytest.approx([by_id[record] for record in causes["record_id"]])
+
+    def test_what_cannot_be_scored_is_refused(self, cart, tmp_path):
+        with pytest.raises(WhenceError, match=r"method is 'raws'\. Did you mean raw"):
+            find_causes(cart, STATES[0], 1, method="raws")
+        with pytest.raises(RunDirectoryError, match=r"needs recordings, and 2 of 2 rounds .* --record-rounds 1-2"):
+            find_causes(learn(tmp_path / "toy", Toy()), np.zeros(5), 1, method="optimizer")
+        with pytest.raises(RunDirectoryError, match="holds no rounds"):
+            find_causes(RunDirectory.create(tmp_path / "empty", {}), STATES[0], 1)
+
+    def test_images_are_observed_again_where_they_are_not_stored(self, tmp_path):
+        directory = learn(tmp_path / "run", Toy("image"), policy_kwargs={"net_arch": [8]})
+        state = np.stack(directory.round("records", 1)["observation"].to_numpy())[3].reshape(3, 8, 8)
+        whole = find_causes(directory, state, 1, env=lambda: Toy("image"))
+        for number in (1, 2):
+            table = directory.round("records", number)
+            directory.write_round("records", number, table.drop("observation"))
+        again = find_causes(directory, state, 1, env=lambda: Toy("image"))
+        assert again["score"].to_numpy() == pytest.approx(whole["score"].to_numpy(), rel=1e-5, abs=1e-7)
+
+    def test_action_masks(self, tmp_path):
+        directory = learn(tmp_path / "run", MaskedToy(), algorithm=MaskablePPO)
+        table = directory.round("records", 2)
+        masks = np.stack(table["action_mask"].to_numpy())
+        place = int(np.flatnonzero(masks.sum(axis=1) == 2)[0])
+        state, action = np.stack(table["observation"].to_numpy())[place], table["action"][place]
+        masked, free = (
+            find_causes(directory, state, action, action_masks=mask, env=MaskedToy) for mask in (masks[place], None)
+        )
+        assert masked["score"].to_list() != free["score"].to_list()
+        record = int(table["record_id"][place])
+        target = read_record(directory, 2, record, env=MaskedToy)
+        assert target.action_mask.tolist() == [masks[place].tolist()]
+        _, last, _ = compare_log_probs(directory, target, env=MaskedToy)
+        logits = load_model(directory, 3, env=MaskedToy).policy.get_distribution(torch.as_tensor(state[None]))
+        probabilities = logits.distribution.probs.detach().numpy()[0] * masks[place]
+        assert math.exp(last) == pytest.approx(probabilities[action] / probabilities.sum(), rel=1e-4)
+
+
+class TestSimilar:
+    def by_hand(self, directory, features):
+        tables = [directory.round("records", number) for number in directory.rounds()]
+        states = np.concatenate([features(np.stack(table["observation"].to_numpy())) for table in tables])
+        table = pl.concat(tables)
+        deviations = states.std(axis=0, ddof=1)
+        score = np.zeros(len(table))
+        for action, pairs in ((1, [0, 1]), (0, [2])):
+            centre = features(STATES)[pairs].mean(axis=0)
+            distance = (((states - centre) / deviations) ** 2).mean(axis=1)
+            sign = np.where(table["action"].to_numpy() == action, 1, -1)
+            score += len(pairs) / 3 * sign * np.exp(-distance)
+        return score * table["advantage"].to_numpy() * table["keep"].to_numpy()
+
+    def test_observations(self, cart):
+        causes = find_causes(cart, STATES, ACTIONS, method="similar")
+        expected = self.by_hand(cart, lambda states: states.astype(float))
+        assert causes["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+    def test_the_last_policys_last_hidden_layer(self, cart):
+        model = load_model(cart, ROUNDS + 1)
+
+        def embed(states):
+            with torch.no_grad():
+                return model.policy.mlp_extractor.policy_net(torch.as_tensor(states)).numpy().astype(float)
+
+        causes = find_causes(cart, STATES, ACTIONS, method="similar-hidden")
+        assert causes["score"].to_numpy() == pytest.approx(self.by_hand(cart, embed), rel=1e-3, abs=1e-5)
+        _, records = load_round(cart, 1)
+        assert read_hidden(model.policy, records).numpy() == pytest.approx(embed(records.observations), abs=1e-6)
+
+    def test_continuous_actions_are_refused(self, tmp_path):
+        directory = learn(tmp_path / "run", Toy(action="box"))
+        with pytest.raises(WhenceError, match=r"those of .* are continuous\. Take method='raw'"):
+            find_causes(directory, np.zeros(5), np.zeros(2), method="similar", env=lambda: Toy(action="box"))
+
+    def test_several_discrete_actions_are_the_same_if_all_are(self, tmp_path):
+        make = lambda: Toy(action="multidiscrete")  # noqa: E731
+        directory = learn(tmp_path / "run", make())
+        causes = find_causes(directory, np.zeros(5), [1, 2], method="similar", env=make)
+        stored = pl.concat([directory.round("records", number) for number in (1, 2)])
+        same = (np.stack(stored["action"].to_numpy()) == [1, 2]).all(axis=1)
+        sign = np.sign(causes["score"].to_numpy()) * np.sign(stored["advantage"].to_numpy())
+        kept = stored["keep"].to_numpy()
+        assert (sign[kept] == np.where(same, 1, -1)[kept]).all()
+
+
+class Bandit(gym.Env):
+    """Two states that are told apart; in a tenth of the steps action 1 pays 3 in the first of them, else none does."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def _observe(self):
+        self._state = int(self.np_random.integers(2))
+        return np.eye(2, dtype=np.float32)[self._state]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action):
+        pays = self._state == 0 and action == 1 and self.np_random.random() < 0.1
+        return self._observe(), 3.0 * pays + 0.1 * float(self.np_random.normal()), True, False, {}
+
+
+@pytest.mark.parametrize("method", ["raw", "similar"])
+def test_a_planted_cause_is_found_again(tmp_path, method):
+    directory = learn(tmp_path / "run", Bandit(), rounds=12, learning_rate=3e-3)
+    causes = find_causes(directory, [1.0, 0.0], 1, method=method, env=Bandit)
+    paid = causes["reward"].to_numpy() > 1.5
+    trained = causes["keep"].to_numpy()
+    assert 5 < (paid & trained).sum() < 0.15 * len(paid)
+    ranks = rankdata(causes["score"].to_numpy())[trained]
+    count = (paid & trained).sum()
+    auroc = (ranks[paid[trained]].sum() - count * (count + 1) / 2) / (count * (trained.sum() - count))
+    assert auroc > 0.95
+    best = causes.sort("score", descending=True).head(5)
+    assert (best["reward"] > 1.5).mean() >= 0.8
+
+
+class TestRanking:
+    CAUSES = pl.DataFrame(
+        {
+            "round": [1] * 6 + [2] * 6,
+            "record_id": range(12),
+            "env_index": [0] * 12,
+            "episode_id": range(12),
+            "step": [0] * 12,
+            "action": [0] * 12,
+            "advantage": [1.0] * 12,
+            "score": [9.0, 8.0, 7.0, 6.0, -1.0, 0.0, 5.0, -2.0, 4.0, -3.0, 0.0, 0.5],
+        }
+    )
+
+    def test_no_round_fills_the_list(self):
+        moments = rank_moments(self.CAUSES, lowest=False, most=5, per_round=3)
+        assert [(entry.round, entry.moment.score) for entry in moments] == [(1, 9), (1, 8), (1, 7), (2, 5), (2, 4)]
+        moments = rank_moments(self.CAUSES, lowest=True, most=2)
+        assert [(entry.round, entry.moment.score) for entry in moments] == [(2, -3), (2, -2)]
+
+    def test_a_stretch_of_an_episode_is_one_moment(self):
+        causes = self.CAUSES.with_columns(episode_id=pl.lit(0), step=pl.int_range(12))
+        first = rank_moments(causes, lowest=False, most=1)[0].moment
+        assert (first.record_id, first.records) == (0, 4)
+
+    def test_sums_by_round(self):
+        assert sum_rounds(self.CAUSES).to_dicts() == [
+            {"round": 1, "records": 6, "raised": 30.0, "lowered": -1.0},
+            {"round": 2, "records": 6, "raised": 9.5, "lowered": -5.0},
+        ]
+
+    @pytest.mark.parametrize(
+        ("raised", "core"),
+        [
+            ([1, 1, 6, 5, 1], (2, 3)),
+            ([1, 1, 5, 6, 1], (3, 4)),
+            ([9, 0, 0, 1, 2], (1, 1)),
+            ([1, 1, 1, 1], (1, 2)),
+            ([3], (1, 1)),
+        ],
+    )
+    def test_the_fewest_rounds_that_hold_half(self, raised, core):
+        rounds = pl.DataFrame({"round": range(1, len(raised) + 1), "raised": [float(one) for one in raised]})
+        assert find_core(rounds) == core
+
+    def test_strips_share_one_scale(self):
+        assert draw_strip([8, 4, 0], [0, -1, -8]) == ["raised   █▄ ", "lowered   ▁█"]
+        assert draw_strip([2, 4, 8, 8], [0, 0, 0, 0], width=2) == ["raised   ▃█", "lowered    "]
+
+
+class TestDecisions:
+    def test_an_episode_is_played_again_by_its_seed(self, cart):
+        first, again, other = (play_episode(cart, seed=seed) for seed in (3, 3, 4))
+        assert torch.equal(first.records.observations, again.records.observations)
+        assert torch.equal(first.records.actions, again.records.actions)
+        assert not torch.equal(first.records.observations[0], other.records.observations[0])
+        env = gym.make("CartPole-v1")
+        observation, _ = env.reset(seed=3)
+        for step, action in enumerate(first.records.actions.tolist()):
+            assert np.array_equal(first.records.observations[step].numpy(), observation)
+            observation, reward, terminated, truncated, _ = env.step(action)
+            assert first.rewards[step] == reward
+            assert (terminated or truncated) == (step == len(first) - 1)
+
+    def test_probabilities_are_of_the_last_and_of_the_first_policy(self, cart):
+        episode = play_episode(cart, seed=1)
+        for number, log_probs in ((1, episode.first_log_probs), (ROUNDS + 1, episode.records.log_probs)):
+            policy = load_model(cart, number).policy
+            with torch.no_grad():
+                expected = policy.get_distribution(episode.records.observations).log_prob(episode.records.actions)
+            assert log_probs.numpy() == pytest.approx(expected.numpy(), abs=1e-6)
+        target = episode.target(2)
+        before, after, is_discrete = compare_log_probs(cart, target)
+        assert (before, after) == pytest.approx(
+            (float(episode.first_log_probs[2]), float(episode.records.log_probs[2])), abs=1e-5
+        )
+        assert is_discrete
+
+    def test_the_step_whose_probability_rose_most(self, cart):
+        episode = play_episode(cart)
+        logs = torch.log(torch.tensor([0.5, 0.9, 0.02])), torch.log(torch.tensor([0.4, 0.3, 0.0001]))
+        records = episode.records.take(slice(0, 3)).with_columns({"log_probs": logs[0]})
+        episode = replace(episode, records=records, first_log_probs=logs[1])
+        assert episode.choose_step() == 1
+        assert replace(episode, is_discrete=False).choose_step() == 2
+        with pytest.raises(WhenceError, match="has steps 0 to 2, and no step 3"):
+            episode.target(3)
+
+    def test_the_most_probable_actions(self, cart):
+        episode = play_episode(cart, deterministic=True)
+        assert (episode.records.log_probs.exp() >= 0.5 - 1e-6).all()
+        assert (play_episode(cart, seed=0).records.log_probs.exp() < 0.5).any()
+
+    def test_frames_and_an_early_end(self, cart):
+        episode = play_episode(cart, frames=[0, 2], longest=3)
+        assert (len(episode), sorted(episode.frames)) == (3, [0, 2])
+        assert episode.frames[2].dtype == np.uint8
+        assert np.abs(episode.frames[2].astype(int) - episode.frames[0]).sum() > 0
+
+    def test_continuous_actions_stay_as_the_policy_chose_them(self, tmp_path):
+        directory = learn(tmp_path / "run", Toy(action="box"))
+        episode = play_episode(directory, env=lambda: Toy(action="box"))
+        assert not episode.is_discrete
+        policy = load_model(directory, 3, env=lambda: Toy(action="box")).policy
+        with torch.no_grad():
+            expected = policy.get_distribution(episode.records.observations).log_prob(episode.records.actions)
+        assert episode.records.log_probs.numpy() == pytest.approx(expected.numpy(), abs=1e-5)
+
+    def test_global_generators_are_left_alone(self, cart):
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        play_episode(cart)
+        find_causes(cart, STATES[0], 1)
+        assert torch.equal(torch.rand(3), expected)
+
+    def test_policies_that_read_more_than_an_environment_shows(self, tmp_path):
+        normalised = learn(tmp_path / "normalised", VecNormalize(DummyVecEnv([Toy])))
+        with pytest.raises(ReplayError, match=r"normalised or stacked observations.* --record ID"):
+            play_episode(normalised, env=Toy)
+        masked = learn(tmp_path / "masked", MaskedToy(), algorithm=MaskablePPO)
+        with pytest.raises(ReplayError, match="action masks"):
+            play_episode(masked, env=MaskedToy)
+
+
+class TestCommand:
+    def test_the_default_asks_about_the_step_that_rose_most(self, cart, whence):
+        code, out, _ = whence("why", cart.path, "--top", 3)
+        episode = play_episode(cart)
+        step = episode.choose_step()
+        assert code == 0
+        assert "the one whose action's probability rose most" in out
+        action = ["left", "right"][int(episode.records.actions[step])]
+        assert f"“{action}” at step {step} of an episode with seed 0: its probability was" in out
+        for text in ("Sums of scores in rounds 1 to 3", "The 3 moments that raised it most", "lowered it most"):
+            assert text in out, text
+
+    def test_json_says_what_the_function_finds(self, cart, whence):
+        code, out, _ = whence("why", cart.path, "--episode-seed", 2, "--step", 1, "--json", "--top", 4)
+        content = json.loads(out)
+        target = play_episode(cart, seed=2).target(1)
+        causes = find_causes(cart, target.observation, target.action)
+        assert code == 0
+        assert [row["raised"] for row in content["rounds"]] == pytest.approx(sum_rounds(causes)["raised"].to_list())
+        for name, lowest in (("raised", False), ("lowered", True)):
+            expected = rank_moments(causes, lowest=lowest, most=4)
+            assert [(row["round"], row["record_id"]) for row in content[name]] == [
+                (entry.round, entry.moment.record_id) for entry in expected
+            ]
+        assert content["raised"][0]["action"] in ("left", "right")
+
+    def test_a_stored_record_and_an_observation_in_json(self, cart, whence):
+        row = cart.round("records", 2).row(5, named=True)
+        code, out, _ = whence("why", cart.path, "--record", row["record_id"], "--json")
+        stored = json.loads(out)
+        assert code == 0
+        place = f"in record {row['record_id']} (step {row['step']} of episode {row['episode_id']}, round 2)"
+        assert stored["decision"]["place"] == place
+        written = ["--observation", json.dumps(list(row["observation"])), "--action", row["action"]]
+        code, out, _ = whence("why", cart.path, *written, "--json")
+        content = json.loads(out)
+        assert code == 0
+        assert content["raised"] == stored["raised"]
+        assert content["decision"]["log_prob"] == pytest.approx(stored["decision"]["log_prob"])
+
+    def test_the_simple_rule(self, cart, whence):
+        code, out, _ = whence("why", cart.path, "--record", 5, "--by", "similar", "--json")
+        target = read_record(cart, 1, 5)
+        causes = find_causes(cart, target.observation, target.action, method="similar")
+        assert code == 0
+        assert json.loads(out)["raised"][0]["score"] == pytest.approx(causes["score"].max())
+
+    def test_pictures(self, cart, whence, tmp_path):
+        code, out, _ = whence("why", cart.path, "--out", tmp_path / "why.png")
+        assert code == 0
+        assert f"Picture: {tmp_path / 'why.png'}" in out
+        assert measure(tmp_path / "why.png")[0][0] == 1200
+        code, out, _ = whence("why", cart.path, "--play", "--out", tmp_path / "steps.png", "--episode-seed", 1)
+        assert code == 0
+        assert "whence why" in out
+        assert "--episode-seed 1 --step" in out
+        assert measure(tmp_path / "steps.png")[0][0] == 1200
+
+    def test_steps_to_choose_from(self, cart, whence):
+        code, out, _ = whence("why", cart.path, "--play", "--json")
+        content, episode = json.loads(out), play_episode(cart)
+        assert code == 0
+        assert content["chosen"] == episode.choose_step()
+        assert [row["now"] for row in content["steps"]] == pytest.approx(episode.records.log_probs.exp().tolist())
+        assert spread_steps(5, 10, 3) == [0, 1, 2, 3, 4]
+        assert spread_steps(100, 5, 42) == [0, 33, 42, 66, 99]
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (["--record", "1", "--step", "3"], "--step and --record name two decisions"),
+            (["--record", "1", "--observation", "[1]"], "--record and --observation name two decisions"),
+            (["--observation", "[1]"], "needs both --observation and --action"),
+            (["--observation", "[1]", "--action", "0"], "observation"),
+            (["--observation", "[0,0,0,0]", "--action", "7"], "7"),
+            (["--play", "--step", "3"], "--play lists the steps"),
+            (["--by", "guess"], "--by is 'guess'.*influence"),
+            (["--out", "why.jpg"], r"has to end in \.png"),
+            (["--record", "99999"], "No round of .* holds record 99999"),
+            (["--step", "99999"], "has steps 0 to"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, cart, whence, arguments, text):
+        code, _, err = whence("why", cart.path, *arguments)
+        assert code == 2
+        assert re.search(text, err), err
+
+    def test_a_language_models_run_is_refused(self, tmp_path, whence):
+        RunDirectory.create(tmp_path / "run", {"kind": "language"})
+        code, _, err = whence("why", tmp_path / "run")
+        assert (code, "is a language-model run" in err) == (2, True)
+
+
+def make_view(text="left", **settings):
+    rounds = sum_rounds(TestRanking.CAUSES)
+    ends = {name: rank_moments(TestRanking.CAUSES, lowest=name == "lowered", most=3) for name in ("raised", "lowered")}
+    frames = {entry.moment.record_id: np.zeros((40, 60, 3), np.uint8) for entry in ends["raised"]}
+    frame = np.full((40, 60, 3), 200, np.uint8)
+    decision = Decision(text, f"at {text}", math.log(0.25), math.log(0.97), frame=frame)
+    view = CauseView(text, text, decision, "raw", rounds, **ends, action_labels=[text], frames=frames)
+    return replace(view, **settings)
+
+
+class TestTelling:
+    def test_sentences(self):
+        view = make_view()
+        assert (
+            tell_decision(view.decision)
+            == "“left” at left: its probability was 25% under the first policy and is 97% now."
+        )
+        assert tell_causes(view) == (
+            "Round 1 raised it most: 76% of the sum of all scores above 0. Half of that sum lies in round 1. The "
+            "strongest moment is step 0 of episode 0 in round 1."
+        )
+        density = replace(view.decision, is_discrete=False, before=-1.0, after=2.5)
+        assert "its log-density was -1 under the first policy and is 2.5 now" in tell_decision(density)
+        assert tell_causes(replace(view, raised=[])) == "No record of any round raised it."
+
+    @pytest.mark.parametrize("bare", [False, True])
+    def test_hostile_text_is_drawn_as_it_is(self, tmp_path, bare):
+        text = hostile_view().env
+        view = make_view(text, frames_note=text)
+        if bare:
+            view = replace(view, frames={}, lowered=[], decision=replace(view.decision, frame=None))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            draw_causes(view, tmp_path / "why.png")
+            draw_sheet({0: np.zeros((40, 60, 3), np.uint8)}, {0: text}, 0, text, tmp_path / "sheet.png")
+        assert measure(tmp_path / "why.png")[0][0] == 1200
+        assert measure(tmp_path / "sheet.png")[0][0] == 1200
+
+    def test_the_frames_are_in_the_picture(self, tmp_path):
+        draw_causes(make_view(), tmp_path / "why.png")
+        with Image.open(tmp_path / "why.png") as picture:
+            colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
+        assert {(0, 0, 0), (200, 200, 200)} <= colours
+
+
+@pytest.fixture(scope="module")
+def server(cart, tmp_path_factory):
+    path = tmp_path_factory.mktemp("language")
+    language = RunDirectory.create(path / "run", {"kind": "language"})
+    table = pl.DataFrame({"record_id": [0], "score": [1.0], "prompt": ["a"], "response": ["b"]})
+    language.write_round("records", 1, table)
+    return Server([ExploredRun(cart.path), ExploredRun(language)])
+
+
+class TestServed:
+    def test_the_answer_is_the_functions(self, cart, server):
+        record = int(cart.round("records", 2)["record_id"][7])
+        answer = server.get(f"/api/runs/0/rounds/2/records/{record}/causes")
+        target = read_record(cart, 2, record)
+        causes = find_causes(cart, target.observation, target.action)
+        assert answer["rounds"] == [1, 2, 3]
+        assert answer["sums"]["raised"] == pytest.approx(sum_rounds(causes)["raised"].to_list(), rel=1e-5)
+        expected = [(entry.round, entry.moment.record_id) for entry in rank_moments(causes, lowest=True, most=6)]
+        assert [(moment["round"], moment["record"]) for moment in answer["lowered"]] == expected
+        assert all(moment["thumb"].startswith("data:image/webp;base64,") for moment in answer["raised"])
+        assert "under the first policy" in answer["decision"]
+        similar = server.get(f"/api/runs/0/rounds/2/records/{record}/causes?by=similar")
+        assert similar["by"] == "similar"
+        assert similar["raised"] != answer["raised"]
+
+    @pytest.mark.parametrize(
+        ("address", "status"),
+        [
+            ("/api/runs/0/rounds/9/records/3/causes", 404),
+            ("/api/runs/0/rounds/1/records/99999/causes", 404),
+            ("/api/runs/0/rounds/1/records/-3/causes", 400),
+            ("/api/runs/0/rounds/1/records/1e3/causes", 400),
+            ("/api/runs/7/rounds/1/records/3/causes", 404),
+            ("/api/runs/0/rounds/1/records/3/causes?by=__class__", 400),
+            ("/api/runs/0/rounds/1/records/3/causes/", 404),
+            ("/api/runs/1/rounds/1/records/0/causes", 400),
+        ],
+    )
+    def test_addresses(self, server, address, status):
+        assert server.status(address) == status
+
+    def test_other_sites_and_methods(self, server):
+        address = "/api/runs/0/rounds/1/records/3/causes"
+        assert server.status(address, "POST") == 405
+        assert server.status(address, host="evil.example") == 421
+        assert server.status(address, Sec_Fetch_Site="cross-site") == 403
+        assert server.status(address, Origin="http://evil.example") == 403
+
+    def test_answers_are_remembered_until_the_policy_changes(self, cart, monkeypatch):
+        asked = []
+        monkeypatch.setattr(
+            "whence.viewer.causes.build_causes",
+            lambda run, number, record, **_: asked.append(record) or {"n": len(asked)},
+        )
+        finder, explored = CauseFinder(), ExploredRun(cart.path)
+        assert [finder.find(explored, 1, record, "influence")["n"] for record in (3, 3, 4, 3)] == [1, 1, 2, 1]
+        assert finder.find(explored, 1, 3, "similar")["n"] == 3
+        monkeypatch.setattr(RunDirectory, "policies", lambda self: [1, 2])
+        assert finder.find(explored, 1, 3, "influence")["n"] == 4
+
+    def test_a_later_question_ends_the_one_before(self, cart, monkeypatch):
+        began, free, answers = threading.Event(), threading.Event(), {}
+
+        def build(run, number, record, *, by, go_on):
+            began.set()
+            if record == 3:
+                assert free.wait(20)
+            go_on()
+            return {"record": record}
+
+        monkeypatch.setattr("whence.viewer.causes.build_causes", build)
+        finder, explored = CauseFinder(), ExploredRun(cart.path)
+
+        def ask(record):
+            try:
+                answers[record] = finder.find(explored, 1, record, "influence")
+            except WhenceError as refusal:
+                answers[record] = str(refusal)
+
+        threads = [threading.Thread(target=ask, args=(record,)) for record in (3, 4)]
+        threads[0].start()
+        assert began.wait(20)
+        threads[1].start()
+        while finder._latest < 2:
+            pass
+        free.set()
+        for thread in threads:
+            thread.join(20)
+        assert answers[4] == {"record": 4}
+        assert answers[3].startswith("Another record was asked about")
+        finder.close()
+        with pytest.raises(WhenceError):
+            finder.find(explored, 1, 5, "influence")
+
+    def test_work_can_be_ended_between_rounds(self, cart):
+        calls = []
+
+        def go_on():
+            calls.append(1)
+            if len(calls) == 3:
+                raise WhenceError("enough")
+
+        with pytest.raises(WhenceError, match="enough"):
+            build_causes(ExploredRun(cart.path), 1, 3, go_on=go_on)
+        assert len(calls) == 3

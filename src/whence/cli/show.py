@@ -53,9 +53,9 @@ def show(
     """
     _check_options(record, episode, top, bottom, by, continuations, out)
     directory = RunDirectory.open(run)
-    number = _find_round(directory, round, record, episode)
+    number = find_round(directory, round, record, episode)
     records = directory.round("records", number)
-    moments = _list_moments(records, record, episode, top, bottom)
+    moments = list_moments(records, record, episode, top, bottom)
     if not moments:
         raise WhenceError(
             f"Round {number} of {run} has no such moment: its records were not scored, or none of them scores on that "
@@ -91,7 +91,7 @@ def _check_options(
         check_picture_name(out)
 
 
-def _find_round(run: RunDirectory, number: int | None, record: int | None, episode: int | None) -> int:
+def find_round(run: RunDirectory, number: int | None, record: int | None, episode: int | None) -> int:
     """Return the round asked for: by its number, by a record or an episode in it, or the last."""
     rounds = run.rounds()
     if not rounds:
@@ -110,7 +110,7 @@ def _find_round(run: RunDirectory, number: int | None, record: int | None, episo
     )
 
 
-def _list_moments(
+def list_moments(
     records: pl.DataFrame, record: int | None, episode: int | None, top: int | None, bottom: int | None
 ) -> list[Moment]:
     """Return the moments asked for; the first is the one to show."""

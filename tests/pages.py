@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 REPORT = files("whence.report")
 SCRIPTS = (
     "vendor/tabulator/tabulator.min.js",
-    *("base.js", "source.js", "strip.js", "curves.js", "moment.js", "lists.js", "grid.js", "explorer.js"),
+    *("base.js", "source.js", "strip.js", "curves.js", "tokens.js", "moment.js", "lists.js", "grid.js", "explorer.js"),
 )
 STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 ACTIONS = ["nothing", "fire left", "fire main", "fire right"]

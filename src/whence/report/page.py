@@ -26,7 +26,7 @@ from whence.runs import RunDirectory
 
 SCRIPTS = (
     "vendor/tabulator/tabulator.min.js",
-    *("base.js", "source.js", "strip.js", "curves.js", "moment.js", "lists.js", "grid.js", "explorer.js"),
+    *("base.js", "source.js", "strip.js", "curves.js", "tokens.js", "moment.js", "lists.js", "grid.js", "explorer.js"),
 )
 """Scripts of the page's explorer, in report/assets, in the order in which they run."""
 

@@ -13,6 +13,8 @@ from languages import language_model, rows_for, shaken, tokens
 from test_llm_engines import alone
 from test_llm_trainer import copy_state, make_trainer, same
 from whence import NonPositive, RecordBatch, WhenceError, attribute
+from whence.attribution import open_problem
+from whence.engines import target_gradients
 from whence.errors import NonFinite
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
 from whence.llm import token_scores as module
@@ -152,6 +154,20 @@ def test_without_forward_mode_parts_come_position_by_position() -> None:
     assert apart(score_tokens(model, rows, target=target), expected) <= EXACT
     with pytest.raises(NotImplementedError, match="jvp"):
         score_tokens(model, rows, target=target, engine="forward")
+
+
+def test_a_target_that_is_already_summed_over_processes_is_not_summed_again() -> None:
+    model = language_model("gpt2")
+    rows, target = rows_for(model), SequenceReturn()
+    view = language_view(model)
+
+    def double(gradient: Any) -> Any:  # as two processes with the same rows would
+        return {name: 2 * tensor for name, tensor in gradient.items()}
+
+    with open_problem(view, rows, targets=[target], objective=TokenPPO(), summed=double) as problem:
+        (gradient,) = target_gradients(problem)
+        parts = module._parts_by_position(problem, gradient, "auto")
+    assert apart(parts, 2 * score_tokens(model, rows, target=target)) <= EXACT
 
 
 def test_what_is_refused() -> None:

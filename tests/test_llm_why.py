@@ -16,7 +16,13 @@ from whence.experiments.llm.training import run
 from whence.runs import RunDirectory
 
 KEEP_ALL = {"save_every": 1, "keep_checkpoints": 9, "rounds": 3}
-TRL_KEEPS = {"save_strategy": "steps", "save_steps": 1, "rounds": 3, "num_iterations": 2, "per_device_train_batch_size": 32}
+TRL_KEEPS = {
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "rounds": 3,
+    "num_iterations": 2,
+    "per_device_train_batch_size": 32,
+}
 RUNS = {
     "ppo": {"arm": "ippo", "settings": KEEP_ALL},
     "an adapter by tokens": {"arm": "iif-token", "lora": 2, "settings": KEEP_ALL},

@@ -22,9 +22,9 @@ Whence.tokens = (() => {
   function heat(tokens, scale, label, readout) {
     const words = tokens.texts.map((text, place) => {
       const part = tokens.parts[place];
-      const share = Math.round(55 * Math.min(1, Math.abs(part) / scale) ** 0.8);
-      const tone = `color-mix(in srgb, var(--cell-${part < 0 ? "low" : "high"}) ${share}%, transparent)`;
-      return element("span", { class: "token", "data-place": place, style: share ? `background:${tone}` : null }, visible(text));
+      const share = Math.min(1, Math.abs(part) / scale) ** 0.8;
+      const kind = share < 0.01 ? "" : part < 0 ? "low" : "high";
+      return element("span", { class: `token ${kind}`, "data-place": place, style: kind ? `--share:${share.toFixed(2)}` : null }, visible(text));
     });
     let at = -1;
     const point = (place) => {

@@ -13,13 +13,9 @@ import jinja2
 from markupsafe import Markup
 from PIL import Image, ImageDraw
 
+from whence.report.page import SCRIPTS, STYLES
+
 REPORT = files("whence.report")
-SCRIPTS = (
-    "vendor/tabulator/tabulator.min.js",
-    *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "moment.js", "lists.js", "map.js", "grid.js"),
-    "explorer.js",
-)
-STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 ACTIONS = ["nothing", "fire left", "fire main", "fire right"]
 EPISODES, LENGTH = 6, 40
 WORST, BEST = 57, 130
@@ -118,13 +114,14 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
             **{"score": scores[place], "error": error, "total": 2 * scores[place], "action": actions[place]},
             **{"advantage": advantages[place], "value": -74.0, "return": 1.0, "reward": -0.3},
             **{"significant": abs(scores[place]) > 2 * error, "framed": place in frames},
+            "text": f"It. {text}" if kind == "responses" else None,
             "thumb": frames[place][4] if place in frames else None,
         }
 
     def detail(place: int) -> dict:
         found = place in frames
-        language = {"prompt": f"Say it. {text}", "response": f"It. {text}"} if kind == "responses" else {}
-        return language | {
+        language = {"prompt": f"Say it. {text}", "response": f"It. {text}", "tokens": None, "reward": 1.0}
+        return (language if kind == "responses" else {}) | {
             **{"record": ids[place], "round": number, "episode": 10 + place // LENGTH, "env": 0, "step": steps[place]},
             **{"action": actions[place], "dropped": bool(dropped[place]), "weight": None, "window": None},
             "reason": f"too low {text}" if dropped[place] else None,
@@ -193,6 +190,31 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
     }
     places = [*listed["worst"], *listed["best"]]
     return {"round": shown, "details": {str(ids[place]): detail(place) for place in places}, "columns": columns}
+
+
+def list_responses(text: str) -> list[dict]:
+    """Three responses to one prompt; the tokens of the first two sum to their scores."""
+    facts = {"error": 0.05, "weight": 1.0}
+
+    def respond(record: int, score: float, reward: float, tokens: dict | None) -> dict:
+        response = f"It. {text}" if tokens is None else "".join(tokens["texts"])
+        shown = {"record": record, "response": response, "tokens": tokens, "score": score, "reward": reward}
+        return shown | {"advantage": reward - 0.5, "dropped": score < 0} | facts
+
+    best = {"texts": ["Say", " it", ".", "\n"], "parts": [0.5, 0.3, 0.0, 0.0], "left_out": 0}
+    worst = {"texts": ["It", f" is{text}", "\n", "."], "parts": [-0.7, -0.25, 0.0, 0.05], "left_out": 0}
+    return [respond(BEST, 0.8, 1.0, best), respond(WORST, -0.9, 0.0, worst), respond(7, -0.1, 0.0, None)]
+
+
+def make_language_round(number: int, *, text: str = "") -> dict:
+    """What the file embeds of a round of responses; the worst, the best and a third answer one prompt."""
+    content = make_round(number, text=text, kind="responses")
+    responses = list_responses(text)
+    for response in responses[:2]:
+        content["details"][str(response["record"])] |= response
+    opened = [{name: value for name, value in one.items() if name not in ("response", "tokens")} for one in responses]
+    opened[2] = responses[2]  # which is no moment, so the group has its text
+    return content | {"groups": [{"responses": opened, "total": 4}]}
 
 
 def write_file(path: Path, page: dict, contents: dict[str, Any], **variables: Any) -> Path:

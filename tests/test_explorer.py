@@ -12,7 +12,7 @@ import pytest
 from whence.errors import RunDirectoryError, WhenceError
 from whence.influence import is_significant
 from whence.report import write_run_report
-from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, file, query_records
+from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, file, query_records, responses
 from whence.report.explorer import detail as details
 from whence.report.explorer.frames import BEFORE, WIDTH, choose_steps, encode_frames
 from whence.report.explorer.rounds import ROWS, build_strip, order_strip
@@ -91,6 +91,76 @@ class TestPageObject:
         assert (shown["groups"], shown["changed"]) == ({}, [])
         opened = plain(build_detail(run, 1, 1))
         assert (opened["prompt"], opened["response"], opened["frames"]) == (HOSTILE, "5", None)
+
+
+def responses_of(**columns):
+    """Two prompts with three and one responses; the first prompt is longer than the page shows."""
+    long = "p" * 30_000
+    table = {
+        "record_id": [0, 1, 2, 3],
+        "prompt": [long, long, "q", long],
+        "response": ["a", HOSTILE, "c", "d"],
+        "reward": [0.0, 1.0, 0.5, 1.0],
+        "score": [-1.0, 2.0, -3.0, 0.5],
+        "keep": [False, True, False, True],
+        "token_texts": [["a"], ["</script>", "b"], ["c"], None],
+        "token_parts": [[-1.0], [1.5, 0.5], [-3.0], None],
+    }
+    return pl.DataFrame(table | columns, strict=False)
+
+
+class TestResponses:
+    def test_tokens_and_the_responses_to_the_same_prompt(self, tmp_path):
+        run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "target": "ValidationLoss(16 rows 1a)"})
+        opened = plain(build_detail(run, 1, 1))
+        assert opened["tokens"] == {"texts": ["</script>", "b"], "parts": [1.5, 0.5], "left_out": 0}
+        assert len(opened["prompt"]) == 20_000
+        assert opened["targets"][0]["name"] == "likelihood of the demonstrations"
+        assert opened["mc_text"] is opened["frames_note"] is None
+        group = opened["group"]
+        assert group["total"] == 3
+        assert [(one["record"], one["reward"], one["dropped"]) for one in group["responses"]] == [
+            (1, 1.0, False),
+            (3, 1.0, False),
+            (0, 0.0, True),
+        ]
+        assert [one["tokens"] is None for one in group["responses"]] == [False, True, False]
+        assert plain(build_detail(run, 1, 2))["group"]["total"] == 1
+
+    def test_a_file_holds_each_response_once(self, tmp_path):
+        run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "rounds": 1, "seed": 0})
+        ((_, text),) = file.embed_rounds([run], [[1]])
+        content = json.loads(gzip.decompress(base64.b64decode(text)))
+        assert set(content["details"]) == {"0", "1", "2", "3"}
+        assert "group" not in content["details"]["1"]
+        (group,) = content["groups"]  # of the prompt with several responses
+        assert [one["record"] for one in group["responses"]] == [1, 3, 0]
+        assert all("response" not in one and "tokens" not in one for one in group["responses"])
+        assert content["round"]["worst"][0]["text"] == "c"
+
+    @pytest.mark.parametrize(
+        "columns",
+        [
+            {"token_parts": [[0.5], [float("nan"), 1.0], [1.0], None]},
+            {"token_parts": [[0.5], [1.0], [1.0], None]},
+            {"token_parts": ["a", "b", "c", "d"]},
+            {"token_texts": [[1], [1, 2], [3], None]},
+            {"token_texts": [1, 2, 3, 4]},
+        ],
+    )
+    def test_tokens_of_something_else_are_left_out(self, tmp_path, columns):
+        run = run_of(tmp_path / "sums", responses_of(**columns), {"kind": "language"})
+        opened = plain(build_detail(run, 1, 1))
+        assert opened["tokens"] is None
+        assert opened["response"].startswith("</script>")
+
+    def test_long_groups_and_long_responses_are_cut(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(responses, "GROUP", 2)
+        monkeypatch.setattr(responses, "MOST_TOKENS", 1)
+        run = run_of(tmp_path / "sums", responses_of(), {"kind": "language"})
+        opened = plain(build_detail(run, 1, 1))
+        assert opened["tokens"] == {"texts": ["</script>"], "parts": [1.5], "left_out": 1}
+        assert (len(opened["group"]["responses"]), opened["group"]["total"]) == (2, 3)
 
 
 class TestRound:

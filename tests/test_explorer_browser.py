@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 import pages
-from pages import BEST, LENGTH, WORST, make_page, make_round, write_file
+from pages import BEST, LENGTH, WORST, make_language_round, make_page, make_round, write_file
 from test_browser import HOSTILE, TURNED, browser, open_page, playwright, pytestmark  # noqa: F401
 
 expect = playwright.expect
@@ -31,7 +31,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
         "one": (make_page(), one),
         "two": (make_page(runs=2), rounds),
         "hostile": (hostile, {"round-0-1": make_round(1, text=f"{HOSTILE} {TURNED}")}),
-        "language": (language, {"round-0-1": make_round(1, text=HOSTILE, kind="responses")}),
+        "language": (language, {"round-0-1": make_language_round(1, text=HOSTILE)}),
         "unscored": (make_page(rounds=1), {"round-0-1": make_round(1, scored=False)}),
         "empty": (make_page(rounds=0, finished=False), {}),
     }
@@ -301,11 +301,85 @@ class TestEveryone:
             expect(moment.locator(".state")).to_contain_text(HOSTILE)
             assert page.locator("img[src=x]").count() == 0
 
-    def test_prompts_and_responses_are_shown_as_text(self, browser, files):  # noqa: F811
-        with open_page(browser, files["language"]) as page:
+    @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1600, "light")])
+    def test_responses_fit_the_screen_and_axe_finds_nothing_serious(self, browser, files, width, scheme):  # noqa: F811
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+        options = {"bypass_csp": True, "reduced_motion": "reduce"}
+        with open_page(browser, files["language"], width=width, colour_scheme=scheme, **options) as page:
             moment = open_worst(page)
-            expect(moment.locator("pre")).to_have_text([f"Say it. {HOSTILE}", f"It. {HOSTILE}"])
-            assert page.locator("#record-words").text_content() == "one response of the model"
+            assert moment.locator(".moment-body").evaluate("body => body.scrollWidth <= body.clientWidth")
+            check_accessible(axe.run(page).response)
+
+
+class TestResponses:
+    @pytest.fixture
+    def page(self, browser, files) -> Iterator:  # noqa: F811
+        with open_page(browser, files["language"]) as page:
+            expect(page.locator(".card").first).to_be_visible()
+            yield page
+
+    def test_prompts_and_responses_are_shown_as_text(self, page):
+        expect(page.locator(".card .what").first).to_have_text(f"Record {WORST} It. {HOSTILE}")
+        moment = open_worst(page)
+        expect(moment.locator("section pre").first).to_have_text(f"Say it. {HOSTILE}")
+        expect(moment.locator("pre.tokens").first).to_have_text(f"It is{HOSTILE}↵ .")
+        assert page.locator("#record-words").text_content() == "one response of the model"
+        expect(moment.locator(".story")).to_contain_text(
+            "The reward was 0. The advantage was −0.5, so training makes the"
+        )
+        assert moment.get_by_text("Was the advantage right?").count() == 0
+        assert moment.get_by_text("What it saw").count() == 0
+
+    def test_tokens_are_coloured_by_sign_and_size(self, page):
+        moment = open_worst(page)
+        tokens = moment.locator("pre.tokens").first.locator(".token")
+        colours = tokens.evaluate_all("all => all.map(one => getComputedStyle(one).backgroundColor)")
+        alpha = [float(re.findall(r"[\d.]+", colour)[-1]) for colour in colours]
+        red, blue = [[float(part) for part in re.findall(r"[\d.]+", colour)[:3]] for colour in (colours[0], colours[3])]
+        assert alpha[0] > alpha[1] > alpha[3] > alpha[2] == 0
+        assert red[0] > red[2]
+        assert blue[2] > blue[0]
+
+    def test_the_mouse_and_the_keyboard_read_a_part(self, page):
+        moment = open_worst(page)
+        readout = moment.locator("section .readout").first
+        expect(readout).to_have_text("Point at a token, or move with the arrow keys.")
+        tokens = moment.locator("pre.tokens").first
+        tokens.locator(".token").nth(3).hover()
+        expect(readout).to_have_text("Token 4 of 4, “.”: +0.05, training on it raises the target")
+        moment.locator("h3").first.hover()
+        expect(readout).to_have_text("Point at a token, or move with the arrow keys.")
+        tokens.focus()
+        for key, said in (("ArrowRight", "“It”: −0.7"), ("End", "“.”"), ("ArrowLeft", "“↵”: 0, no"), ("Home", "“It”")):
+            page.keyboard.press(key)
+            expect(readout).to_contain_text(said)
+        expect(moment.get_by_text("The parts sum to the score, −0.9.")).to_be_visible()
+
+    def test_the_responses_to_a_prompt_stand_side_by_side(self, page):
+        moment = open_worst(page)
+        expect(moment.get_by_role("heading", name="The 4 responses to this prompt")).to_be_visible()
+        expect(moment.get_by_text("The highest reward first; 1 more are not shown.")).to_be_visible()
+        cards = moment.locator(".group-card")
+        expect(cards).to_have_count(3)
+        expect(cards.nth(0)).to_contain_text("+0.8 ± 0.05")
+        expect(cards.nth(0)).to_contain_text("Say it.↵")
+        expect(cards.nth(1)).to_contain_text(f"Record {WORST}, this one")
+        expect(cards.nth(1)).to_contain_text("no, dropped")
+        expect(cards.nth(2)).to_contain_text(f"It. {HOSTILE}")
+        boxes = [cards.nth(at).bounding_box() for at in range(3)]
+        assert boxes[0]["y"] == boxes[1]["y"]
+        assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+        assert cards.nth(2).get_by_role("button").count() == 0  # the file does not have it
+        cards.nth(0).get_by_role("button", name=f"Record {BEST}").click()
+        expect(page.locator("#moment-title")).to_have_text(f"Record {BEST}")
+        expect(moment.locator("pre.tokens").first).to_have_text("Say it.↵ ")
+
+    def test_without_parts_it_says_how_to_store_them(self, page):
+        open_worst(page)
+        page.get_by_role("button", name="Next moment").click()
+        expect(page.locator("#moment")).to_contain_text("training with --token-parts does so")
+        assert page.locator("#moment pre.tokens").count() == 0
+        assert page.locator("#moment .group-card").count() == 0
 
 
 def check_accessible(response):

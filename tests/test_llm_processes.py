@@ -16,6 +16,7 @@ from processes import TARGETS, train
 from test_llm_trainer import copy_state, make_trainer
 from whence.errors import Unsupported, WhenceError
 from whence.llm.processes import Processes
+from whence.runs import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,11 @@ def test_two_processes_train_as_one(two_process_run, tmp_path, target):
         assert scores.unique().numel() > 1
         assert mine["reward"] == pytest.approx(other["reward"], abs=1e-9)
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    for number in (1, 2):
+        one, other = (RunDirectory.open(run).round("records", number) for run in (tmp_path, two_process_run / target))
+        parts, others = (torch.tensor(table["token_parts"].explode().to_list()) for table in (one, other))
+        assert float((parts - others).abs().max() / parts.abs().max()) < 1e-3
+        assert one["token_texts"].to_list() == other["token_texts"].to_list()
     parameters = load_file(two_process_run / f"{target}.safetensors")
     for name, tensor in copy_state(trainer).items():
         assert torch.allclose(tensor, parameters[name], atol=1e-4), name

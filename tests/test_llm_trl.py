@@ -15,6 +15,8 @@ from whence.influence import Influence, Provenance
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.llm.trl_settings import check_selectable, has_router_loss
+from whence.report import write_run_report
+from whence.runs import RunDirectory
 from whence.selection import Progress
 
 TRAINERS = {
@@ -60,7 +62,8 @@ def make_config(kind, tmp_path, **more):
 
 
 def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
-    kept = {name: more.pop(name) for name in ("target", "engine", "memory", "objective") if name in more}
+    names = ("target", "engine", "memory", "objective", "run", "about", "token_parts", "eval_dataset")
+    kept = {name: more.pop(name) for name in names if name in more}
     model, args = model or make_model(), make_config(kind, tmp_path, **more)
     if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):
         # TRL loads the reference by the model's name; another model makes a divergence that has a gradient.
@@ -282,6 +285,98 @@ def test_scores_stand_in_trls_table_and_metrics(tmp_path):
     extra = trainer._logs["extra"]
     assert len(extra["influence"]) == len(extra["kept"]) == len(trainer._logs["completion"])
     assert list(extra["influence"])[-8:] == pytest.approx(trainer.influence.scores.tolist())
+
+
+def read_run(path):
+    run = RunDirectory.open(path)
+    return run, [run.round("records", number) for number in run.rounds()]
+
+
+class TestRunDirectory:
+    @pytest.mark.parametrize("kind", TRAINERS)
+    @pytest.mark.parametrize("rule", [None, NonPositive()], ids=["none", "scored"])
+    def test_each_generation_batch_is_a_round(self, tmp_path, batches, kind, rule):
+        trainer = make_trainer(
+            *(kind, tmp_path / "trl", rule),
+            run=tmp_path / "run",
+            about={"arm": "mine"},
+            token_parts=rule is not None,
+            num_iterations=2,
+            max_steps=4,
+        )
+        trainer.train()
+        run, tables = read_run(tmp_path / "run")
+        assert run.rounds() == [1, 2]
+        assert run.config["algorithm"] == kind
+        assert run.config["kind"] == "language"
+        assert (run.config["arm"], run.config["rounds"], run.config["seed"]) == ("mine", 2, 3)
+        assert run.config["trl"]["num_iterations"] == 2
+        assert run.table("metrics")["round"].to_list() == run.table("timings")["round"].to_list() == [1, 2]
+        for number, (table, batch) in enumerate(zip(tables, batches, strict=True)):
+            assert table["record_id"].to_list() == list(range(8 * number, 8 * number + 8))
+            assert table["advantage"].to_list() == pytest.approx(batch["advantages"].tolist(), abs=1e-5)
+            assert table["tokens"].to_list() == batch["completion_mask"].sum(dim=1).tolist()
+            assert table["reward"].to_list() == pytest.approx(reward(table["prompt"], table["response"]), abs=1e-5)
+            ids = [row[: int(n)].tolist() for row, n in zip(batch["completion_ids"], table["tokens"], strict=True)]
+            assert table["response_ids"].to_list() == ids
+            assert table["prompt_ids"].list.len().to_list() == batch["prompt_mask"].sum(dim=1).tolist()
+            assert table.columns.count("token_parts") == (rule is not None)
+            if rule is not None:
+                scores = torch.tensor(table["score"].to_list())
+                sums = torch.tensor([sum(parts) for parts in table["token_parts"].to_list()])
+                assert float((sums - scores).abs().max() / scores.abs().max()) < 1e-4
+        if rule is not None:
+            assert tables[1]["score"].to_list() == pytest.approx(trainer.influence.scores.tolist())
+            assert (run.table("timings")["token_parts_wall"] > 0).all()
+        write_run_report(run, tmp_path / "report.html")
+        assert "response" in (tmp_path / "report.html").read_text()
+
+    def test_a_run_changes_nothing_of_the_training(self, plain_training, tmp_path):
+        kind, settings, expected = plain_training
+        trainer = make_trainer(kind, tmp_path / "trl", ScoreAndKeepAll(), run=tmp_path, token_parts=True, **settings)
+        trainer.train()
+        for name, parameter in trainer.model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+
+    def test_an_evaluation_within_a_round_leaves_no_trace(self, tmp_path, batches):
+        trainer = make_trainer(
+            *("grpo", tmp_path / "trl", None),
+            run=tmp_path / "run",
+            num_iterations=2,
+            max_steps=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=8,
+            eval_dataset=datasets.Dataset.from_dict({"prompt": ["jj"] * 2}),
+        )
+        trainer.train()
+        _, (table,) = read_run(tmp_path / "run")
+        assert len(batches) > 1  # evaluations generate, too
+        assert "jj" not in table["prompt"].to_list()
+        assert table["tokens"].to_list() == batches[0]["completion_mask"].sum(dim=1).tolist()
+
+    def test_a_training_that_goes_on_goes_on_in_its_directory(self, tmp_path):
+        shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
+        make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, **shared).train()
+        _, before = read_run(tmp_path)
+        resumed = make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared)
+        resumed.train(resume_from_checkpoint=True)
+        run, tables = read_run(tmp_path)
+        assert run.rounds() == [1, 2, 3]
+        assert all(one.equals(other) for one, other in zip(before, tables, strict=False))
+        assert run.table("metrics")["round"].to_list() == [1, 2, 3]
+        make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared).train()  # without resuming: from the start
+        assert read_run(tmp_path)[0].rounds() == [1, 2, 3]
+
+    def test_what_is_refused(self, tmp_path):
+        with pytest.raises(WhenceError, match="steps_per_generation is 3 and gradient_accumulation_steps 2"):
+            make_trainer("grpo", tmp_path, None, run=tmp_path / "run", steps_per_generation=3)
+        with pytest.raises(WhenceError, match="KeepAll scores nothing"):
+            make_trainer("grpo", tmp_path, None, token_parts=True)
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "notes.txt").write_text("mine")
+        with pytest.raises(WhenceError, match="is no run of whence's"):
+            make_trainer("grpo", tmp_path / "trl", None, run=tmp_path / "other").train()
 
 
 def test_evaluation_is_trls_own(tmp_path):

@@ -1,7 +1,8 @@
 """Scores of records: which of them raise a target, which lower it (LDA §3)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -117,12 +118,9 @@ def attribute(
         for each in by_name.values():  # before anything is computed
             check_batch_target(as_target(each))
         balance_folds(records, folds)
-    view, objective = as_view(policy), as_objective(objective)
-    targets = [as_target(each) for each in by_name.values()]
-    modules = dict(view.module.named_modules())
-    check_batch_norm(modules)
-    with preserve_rng_state(), eval_mode(modules.values()), torch.inference_mode(False), torch.enable_grad():
-        problem = _make_problem(view, modules, records, objective, targets, chunk_size or len(records), summed)
+    with open_problem(
+        policy, records, targets=list(by_name.values()), objective=objective, chunk_size=chunk_size, summed=summed
+    ) as problem:
         products, engine, reason = solve(problem, engine, memory if chunk_size is None else None)
         _check_scores(products, problem)
     influences = {
@@ -131,7 +129,7 @@ def attribute(
             record_ids=records.ids.cpu().clone(),
             provenance=Provenance(
                 target=target_name(each),
-                objective=repr(objective),
+                objective=repr(problem.objective),
                 engine=engine,
                 engine_reason=reason,
                 parameters=tuple(problem.params),
@@ -199,12 +197,42 @@ def add_errors(
     return replace(influence, errors=errors)
 
 
+@contextmanager
+def open_problem(
+    policy: object,
+    records: RecordBatch,
+    *,
+    targets: Sequence[Target],
+    objective: Objective | None = None,
+    chunk_size: int | None = None,
+    summed: Summed | None = None,
+) -> Iterator[Problem]:
+    """Yield the problem that engines solve; the policy's modules are in eval mode inside, and generators are restored.
+
+    Args:
+        policy: see `attribute`.
+        records: see `attribute`.
+        targets: the targets.
+        objective: see `attribute`.
+        chunk_size: the most records in one pass; None: all of them.
+        summed: see `attribute`.
+
+    Raises:
+        Unsupported: whence cannot read this kind of policy, or it holds a BatchNorm layer in training mode.
+    """
+    view, objective = as_view(policy), as_objective(objective)
+    modules, targets = dict(view.module.named_modules()), [as_target(target) for target in targets]
+    check_batch_norm(modules)
+    with preserve_rng_state(), eval_mode(modules.values()), torch.inference_mode(False), torch.enable_grad():
+        yield _make_problem(view, modules, records, objective, targets, chunk_size or len(records), summed)
+
+
 def _make_problem(
     view: PolicyView,
     modules: Mapping[str, nn.Module],
     records: RecordBatch,
     objective: Objective,
-    targets: list[Target],
+    targets: Sequence[Target],
     chunk_size: int,
     summed: Summed | None,
 ) -> Problem:

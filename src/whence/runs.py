@@ -60,13 +60,21 @@ class RunDirectory:
     _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False, init=False)
 
     @classmethod
-    def create(cls, path: str | Path, config: Mapping[str, Any], *, versions: Mapping[str, str] | None = None) -> Self:
+    def create(
+        cls,
+        path: str | Path,
+        config: Mapping[str, Any],
+        *,
+        versions: Mapping[str, str] | None = None,
+        shared: bool = False,
+    ) -> Self:
         """Start a run. If the directory holds a run of the same configuration, that run is deleted first.
 
         Args:
             path: the directory; made if it is missing.
             config: the run's configuration, in JSON types.
             versions: versions of the libraries in use; stored, not compared.
+            shared: whether another program writes into the directory, too, so that it may hold files that are no run.
 
         Raises:
             RunDirectoryError: the directory holds a run of another configuration, or files that are no run; the
@@ -83,7 +91,7 @@ class RunDirectory:
             if (path / "config.json").exists():
                 cls.open(path).check_same(plain)
                 _remove_rounds(path)
-            elif path.exists() and (not path.is_dir() or any(not _is_leftover(file) for file in path.iterdir())):
+            elif path.exists() and (not path.is_dir() or not (shared or _is_empty(path))):
                 raise RunDirectoryError(
                     f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty "
                     "directory."
@@ -320,6 +328,11 @@ def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str
         nested = isinstance(value, Mapping) and value
         flat |= _flatten_settings(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
+
+
+def _is_empty(folder: Path) -> bool:
+    """Return whether a directory holds nothing but leftovers."""
+    return all(_is_leftover(file) for file in folder.iterdir())
 
 
 def _is_leftover(file: Path) -> bool:

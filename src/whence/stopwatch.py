@@ -24,3 +24,12 @@ class Stopwatch:
         finally:
             self._cpu += time.process_time() - cpu
             self._wall += time.perf_counter() - wall
+
+
+@contextmanager
+def time_stage(seconds: dict[str, dict[str, float]], stage: str) -> Iterator[None]:
+    """Add the seconds of a stage to `seconds`, without those of the stages within it."""
+    before, watch = dict(seconds), Stopwatch()
+    yield
+    total, inner = watch.seconds(), [clocks for name, clocks in seconds.items() if name not in before]
+    seconds[stage] = {clock: value - sum(clocks[clock] for clocks in inner) for clock, value in total.items()}

@@ -84,6 +84,10 @@ LLM_COMMANDS: Mapping[str, Command] = {
         "llm_compare:compare",
         "Train each selection on each seed, and tell what it gains and costs compared with training on every response.",
     ),
+    "why": Command(
+        "llm_why:why",
+        "Show which tokens of a response its score comes from, and what the response pulls with and against.",
+    ),
 }
 
 _STYLE: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False, "rich_markup_mode": "markdown"}

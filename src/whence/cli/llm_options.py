@@ -85,6 +85,12 @@ Lora: TypeAlias = Annotated[
 HeldOut: TypeAlias = Annotated[
     int, typer.Option(help="Prompts set aside, over whose responses the target is taken in every round.", min=0)
 ]
+TokenParts: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--token-parts", help="Also write which tokens of a response its score comes from; the page shows them."
+    ),
+]
 Algorithm: TypeAlias = Annotated[str, typer.Option(help="ppo, or TRL's grpo or rloo.")]
 Settings: TypeAlias = Annotated[
     str | None,

@@ -25,6 +25,7 @@ from whence.cli.llm_options import (
     Task,
     TestDataset,
     TestReward,
+    TokenParts,
     arm_name,
     choose_task,
     parse_settings,
@@ -66,6 +67,7 @@ def train(
     dtype: Dtype = "float32",
     lora: Lora = 0,
     held_out: HeldOut = 0,
+    token_parts: TokenParts = False,
     algorithm: Algorithm = "ppo",
     settings: Settings = None,
     dry_run: Annotated[
@@ -95,6 +97,7 @@ def train(
         dtype=dtype,
         lora=lora,
         held_out=held_out,
+        token_parts=token_parts,
         algorithm=algorithm,
         settings=parse_settings(settings, rounds),
     )

@@ -177,8 +177,14 @@ def describe_view(view: "MomentView") -> dict[str, Any]:
     }
 
 
-def print_language_moment(row: Mapping[str, Any], number: int) -> None:
-    """Print one response of a language model with what it scored."""
+def print_language_moment(row: Mapping[str, Any], number: int, response: Any = None) -> None:
+    """Print one response of a language model with what it scored.
+
+    Args:
+        row: the response's row of the round's records.
+        number: the round.
+        response: its coloured text, a `rich.text.Text`; None: the row's, without colours.
+    """
     print_line(f"Record {row['record_id']}, round {number}")
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -189,7 +195,9 @@ def print_language_moment(row: Mapping[str, Any], number: int) -> None:
         reason = f": {row['reason']}" if row.get("reason") else ""
         table.add_row("trained", _as_text("yes" if row["keep"] else f"no, dropped{reason}"))
     for name in ("reward", "advantage", "prompt", "response"):
-        if row.get(name) is not None:
+        if name == "response" and response is not None:
+            table.add_row(name, response)
+        elif row.get(name) is not None:
             table.add_row(name, _as_text(_format(row[name]) if isinstance(row[name], float) else str(row[name])))
     console.print(table)
 

@@ -55,7 +55,7 @@ def show(
     directory = RunDirectory.open(run)
     number = find_round(directory, round, record, episode)
     records = directory.round("records", number)
-    moments = _list_moments(records, record, episode, top, bottom)
+    moments = list_moments(records, record, episode, top, bottom)
     if not moments:
         raise WhenceError(
             f"Round {number} of {run} has no such moment: its records were not scored, or none of them scores on that "
@@ -110,7 +110,7 @@ def find_round(run: RunDirectory, number: int | None, record: int | None, episod
     )
 
 
-def _list_moments(
+def list_moments(
     records: pl.DataFrame, record: int | None, episode: int | None, top: int | None, bottom: int | None
 ) -> list[Moment]:
     """Return the moments asked for; the first is the one to show."""

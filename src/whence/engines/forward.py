@@ -1,15 +1,16 @@
 """Forward-mode differentiation: the objective's derivative along the target's gradient, all records at once."""
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.engines.problem import Gradient, Problem, target_gradients
-from whence.policies import Params
+from whence.engines.problem import Gradient, Problem, map_outputs, target_gradients
+from whence.policies import Outputs, Params
 
 
 def forward(problem: Problem) -> Float[Tensor, "targets n"]:
@@ -37,12 +38,29 @@ def along_direction(
     function: Callable[[dict[str, Tensor]], Float[Tensor, " n"]], params: Params, direction: Params
 ) -> Float[Tensor, " n"]:
     """Return the derivative of a function of parameters along `direction`; parameters not in it stay constant."""
+    with _dual_params(params, direction) as duals:
+        return _tangent(function(duals))
+
+
+def outputs_along(problem: Problem, direction: Gradient) -> tuple[Outputs, Outputs]:
+    """Return the policy's outputs for the records, and their derivatives along `direction`, shaped alike."""
+    with _dual_params(problem.params, direction) as duals:
+        outputs = problem.outputs(duals)
+        return map_outputs(lambda column: fwAD.unpack_dual(column).primal, outputs), map_outputs(_tangent, outputs)
+
+
+@contextmanager
+def _dual_params(params: Params, direction: Params) -> Iterator[dict[str, Tensor]]:
+    """Yield parameters that carry `direction`; derivatives have to be read inside."""
     with torch.no_grad(), fwAD.dual_level(), warnings.catch_warnings():
         # torch scripts some decompositions when forward mode is first used.
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-        duals = {
+        yield {
             name: fwAD.make_dual(p.detach(), direction[name]) if name in direction else p.detach()
             for name, p in params.items()
         }
-        primal, tangent = fwAD.unpack_dual(function(duals))
-        return torch.zeros_like(primal) if tangent is None else tangent.clone()
+
+
+def _tangent(value: Tensor) -> Tensor:
+    primal, tangent = fwAD.unpack_dual(value)
+    return torch.zeros_like(primal) if tangent is None else tangent.clone()

@@ -7,5 +7,7 @@ from .rows import make_rows as make_rows
 from .targets import SequenceReturn as SequenceReturn
 from .targets import TokenReturn as TokenReturn
 from .targets import ValidationLoss as ValidationLoss
+from .token_scores import score_target_rows as score_target_rows
+from .token_scores import score_tokens as score_tokens
 from .trainer import PPOTrainer as PPOTrainer
 from .view import language_view as language_view

@@ -55,6 +55,25 @@ def load(path: Path, model: nn.Module, optimizer: Any) -> tuple[Any, dict[str, T
     """Read a checkpoint into model and optimiser, and return its further content: `about`, `generators`.
 
     Raises:
+        RunDirectoryError: see `load_parameters`.
+    """
+    about, tensors = load_parameters(path, model)
+    parameters = dict(_trained_parameters(model))
+    optimizer.state.clear()
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer/"):
+            parameter_name, _, key = name.removeprefix("optimizer/").rpartition("/")
+            parameter = parameters[parameter_name]
+            value = tensor if key == "step" else tensor.to(parameter.device)
+            optimizer.state.setdefault(parameter, {})[key] = value
+    generators = {name.removeprefix("generators/"): t for name, t in tensors.items() if name.startswith("generators/")}
+    return about, generators
+
+
+def load_parameters(path: Path, model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
+    """Read a checkpoint's parameters into a model, and return its further content: `about`, and all tensors by name.
+
+    Raises:
         RunDirectoryError: the file is not a checkpoint of this version, or belongs to another model.
     """
     try:
@@ -76,15 +95,7 @@ def load(path: Path, model: nn.Module, optimizer: Any) -> tuple[Any, dict[str, T
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
-    optimizer.state.clear()
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer/"):
-            parameter_name, _, key = name.removeprefix("optimizer/").rpartition("/")
-            parameter = parameters[parameter_name]
-            value = tensor if key == "step" else tensor.to(parameter.device)
-            optimizer.state.setdefault(parameter, {})[key] = value
-    generators = {name.removeprefix("generators/"): t for name, t in tensors.items() if name.startswith("generators/")}
-    return json.loads(metadata["about"]), generators
+    return json.loads(metadata["about"]), tensors
 
 
 def _list_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

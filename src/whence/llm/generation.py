@@ -143,6 +143,28 @@ def generate(
     return Responses(input_ids, torch.cat([prompt_mask, mask.long()], dim=1), mask, ended, prompts, texts)
 
 
+def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds to a text, special tokens included; joined they are the whole text.
+
+    A character that several tokens spell belongs to the last of them.
+
+    Args:
+        tokenizer: a tokenizer of Transformers.
+        ids: the tokens.
+    """
+    texts: list[str] = []
+    # A token is decoded after the few before it: some tokenizers write a token at a text's beginning in another way.
+    first, done = 0, 0
+    for end in range(1, len(ids) + 1):
+        before, text = (tokenizer.decode(list(ids[first:stop])) for stop in (done, end))
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):  # half a character
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        first, done = done, end
+    return texts
+
+
 def _generate_chunk(
     model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], width: int, config: PPOConfig
 ) -> Tensor:

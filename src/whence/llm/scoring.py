@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from whence.attribution import attribute
+from whence.attribution import Summed, attribute
 from whence.errors import WhenceError
 from whence.influence import Influence
 from whence.llm.processes import Processes
@@ -43,10 +43,8 @@ def score(
         chunk_size: rows that are scored at a time if no memory is given.
         processes: the processes; each scores a part of the rows.
     """
-    view, local_rows, local_target, reduce = language_view(model, temperature=temperature), rows, target, None
-    if processes.number > 1:
-        local_rows, reduce = rows.take(processes.part(len(rows))), processes.sum_tensors
-        local_target = target_share(target, rows, processes.rank, processes.number)
+    view = language_view(model, temperature=temperature)
+    local_rows, local_target, reduce = split_work(rows, target, processes)
     limits: Any = {"chunk_size": chunk_size} if memory is None else {"memory": memory}
     influence = attribute(
         view, local_rows, target=local_target, objective=objective, engine=engine, summed=reduce, **limits
@@ -59,6 +57,14 @@ def score(
         rows.ids.cpu().clone(),
         replace(influence.provenance, target=target_name(target), records=rows.fingerprint),
     )
+
+
+def split_work(rows: RecordBatch, target: Target, processes: Processes) -> tuple[RecordBatch, Target, Summed | None]:
+    """Return a process's rows, its share of the target, and what sums gradients; None: there is one process."""
+    if processes.number == 1:
+        return rows, target, None
+    share = target_share(target, rows, processes.rank, processes.number)
+    return rows.take(processes.part(len(rows))), share, processes.sum_tensors
 
 
 def held_out_target(target: Target, rows: RecordBatch) -> Target:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from whence.llm import losses
 from whence.llm.config import PPOConfig
+from whence.llm.model import WithValueHead
 from whence.llm.processes import Processes
 from whence.llm.view import language_view
 from whence.policies import ModuleView
@@ -17,6 +18,15 @@ from whence.selection import Selection
 
 MEANS = ("train/policy_gradient_loss", "train/value_loss", "train/approx_kl", "train/clip_fraction")
 """Metrics of a round's steps, by SB3's names: means over the steps."""
+
+
+def make_optimizer(model: WithValueHead, config: PPOConfig) -> torch.optim.Adam:
+    """Return Adam over the parameters that train; the value head may have its own learning rate."""
+    head_rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
+    rates = ((model.language_model, config.learning_rate), (model.value_head, head_rate))
+    return torch.optim.Adam(
+        [{"params": [p for p in part.parameters() if p.requires_grad], "lr": rate} for part, rate in rates]
+    )
 
 
 def optimise(

@@ -15,9 +15,10 @@ from torch import Tensor
 from whence.errors import InvalidRecords, WhenceError
 from whence.llm.demonstrations import encode_demonstrations
 from whence.llm.rows import make_rows
+from whence.objectives import Objective
 from whence.policies import Outputs, Params, PolicyView, compute_outputs
 from whence.records import RecordBatch
-from whence.targets import Target
+from whence.targets import Target, target_name
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,8 +39,11 @@ class _MeanTarget(ABC):
             object.__setattr__(self, "from_outputs", self._from_outputs)
 
     @abstractmethod
+    def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
+        """Return each row's part of the mean's numerator."""
+
     def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
-        """Return the numerator of the mean."""
+        return self._terms(outputs, rows).sum()
 
     def _count(self, rows: RecordBatch) -> int:
         """Return the denominator of the mean: the number of response tokens."""
@@ -71,6 +75,40 @@ class _MeanTarget(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.rows is None else _describe_rows(self.rows)})"
+
+
+def split_mean(target: Target, rows: RecordBatch) -> tuple[RecordBatch, Objective]:
+    """Return the rows that a target is a mean over, and the objective that gives each row's term; the terms sum to it.
+
+    Args:
+        target: the target.
+        rows: the scored rows, over which the mean is if the target has no rows of its own.
+
+    Raises:
+        WhenceError: the target is no mean over rows.
+    """
+    if not isinstance(target, _MeanTarget):
+        raise WhenceError(
+            f"The target {target_name(target)} is no mean over rows, so it cannot be split into their terms. "
+            "SequenceReturn, TokenReturn and ValidationLoss can."
+        )
+    mean_rows = rows if target.rows is None else target.rows
+    return mean_rows, _Terms(target, max(target._count(mean_rows), 1))
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Each row's term of a mean over `count` rows or tokens."""
+
+    mean: _MeanTarget
+    count: int
+    reads: ClassVar[frozenset[str]] = _MeanTarget.reads
+
+    def prepare(self, records: RecordBatch) -> RecordBatch:
+        return records
+
+    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
+        return self.mean._terms(outputs, records) / self.count
 
 
 def target_share(target: Target, rows: RecordBatch, rank: int, number: int) -> Target:
@@ -163,8 +201,8 @@ class SequenceReturn(_MeanTarget):
         batch_size: the most of these rows in one pass.
     """
 
-    def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
-        return (_mask_log_probs(outputs, rows).sum(dim=1) * rows.advantages).sum()
+    def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
+        return _mask_log_probs(outputs, rows).sum(dim=1) * rows.advantages
 
     def _count(self, rows: RecordBatch) -> int:
         return len(rows)
@@ -178,9 +216,9 @@ class TokenReturn(_MeanTarget):
         batch_size: the most of these rows in one pass.
     """
 
-    def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
+    def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
         advantages: Tensor = rows.observations["advantages"]
-        return (outputs.log_prob * advantages).sum()
+        return (outputs.log_prob * advantages).sum(dim=1)
 
 
 class ValidationLoss(_MeanTarget):
@@ -242,5 +280,5 @@ class ValidationLoss(_MeanTarget):
         pairs = zip(columns["input_ids"][:, :width], columns["attention_mask"][:, :width].bool(), strict=True)
         return [ids[mask].tolist() for ids, mask in pairs]
 
-    def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
-        return _mask_log_probs(outputs, rows).sum()
+    def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
+        return _mask_log_probs(outputs, rows).sum(dim=1)

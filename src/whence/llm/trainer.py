@@ -1,8 +1,7 @@
 """PPO for causal language models, on the responses that a rule selects."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.logging import tqdm
 
 from whence.advice import log_new_advice
@@ -29,13 +28,14 @@ from whence.llm.prompts import NO_PROMPTS, Prompts, read_prompts
 from whence.llm.rewards import Reward, combine_rewards
 from whence.llm.rollout import Rollout, make_rollout
 from whence.llm.scoring import check_held_out, held_out_target, score
-from whence.llm.steps import optimise
+from whence.llm.steps import make_optimizer, optimise
 from whence.llm.tables import make_metrics_row, make_response_table
 from whence.llm.targets import SequenceReturn
+from whence.llm.token_scores import check_token_parts, score_tokens_of_round
 from whence.objectives import Objective, as_objective
 from whence.runs import RunDirectory, strip_addresses
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
-from whence.stopwatch import Stopwatch
+from whence.stopwatch import time_stage
 from whence.targets import Target, as_target, target_name
 
 # Settings that may change when a training is resumed.
@@ -81,6 +81,8 @@ class PPOTrainer:
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold at a time; more is faster. None: those of a pass over
             `config.mini_batch_size` rows and of the target's gradient.
+        token_parts: write the part of each score that each token contributes; see `score_tokens`. Nothing else depends
+            on it.
         reward_weights: weights of several rewards; None: 1 each.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
         about: a further description of the run for the run directory, in JSON types.
@@ -105,6 +107,7 @@ class PPOTrainer:
         objective: Objective | None = None,
         engine: str = "auto",
         memory: int | None = None,
+        token_parts: bool = False,
         reward_weights: Sequence[float] | None = None,
         evaluate: Evaluate | None = None,
         about: Mapping[str, Any] | None = None,
@@ -120,6 +123,7 @@ class PPOTrainer:
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
         self.engine, self.memory, self.about = engine, memory, dict(about or {})
+        self.token_parts = check_token_parts(token_parts, self.rule)
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         self.processes = Processes(self.accelerator)
         self._check_sizes()
@@ -146,7 +150,7 @@ class PPOTrainer:
             self.model = self.model.to(self.accelerator.device)
         self.processes.broadcast_model(self.model)
         self.reference = Reference(self.model)
-        self.optimizer = self.accelerator.prepare_optimizer(self._make_optimizer())
+        self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
         self.kl = KLController(config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon)
         self.metrics: list[dict[str, Any]] = []
         self._kinds_of_advice: set[str] = set()
@@ -154,16 +158,6 @@ class PPOTrainer:
         self._prompt_queue: list[int] = []
         self._run: RunDirectory | None = None
         set_seed(self._derive_seed())
-
-    def _make_optimizer(self) -> torch.optim.Adam:
-        config, head_rate = self.config, self.config.value_learning_rate
-        rates = (
-            (self.model.language_model, config.learning_rate),
-            (self.model.value_head, config.learning_rate if head_rate is None else head_rate),
-        )
-        return torch.optim.Adam(
-            [{"params": [p for p in part.parameters() if p.requires_grad], "lr": rate} for part, rate in rates]
-        )
 
     def _derive_seed(self, *purpose: int) -> int:
         """Return a seed for this process and a purpose."""
@@ -224,17 +218,18 @@ class PPOTrainer:
     def _run_round(self, number: int) -> dict[str, Any]:
         config, seconds = self.config, dict[str, dict[str, float]]()
         prompts = self._draw_prompts()
-        with _time_stage(seconds, "generation"), self.accelerator.autocast():
+        with time_stage(seconds, "generation"), self.accelerator.autocast():
             responses = self._generate(prompts)
-        with _time_stage(seconds, "forward"), self.accelerator.autocast():
+        with time_stage(seconds, "forward"), self.accelerator.autocast():
             rollout = self._make_rollout(responses, prompts, (number - 1) * config.batch_size)
-        with _time_stage(seconds, "scoring"):
-            influence = None
+        with time_stage(seconds, "scoring"):
+            influence, parts = None, None
             if self.rule.needs_influence:
+                target = self._target_of_round(number, seconds)
                 influence = score(
                     self.model,
                     rollout.rows,
-                    target=self._target_of_round(number, seconds),
+                    target=target,
                     objective=self.objective,
                     temperature=config.temperature,
                     engine=self.engine,
@@ -242,8 +237,21 @@ class PPOTrainer:
                     chunk_size=config.mini_batch_size,
                     processes=self.processes,
                 )
+                if self.token_parts:
+                    with time_stage(seconds, "token_parts"):
+                        parts = score_tokens_of_round(
+                            self.model,
+                            rollout.rows,
+                            influence,
+                            target=target,
+                            objective=self.objective,
+                            temperature=config.temperature,
+                            memory=self.memory,
+                            chunk_size=config.mini_batch_size,
+                            processes=self.processes,
+                        )
             selection = self.rule.select(rollout.rows, influence, Progress(number, 1 - (number - 1) / config.rounds))
-        with _time_stage(seconds, "optimisation"):
+        with time_stage(seconds, "optimisation"):
             means = optimise(
                 self.model,
                 self.optimizer,
@@ -257,7 +265,7 @@ class PPOTrainer:
         row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.coefficient, **means}
         self.kl.update(row["kl"], len(rollout.rows))
         self.metrics.append(row)
-        self._report_round(rollout, influence, selection, row, seconds)
+        self._report_round(rollout, parts, influence, selection, row, seconds)
         if config.eval_every and (number % config.eval_every == 0 or number == config.rounds):
             self._evaluate(number)
         return row
@@ -290,7 +298,7 @@ class PPOTrainer:
         """Return the target of a round; held-out prompts are answered without changing the draws of training."""
         if self.held_out is None:
             return self.target
-        with _time_stage(seconds, "held_out"), preserve_rng_state(), self.accelerator.autocast():
+        with time_stage(seconds, "held_out"), preserve_rng_state(), self.accelerator.autocast():
             set_seed(self._derive_seed(number))
             rollout = self._make_rollout(self._generate(self.held_out), self.held_out, 0)
             return held_out_target(self.target, rollout.rows)
@@ -298,6 +306,7 @@ class PPOTrainer:
     def _report_round(
         self,
         rollout: Rollout,
+        parts: Tensor | None,
         influence: Influence | None,
         selection: Selection,
         row: Mapping[str, Any],
@@ -307,7 +316,8 @@ class PPOTrainer:
         if self._run is None:
             return
         number = row["round"]
-        self._run.write_round("records", number, make_response_table(rollout, selection, influence))
+        table = make_response_table(rollout, selection, influence, self.tokenizer, parts)
+        self._run.write_round("records", number, table)
         self._run.append("metrics", row)
         log_new_advice(self.metrics, {}, self._kinds_of_advice)
         flat = {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}
@@ -387,12 +397,3 @@ class PPOTrainer:
 
 _ELSEWHERE = ("output_dir", "rounds", "seed")  # settings that the description has outside "ppo"
 _LIBRARIES = ("whence", "torch", "transformers", "accelerate")
-
-
-@contextmanager
-def _time_stage(seconds: dict[str, dict[str, float]], stage: str) -> Iterator[None]:
-    """Add the seconds of a stage to `seconds`, without those of the stages within it."""
-    before, watch = dict(seconds), Stopwatch()
-    yield
-    total, inner = watch.seconds(), [clocks for name, clocks in seconds.items() if name not in before]
-    seconds[stage] = {clock: value - sum(clocks[clock] for clocks in inner) for clock, value in total.items()}

@@ -5,9 +5,9 @@ completion's tokens leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and t
 completions. A step is then on the kept completions alone, while the groups' statistics are over all of them.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,23 +18,28 @@ from trl import GRPOTrainer, RLOOTrainer
 from whence.errors import Unsupported, WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
-from whence.llm.objectives import GroupObjective
+from whence.llm.objectives import make_group_objective
 from whence.llm.processes import Processes
 from whence.llm.rows import make_rows
 from whence.llm.scoring import score
 from whence.llm.targets import SequenceReturn
-from whence.llm.trl_settings import ROW_LOSSES, TOKEN_LOSSES, check_selectable
+from whence.llm.token_scores import check_token_parts, score_tokens_of_round
+from whence.llm.trl_run import RunWriter
+from whence.llm.trl_settings import TOKEN_LOSSES, check_selectable
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.targets import Target, as_target
 
+_NOT_TOKENS = frozenset(["pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"])
+"""Of TRL's batches: what scores of tokens do not account for."""
+
 _SCALE = "loss_scale"
 """Added to TRL's batches: the factor of the loss, the same for each row."""
 
 
-class _SelectingTrainer(ABC):
+class _SelectingTrainer:
     """Scoring and selection, for both of TRL's trainers."""
 
     _drops_by_mask: bool
@@ -48,6 +53,9 @@ class _SelectingTrainer(ABC):
         objective: Objective | None = None,
         engine: str = "auto",
         memory: int | None = None,
+        token_parts: bool = False,
+        run: str | Path | None = None,
+        about: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
@@ -55,18 +63,22 @@ class _SelectingTrainer(ABC):
         super().__init__(*args, **kwargs)
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
-        self.influence_objective = self._default_objective() if objective is None else as_objective(objective)
+        default = make_group_objective(self.args)  # type: ignore[attr-defined]
+        self.influence_objective = default if objective is None else as_objective(objective)
         self.influence_engine, self.influence_memory = engine, memory
+        self.token_parts = check_token_parts(token_parts, self.rule)
         self.influence: Influence | None = None
+        self.influence_parts: Float[Tensor, "n R"] | None = None
         self.selection: Selection | None = None
+        self.rows: RecordBatch | None = None
+        self._run = None if run is None else RunWriter(self, run, about)
+        if self._run is not None:
+            self.add_callback(self._run)  # type: ignore[attr-defined]
         self.seconds: dict[str, dict[str, float]] = {}
-        if type(self.rule) is not KeepAll:
+        if type(self.rule) is not KeepAll or run is not None:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
+        if type(self.rule) is not KeepAll:
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
-
-    @abstractmethod
-    def _default_objective(self) -> Objective:
-        """Return the objective of a completion's training at the policy that drew it."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Return TRL's generation batch, edited to the completions that the rule keeps; in evaluation unchanged."""
@@ -74,15 +86,22 @@ class _SelectingTrainer(ABC):
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
         with self._time_stage("generation", within="optimisation"):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        if type(self.rule) is KeepAll:
-            return output
-        with self._time_stage("scoring", within="optimisation"):
-            return self._score_and_select(output)
+        if type(self.rule) is not KeepAll:
+            with self._time_stage("scoring", within="optimisation"):
+                output = self._score_and_select(output)
+        elif self._run is not None:
+            self.rows = None if output.keys() & _NOT_TOKENS else self._make_rows(output)
+        if self._run is not None:
+            self._run.note_batch()
+        return output
 
     def _score_and_select(self, output: dict[str, Any]) -> dict[str, Any]:
         with preserve_rng_state():
-            rows = self._make_rows(output)
+            rows = self.rows = self._make_rows(output)
             self.influence = self._score_rows(rows) if self.rule.needs_influence else None
+            if self.token_parts and self.influence is not None:
+                with self._time_stage("token_parts", within="scoring"):
+                    self.influence_parts = self._score_tokens(rows, self.influence)
         steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
         progress = Progress(self._batches_done + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
         self.selection = self.rule.select(rows, self.influence, progress)
@@ -100,7 +119,7 @@ class _SelectingTrainer(ABC):
         Raises:
             Unsupported: there are images, which scores do not account for.
         """
-        if others := sorted(output.keys() & {"pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"}):
+        if others := sorted(output.keys() & _NOT_TOKENS):
             raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
         mask = output["completion_mask"]
         if "tool_mask" in output:
@@ -140,6 +159,21 @@ class _SelectingTrainer(ABC):
                 objective=self.influence_objective,
                 temperature=float(self.temperature),  # type: ignore[attr-defined]
                 engine=self.influence_engine,
+                memory=self.influence_memory,
+                chunk_size=self.args.per_device_train_batch_size,  # type: ignore[attr-defined]
+                processes=self._processes,
+            )
+
+    def _score_tokens(self, rows: RecordBatch, influence: Influence) -> Float[Tensor, "n R"] | None:
+        model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
+        with _disable_autocast(model):
+            return score_tokens_of_round(
+                model,
+                rows,
+                influence,
+                target=self.target,
+                objective=self.influence_objective,
+                temperature=float(self.temperature),  # type: ignore[attr-defined]
                 memory=self.influence_memory,
                 chunk_size=self.args.per_device_train_batch_size,  # type: ignore[attr-defined]
                 processes=self._processes,
@@ -229,23 +263,24 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         objective: the objective of a completion's training; None: that of the loss type, at the policy that drew it.
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
+        token_parts: compute the part of each score that each token contributes; see `whence.llm.score_tokens`.
+        run: the directory to write each generation batch to, for `whence report`; None: nothing is written.
+        about: a further description of the run for the directory, in JSON types.
         **kwargs: arguments of GRPOTrainer.
 
     Attributes:
         influence: scores of the last generation batch, of all processes; None if the rule needs none.
+        influence_parts: the tokens' parts of these scores, (completions, tokens); None without `token_parts`.
         selection: the completions of this batch that train; None without a rule.
+        rows: the rows of this batch, of all processes; None without a rule and a run.
         seconds: seconds by stage ("generation", with rewards; "scoring"; "optimisation") and clock ("cpu", "wall"),
-            since the dictionary was last emptied.
+            since the dictionary was last emptied; with `run` it is emptied after every batch.
 
     Raises:
         Unsupported: settings under which dropped completions would still affect a step; see the documentation.
     """
 
     _drops_by_mask = True
-
-    def _default_objective(self) -> Objective:
-        corrected = bool(getattr(self.args, "use_bias_correction_kl", False))
-        return GroupObjective(ROW_LOSSES.get(self.loss_type, "sum"), float(self.beta), corrected)
 
 
 class InfluenceRLOOTrainer(_SelectingTrainer, RLOOTrainer):  # type: ignore[misc]
@@ -255,6 +290,3 @@ class InfluenceRLOOTrainer(_SelectingTrainer, RLOOTrainer):  # type: ignore[misc
     """
 
     _drops_by_mask = False
-
-    def _default_objective(self) -> Objective:
-        return GroupObjective("sum", 0.0)

@@ -28,8 +28,8 @@ from whence.runs import RunDirectory
 
 SCRIPTS = (
     "vendor/tabulator/tabulator.min.js",
-    *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "moment.js", "lists.js", "map.js", "grid.js"),
-    "explorer.js",
+    *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "tokens.js"),
+    *("moment.js", "lists.js", "map.js", "grid.js", "explorer.js"),
 )
 """Scripts of the page's explorer, in report/assets, in the order in which they run."""
 

@@ -44,6 +44,7 @@ class LanguageConfig:
         test_problems: number of the test's prompts in an evaluation.
         samples: sampled answers to each of them, next to the greedy one.
         engine: see `whence.attribute`.
+        token_parts: whether each token's part of a score is written; see `whence.llm.score_tokens`.
         algorithm: "ppo" (whence's own), "grpo" or "rloo" (TRL's).
         settings: settings that differ from the task's: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig with
             `rounds` and `eval_every`.
@@ -67,6 +68,7 @@ class LanguageConfig:
     test_problems: int = 512
     samples: int = 4
     engine: str = "auto"
+    token_parts: bool = False
     algorithm: str = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -95,6 +97,8 @@ class LanguageConfig:
             if getattr(self, name) < least:
                 raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
         self._check_source()
+        if self.token_parts and self.target is None:
+            raise WhenceError(f"token_parts are parts of scores, and {selection} scores nothing. Leave them out.")
         if self.held_out and self.target not in ("sequence", "token", "held-out"):
             raise WhenceError(
                 f"held_out is {self.held_out}, and the target of the arm {self.arm} reads no responses to held-out "

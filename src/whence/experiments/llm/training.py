@@ -82,6 +82,7 @@ def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRou
         held_out=held_out,
         engine=config.engine,
         memory=scoring_memory(config),
+        token_parts=config.token_parts,
         evaluate=task.evaluate,
         about=describe(config),
         on_rollout=lambda rollout, influence, selection, row: on_round(row["round"], row),

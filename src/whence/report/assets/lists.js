@@ -24,7 +24,7 @@ Whence.lists = (() => {
     const picture = moment.thumb
       ? element("img", { class: "thumb", src: moment.thumb, alt: "", loading: "lazy" })
       : element("span", { class: "thumb rank", "aria-hidden": "true" }, String(rank));
-    const what = language ? [`Record ${id(moment.record)}`] : [element("b", {}, Whence.nameAction(moment.action, actions)), where ? ` at ${where}` : ""];
+    const what = language ? [element("b", {}, `Record ${id(moment.record)}`), moment.text ? ` ${moment.text}` : ""] : [element("b", {}, Whence.nameAction(moment.action, actions)), where ? ` at ${where}` : ""];
     return element("li", {}, element("button", { type: "button", class: `card ${kind}`, "data-record": moment.record, onclick: (event) => onOpen(moment.record, event.currentTarget) },
       picture,
       element("span", { class: "card-text" },

@@ -92,12 +92,23 @@ Whence.moment = (() => {
   function fill(detail) {
     const where = Whence.place(detail);
     place.textContent = [view.label, `round ${number(detail.round)}`, where, detail.dropped ? "dropped" : "trained"].filter(Boolean).join(" · ");
+    if (isResponse(detail)) return fillResponse(detail);
     const shown = makePlayer(detail);
     const judged = judge(detail);
     if (detail.mc_pending) measure(judged, detail);
-    body.replaceChildren(...[
-      tell(detail), texts(detail), shown, Whence.causes.make(detail, view), judged, policy(detail), targets(detail), state(detail),
-    ].filter(Boolean));
+    body.replaceChildren(...[tell(detail), shown, Whence.causes.make(detail, view), judged, policy(detail), targets(detail), state(detail)].filter(Boolean));
+    body.scrollTop = 0;
+  }
+
+  const isResponse = ({ response }) => response !== undefined && response !== null;
+
+  function fillResponse(detail) {
+    const { run, round } = view;
+    const sections = Whence.tokens.sections(detail, {
+      open: (record) => show({ ...view, record }),
+      canOpen: (record) => Whence.source.canOpen(run, round, record),
+    });
+    body.replaceChildren(...[tell(detail), ...sections, targets(detail)].filter(Boolean));
     body.scrollTop = 0;
   }
 
@@ -121,7 +132,11 @@ Whence.moment = (() => {
     const reward = detail.window?.rewards?.[own];
     const value = detail.window?.values?.[own] ?? detail.value_before;
     const lines = [];
-    if (detail.response === undefined || detail.response === null) {
+    if (isResponse(detail)) {
+      const effect = !isNumber(detail.advantage) || detail.advantage === 0 ? "" : `, so training makes the response ${detail.advantage > 0 ? "more" : "less"} likely`;
+      const advantage = isNumber(detail.advantage) ? `The advantage was ${signed(detail.advantage)}${effect}.` : "";
+      lines.push(element("p", {}, `${isNumber(detail.reward) ? `The reward was ${signed(detail.reward)}. ` : ""}${advantage}`));
+    } else {
       const where = Whence.place(detail);
       const paid = isNumber(reward) ? ` The reward was ${signed(reward)}.` : "";
       lines.push(element("p", {}, where ? `At ${where} the agent chose ` : "The agent chose ", element("b", {}, Whence.nameAction(detail.action, view.actions)), ".", paid));
@@ -138,13 +153,6 @@ Whence.moment = (() => {
       : `The round trained on it${isNumber(detail.weight) && detail.weight !== 1 ? ` with weight ${number(detail.weight)}` : ""}.`;
     lines.push(element("p", {}, fate));
     return element("section", { class: "story" }, ...lines);
-  }
-
-  function texts(detail) {
-    if (detail.response === undefined || detail.response === null) return null;
-    return part("Prompt and response", null,
-      element("h4", {}, "Prompt"), element("pre", { tabindex: 0 }, detail.prompt ?? ""),
-      element("h4", {}, "Response"), element("pre", { tabindex: 0 }, detail.response));
   }
 
   // Frames, curves and the slider that moves both.

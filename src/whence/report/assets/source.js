@@ -48,7 +48,14 @@ Whence.source = (() => {
     const content = await load(run, round);
     const detail = content.details[record];
     if (!detail) throw new Error(`Record ${record} is not one of the moments in this file. The command "whence view RUN" opens any record.`);
-    return { ...detail, window: detail.window ?? cutWindow(content, Number(record)) };
+    return { ...detail, window: detail.window ?? cutWindow(content, Number(record)), group: findGroup(content, Number(record)) };
+  }
+
+  // The file holds the responses to a prompt once, and those that open in their details.
+  function findGroup({ groups, details }, record) {
+    const group = groups?.find(({ responses }) => responses.some((one) => one.record === record));
+    const complete = ({ response, tokens }) => ({ response, tokens });
+    return group && { ...group, responses: group.responses.map((one) => (details[one.record] ? { ...one, ...complete(details[one.record]) } : one)) };
   }
 
   // Served pages only: rollouts may take many times as long as the frames, so they are asked for apart.

@@ -10,6 +10,7 @@ from whence.influence import is_significant
 from whence.report.explorer import opening, parts
 from whence.report.explorer.columns import name_action, round_number, round_numbers, short_text
 from whence.report.explorer.frames import choose_steps, encode_frames
+from whence.report.explorer.responses import describe_response, list_group, name_target
 from whence.report.explorer.rounds import changes_of
 from whence.report.explorer.run import ExploredRun, Round
 from whence.sb3.episode_replay import EpisodeReplay
@@ -19,9 +20,6 @@ WINDOW = 24
 
 STATE = 64
 """Entries of a state that are shown at most."""
-
-LONGEST_TEXT = 20_000
-"""Characters of an opened prompt or response."""
 
 CONTINUATIONS = 16
 """Rollouts from the opened state by which its advantage is measured."""
@@ -45,6 +43,7 @@ def build_detail(
     frames: bool | Frames = True,
     continuations: int = CONTINUATIONS,
     window: bool = True,
+    group: bool = True,
 ) -> dict[str, Any]:
     """Return a record and what surrounds it in JSON types, as the page's contract has it.
 
@@ -55,6 +54,7 @@ def build_detail(
         frames: whether to replay the episode; or the frames that a replay gave before.
         continuations: rollouts for the measured advantage; 0: it is not measured.
         window: whether the surrounding records are included.
+        group: of a language model's run, whether the other responses to the same prompt are included.
 
     Raises:
         RunDirectoryError: the round or the record is not there.
@@ -78,14 +78,7 @@ def build_detail(
         "targets": _list_targets(run, row),
     }
     if run.is_language:
-        texts = {name: short_text(row.get(name) or "", LONGEST_TEXT) for name in ("prompt", "response")}
-        nothing = {"state": [], "policy": None, "value_before": round_number(row.get("value")), "value_after": None}
-        note = "Language models have no frames."
-        return (
-            {**detail, **texts, **nothing, "frames": None, "frames_note": note}
-            | {"mc_advantage": None, "mc_error": None}
-            | {"mc_text": "Advantages of language models are not measured by fresh rollouts."}
-        )
+        return detail | _describe_language(records, row, group=group)
     detail |= {"state": opening.attempt(lambda: _list_state(run, row), notes, "", [])}
     detail |= _describe_policy(run, number, row)
     detail |= measure_advantage(run, number, record, continuations)
@@ -96,6 +89,14 @@ def build_detail(
     else:
         shown = NOT_EMBEDDED
     return detail | {"frames": shown.frames, "frames_note": shown.note}
+
+
+def _describe_language(records: Round, row: Mapping[str, Any], *, group: bool) -> dict[str, Any]:
+    """Return what a response has, and nothing of what only steps in an environment have."""
+    steps: dict[str, Any] = {"state": [], "policy": None, "value_before": None, "value_after": None}
+    steps |= {"frames": None, "frames_note": None, "mc_advantage": None, "mc_error": None, "mc_text": None}
+    others = {"group": list_group(records, row.get("prompt"))} if group else {}
+    return steps | describe_response(row) | others
 
 
 def measure_advantage(run: ExploredRun, number: int, record: int, continuations: int) -> dict[str, Any]:
@@ -218,7 +219,8 @@ def _list_targets(run: ExploredRun, row: Mapping[str, Any]) -> list[dict[str, An
     if row.get("score") is None:
         return []
     score, error = row["score"], row.get("error")
-    name = short_text(run.directory.config.get("target") or "return", 80)
+    target = run.directory.config.get("target")
+    name = short_text(name_target(target) if run.is_language else target or "return", 80)
     numbers = {"score": round_number(score), "error": round_number(error)}
     return [{"name": name, **numbers, "significant": is_significant(score, error)}]
 

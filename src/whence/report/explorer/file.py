@@ -20,6 +20,7 @@ from whence.report.explorer.detail import (
     replay_steps,
 )
 from whence.report.explorer.frames import choose_steps, make_thumb
+from whence.report.explorer.responses import list_groups
 from whence.report.explorer.rounds import build_round, order_strip
 from whence.report.explorer.run import ExploredRun
 
@@ -114,7 +115,11 @@ def _build_content(run: ExploredRun, number: int, continuations: int) -> _Conten
         record = moment["record"]
         frames = Frames(None, refusals[record]) if record in refusals else NOT_EMBEDDED
         details[str(record)] = build_detail(
-            run, number, record, frames=frames, continuations=continuations if record in measured else 0, window=False
+            *(run, number, record),
+            frames=frames,
+            continuations=continuations if record in measured else 0,
+            window=False,
+            group=False,
         )
     table = run.round(number).table
     order = order_strip(table, []) if len(table) == len(shown["strip"]["record_ids"]) else None
@@ -126,7 +131,11 @@ def _build_content(run: ExploredRun, number: int, continuations: int) -> _Conten
     curves["errors"] = round_numbers(curves["errors"], ERROR_DIGITS)
     shown["strip"]["scores"] = round_numbers(shown["strip"]["scores"], CURVE_DIGITS)
     columns = {name: values for name, values in curves.items() if name not in ("scores", "dropped")}
-    return _Content({"round": shown, "details": details, "columns": columns}, replays)
+    parts: dict[str, Any] = {"round": shown, "details": details, "columns": columns}
+    if run.is_language:
+        # Once for all of a prompt's responses, since each of them shows the others.
+        parts["groups"] = list_groups(run.round(number), [int(record) for record in details])
+    return _Content(parts, replays)
 
 
 def _replay_moments(

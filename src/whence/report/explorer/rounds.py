@@ -1,6 +1,6 @@
 """A round as the page shows it: strip, moments, groups, what changed, and how far to trust it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,16 @@ from whence.errors import WhenceError, first_line
 from whence.influence import is_significant
 from whence.moments import Moment, find_moments, group_scores, read_axes
 from whence.report.explorer import opening, parts
-from whence.report.explorer.columns import Labels, list_columns, make_row, name_action, round_number, round_numbers
+from whence.report.explorer.columns import (
+    Labels,
+    list_columns,
+    make_row,
+    name_action,
+    round_number,
+    round_numbers,
+    short_text,
+)
+from whence.report.explorer.responses import EXCERPT
 from whence.report.explorer.run import ExploredRun, Round
 from whence.report.explorer.trust import describe_trust
 
@@ -48,6 +57,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int 
     if len(shown) < len(table):
         notes.append(f"The strip shows {len(shown):,} of {len(table):,} records: the episodes of the listed moments.")
     labels = run.labels()
+    texts = _list_excerpts(table, [*worst, *best]) if run.is_language else {}
     trust = opening.attempt(lambda: describe_trust(run.directory, number, table), notes, "Trust is not known", [])
     return {
         "round": number,
@@ -55,8 +65,8 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int 
         "scored": records.scored,
         "trust": trust,
         "strip": build_strip(shown),
-        "worst": [describe_moment(moment, labels) for moment in worst],
-        "best": [describe_moment(moment, labels) for moment in best],
+        "worst": [describe_moment(moment, labels, texts) for moment in worst],
+        "best": [describe_moment(moment, labels, texts) for moment in best],
         "groups": _build_groups(run, records, notes),
         "map": _build_map(run, records, notes),
         "changed": [] if run.is_language or table.is_empty() else _build_changes(run, records, notes),
@@ -75,8 +85,14 @@ def list_moments(records: Round, notes: list[str], *, lowest: bool, most: int = 
     return found
 
 
-def describe_moment(moment: Moment, labels: Labels) -> dict[str, Any]:
-    """Return a moment in JSON types; whether it has frames is for the caller to say."""
+def describe_moment(moment: Moment, labels: Labels, texts: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Return a moment in JSON types; whether it has frames is for the caller to say.
+
+    Args:
+        moment: the moment.
+        labels: names of discrete actions.
+        texts: of a language model's run, beginnings of responses by record.
+    """
     numbers = {name: round_number(getattr(moment, name)) for name in ("score", "error", "total", "advantage", "value")}
     return {
         "record": moment.record_id,
@@ -94,7 +110,17 @@ def describe_moment(moment: Moment, labels: Labels) -> dict[str, Any]:
         "significant": is_significant(moment.score, moment.error),
         "framed": False,
         "thumb": None,
+        "text": (texts or {}).get(moment.record_id),
     }
+
+
+def _list_excerpts(table: pl.DataFrame, moments: Sequence[Moment]) -> dict[int, str]:
+    """Return the beginnings of the moments' responses, by record."""
+    if "response" not in table.columns:
+        return {}
+    rows = table.filter(pl.col("record_id").is_in([moment.record_id for moment in moments]))
+    pairs = rows.select("record_id", pl.col("response").str.slice(0, EXCERPT + 1)).iter_rows()
+    return {record: short_text(text or "", EXCERPT) for record, text in pairs}
 
 
 def order_strip(table: pl.DataFrame, moments: Sequence[Moment] = ()) -> pl.DataFrame:

@@ -1,0 +1,281 @@
+"""Scores taken apart: by the tokens of each response, and by the rows of the target.
+
+A response's objective is a sum of terms, one for each of its tokens (PPO: the mean of the tokens' clipped objectives).
+So the gradient of the response is a sum over its tokens, and so is its score: the part of token t is
+`<grad target, grad term_t>`. It says whether training on this token, as the response does with its advantage, clipping
+and weights, raises the target or lowers it; it counts the term where it is predicted, not where in the sequence the
+parameters' gradient arises. The parts of a response sum to its score.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from whence.attribution import attribute, open_problem
+from whence.engines import ENGINES, Gradient, Problem, record_gradient, solve, target_gradients
+from whence.engines.forward import outputs_along
+from whence.engines.memory import fit_chunk_size
+from whence.engines.problem import compute_seeds, map_outputs
+from whence.errors import NonFinite, WhenceError, suggest
+from whence.influence import Influence
+from whence.llm.objectives import TokenPPO
+from whence.llm.processes import ONE, Processes
+from whence.llm.scoring import split_work
+from whence.llm.targets import split_mean
+from whence.llm.view import language_view
+from whence.objectives import Objective, as_objective
+from whence.policies import Outputs, Params, PolicyView
+from whence.records import RecordBatch
+from whence.selection import SelectionRule
+from whence.targets import Target
+
+log = logging.getLogger("whence")
+
+TOLERANCE = 0.1
+"""Of the largest score: parts whose sums are further from the scores are wrong. In half precision rounding alone makes
+0.03."""
+
+
+def score_tokens(
+    model: Any,
+    rows: RecordBatch,
+    *,
+    target: Target,
+    objective: Objective | None = None,
+    temperature: float = 1.0,
+    engine: str = "auto",
+    memory: int | None = None,
+    chunk_size: int = 16,
+    processes: Processes = ONE,
+) -> Float[Tensor, "n R"]:
+    """Return the part of each response's score that each of its tokens contributes; a response's parts sum to it.
+
+    The part of a token is the product of the target's gradient with the gradient of the token's own term of the
+    objective. Above 0: training on the token raises the target. All parts come from one pass in forward mode along the
+    target's gradient; without forward mode from one backward pass for each position.
+
+    Args:
+        model: a causal language model; its parameters that train are scored. See `language_view`.
+        rows: the rows of `make_rows`.
+        target: the target; see `whence.attribute`.
+        objective: the objective of a row's training; None: `TokenPPO()`. Its value has to depend on a token through
+            the outputs at that token's position.
+        temperature: the sampling temperature of the responses.
+        engine: "auto": forward mode where the model has it. "forward"; or the engine of the backward passes.
+        memory: bytes that scoring may hold at a time; None: those that `chunk_size` rows take.
+        chunk_size: rows of a pass if no memory is given.
+        processes: the processes; each scores a part of the rows, and gets the parts of all.
+
+    Returns:
+        (n, R) on the CPU, 0 where there is no response token.
+
+    Raises:
+        WhenceError: the engine is unknown, or refuses the model.
+        NonFinite: a part is not finite.
+        NotImplementedError: engine is "forward", and torch has no forward mode for one of the model's kernels.
+    """
+    if engine not in ("auto", *ENGINES):
+        raise WhenceError(f"engine is {engine!r}.{suggest(engine, ['auto', *ENGINES])}")
+    view = language_view(model, temperature=temperature)
+    local_rows, local_target, reduce = split_work(rows, target, processes)
+    objective = TokenPPO() if objective is None else as_objective(objective)
+    with open_problem(view, local_rows, targets=[local_target], objective=objective, summed=reduce) as problem:
+        size = min(chunk_size, len(local_rows))
+        problem = replace(problem, chunk_size=size) if memory is None else fit_chunk_size(problem, _forward, memory)
+        (gradient,) = target_gradients(problem)
+        parts = _choose(problem, gradient, engine)
+    if not torch.isfinite(parts).all():
+        row = int((~torch.isfinite(parts)).any(dim=1).nonzero()[0])
+        raise NonFinite(
+            f"A token's part of the score of record {int(local_rows.ids[row])} is not finite. Look at its log-probs "
+            "and advantages; a ratio that overflows means that another policy drew the response."
+        )
+    return processes.gather(parts, len(rows)).cpu()
+
+
+def _choose(problem: Problem, gradient: Gradient, engine: str) -> Float[Tensor, "n R"]:
+    if engine in ("auto", "forward"):
+        try:
+            return torch.cat([_parts_along(part, gradient) for part in problem.parts()])
+        except NotImplementedError:  # torch raises it for a kernel without forward mode
+            if engine == "forward":
+                raise
+    return _parts_by_position(problem, gradient, engine)
+
+
+def _forward(problem: Problem) -> Tensor:
+    """Return the parts by forward mode; for the measurement of its memory."""
+    (gradient,) = target_gradients(problem)
+    return torch.cat([_parts_along(part, gradient) for part in problem.parts()])
+
+
+def _parts_along(problem: Problem, gradient: Gradient) -> Float[Tensor, "n R"]:
+    """Return the parts by the chain rule: the objective's derivative in an output times the output's along the target.
+
+    It holds for any objective of the outputs, even one that is no sum over tokens.
+    """
+    outputs, changes = outputs_along(problem, gradient)
+    (seeds,) = compute_seeds([problem.objective_values], outputs)
+    pairs = zip(seeds, changes, strict=True)
+    terms = [seed * change for seed, change in pairs if seed is not None and change is not None]
+    return torch.stack(terms).sum(dim=0) if terms else torch.zeros_like(outputs.log_prob)
+
+
+def _parts_by_position(problem: Problem, gradient: Gradient, engine: str) -> Float[Tensor, "n R"]:
+    """Return the parts position by position, each by an engine's products for all rows."""
+    width = problem.records.observations["response_mask"].shape[1]
+    columns = []
+    for position in range(width):
+        alone = _OnePosition(problem.objective, position)
+        # The gradient is that of all processes already.
+        at = replace(problem, objective=alone, targets=[_Along(gradient)], summed=None)
+        (products,), _, _ = solve(at, engine, None)
+        columns.append(products.detach())
+    return torch.stack(columns, dim=1)
+
+
+@dataclass(frozen=True)
+class _OnePosition:
+    """An objective as a function of the outputs at one position; the outputs elsewhere are constants."""
+
+    objective: Objective
+    position: int
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return getattr(self.objective, "reads", frozenset(Outputs._fields))
+
+    def prepare(self, records: RecordBatch) -> RecordBatch:
+        return self.objective.prepare(records)
+
+    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
+        here = torch.arange(outputs.log_prob.shape[1], device=outputs.log_prob.device) == self.position
+        return self.objective(map_outputs(lambda column: torch.where(here, column, column.detach()), outputs), records)
+
+
+@dataclass(frozen=True, eq=False)
+class _Along:
+    """The target whose gradient is the given one."""
+
+    gradient: Mapping[str, Tensor]
+
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
+        return torch.stack([(params[name] * direction).sum() for name, direction in self.gradient.items()]).sum()
+
+
+def score_target_rows(
+    model: Any,
+    rows: RecordBatch,
+    position: int,
+    *,
+    target: Target,
+    objective: Objective | None = None,
+    temperature: float = 1.0,
+    engine: str = "auto",
+    memory: int | None = None,
+    chunk_size: int = 16,
+) -> Float[Tensor, " m"]:
+    """Return the part of one response's score that each row of the target contributes; they sum to the score.
+
+    The target is a mean over rows: demonstrations (`ValidationLoss`), held-out rows, or the scored rows themselves.
+    Above 0: training on the response raises this row's term of the target. It costs the response's gradient and one
+    scoring of the target's rows.
+
+    Args:
+        model: see `score_tokens`.
+        rows: the scored rows.
+        position: the position of the response in them.
+        target: a `SequenceReturn`, `TokenReturn` or `ValidationLoss`.
+        objective: see `score_tokens`.
+        temperature: see `score_tokens`.
+        engine: see `whence.attribute`.
+        memory: see `score_tokens`.
+        chunk_size: see `score_tokens`.
+
+    Returns:
+        (m,) on the CPU, in the order of the target's rows.
+
+    Raises:
+        WhenceError: the target is no mean over rows, or there is no such position.
+    """
+    if not 0 <= position < len(rows):
+        raise WhenceError(f"position is {position}, and there are {len(rows)} rows: one from 0 to {len(rows) - 1}.")
+    mean_rows, terms = split_mean(target, rows)
+    view = language_view(model, temperature=temperature)
+    objective = TokenPPO() if objective is None else as_objective(objective)
+    with open_problem(view, rows, targets=[target], objective=objective) as problem:
+        gradient = record_gradient(problem, position)
+    if not gradient:  # an empty response
+        return torch.zeros(len(mean_rows))
+    limits: Any = {"chunk_size": chunk_size} if memory is None else {"memory": memory}
+    # A product is the same with its sides exchanged: the target's rows are scored by the response's gradient.
+    return attribute(view, mean_rows, target=_Along(gradient), objective=terms, engine=engine, **limits).scores
+
+
+def check_token_parts(token_parts: bool, rule: SelectionRule) -> bool:
+    """Return `token_parts`; refuse them for a rule that scores nothing.
+
+    Raises:
+        WhenceError: the rule needs no influence.
+    """
+    if token_parts and not rule.needs_influence:
+        raise WhenceError(
+            f"token_parts are parts of scores, and {type(rule).__name__} scores nothing. Leave them off, or use a rule "
+            "that scores, such as NonPositive()."
+        )
+    return token_parts
+
+
+def score_tokens_of_round(
+    model: Any,
+    rows: RecordBatch,
+    influence: Influence,
+    *,
+    target: Target,
+    objective: Objective,
+    temperature: float,
+    memory: int | None,
+    chunk_size: int,
+    processes: Processes,
+) -> Float[Tensor, "n R"] | None:
+    """Return `score_tokens` of a training's round; None, with a warning, if the parts do not sum to the scores.
+
+    Args:
+        model: see `score_tokens`, as the others.
+        rows: all rows of the rollout, in every process.
+        influence: their scores.
+        target: the target.
+        objective: the objective.
+        temperature: the temperature.
+        memory: see `score_tokens`.
+        chunk_size: see `score_tokens`.
+        processes: the processes.
+    """
+    parts = score_tokens(
+        model,
+        rows,
+        target=target,
+        objective=objective,
+        temperature=temperature,
+        memory=memory,
+        chunk_size=chunk_size,
+        processes=processes,
+    )
+    if sums_agree(parts, influence.scores):
+        return parts
+    log.warning(
+        "The tokens' parts do not sum to the scores, so they are not written: the model's derivatives in forward mode "
+        "and backwards disagree. Load it with attn_implementation='eager'."
+    )
+    return None
+
+
+def sums_agree(parts: Float[Tensor, "n R"], scores: Float[Tensor, " n"]) -> bool:
+    """Tell whether the tokens' parts sum to the scores within `TOLERANCE`."""
+    differences = (parts.double().sum(dim=1) - scores.double()).abs()
+    return not len(scores) or bool(differences.max() <= TOLERANCE * scores.abs().max())

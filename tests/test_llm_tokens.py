@@ -1,0 +1,282 @@
+"""Scores taken apart: by tokens against plain autograd of each token's term, and by the target's rows."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from languages import language_model, rows_for, shaken, tokens
+from test_llm_engines import alone
+from test_llm_trainer import copy_state, make_trainer, same
+from whence import NonPositive, RecordBatch, WhenceError, attribute
+from whence.attribution import open_problem
+from whence.engines import target_gradients
+from whence.errors import NonFinite
+from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
+from whence.llm import token_scores as module
+from whence.llm.generation import split_text
+from whence.llm.model import WithValueHead
+from whence.llm.objectives import GroupObjective
+from whence.llm.token_scores import score_target_rows
+from whence.runs import RunDirectory
+
+EXACT = 1e-4
+
+
+def by_plain_autograd(model: nn.Module, rows: RecordBatch, target: Tensor) -> Tensor:
+    """Each token's product: its own clipped term over the response's length, against the target, by its own pass."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    of_target = torch.autograd.grad(target, parameters)
+    parts = torch.zeros(rows.observations["response_mask"].shape)
+    for row in range(len(rows)):
+        log_probs, own = alone(model, rows, row)
+        old, advantages = (rows.observations[name][row][own] for name in ("log_probs", "advantages"))
+        for token in range(len(old)):
+            ratio = (log_probs[token] - old[token]).exp()
+            term = torch.minimum(ratio * advantages[token], ratio.clamp(0.8, 1.2) * advantages[token]) / len(old)
+            found = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
+            products = [(g * t).sum() for g, t in zip(found, of_target, strict=True) if g is not None]
+            parts[row, token] = torch.stack(products).sum()
+    return parts
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("lora", [None, 0.1])
+def test_parts_are_those_of_a_pass_for_each_token(style: str, lora: float | None) -> None:
+    model = language_model(style, lora=lora).eval()
+    rows, given = rows_for(model), tokens()
+    demonstrations = ValidationLoss(**given, batch_size=4)
+    sequence = sum(alone(model, rows, row)[0].sum() * rows.advantages[row] for row in range(len(rows))) / len(rows)
+    likelihood = sum(alone(model, demonstrations.rows, row)[0].sum() for row in range(6))
+    likelihood = likelihood / given["response_mask"].sum()
+    for target, value in ((SequenceReturn(), sequence), (demonstrations, likelihood)):
+        expected = by_plain_autograd(model, rows, value)
+        model.train()
+        parts = score_tokens(model, rows, target=target, chunk_size=4)
+        assert all(module.training for module in model.modules())
+        model.eval()
+        assert apart(parts, expected) <= EXACT
+        scores = attribute(language_view(model), rows, target=target, objective=TokenPPO()).scores
+        assert apart(parts.sum(dim=1), scores) <= EXACT
+        assert (parts[~rows.observations["response_mask"]] == 0).all()
+        assert (parts != 0).sum() > 6  # and not all in one token of a response
+
+
+OBJECTIVES = {
+    "entropy": TokenPPO(ent_coef=0.1),
+    "values": TokenPPO(vf_coef=0.1, ent_coef=0.1),
+    "mean": GroupObjective("mean", 0.1),
+    "sum": GroupObjective("sum", 0.1, corrected=True),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("lora", [None, 0.0])
+def test_parts_of_any_objective_sum_to_the_score_by_every_way(name: str, lora: float | None) -> None:
+    model = shaken(WithValueHead(language_model("llama", lora=lora)))
+    rows, objective, target = rows_for(model), OBJECTIVES[name], TokenReturn()
+    drawn = rows.observations["log_probs"] + 0.1
+    rows = rows.with_columns({"observations": {**rows.observations, "ref_log_probs": drawn}})
+    scores = attribute(language_view(model), rows, target=target, objective=objective, engine="loop").scores
+    loop = score_tokens(model, rows, target=target, objective=objective, engine="loop")
+    for engine in ("auto", "ghost"):
+        parts = score_tokens(model, rows, target=target, objective=objective, engine=engine, chunk_size=2)
+        assert apart(parts, loop) <= EXACT
+        assert apart(parts.sum(dim=1), scores) <= EXACT
+
+
+def test_an_objective_that_is_no_sum_over_tokens_is_split_by_the_chain_rule() -> None:
+    def of_whole_responses(outputs: Any, records: RecordBatch) -> Tensor:
+        ratio = (outputs.log_prob - records.observations["log_probs"]).sum(dim=1).exp()
+        return torch.minimum(ratio * records.advantages, ratio.clamp(0.8, 1.2) * records.advantages)
+
+    model = language_model("gpt2")
+    rows, target = rows_for(model, spread=0.05), SequenceReturn()
+    scores = attribute(language_view(model), rows, target=target, objective=of_whole_responses, engine="loop").scores
+    parts = score_tokens(model, rows, target=target, objective=of_whole_responses)
+    assert apart(parts.sum(dim=1), scores) <= EXACT
+
+
+def test_neither_chunks_nor_order_nor_the_budget_make_a_difference() -> None:
+    model = language_model("qwen3")
+    rows, order = rows_for(model, tokens(20)), torch.randperm(20)
+    target = SequenceReturn(rows_for(model), batch_size=4)
+    whole = score_tokens(model, rows, target=target, chunk_size=20)
+    assert apart(score_tokens(model, rows, target=target, memory=2**31), whole) <= EXACT
+    assert apart(score_tokens(model, rows.take(order), target=target, chunk_size=3), whole[order]) <= EXACT
+    with pytest.raises(WhenceError, match="memory is 1 bytes"):
+        score_tokens(model, rows, target=target, memory=1)
+
+
+def test_the_temperature_counts() -> None:
+    model = language_model("llama")
+    rows, target = rows_for(model, spread=0.0), SequenceReturn()
+    view = language_view(model, temperature=0.5)
+    scores = attribute(view, rows, target=target, objective=GroupObjective()).scores
+    parts = score_tokens(model, rows, target=target, objective=GroupObjective(), temperature=0.5)
+    assert apart(parts.sum(dim=1), scores) <= EXACT
+
+
+class Doubled(torch.autograd.Function):
+    """Without a rule for forward mode, as many kernels of others."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Doubling(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(self.layer(x))
+
+
+def test_without_forward_mode_parts_come_position_by_position() -> None:
+    model = language_model("gpt2")
+    model.transformer.h[1].mlp = Doubling(model.transformer.h[1].mlp)
+    rows, target = rows_for(model), SequenceReturn()
+    expected = score_tokens(model, rows, target=target, engine="loop")
+    assert apart(score_tokens(model, rows, target=target), expected) <= EXACT
+    with pytest.raises(NotImplementedError, match="jvp"):
+        score_tokens(model, rows, target=target, engine="forward")
+
+
+def test_a_target_that_is_already_summed_over_processes_is_not_summed_again() -> None:
+    model = language_model("gpt2")
+    rows, target = rows_for(model), SequenceReturn()
+    view = language_view(model)
+
+    def double(gradient: Any) -> Any:  # as two processes with the same rows would
+        return {name: 2 * tensor for name, tensor in gradient.items()}
+
+    with open_problem(view, rows, targets=[target], objective=TokenPPO(), summed=double) as problem:
+        (gradient,) = target_gradients(problem)
+        parts = module._parts_by_position(problem, gradient, "auto")
+    assert apart(parts, 2 * score_tokens(model, rows, target=target)) <= EXACT
+
+
+def test_what_is_refused() -> None:
+    model = language_model("gpt2")
+    rows = rows_for(model)
+    with pytest.raises(WhenceError, match=r"engine is 'forwards'\. Did you mean forward\?"):
+        score_tokens(model, rows, target=SequenceReturn(), engine="forwards")
+    with pytest.raises(WhenceError, match="position is 6, and there are 6 rows"):
+        score_target_rows(model, rows, 6, target=SequenceReturn())
+    with pytest.raises(WhenceError, match="is no mean over rows"):
+        score_target_rows(model, rows, 0, target=lambda view, params, records: params["lm_head.weight"].sum())
+    columns = {**rows.observations, "advantages": rows.observations["advantages"] * torch.inf}
+    with pytest.raises(NonFinite, match="part of the score of record 0 is not finite"):
+        score_tokens(model, rows.with_columns({"observations": columns}), target=SequenceReturn())
+
+
+@pytest.mark.parametrize("lora", [None, 0.1])
+def test_parts_of_the_targets_rows_sum_to_the_score(lora: float | None) -> None:
+    model = language_model("llama", lora=lora)
+    rows = rows_for(model)
+    targets = {
+        "sequence": SequenceReturn(),
+        "token": TokenReturn(),
+        "held out": TokenReturn(rows_for(model, tokens(4)), batch_size=3),
+        "validation": ValidationLoss(**tokens(5), batch_size=2),
+    }
+    for name, target in targets.items():
+        scores = attribute(language_view(model), rows, target=target, objective=TokenPPO()).scores
+        for position in (0, 3, 5):
+            parts = score_target_rows(model, rows, position, target=target, chunk_size=2)
+            assert len(parts) == {"held out": 4, "validation": 5}.get(name, 6)
+            assert float((parts.sum() - scores[position]).abs() / scores.abs().max()) <= EXACT
+    assert parts.tolist() == [0] * 5  # of an empty response
+
+
+def test_a_part_of_a_targets_row_is_the_score_by_this_row_alone() -> None:
+    model = language_model("gpt2")
+    rows, given = rows_for(model), tokens(3, empty=False)
+    parts = score_target_rows(model, rows, 1, target=ValidationLoss(**given))
+    lengths = given["response_mask"].sum(dim=1)
+    for row in range(3):
+        alone = ValidationLoss(**{name: column[row : row + 1] for name, column in given.items()})
+        score = attribute(language_view(model), rows, target=alone, objective=TokenPPO()).scores[1]
+        assert float(parts[row]) == pytest.approx(float(score * lengths[row] / lengths.sum()), rel=1e-3)
+
+
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, so that one character may take several; and "an" in one token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["</s>", *alphabet, "an"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("a", "n")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+class TestSplitText:
+    def test_a_character_belongs_to_its_last_token(self) -> None:
+        tokenizer = make_byte_tokenizer()
+        ids = [*tokenizer("aé an\n🙂b")["input_ids"], 0]
+        texts = split_text(tokenizer, ids)
+        assert texts == ["a", "", "é", " ", "an", "\n", "", "", "", "🙂", "b", "</s>"]
+        assert len(texts) == len(ids)
+
+    def test_half_a_character_at_the_end_is_shown_as_such(self) -> None:
+        tokenizer = make_byte_tokenizer()
+        ids = tokenizer("an🙂")["input_ids"][:3]
+        assert split_text(tokenizer, ids) == ["an", "", "\N{REPLACEMENT CHARACTER}"]
+
+    def test_an_empty_text(self) -> None:
+        assert split_text(make_byte_tokenizer(), []) == []
+
+
+def train(folder: Any, *, token_parts: bool, **more: Any) -> Any:
+    trainer = make_trainer(folder, NonPositive(), token_parts=token_parts, **more)
+    trainer.train()
+    return trainer
+
+
+class TestTrainer:
+    @pytest.mark.parametrize("held_out", [None, ["ba", "jj"]])
+    def test_a_round_has_its_tokens_parts(self, tmp_path: Any, held_out: Any) -> None:
+        trainer = train(tmp_path, token_parts=True, held_out=held_out)
+        table = RunDirectory.open(tmp_path).round("records", 2)
+        sums = torch.tensor([sum(parts) for parts in table["token_parts"].to_list()])
+        assert apart(sums, torch.tensor(table["score"].to_list())) <= EXACT
+        for row in table.iter_rows(named=True):
+            assert len(row["token_parts"]) == len(row["token_texts"]) == len(row["response_ids"]) == row["tokens"]
+            assert "".join(row["token_texts"]) == trainer.tokenizer.decode(row["response_ids"])
+            assert trainer.tokenizer.decode(row["response_ids"], skip_special_tokens=True) == row["response"]
+            assert trainer.tokenizer.decode(row["prompt_ids"]) == row["prompt"]
+        assert (RunDirectory.open(tmp_path).table("timings")["token_parts_wall"] > 0).all()
+
+    def test_training_is_the_same_without_them(self, tmp_path: Any) -> None:
+        one, other = (train(tmp_path / str(on), token_parts=on) for on in (True, False))
+        assert same(copy_state(one), copy_state(other))
+        tables = [RunDirectory.open(tmp_path / str(on)).round("records", 2) for on in (True, False)]
+        assert set(tables[0].columns) - set(tables[1].columns) == {"token_texts", "token_parts"}
+        assert tables[0].select(tables[1].columns).equals(tables[1])
+
+    def test_a_rule_that_scores_nothing_is_refused(self, tmp_path: Any) -> None:
+        with pytest.raises(WhenceError, match="KeepAll scores nothing"):
+            make_trainer(tmp_path, token_parts=True)
+
+    def test_parts_that_do_not_sum_to_the_scores_are_not_written(
+        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        exact = module._parts_along
+        monkeypatch.setattr(module, "_parts_along", lambda problem, gradient: 0.86 * exact(problem, gradient))
+        with caplog.at_level(logging.WARNING, "whence"):
+            train(tmp_path, token_parts=True, rounds=1)
+        assert "do not sum to the scores" in caplog.text
+        assert "token_parts" not in RunDirectory.open(tmp_path).round("records", 1).columns

@@ -1,0 +1,202 @@
+"""Why a response scored as it did: a round built again, its tokens, and the rows of the target that it pulls at."""
+
+import json
+import shutil
+
+import polars as pl
+import pytest
+
+from test_experiments_llm import cache, invoke, tiny  # noqa: F401
+from whence import NonPositive
+from whence.cli.llm_why import colour_tokens
+from whence.errors import RunDirectoryError, Unsupported, WhenceError
+from whence.experiments.llm.explaining import explain_response
+from whence.experiments.llm.rebuilding import rebuild_round
+from whence.experiments.llm.training import run
+from whence.runs import RunDirectory
+
+KEEP_ALL = {"save_every": 1, "keep_checkpoints": 9, "rounds": 3}
+TRL_KEEPS = {
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "rounds": 3,
+    "num_iterations": 2,
+    "per_device_train_batch_size": 32,
+}
+RUNS = {
+    "ppo": {"arm": "ippo", "settings": KEEP_ALL},
+    "an adapter by tokens": {"arm": "iif-token", "lora": 2, "settings": KEEP_ALL},
+    "divergence": {"arm": "iif", "settings": KEEP_ALL | {"init_kl_coef": 0.3, "adap_kl_ctrl": True, "horizon": 16}},
+    "grpo": {"arm": "iif", "algorithm": "grpo", "settings": TRL_KEEPS | {"beta": 0.1, "loss_type": "grpo"}},
+    "rloo": {"arm": "ippo", "algorithm": "rloo", "lora": 2, "settings": TRL_KEEPS},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cache):  # noqa: F811
+    made = {}
+
+    def make(name):
+        if name not in made:
+            path = tmp_path_factory.mktemp("run")
+            run(tiny(**RUNS[name], token_parts=True), path)
+            made[name] = RunDirectory.open(path)
+        return made[name]
+
+    return make
+
+
+def forget_parts(directory, path):
+    """A copy of a run that was trained without token parts."""
+    shutil.copytree(directory.path, path)
+    copy = RunDirectory.open(path)
+    for number in copy.rounds():
+        copy.write_round("records", number, copy.round("records", number).drop("token_parts", "token_texts"))
+    return copy
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_round_built_again_scores_as_it_did(runs, tmp_path, name):
+    directory = runs(name)
+    bare = forget_parts(directory, tmp_path / "bare")
+    for number in (1, 3):
+        table = directory.round("records", number)
+        largest = float(table["score"].abs().max())
+        assert largest > 0
+        for row in table.sort(pl.col("score").abs(), descending=True).head(3).iter_rows(named=True):
+            stored = explain_response(directory, number, row["record_id"])
+            computed = explain_response(bare, number, row["record_id"])
+            assert (stored.stored, computed.stored) == (True, False)
+            assert stored.notes == computed.notes == []
+            assert computed.tokens == stored.tokens
+            assert computed.parts == pytest.approx(stored.parts, abs=1e-3 * largest)
+            assert sum(computed.parts) == pytest.approx(row["score"], abs=1e-3 * largest)
+            assert sum(pull.part for pull in computed.pulls) == pytest.approx(row["score"], abs=1e-3 * largest)
+            assert [pull.part for pull in computed.pulls] == sorted((p.part for p in computed.pulls), reverse=True)
+            if directory.config["experiment"]["arm"] == "ippo":
+                assert len(computed.pulls) == 16
+                assert all(pull.record is None for pull in computed.pulls)
+                assert all(pull.prompt.endswith("?") and ";" in pull.response for pull in computed.pulls)
+            else:
+                assert sorted(pull.record for pull in computed.pulls) == table["record_id"].to_list()
+                texts = dict(table.select("record_id", "response").rows())
+                assert all(texts[pull.record] == pull.response for pull in computed.pulls)
+
+
+def test_a_round_that_is_built_again_otherwise_says_so(runs, tmp_path):
+    bare = forget_parts(runs("ppo"), tmp_path / "bare")
+    table = bare.round("records", 2)
+    bare.write_round("records", 2, table.with_columns(pl.col("score") * 3))
+    worst = int(table.sort("score")["record_id"][0])
+    (note,) = explain_response(bare, 2, worst).notes
+    assert note.startswith("Computed again, the score is ")
+
+
+class TestRefusals:
+    def test_a_policy_that_was_not_kept(self, runs, tmp_path):
+        for name, file, how in (
+            ("ppo", "checkpoints/round_00001.safetensors", '{"save_every": 1, "keep_checkpoints": 3}'),
+            ("grpo", "trl/checkpoint-2", '{"save_strategy": "steps", "save_steps": 1}'),
+        ):
+            bare = forget_parts(runs(name), tmp_path / name)
+            path = bare.path / file
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            with pytest.raises(RunDirectoryError) as refusal:
+                explain_response(bare, 2, int(bare.round("records", 2)["record_id"][0]))
+            assert f"{path} is not there" in str(refusal.value)
+            assert how in str(refusal.value)
+            assert explain_response(bare, 1, 0).pulls  # the start model needs no checkpoint
+
+    def test_without_the_policy_stored_parts_are_shown_and_the_rest_is_said(self, runs, tmp_path):
+        shutil.copytree(runs("ppo").path, tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+        directory = RunDirectory.open(tmp_path / "run")
+        record = int(directory.round("records", 3)["record_id"][0])
+        explanation = explain_response(directory, 3, record)
+        assert explanation.stored
+        assert explanation.pulls is None
+        assert "was not kept" in explanation.notes[0]
+        assert explain_response(directory, 3, record, pulls=False).notes == []
+
+    def test_a_run_of_a_script(self, tmp_path):
+        from test_llm_trainer import make_trainer
+
+        make_trainer(tmp_path, NonPositive(), rounds=1).train()
+        with pytest.raises(WhenceError, match="is no run of `whence llm train`"):
+            explain_response(RunDirectory.open(tmp_path), 1, 0)
+
+    def test_rows_that_are_not_there(self, runs, tmp_path):
+        with pytest.raises(RunDirectoryError, match="has no record 999"):
+            explain_response(runs("ppo"), 1, 999)
+        bare = forget_parts(runs("ppo"), tmp_path / "bare")
+        bare.write_round("records", 1, bare.round("records", 1).drop("response_ids"))
+        with pytest.raises(RunDirectoryError, match="no column response_ids"):
+            rebuild_round(bare, 1)
+
+    def test_a_target_that_was_drawn(self, tmp_path):
+        run(tiny("iif", held_out=8), tmp_path)
+        with pytest.raises(Unsupported, match="drawn in each round and not kept"):
+            explain_response(RunDirectory.open(tmp_path), 1, 0)
+
+    def test_parts_of_nothing(self):
+        with pytest.raises(WhenceError, match="token_parts are parts of scores, and ppo scores nothing"):
+            tiny("ppo", token_parts=True)
+
+
+class TestCommand:
+    def test_it_shows_tokens_and_what_they_pull_at(self, runs):
+        directory = runs("ppo")
+        worst = directory.round("records", 3).sort("score").row(0, named=True)
+        done = invoke("llm", "why", directory.path, "--top", 2)
+        assert done.exit_code == 0, done.output
+        assert f"Record {worst['record_id']}, round 3" in done.output
+        assert "stored while it trained" in done.output
+        assert worst["prompt"] in done.output
+        assert "demonstration" in done.output
+        assert "What it pulls against" in done.output
+        again = invoke("llm", "why", directory.path, "--record", worst["record_id"], "--json", "--top", 2)
+        found = json.loads(again.stdout)
+        assert found["record_id"] == worst["record_id"]
+        assert sum(token["part"] for token in found["tokens"]) == pytest.approx(worst["score"], rel=1e-3)
+        assert all(pull["part"] < 0 for pull in found["pulls"]["against"])
+        assert len(found["pulls"]["against"]) <= 2
+        quick = json.loads(invoke("llm", "why", directory.path, "--round", 2, "--no-pulls", "--json").stdout)
+        assert quick["pulls"] is None
+
+    def test_text_of_a_model_steers_no_terminal(self, runs, tmp_path):
+        directory = forget_parts(runs("grpo"), tmp_path / "run")
+        table = directory.round("records", 3)
+        hostile = "[red]\x1b[2J\u202e</script>"
+        texts = pl.Series("token_texts", [[hostile, "\n"]] * len(table))
+        parts = pl.Series("token_parts", [[-1.0, 0.5]] * len(table))
+        table = table.with_columns(texts, parts, prompt=pl.lit(hostile), response=pl.lit(hostile))
+        directory.write_round("records", 3, table)
+        done = invoke("llm", "why", directory.path, "--record", int(table["record_id"][0]))
+        assert done.exit_code == 0, done.output
+        assert "\x1b[2J" not in done.output
+        assert "\u202e" not in done.output
+        assert "[red]" in done.output
+        assert "\\n" in done.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--round", 9], "round_00009.parquet is not there"),
+            (["--record", 99999], "No round of"),
+        ],
+    )
+    def test_what_is_refused(self, runs, arguments, message):
+        done = invoke("llm", "why", runs("ppo").path, *arguments)
+        assert isinstance(done.exception, WhenceError)
+        assert message in str(done.exception)
+
+    def test_an_agents_run_is_refused(self, tmp_path):
+        RunDirectory.create(tmp_path, {"rule": "IIF()"})
+        done = invoke("llm", "why", tmp_path)
+        assert "is no language model's run" in str(done.exception)
+
+    def test_colours_follow_sign_and_size(self):
+        text = colour_tokens(["a", "bb", "c", "d"], [-1.0, 0.2, 0.0, 0.9])
+        assert text.plain == "abbcd"
+        spans = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
+        assert spans == {"a": "black on #ff8a3d", "bb": "#5f9bff", "d": "black on #5f9bff"}

@@ -1,2 +1,4 @@
 from .advantages import judge_advantages as judge_advantages
 from .agreement import summarise_judgement as summarise_judgement
+from .grid_map import GridMap as GridMap
+from .grid_map import map_extremes as map_extremes

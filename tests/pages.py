@@ -87,6 +87,16 @@ def draw_frame(number: int) -> str:
     return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
+def make_map(text: str = "") -> dict:
+    """Two rows of three cells: a blamed step of the wrong sign, a praised turn to the right, and something else."""
+    shared = {"score": -0.5, "praised": 0.0}
+    step = {"side": "worst", "cell": 1, "direction": 1, "turn": 0, "action": f"down{text}", "count": 9, "wrong": 0.9}
+    turn = {"side": "worst", "cell": 4, "direction": 0, "turn": 1, "action": "right", "count": 1, "wrong": 0.1}
+    other = {"side": "best", "cell": 4, "direction": 3, "turn": None, "action": "drop", "count": 4, "wrong": None}
+    arrows = [shared | step, shared | turn | {"praised": 1.0}, shared | other | {"score": 0.25}]
+    return {"rows": 2, "cols": 3, "cells": [f"start{text}", "floor", "wall", "hole", "floor", "goal"], "arrows": arrows}
+
+
 def make_round(number: int, *, scored: bool = True, text: str = "", first: int = 0, kind: str = "steps") -> dict:
     """What the file embeds of a round: {"round", "details", "columns"}; `text` stands in every text of the run's."""
     n = EPISODES * LENGTH
@@ -183,6 +193,7 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
             }
         ],
         "rows": rows,
+        "map": make_map(text) if scored and kind == "steps" else None,
     }
     columns = {
         **{"steps": steps, "rewards": [-0.3] * n, "values": [-74.0 + place / 5 for place in range(n)]},

@@ -219,7 +219,7 @@ def exported_names(package):
     return re.findall(r"^from \.\S+ import (\w+) as \1$", stub.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("package", ["", "sb3", "llm", "experiments"])
+@pytest.mark.parametrize("package", ["", "sb3", "llm", "experiments", "diagnosis"])
 def test_every_exported_name_is_on_the_api_page(site, package):
     names = exported_names(package)
     assert names

@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFram
 import whence
 from toys import Toy
 from whence import IIF, RecordBatch, ReplayError, RunDirectory, attribute, replay_episode
-from whence.experiments import configure, estimate_advantage, load_round, run
+from whence.experiments import configure, load_round, run
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.sb3 import InfluenceCallback, RecordResets
 from whence.sb3.episodes import digest_observation
@@ -50,10 +50,10 @@ class Summing(gym.Env):
         return self._sum, 0.0, bool(self.np_random.random() < 0.1), False, {}
 
 
-def train(path, *, rounds=2, n_steps=256, **settings) -> RunDirectory:
+def train(path, *, arm="iif", rounds=2, n_steps=256, **settings) -> RunDirectory:
     small = {"n_steps": n_steps, "n_epochs": 1, "batch_size": 64}
     settings["hyperparameters"] = small | settings.pop("hyperparameters", {})
-    config = configure(arm="iif", rounds=rounds, eval_episodes=0, **settings)
+    config = configure(arm=arm, rounds=rounds, eval_episodes=0, **settings)
     run(config, path)
     return RunDirectory.open(path)
 
@@ -323,31 +323,6 @@ def test_observations_too_large_to_store_are_observed_again(tmp_path):
     assert records.observations.shape == (64, 3, 40, 40)
     influence = attribute(model.policy, records, target=whence.Return(), objective=whence.sb3.model_objective(model))
     np.testing.assert_allclose(influence.scores, stored["score"], rtol=1e-3, atol=1e-5)
-
-
-class TestAdvantages:
-    def test_the_same_seed_gives_the_same_estimate(self, tmp_path):
-        directory = train(tmp_path / "run", env="CartPole-v1", n_steps=256)
-        records = directory.round("records", 2).filter(pl.col("episode_id") >= 0)
-        first = records.filter(pl.col("step") == 3)["record_id"][0]
-        mean, error = estimate_advantage(directory, 2, first, continuations=8)
-        assert np.isfinite([mean, error]).all()
-        assert error > 0
-        assert (mean, error) == estimate_advantage(directory, 2, first, continuations=8)
-        assert (mean, error) != estimate_advantage(directory, 2, first, continuations=8, seed=1)
-
-    def test_a_step_into_the_goal_is_better_than_what_the_policy_does(self, tmp_path):
-        directory = train(tmp_path / "run", preset="lda-code/frozenlake", n_steps=2048, rounds=1)
-        records = directory.round("records", 1)
-        falls = records.filter((pl.col("observation") == 14) & (pl.col("action") == 2))["record_id"]
-        mean, error = estimate_advantage(directory, 1, falls[0], continuations=64)
-        assert mean > 0  # right of cell 14 is the goal, and no policy does better there
-        assert mean < 1
-        assert error < 0.2
-
-    def test_too_few_continuations(self, tmp_path):
-        with pytest.raises(ReplayError, match="at least 2"):
-            estimate_advantage(RunDirectory(Path(tmp_path), {}, {}), 1, 0, continuations=1)
 
 
 def test_the_replay_environment_of_a_language_model_is_refused(tmp_path):

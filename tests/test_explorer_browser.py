@@ -107,6 +107,31 @@ class TestRounds:
             assert page.locator(".card").count() == 0
             expect(page.locator("#grid .tabulator-row").first).to_be_visible()
 
+    def test_the_map_shows_what_was_done_where(self, page):
+        worst, best = page.locator("#map svg.map").all()
+        expect(page.locator("#map h3")).to_have_text(["10 most harmful records", "4 most helpful records"])
+        assert worst.locator("rect.cell").count() == 6
+        arrows = worst.locator("g.arrow").all()
+        assert [arrow.get_attribute("class") for arrow in arrows] == ["arrow low wrong", "arrow high"]
+        assert "“down” at row 1, column 2: 9 records, mean score −0.5" in arrows[0].locator("title").text_content()
+        assert "the sign was wrong in 90%" in arrows[0].locator("title").text_content()
+        # Down from the middle of its cell, and thicker than the single record's.
+        assert arrows[0].locator("path").get_attribute("d") == "M90,30 L90,47"
+        widths = [float(arrow.locator("path").get_attribute("stroke-width")) for arrow in arrows]
+        assert widths[0] > 1.5 * widths[1]
+        # It looks right and turns right: the arrow bends down.
+        assert arrows[1].locator("path").get_attribute("d") == "M90,90 Q108,90 108,96"
+        assert best.locator("g.arrow circle").count() == 1
+        page.locator("#map summary").first.click()
+        rows = page.locator("#map table").first.locator("tbody tr")
+        expect(rows).to_have_count(2)
+        expect(rows.first).to_contain_text("row 1, column 2")
+
+    def test_a_round_without_a_map_has_no_section_for_it(self, browser, files):  # noqa: F811
+        with open_page(browser, files["language"]) as page:
+            expect(page.locator(".card").first).to_be_visible()
+            expect(page.locator("#map")).to_be_hidden()
+
     def test_a_run_without_rounds_says_so(self, browser, files):  # noqa: F811
         with open_page(browser, files["empty"]) as page:
             expect(page.locator("#explorer-empty")).to_be_visible()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whence.errors import WhenceError
-from whence.moments import ALIKE, find_moments, group_scores, name_action
+from whence.moments import ALIKE, find_moments, group_scores, name_action, name_groups
 
 SCORES = [-1.0, -6.0, -10.0, -5.0, 2.0, -9.0, 4.0, 3.0, 1.0, -0.5]
 
@@ -128,6 +128,14 @@ class TestGroups:
     def test_only_the_largest_totals_stay(self):
         groups = group_scores(make_table(range(10), range(10)), "episode", most=3)
         assert groups["group"].to_list() == ["7", "8", "9"]
+
+    def test_steps_are_in_five_bins_of_about_equally_many(self):
+        names = name_groups(pl.DataFrame({"step": [*range(20), None]}), "step")
+        assert names.to_list()[3:5] == ["steps 0 to 3", "steps 4 to 7"]
+        assert names.to_list()[-2:] == ["steps 15 to 19", "unknown"]
+        assert set(name_groups(pl.DataFrame({"step": [0, 1, 1, 1]}), "step")) == {"steps 0 to 1"}
+        assert name_groups(pl.DataFrame({"step": [3, 3]}), "step").to_list() == ["step 3", "step 3"]
+        assert name_groups(pl.DataFrame({"action": [3, 3]}), "step") is None
 
     def test_an_unknown_grouping_is_refused(self):
         with pytest.raises(WhenceError, match=r"by is 'colour'.*action"):

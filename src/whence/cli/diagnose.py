@@ -178,8 +178,8 @@ def _describe_bands(bands: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return []
     bottom, top = bands["bottom"], bands["top"]
     lines = [
-        f"  The sign was wrong in {_share(bottom)} of the fifth that harms most, and in {_share(top)} of the fifth that "
-        "helps most.",
+        f"  The sign was wrong in {_share(bottom)} of the fifth that harms most, and in {_share(top)} of the fifth "
+        "that helps most.",
         f"  Records whose advantage is as large have the wrong sign in {bottom['expected']:.0%} and "
         f"{top['expected']:.0%}, whatever they score.",
     ]

@@ -33,7 +33,7 @@ def show(
         int | None,
         typer.Option(help="List this many most harmful moments, and show the first.", min=1, show_default=False),
     ] = None,
-    by: Annotated[str, typer.Option(help="Group the round's scores: action, episode, region or reward.")] = "action",
+    by: Annotated[str, typer.Option(help="Group scores: action, episode, region, reward or step.")] = "action",
     changed: Annotated[
         bool, typer.Option("--changed", help="List the states in which the round changed most.")
     ] = False,

@@ -1,0 +1,390 @@
+"""Judged advantages: which records, by what, and what is said of them; on the map; by the command."""
+
+import json
+import sys
+
+import numpy as np
+import polars as pl
+import pytest
+from PIL import Image
+
+from test_episode_replay import learn, train
+from test_explorer import plain, table_of
+from toys import Toy
+from whence import InvalidRecords, ReplayError, WhenceError, cli
+from whence.diagnosis import judge_advantages, summarise_judgement
+from whence.diagnosis.advantages import compare_signs, draw_by_score, place_in_bands
+from whence.diagnosis.agreement import (
+    calibrate_critic,
+    compare_bands,
+    describe_verdict,
+    group_mismatches,
+    partial_spearman,
+)
+from whence.diagnosis.grid_map import map_extremes
+from whence.report.explorer import ExploredRun, build_round
+from whence.runs import RunDirectory
+from whence.sb3.episode_replay import play_again, read_episode
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory):
+    """Two rounds of FrozenLake by plain PPO, without scores."""
+    path = tmp_path_factory.mktemp("lake") / "run"
+    return train(path, preset="lda-code/frozenlake", n_steps=1024, arm="ppo")
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """Two rounds of MiniGrid."""
+    return train(tmp_path_factory.mktemp("room") / "run", preset="lda-code/minigrid", n_steps=300)
+
+
+def scored(n=100, **columns):
+    table = {"record_id": np.arange(n), "score": np.linspace(1, -1, n), "advantage": np.ones(n)}
+    return pl.DataFrame(table | columns)
+
+
+def judged_table(n=200, seed=0):
+    """A judgement in which the sign is wrong exactly in the bottom band."""
+    generator = np.random.default_rng(seed)
+    table = place_in_bands(scored(n, episode_id=np.arange(n) // 4, value=np.arange(n) / n))
+    measured = np.where(table["band"].to_numpy() == "bottom", -1.0, 1.0) * generator.uniform(1, 2, n)
+    table = table.with_columns(
+        pl.Series("mc_advantage", measured),
+        pl.Series("mc_value", np.arange(n) / n + 0.5),
+        mc_error=pl.lit(0.6),
+        measured=pl.lit("rollouts"),
+    )
+    return compare_signs(table)
+
+
+class TestChoice:
+    def test_bands_are_fifths_of_the_round_and_the_highest_score_is_first(self):
+        table = place_in_bands(scored())
+        assert table["position"].to_list() == pytest.approx(np.arange(100) / 100)
+        assert table["band"].to_list() == ["top"] * 20 + ["middle"] * 60 + ["bottom"] * 20
+        tied = place_in_bands(scored(10, score=np.zeros(10)))
+        # Of equal scores the lower id is the first to be dropped, so it stands last.
+        assert tied["band"].to_list() == ["bottom"] * 2 + ["middle"] * 6 + ["top"] * 2
+
+    def test_a_sample_has_one_record_of_each_equal_band_of_scores(self):
+        table = place_in_bands(scored(1000).sample(1000, shuffle=True, seed=3))
+        sample = draw_by_score(table, 50, seed=1)
+        assert sorted((sample["position"] * 50).floor().to_list()) == list(range(50))
+        assert not sample.equals(draw_by_score(table, 50, seed=2))
+        assert sample.equals(draw_by_score(table, 50, seed=1))
+        assert draw_by_score(table, 5000, seed=1).equals(table)
+        # Each record of a band is as likely: the first and the last of it are drawn, too.
+        places = [draw_by_score(table, 50, seed)["position"].to_numpy() * 1000 % 20 for seed in range(60)]
+        assert {0, 19} <= {round(place) for sample in places for place in sample}
+
+
+class TestJudgement:
+    def test_visits_are_lda_s_estimate(self, lake):
+        judged = judge_advantages(lake, 2)
+        records = lake.round("records", 2)
+        assert judged["measured"].unique().to_list() == ["visits"]
+        assert judged["record_id"].to_list() == records["record_id"].to_list()
+        # By hand: returns to go within episodes; the last episode is completed by the critic.
+        returns = np.zeros(len(records))
+        rows = records.to_dicts()
+        for at in range(len(rows) - 1, -1, -1):
+            goes_on = at + 1 < len(rows) and rows[at + 1]["episode_id"] == rows[at]["episode_id"]
+            if at == len(rows) - 1:
+                returns[at] = rows[at]["advantage"] + rows[at]["value"]
+            else:
+                returns[at] = rows[at]["reward"] + (0.99 * returns[at + 1] if goes_on else 0.0)
+        states, actions = records["observation"].to_numpy(), records["action"].to_numpy()
+        for at in (0, 77, 500, 1023):
+            same = states == states[at]
+            expected = returns[same & (actions == actions[at])].mean() - returns[same].mean()
+            assert judged["mc_advantage"][at] == pytest.approx(expected, abs=1e-9)
+            assert judged["mc_value"][at] == pytest.approx(returns[same].mean(), abs=1e-9)
+
+    def test_signs_and_certainty(self):
+        rows = pl.DataFrame(
+            {
+                "advantage": [1.0, 1.0, -1.0, 0.0, 1.0],
+                "mc_advantage": [2.0, -2.0, -0.1, 0.0, 0.0],
+                "mc_error": [0.9, 1.1, None, 0.0, 0.0],
+            }
+        )
+        compared = compare_signs(rows)
+        assert compared["mismatch"].to_list() == [False, True, False, False, True]
+        assert compared["certain"].to_list() == [True, False, None, False, False]
+
+    def test_a_round_without_scores_is_scored_for_the_return(self, lake):
+        from whence.experiments.rl.stored import score_round
+
+        assert "score" not in lake.round("records", 2).columns
+        scores = score_round(lake, 2).to_polars()
+        judged = judge_advantages(lake, 2)
+        assert judged["score"].to_list() == scores["score"].to_list()
+
+    def test_rollouts_judge_a_sample_over_all_scores(self, lake):
+        done = []
+        settings = {"records": 10, "continuations": 3, "measure": "rollouts"}
+        judged = judge_advantages(lake, 2, seed=4, on_record=lambda *counts: done.append(counts), **settings)
+        assert done[-1] == (10, 10)
+        assert judged["measured"].unique().to_list() == ["rollouts"]
+        assert sorted((judged["position"] * 10).floor().to_list()) == list(range(10))
+        assert judged.equals(judge_advantages(lake, 2, seed=4, **settings))
+        ids = judged["record_id"].to_list()
+        from whence.experiments import estimate_advantages
+
+        direct = estimate_advantages(lake, 2, ids, continuations=3, seed=4)
+        assert judged["mc_value"].to_list() == direct["mc_value"].to_list()
+
+    def test_auto_measures_by_rollouts_where_states_hardly_repeat(self, room, tmp_path):
+        judged = judge_advantages(room, 2, records=4, continuations=2)
+        assert judged["measured"].unique().to_list() == ["rollouts"]
+        assert judge_advantages(room, 2, measure="visits")["measured"][0] == "visits"
+        box = learn(tmp_path / "box", Toy(action="box"))
+        assert judge_advantages(box, 1, records=2, continuations=2, env=lambda: Toy(action="box"))["measured"][0] == (
+            "rollouts"
+        )
+        with pytest.raises(InvalidRecords, match="discrete actions"):
+            judge_advantages(box, 1, measure="visits", env=lambda: Toy(action="box"))
+
+    def test_two_means_of_equal_returns_are_no_difference(self, lake):
+        measured = judge_advantages(lake, 1)["mc_advantage"].to_numpy()
+        assert (measured == 0).any()
+        assert np.abs(measured[measured != 0]).min() > 1e-8
+
+    def test_what_cannot_be_judged_is_refused(self, lake, tmp_path):
+        with pytest.raises(WhenceError, match="measure is 'visit'"):
+            judge_advantages(lake, 2, measure="visit")
+        with pytest.raises(WhenceError, match="records is 0"):
+            judge_advantages(lake, 2, records=0)
+        language = RunDirectory.create(tmp_path / "language", {"kind": "language"})
+        with pytest.raises(WhenceError, match="language-model run"):
+            judge_advantages(language, 1)
+        table = lake.round("records", 1)
+        nowhere = RunDirectory.create(tmp_path / "nowhere", dict(lake.config))
+        nowhere.write_round("records", 1, table.with_columns(score=pl.lit(0.5), step=pl.lit(None, pl.Int64)))
+        with pytest.raises(ReplayError, match="known place in an episode"):
+            judge_advantages(nowhere, 1, measure="rollouts")
+
+
+class TestAgreement:
+    def test_bands_by_hand(self):
+        bands = {row["band"]: row for row in compare_bands(judged_table()).to_dicts()}
+        assert {name: (row["records"], row["mismatch"]) for name, row in bands.items()} == {
+            "top": (40, 0),
+            "middle": (120, 0),
+            "bottom": (40, 1),
+        }
+        # All trained advantages are 1, so their size says nothing: the expected share is that of all records.
+        assert bands["bottom"]["expected"] == pytest.approx(0.2)
+        assert bands["bottom"]["size"] == 1
+        assert bands["bottom"]["product"] == pytest.approx(-bands["bottom"]["distance"] + 1)
+        assert 0.3 < bands["bottom"]["certain"] < 1
+        assert (bands["bottom"]["certain_mismatch"], bands["top"]["certain_mismatch"]) == (1, 0)
+
+    def test_the_share_that_size_alone_gives(self):
+        table = judged_table().with_columns(
+            pl.Series("advantage", np.where(np.arange(200) % 2, 1.0, 0.01)),
+            pl.Series("mismatch", np.arange(200) % 2 == 0),
+        )
+        bands = compare_bands(table)
+        assert bands["mismatch"].to_list() == pytest.approx(bands["expected"].to_list())
+
+    def test_intervals_resample_episodes(self):
+        summary = summarise_judgement(judged_table(), resamples=200)
+        assert summary["difference"] == {"mean": 1, "low": 1, "high": 1}
+        assert describe_verdict(summary) == "yes"
+        generator = np.random.default_rng(1)
+        noisy = judged_table(400).with_columns(pl.Series("mismatch", generator.random(100).repeat(4) < 0.5))
+        by_episode = summarise_judgement(noisy, resamples=400)["bands"][0]
+        alone = noisy.with_columns(episode_id=pl.col("record_id"))
+        by_record = summarise_judgement(alone, resamples=400)["bands"][0]
+        wide, narrow = (row["high"] - row["low"] for row in (by_episode, by_record))
+        assert wide > 1.5 * narrow  # the four records of an episode say one thing
+        assert describe_verdict(summarise_judgement(noisy, resamples=200)) == "unclear"
+        single = noisy.with_columns(episode_id=pl.lit(3))
+        assert summarise_judgement(single)["difference"]["low"] is None
+
+    def test_the_correlation_is_of_influence_and_is_positive_where_helpful_records_agree(self):
+        table = judged_table().with_columns(pl.col("score").alias("mc_advantage"))
+        summary = summarise_judgement(table, resamples=50)
+        assert summary["spearman"]["mean"] == pytest.approx(1)
+        assert summarise_judgement(table.with_columns(-pl.col("score")), resamples=50)["spearman"]["mean"] < -0.99
+
+    def test_a_partial_correlation_by_hand(self):
+        generator = np.random.default_rng(0)
+        fixed = generator.normal(size=3000)
+        one, other = fixed + generator.normal(size=3000), fixed + generator.normal(size=3000)
+        assert abs(partial_spearman(one, other, fixed)) < 0.06
+        assert partial_spearman(one, one, fixed) == pytest.approx(1)
+        assert np.isnan(partial_spearman(one, other, np.ones(3000)))
+
+    def test_the_critic_in_tenths(self):
+        critic = calibrate_critic(judged_table())
+        assert critic["records"].to_list() == [20] * 10
+        assert (critic["mc_value"] - critic["value"]).to_list() == pytest.approx([0.5] * 10)
+        assert critic["value"].is_sorted()
+        assert calibrate_critic(judged_table().drop("value")).is_empty()
+
+    def test_groups(self):
+        table = judged_table().with_columns(action=pl.col("record_id") // 100, step=pl.col("record_id") % 4)
+        groups = group_mismatches(table, "action", labels=["left", "right"])
+        assert groups.select("group", "records", "mismatch").rows() == [("right", 100, 0.4), ("left", 100, 0.0)]
+        assert sorted(group_mismatches(table, "step")["group"]) == ["step 0", "step 1", "steps 2 to 3"]
+        assert group_mismatches(judged_table(), "action").is_empty()
+
+
+class TestMap:
+    def test_arrows_of_a_lake_by_hand(self, lake):
+        table = lake.round("records", 1).head(8)
+        changes = {
+            "observation": [0, 0, 0, 14, 14, 5, 1, 2],
+            "action": [2, 2, 1, 2, 2, 0, 3, 1],
+            "score": [-1.0, -2.0, -0.5, 3.0, 1.0, 0.0, 2.0, -0.1],
+            "advantage": [1.0, -1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 1.0],
+            "mismatch": [True, False, True, False, False, False, True, False],
+        }
+        grid = map_extremes(lake, 1, table.with_columns(**{name: pl.Series(v) for name, v in changes.items()}), most=3)
+        assert (grid.rows, grid.cols) == (4, 4)
+        assert [grid.cells[at] for at in (0, 1, 5, 15)] == ["start", "floor", "hole", "goal"]
+        columns = ["side", "cell", "direction", "turn", "action", "count", "score", "praised", "wrong"]
+        assert grid.arrows.select(columns).rows() == [
+            ("worst", 0, 0, 0, "right", 2, -1.5, 0.5, 0.5),
+            ("worst", 0, 1, 0, "down", 1, -0.5, 1.0, 1.0),
+            ("best", 14, 0, 0, "right", 2, 2.0, 1.0, 0.0),
+            ("best", 1, 3, 0, "up", 1, 2.0, 0.0, 1.0),
+        ]
+
+    def test_a_minigrid_s_poses_follow_from_its_actions(self, room):
+        records = room.round("records", 1)
+        grid = map_extremes(room, 1, records.with_columns(mismatch=pl.lit(True)), most=40)
+        assert (grid.rows, grid.cols, grid.cells[0], grid.cells[9], grid.cells[54]) == (8, 8, "wall", "floor", "goal")
+        assert grid.arrows["count"].sum() == 80
+        # The agent starts in the upper left corner and looks right; walls stop it.
+        expected, poses = {}, {}
+        for row in records.sort("record_id").to_dicts():
+            x, y, facing = poses.get(row["episode_id"], (1, 1, 0))
+            expected[row["record_id"]] = (8 * y + x, facing)
+            if row["action"] == 0:
+                facing = (facing - 1) % 4
+            elif row["action"] == 1:
+                facing = (facing + 1) % 4
+            elif row["action"] == 2:
+                dx, dy = [(1, 0), (0, 1), (-1, 0), (0, -1)][facing]
+                x, y = min(6, max(1, x + dx)), min(6, max(1, y + dy))
+            poses[row["episode_id"]] = (x, y, facing)
+        worst = records.sort("score", "record_id").head(40)
+        found = sorted(
+            (row["cell"], row["direction"])
+            for row in grid.arrows.filter(side="worst").to_dicts()
+            for _ in range(row["count"])
+        )
+        assert found == sorted(expected[record] for record in worst["record_id"])
+        turns = dict(grid.arrows.select("action", "turn").unique().rows())
+        assert {name: turns[name] for name in ("left", "right", "forward", "drop")} == {
+            "left": -1,
+            "right": 1,
+            "forward": 0,
+            "drop": None,
+        }
+
+    def test_environments_without_a_map_have_none(self, tmp_path):
+        cart = train(tmp_path / "cart", env="CartPole-v1", n_steps=64)
+        assert map_extremes(cart, 1, cart.round("records", 1)) is None
+        assert build_round(ExploredRun(cart.path), 1)["map"] is None
+        unknown = RunDirectory.create(tmp_path / "unknown", {"env": "Nowhere-v0", "algorithm": "PPO"})
+        assert map_extremes(unknown, 1, table_of()) is None
+
+    def test_the_page_s_round_holds_it(self, lake, room):
+        shown = plain(build_round(ExploredRun(lake.path), 2))
+        assert shown["notes"][0].startswith("Nothing was scored")
+        assert shown["map"]["cells"][15] == "goal"
+        assert sum(arrow["count"] for arrow in shown["map"]["arrows"] if arrow["side"] == "worst") == 100
+        assert all(0 <= arrow["wrong"] <= 1 for arrow in shown["map"]["arrows"])
+        # In MiniGrid a rollout hardly visits a state twice, so that nothing is said of signs.
+        assert {arrow["wrong"] for arrow in plain(build_round(ExploredRun(room.path), 2))["map"]["arrows"]} == {None}
+
+    def test_inspection_stops_where_a_replay_differs(self, lake):
+        stored = read_episode(lake, int(lake.round("episodes", 1)["episode_id"][0]))
+        import gymnasium as gym
+
+        def make():
+            return gym.make("FrozenLake-v1", is_slippery=False, render_mode="rgb_array")
+
+        replay = play_again(make, stored, inspect=lambda env: int(env.unwrapped.s))
+        assert list(replay.inspected) == stored.records["observation"].to_list()
+        changed = stored.records.with_columns(observation_digest=pl.col("observation_digest") // 2)
+        from dataclasses import replace
+
+        assert play_again(make, replace(stored, records=changed), inspect=lambda env: 0).inspected == ()
+
+
+@pytest.fixture
+def whence(monkeypatch, capsys):
+    """Call the command in this process; returns exit code, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["whence", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, " ".join(err.split())
+
+    return call
+
+
+class TestCommand:
+    def test_the_answer_comes_first(self, lake, whence):
+        code, out, _ = whence("diagnose", lake.path)
+        assert code == 0
+        first, *rest = out.splitlines()
+        assert first.startswith("Round 2: ")
+        assert first.endswith("(all 1,024 records, judged by repeated visits)")
+        assert "the fifth that harms most" in rest[0]
+        for title in ("trained (Â) advantages by influence", "The critic's values", "By action", "By step"):
+            assert title in out
+
+    def test_several_rounds_as_json(self, lake, whence):
+        code, out, _ = whence("diagnose", lake.path, "--rounds", "1-2", "--json")
+        content = json.loads(out)
+        assert code == 0
+        assert [row["round"] for row in content["rounds"]] == [1, 2]
+        first = content["rounds"][0]
+        assert [band["band"] for band in first["bands"]] == ["top", "middle", "bottom"]
+        assert first["groups"]["action"][0].keys() >= {"group", "mismatch"}
+        assert {row["group"] for row in first["groups"]["action"]} == {"left", "down", "right", "up"}
+        assert first["spearman"].keys() == {"mean", "low", "high"}
+
+    def test_a_sample_by_rollouts_says_so(self, lake, whence):
+        arguments = ("--round", 1, "--measure", "rollouts", "--records", 6, "--continuations", 2)
+        code, out, err = whence("diagnose", lake.path, *arguments)
+        assert code == 0
+        assert "(6 of 1,024 records, judged by fresh rollouts)" in out
+        assert "one each, at random, of equal bands" in out
+        assert "round 1: record 1 of 6" in err
+
+    def test_what_is_written(self, lake, whence, tmp_path):
+        code, out, _ = whence("diagnose", lake.path, "--rounds", "1,2", "--out", tmp_path / "two.png")
+        assert code == 0
+        assert f"Picture: {tmp_path / 'two.png'}" in out
+        with Image.open(tmp_path / "two.png") as picture:
+            assert picture.size == (1500, 840)
+            assert len(picture.getcolors(1 << 20)) > 100
+        code, out, _ = whence("diagnose", lake.path, "--rounds", "1,2", "--out", tmp_path / "two.parquet")
+        table = pl.read_parquet(tmp_path / "two.parquet")
+        assert table["round"].to_list() == [1] * 1024 + [2] * 1024
+        assert table.drop("round").tail(1024).equals(judge_advantages(lake, 2))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--rounds", "7"), "Round 7 is not in"),
+            (("--measure", "visit"), "Did you mean visits?"),
+            (("--out", "picture.svg"), "has to end in .png or .parquet"),
+        ],
+    )
+    def test_mistakes(self, lake, whence, arguments, message):
+        code, out, err = whence("diagnose", lake.path, *arguments)
+        assert (code, out) == (2, "")
+        assert message in err

@@ -399,7 +399,15 @@ class TestRunPage:
         assert page.of("bdi") == ["FrozenLake-v1: iif"]
         assert "Seed 1, 2 of 2 rounds." in page.of("p")
         assert page.of("h2") == [
-            *("Advice", *EXPLORER, "Learning curves", "Records kept and dropped", "Policy entropy", "Approximate KL"),
+            *(
+                "Advice",
+                *EXPLORER,
+                "Phases",
+                "Learning curves",
+                "Records kept and dropped",
+                "Policy entropy",
+                "Approximate KL",
+            ),
             *("Time by stage", "Influence, iif", "What was run"),
         ]
         assert page.of("li") == ["iif, round 1, seed 1"]
@@ -438,7 +446,7 @@ class TestRunPage:
     def test_a_run_of_which_only_records_are_left(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": None})
         directory.write_round("records", 7, records_of())
-        assert page_of(directory).of("h2") == [*EXPLORER, "What was run"]
+        assert page_of(directory).of("h2") == [*EXPLORER, "Phases", "What was run"]
 
     def test_without_evaluations_the_training_episodes_make_the_curve(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": "Some-v0"})

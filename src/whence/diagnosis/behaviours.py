@@ -186,7 +186,8 @@ def rank_rises(curves: Float[np.ndarray, "k ..."]) -> Float[np.ndarray, "..."]:
     """
     rise = curves[-1] - curves[0]
     steps = np.abs(np.diff(curves, axis=0)).sum(axis=0)
-    return np.divide(rise * np.abs(rise), steps, out=np.zeros_like(rise), where=steps > 0)
+    worth: Float[np.ndarray, "..."] = np.divide(rise * np.abs(rise), steps, out=np.zeros_like(rise), where=steps > 0)
+    return worth
 
 
 def _pick_apart(worth: Float[np.ndarray, " n"], embeddings: Float[np.ndarray, "n d"], count: int) -> list[int]:
@@ -206,7 +207,8 @@ def _rate_actions(policy: Any, inputs: Any) -> Float[np.ndarray, "n a"]:
     with torch.no_grad(), eval_mode(policy.modules()):
         distribution, _ = predict(policy, inputs)
         if isinstance(policy.action_space, spaces.Discrete):
-            return np.asarray(to_numpy(distribution.distribution.probs), np.float64)
+            inner: Any = distribution.distribution
+            return np.asarray(to_numpy(inner.probs), np.float64)
         log_probs = to_numpy(distribution.log_prob(inputs["actions"])).astype(np.float64)[:, None]
     return log_probs if is_density(policy.action_space) else np.exp(log_probs)
 
@@ -226,7 +228,8 @@ def embed_records(policy: Any, records: RecordBatch) -> Float[np.ndarray, "n d"]
             embed(policy, view.prepare(distinct.take(slice(start, start + _CHUNK))))
             for start in range(0, len(distinct), _CHUNK)
         ]
-    return to_numpy(torch.cat(parts)).astype(np.float64)[place]
+    embeddings: Float[np.ndarray, "m d"] = to_numpy(torch.cat(parts)).astype(np.float64)
+    return embeddings[place]
 
 
 def _find_distinct(records: RecordBatch) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " n"]]:

@@ -220,7 +220,7 @@ def _render(
     embedded = embed_rounds(explored, rounds, continuations=continuations, on_round=on_round) if is_file else iter(())
     places = count(len(drawings))  # of the histories' figures, after the page's
     shown = [
-        history._replace(figures=[(next(places), title, about) for title, about, _ in history.figures])._asdict()
+        {**history._asdict(), "figures": [(next(places), title, about) for title, about, _ in history.figures]}
         for history in histories or ()
     ]
     traced = [figure for history in histories or () for figure in history.figures]

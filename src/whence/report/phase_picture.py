@@ -149,5 +149,5 @@ def _draw_still(figure: "Figure", still: Still, box: tuple[float, float, float, 
     if still.frame is not None:
         axes.imshow(still.frame, aspect="equal", interpolation="antialiased")
         return
-    text = wrap(still.note, 48)
+    text = wrap(still.note, 40)
     axes.text(0.05, 0.5, text, fontsize=10.5, color=GREY, va="center", transform=axes.transAxes, parse_math=False)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,19 +42,16 @@ class ShownHistory(NamedTuple):
 def read_histories(run: RunDirectory, notes: list[str]) -> list[ShownHistory]:
     """Return the histories in a run directory, the latest first; a damaged file is left out, with a note."""
     files = sorted((run.path / "phases").glob("*.json"), key=lambda file: (-file.stat().st_mtime, file.name))
-    shown = (
-        attempt(lambda file=file: show_history(_read(file)), notes, f"{file} is not shown", None)
-        for file in files[:SHOWN]
-    )
+    shown = (attempt(partial(_read_history, file), notes, f"{file} is not shown", None) for file in files[:SHOWN])
     return [history for history in shown if history is not None]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_history(file: Path) -> ShownHistory:
     content = json.loads(file.read_text(encoding="utf-8"))
     marks = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
     if marks != (FORMAT, VERSION):
         raise ValueError(f"it is marked {marks[0]!r}, version {marks[1]!r}. Run whence phases again.")
-    return content
+    return show_history(content)
 
 
 def show_history(content: dict[str, Any]) -> ShownHistory:

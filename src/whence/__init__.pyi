@@ -1,3 +1,4 @@
+from . import diagnosis as diagnosis
 from . import experiments as experiments
 from . import llm as llm
 from . import sb3 as sb3

@@ -140,7 +140,7 @@ def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int]
                 observation, _ = env.reset()
     env.close()
     chosen = np.random.default_rng(seed).permutation(len(states))[:STATES]
-    return np.stack([states[place] for place in np.sort(chosen)]), len(states)
+    return np.array([states[place] for place in np.sort(chosen)]), len(states)
 
 
 def measure_tic(directory: RunDirectory, states: NDArray[Any], action: int) -> list[float]:
@@ -205,11 +205,11 @@ def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Pat
     records = read_all(directory)
     rigged = find_rigged(name, records)
     states, visits = visit_region(directory, seed)
-    before, after = measure_tic(directory, states, case.action)
+    before, after = measure_tic(directory, states, case.action) if visits else (None, None)
     about = {"records": len(records), "rigged": int(rigged.sum()), "base_rate": float(rigged.mean())}
     about |= {"visits": visits, "probability_first": before, "probability_last": after}
     write_line(out, "runs.jsonl", key | about, RUN_KEYS)
-    for method in missing:
+    for method in missing if visits else []:  # a policy that never goes there was taught nothing to ask about
         scores, seconds = score(method, directory, records, states, case.action)
         write_line(
             out, "scores.jsonl", key | {"method": method, "seconds": seconds} | judge(scores, rigged), SCORE_KEYS

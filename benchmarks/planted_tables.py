@@ -30,7 +30,8 @@ def tabulate_runs(runs: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         [
             *(str(row["seed"]), f"{row['records']:,}", f"{row['rigged']:,}", f"{row['base_rate']:.4f}"),
-            *(f"{row['visits']:,}", f"{row['probability_first']:.3f}", f"{row['probability_last']:.3f}"),
+            f"{row['visits']:,}",
+            *("–" if row[name] is None else f"{row[name]:.3f}" for name in ("probability_first", "probability_last")),
         ]
         for row in runs
     ]
@@ -46,8 +47,8 @@ def tabulate_methods(scores: Sequence[Mapping[str, Any]], runs: Sequence[Mapping
         lines = [row for row in scores if row["method"] == method]
         if lines:
             rows.append([method, str(len(lines)), *(spread([line[name] for line in lines], name) for name in columns)])
-    rate = f"{mean(row['base_rate'] for row in runs):.3f}" if runs else "–"
-    return table([head, ["random", str(len(runs)), "0.5", *([rate] * len(SIZES)), "0"], *rows])
+    asked = [row["base_rate"] for row in runs if row["visits"]]
+    return table([head, ["random", str(len(asked)), "0.5", *([f"{mean(asked):.3f}"] * len(SIZES)), "0"], *rows])
 
 
 def spread(values: Sequence[float], column: str) -> str:

@@ -545,9 +545,11 @@ class TestServed:
             assert moment.locator(".cause-rounds rect").count() == 6
             heights = [float(bar.get_attribute("height")) for bar in moment.locator(".cause-rounds rect").all()]
             assert heights == pytest.approx([58, 0, 58 / 3, 29, 0, 0])
-            moment.get_by_role("button", name="By similar states").click()
+            moment.get_by_role("button", name="By similar observations").click()
             expect(moment.locator(".causes")).to_contain_text("by the rule")
-            expect(moment.get_by_role("button", name="By similar states")).to_have_attribute("aria-pressed", "true")
+            expect(moment.get_by_role("button", name="By similar observations")).to_have_attribute(
+                "aria-pressed", "true"
+            )
             assert page.evaluate("window.hacked") is None
             moment.locator(".causes .card").last.click()
             record = make_round(2)["round"]["worst"][1]["record"]

@@ -1,6 +1,5 @@
 """`whence why`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,9 +16,6 @@ from whence.runs import RunDirectory
 if TYPE_CHECKING:
     from whence.report.cause_view import CauseView, Decision
     from whence.targets import Action
-
-BY: Mapping[str, str] = {"influence": "raw", "similar": "similar"}
-"""The method of `whence.diagnosis.find_causes` by the option's value."""
 
 LISTED, DRAWN = 40, 24
 """Steps of an episode that are listed, and drawn, at most."""
@@ -54,7 +50,10 @@ def why(
     action: Annotated[str | None, typer.Option(help="and an action.", metavar="JSON", show_default=False)] = None,
     by: Annotated[
         str,
-        typer.Option(help="influence; or similar: advantage × same action × similarity of state, a simple rule."),
+        typer.Option(
+            help="influence; or a simple rule, advantage × same action × similarity of states: similar compares "
+            "observations, similar-hidden the policy's last hidden layer."
+        ),
     ] = "influence",
     top: Annotated[int, typer.Option(help="Moments to list at either end.", min=1)] = 10,
     out: Annotated[Path | None, typer.Option(help="Draw a picture: .png.", show_default=False)] = None,
@@ -141,6 +140,8 @@ def _check_options(question: _Question, by: str, out: Path | None) -> None:
         raise WhenceError("A decision needs both --observation and --action, as JSON.")
     if question.play and question.step is not None:
         raise WhenceError("--play lists the steps to choose from; leave it out to ask about --step.")
+    from whence.report.cause_view import BY
+
     if by not in BY:
         raise WhenceError(f"--by is {by!r}.{suggest(by, BY)}")
     if out is not None and out.suffix.lower() != ".png":
@@ -242,7 +243,7 @@ def _find(
 
     from whence.diagnosis import find_causes
     from whence.report.cause_stills import SHOWN
-    from whence.report.cause_view import gather_causes, replay_faces
+    from whence.report.cause_view import BY, gather_causes, replay_faces
     from whence.report.moment_view import find_env
 
     pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}

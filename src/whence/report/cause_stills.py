@@ -120,8 +120,8 @@ def draw_sheet(frames: Mapping[int, Frame], captions: Mapping[int, str], chosen:
 
 def _list_rows(view: CauseView) -> list[tuple[str, Sequence[RankedMoment]]]:
     return [
-        ("Training on these moments raised it most", view.raised[:SHOWN]),
-        ("Training on these moments lowered it most", view.lowered[:SHOWN]),
+        ("These moments raised it most", view.raised[:SHOWN]),
+        ("These moments lowered it most", view.lowered[:SHOWN]),
     ]
 
 

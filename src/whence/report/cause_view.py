@@ -16,9 +16,13 @@ from whence.runs import RunDirectory
 
 SCORED: Mapping[str, str] = {
     "raw": "influence at the policy that collected the round",
-    "similar": "advantage × same action × similarity of state",
+    "similar": "advantage × same action × similarity of observations",
+    "similar-hidden": "advantage × same action × similarity in the last hidden layer",
 }
 """Ways to score records, in words, by the method of `find_causes`."""
+
+BY: Mapping[str, str] = {"influence": "raw", "similar": "similar", "similar-hidden": "similar-hidden"}
+"""The method of `find_causes` by the name that commands and pages have for it."""
 
 
 @dataclass(frozen=True)

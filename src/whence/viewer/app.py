@@ -14,8 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
+from whence.report.cause_view import BY
 from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
-from whence.report.explorer.causes import BY
 from whence.report.explorer.detail import CONTINUATIONS
 from whence.report.page import list_figures, render_runs
 from whence.viewer.causes import CauseFinder

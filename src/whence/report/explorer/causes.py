@@ -7,7 +7,7 @@ import polars as pl
 
 from whence.diagnosis.causes import RankedMoment
 from whence.errors import RunDirectoryError, WhenceError
-from whence.report.cause_view import CauseView, Decision, gather_causes, place_record, tell_causes, tell_decision
+from whence.report.cause_view import BY, CauseView, Decision, gather_causes, place_record, tell_causes, tell_decision
 from whence.report.explorer import opening, parts
 from whence.report.explorer.columns import name_action, round_number, round_numbers
 from whence.report.explorer.frames import make_thumb
@@ -17,9 +17,6 @@ from whence.report.moment_view import find_env
 
 MOMENTS = 6
 """Moments at either end that the page shows."""
-
-BY = {"influence": "raw", "similar": "similar"}
-"""The method of `whence.diagnosis.find_causes` by the name that the page asks for."""
 
 
 def build_causes(

@@ -6,7 +6,6 @@ Whence.tokens = (() => {
   const HINT = "Point at a token, or move with the arrow keys.";
 
   const largest = (all) => Math.max(0, ...all.flatMap((tokens) => tokens?.parts.map(Math.abs) ?? [])) || 1;
-  const sum = (values) => values.reduce((total, value) => total + value, 0);
 
   // A line break or a tab is shown as a sign, too: a token may be nothing else.
   const visible = (text) => text.replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t");
@@ -66,16 +65,14 @@ Whence.tokens = (() => {
       ? [
           heat(tokens, scale, "Response, coloured by each token's part of the score", readout),
           element("div", { class: "strip-foot" }, readout, legend()),
-          element("p", { class: "note" }, `A token's part is what training on this token does to the target. ${tellSum(tokens)}`),
+          element("p", { class: "note" }, `A token's part is what training on this token does to the target. The parts sum to the score.${tellRest(tokens)}`),
         ]
       : [plain(response, "Response"), element("p", { class: "note" }, "Which tokens its score comes from was not stored; training with --token-parts does so, and the command “whence llm why” tells it of a round whose policy was kept.")];
     return element("section", {}, element("h3", {}, "Prompt and response"),
       element("h4", {}, "Prompt"), plain(prompt ?? "", "Prompt"), element("h4", {}, "Response"), ...parts);
   }
 
-  function tellSum({ parts, left_out: rest }) {
-    return rest ? `${number(rest)} more tokens are not shown.` : `The parts sum to the score, ${signed(sum(parts))}.`;
-  }
+  const tellRest = ({ left_out: rest }) => (rest ? ` ${number(rest)} more tokens are not shown.` : "");
 
   const legend = () => element("p", { class: "legend" }, element("span", { class: "ramp", "aria-hidden": "true" }), "lowers to raises the target");
 
@@ -86,7 +83,7 @@ Whence.tokens = (() => {
     const coloured = group.some(({ tokens }) => tokens);
     return element("section", {}, element("h3", {}, `The ${number(detail.group.total)} responses to this prompt`),
       element("p", {}, `The highest reward first${left > 0 ? `; ${number(left)} more are not shown` : ""}.`),
-      coloured ? element("div", { class: "strip-foot" }, readout, legend()) : null,
+      coloured ? element("div", { class: "strip-foot follows" }, readout, legend()) : null,
       element("ol", { class: "group-cards" }, ...cards));
   }
 

@@ -186,6 +186,16 @@ class TestRound:
             *("group", "records", "mean", "error", "share_negative", "dropped_share")
         }
 
+    def test_a_state_that_changed_is_listed_once(self, lake, monkeypatch):
+        numbers = {"divergence": [0.3, 0.3000001, 0.2], "value_before": [1.0, 1.0, 1.0], "value_after": [2.0, 2.0, 2.0]}
+        changes = pl.DataFrame(
+            {"record_id": [4, 8, 9], **numbers, "before": [[0.5, 0.5]] * 3, "after": [[0.9, 0.1]] * 3}
+        )
+        monkeypatch.setattr(
+            "whence.report.explorer.parts.compare_policies", lambda run, number, env: changes.sort("record_id")
+        )
+        assert [change["record"] for change in build_round(lake, 1)["changed"]] == [4, 9]
+
     def test_a_round_without_scores_that_cannot_be_scored_says_why(self, tmp_path):
         run = run_of(tmp_path / "lake", table_of(score=None, error=None))
         shown = plain(build_round(run, 1))
@@ -292,6 +302,12 @@ class TestDetail:
         assert {len(values) for values in window.values()} == {10}
         assert [entry["value"] for entry in detail["state"]] == [13.0, -13.0]
         assert detail["targets"][0]["significant"] is is_significant(detail["targets"][0]["score"], 10.0)
+
+    def test_entries_without_names_are_numbered_and_counted(self, tmp_path):
+        images = np.tile(np.arange(100, dtype=np.float32), (60, 1))
+        detail = build_detail(run_of(tmp_path / "maze", table_of(observation=images)), 1, 13, continuations=0)
+        assert [entry["name"] for entry in detail["state"]] == [f"x{k}" for k in range(details.STATE)]
+        assert detail["state_size"] == 100
 
     def test_what_cannot_be_replayed_says_why(self, lake):
         detail = plain(build_detail(lake, 1, 13))

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from markupsafe import Markup
 
 import pages
 from pages import BEST, LENGTH, WORST, make_language_round, make_page, make_round, write_file
@@ -136,6 +137,30 @@ class TestRounds:
         with open_page(browser, files["empty"]) as page:
             expect(page.locator("#explorer-empty")).to_be_visible()
 
+    def test_lists_say_how_many_are_beyond_two_errors(self, browser, files, tmp_path):  # noqa: F811
+        content = make_round(1)
+        for moment in content["round"]["worst"]:
+            moment["significant"] = False
+        path = write_file(tmp_path / "unsure.html", make_page(rounds=1), {"round-0-1": content})
+        with open_page(browser, path) as page:
+            about = page.locator(".end > p:first-of-type")
+            expect(about.nth(0)).to_contain_text("None of 9 is beyond two errors, so their order may be chance.")
+            expect(about.nth(1)).to_contain_text("1 of 9 are beyond two errors.")
+
+    def test_figures_wait_until_the_round_is_shown(self, browser, files, tmp_path):  # noqa: F811
+        figures = {"figures": [("Returns", "Over rounds")], "figures_json": pages.embed([{"data": [], "layout": {}}])}
+        figures |= {"figures_js": Markup((pages.REPORT / "figures.js").read_text()), "plotly": ""}
+        path = write_file(tmp_path / "figures.html", make_page(rounds=1), {"round-0-1": make_round(1)}, **figures)
+        watch = """
+            window.order = [];
+            IntersectionObserver.prototype.observe = ({ id }) => id === "figure-0" && window.order.push("watched");
+            document.addEventListener("explorer-shown", () => window.order.push("shown"));
+        """
+        with open_page(browser, path, script=watch) as page:
+            expect(page.locator(".card").first).to_be_visible()
+            page.wait_for_function("window.order.length > 1")
+            assert page.evaluate("window.order") == ["shown", "watched"]
+
 
 class TestStrip:
     def test_the_mouse_reads_and_opens_a_cell(self, page):
@@ -203,12 +228,34 @@ class TestMoment:
             (20, 21, 4, "The advantage was right."),
             (75, 21, 4, "The advantage had the right sign, but was too large."),
             (-5, -21, 4, "The advantage had the right sign, but was too small."),
-            (75, -7, 4, "It cannot be told whether the advantage was right."),
+            (75, -7, 4, "The advantage was too high."),
+            (-75, -7, 4, "The advantage was too low."),
+            (-9, -7, 4, "It cannot be told whether the advantage was right."),
             (75, None, None, "Not measured here."),
         ],
     )
     def test_advantages_are_judged_by_their_errors(self, page, advantage, truth, error, words):
         assert page.evaluate("args => Whence.judgeAdvantage(...args)[1]", [advantage, truth, error]) == words
+
+    @pytest.mark.parametrize(
+        ("value", "error", "text"),
+        [
+            *((-22.3, 13.54, "−22 ± 14"), (-14.87, 9.993, "−15 ± 10"), (0.9792, 0.1746, "+0.98 ± 0.17")),
+            *((-0.000968, 0.25, "0 ± 0.25"), (-0.9, 0.05, "−0.9 ± 0.05"), (12.3456, None, "+12.3"), (3, 0, "+3 ± 0")),
+        ],
+    )
+    def test_values_are_no_finer_than_their_errors(self, page, value, error, text):
+        assert page.evaluate("args => Whence.withError(...args)", [value, error]) == text
+
+    def test_many_entries_of_a_state_are_folded(self, browser, files, tmp_path):  # noqa: F811
+        content = make_round(1)
+        detail = content["details"][str(WORST)]
+        detail |= {"state": [{"name": f"x{k}", "value": k} for k in range(64)], "state_size": 147}
+        path = write_file(tmp_path / "many.html", make_page(rounds=1), {"round-0-1": content})
+        with open_page(browser, path) as page:
+            moment = open_worst(page)
+            expect(moment.locator("summary")).to_have_text("The first 64 of 147 entries of the observation")
+            expect(moment.locator(".state")).to_be_hidden()
 
     def test_frames_scrub_and_play(self, page):
         moment = open_worst(page)
@@ -223,9 +270,10 @@ class TestMoment:
         assert image.get_attribute("src") == pages.draw_frame(7) != first
         assert float(moment.locator(".curves .cursor").get_attribute("x1")) > float(x)
         moment.get_by_role("button", name="Before").click()
-        expect(stage).to_have_text("Step 9: 8 steps before")
+        expect(stage).to_have_text("Step 9: 8 steps before (the picture is of step 13)")
+        expect(image).to_have_attribute("alt", "What the agent saw at step 13")
         moment.get_by_role("button", name="Play").click()
-        expect(stage).not_to_have_text("Step 9: 8 steps before")
+        expect(stage).not_to_have_text("Step 9: 8 steps before (the picture is of step 13)")
         moment.get_by_role("button", name="Pause").click()
         standing = stage.text_content()
         page.wait_for_timeout(300)

@@ -431,7 +431,7 @@ class TestRunPage:
         directory.append("evaluations", {"round": 0, "test_return": 1.5, "standard_error": 0.1, "episodes": 2})
         page = page_of(directory)
         assert page.of("h2") == ["No rounds yet", "Learning curves", "What was run"]
-        assert "Seed 3, 0 of 50 rounds." in page.of("p")
+        assert "Seed 3, 0 of 50 rounds. iif: drop a share of the records below 0." in page.of("p")
         (figure,) = page.data("figures-data")
         assert (figure["data"][0]["x"], figure["data"][0]["mode"]) == ([0], "lines+markers")
 

@@ -38,7 +38,7 @@ def test_iif_drops_the_lowest_of_the_negative() -> None:
     assert selection.keep.tolist() == [True, True, False, True, True, False, True, True]
     assert selection.weights.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
     assert [reason is None for reason in selection.reasons] == selection.keep.tolist()
-    assert selection.reasons[2] == "influence among the lowest 0.5 of the negative"
+    assert selection.reasons[2] == "influence among the lowest 50% of those below 0"
 
 
 def test_of_equal_scores_the_lower_id_goes_first() -> None:
@@ -63,7 +63,7 @@ def test_below_mean_drops_the_lowest_of_those_below_the_mean() -> None:
     records, influence = scored([-1, 9, 1, 1.5, -3, -2, 8.5])
     selection = BelowMean(drop=0.8).select(records, influence)
     assert selection.keep.tolist() == [False, True, False, True, False, False, True]
-    assert selection.reasons[0] == "influence among the lowest 0.8 of those below the mean"
+    assert selection.reasons[0] == "influence among the lowest 80% of those below the mean"
 
 
 def test_nonpositive_drops_zero_too() -> None:

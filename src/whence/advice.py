@@ -201,6 +201,7 @@ def _does_not_improve(metrics: pl.DataFrame) -> Iterator[Advice]:
                 returns[at - 1][0],
                 f"The mean episode return has not risen over the last {_WINDOW} rounds "
                 f"({sum(before) / _WINDOW:.4g} before, {sum(last) / _WINDOW:.4g} now): training has converged or is "
-                "stuck. In rounds where PPO itself does not improve, scores are unreliable (LDA §C.3).",
+                "stuck. In rounds where PPO itself does not improve, scores are unreliable (Local Data Attribution, "
+                "§C.3).",
             )
             return

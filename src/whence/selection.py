@@ -126,7 +126,7 @@ class IIF:
         """Drop the lowest."""
         scores, share = read_scores(records, influence), share_at(self.drop, self.warmup, progress)
         lowest = argsort_ascending(scores, records.ids.cpu())[: count_to_drop(share, int((scores < 0).sum()))]
-        return _drop_positions(lowest, len(records), f"influence among the lowest {share:g} of the negative")
+        return _drop_positions(lowest, len(records), f"influence among the lowest {100 * share:.3g}% of those below 0")
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ class BelowMean:
         lowest = argsort_ascending(scores, records.ids.cpu())[
             : count_to_drop(share, int((scores < scores.mean()).sum()))
         ]
-        return _drop_positions(lowest, len(records), f"influence among the lowest {share:g} of those below the mean")
+        return _drop_positions(
+            lowest, len(records), f"influence among the lowest {100 * share:.3g}% of those below the mean"
+        )
 
 
 @dataclass(frozen=True)

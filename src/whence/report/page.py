@@ -22,7 +22,16 @@ from whence.report.explorer.page import describe_runs
 from whence.report.explorer.run import ExploredRun, identify_run
 from whence.report.figures import arm_colours
 from whence.report.phases import ShownHistory, read_histories
-from whence.report.sections import Drawn, Runs, draw_figures, gather_advice, list_facts, list_latest, read_tables
+from whence.report.sections import (
+    Drawn,
+    Runs,
+    describe_arm,
+    draw_figures,
+    gather_advice,
+    list_facts,
+    list_latest,
+    read_tables,
+)
 from whence.report.summary import COMPARISON_DEFINITIONS, make_summary
 from whence.runs import RunDirectory
 
@@ -135,12 +144,12 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] 
     labels = [name for name, _ in directories]
     done, planned = tables["metrics"].height, runs[0].planned
     counted = f"{done} of {_count(planned, 'round')}" if planned is not None else _count(done, "round")
-    subtitle = f"{counted}." if seed is None else f"Seed {seed}, {counted}."
+    subtitle = f"{counted}. " if seed is None else f"Seed {seed}, {counted}. "
     name = first.config.get("env") or first.path.resolve().name
     is_traceable = len(runs) == 1 and not runs[0].is_language and bool(first.rounds())
     return _render(
         title=f"{name}: {label if len(runs) == 1 else ', '.join(labels)}",
-        subtitle=subtitle if len(runs) == 1 else f"{_count(len(runs), 'run')}.",
+        subtitle=(subtitle + describe_arm(first.config)).strip() if len(runs) == 1 else f"{_count(len(runs), 'run')}.",
         unstarted=not any(run.directory.rounds() for run in runs),
         latest=attempt(lambda: list_latest(tables), notes, "Figures of the last round", []) if len(runs) == 1 else [],
         advice=attempt(lambda: gather_advice(directories), notes, "Advice cannot be given", {}),

@@ -106,6 +106,16 @@ def gather_advice(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
     }
 
 
+def describe_arm(config: Mapping[str, Any]) -> str:
+    """Return in a sentence what the arm of a run in an environment does; "" if it has none that is known."""
+    name = str(config.get("arm"))
+    if name not in ARMS or config.get("kind") == "language":
+        return ""
+    drop = config.get("drop")
+    share = f"{100 * drop:g}%" if isinstance(drop, int | float) else "a share"
+    return f"{name}: {ARMS[name].about.replace('the share `drop`', share)}."
+
+
 def list_latest(tables: Tables) -> list[tuple[str, str]]:
     """Return the main figures of one run after its last round; none if it has no round."""
     metrics = tables["metrics"]

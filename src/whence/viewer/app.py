@@ -96,7 +96,10 @@ def make_app(
         if run.is_language or continuations < 1:
             return detail
         # The page asks for it in a second request: rollouts may take many times as long as the frames.
-        return detail | {"mc_pending": True, "mc_text": "Being measured by fresh rollouts …"}
+        text = (
+            f"{continuations} fresh rollouts take this action and {continuations} follow the policy, in the same state."
+        )
+        return detail | {"mc_pending": True, "mc_text": text}
 
     def answer_advantage(request: Request) -> Any:
         run, number = find_run(request), _parse_number(request.path_params["round"])

@@ -37,8 +37,16 @@ const Whence = (() => {
   }
 
   const signed = (value, digits) => (isNumber(value) && value > 0 ? "+" : "") + number(value, digits);
-  const withError = (value, error) => signed(value, 3) + (isNumber(error) ? ` ± ${number(error, 2)}` : "");
-  const percent = (share) => (isNumber(share) ? `${Math.round(share * 100)}%` : "–");
+
+  // A value is written no finer than its error's two digits: −22 ± 14, not −22.3 ± 14.
+  function withError(value, error) {
+    if (!isNumber(value) || !isNumber(error) || error <= 0) return signed(value) + (isNumber(error) ? ` ± ${number(error)}` : "");
+    const place = Math.floor(Math.log10(Number(error.toPrecision(2)))) - 1;
+    const digits = value ? Math.floor(Math.log10(Math.abs(value))) - place + 1 : 0;
+    return `${signed(digits > 0 ? Number(value.toPrecision(Math.min(3, digits))) : 0)} ± ${number(error, 2)}`;
+  }
+
+  const percent = (share) => (!isNumber(share) ? "–" : share > 0 && share < 0.005 ? "<1%" : `${Math.round(share * 100)}%`);
   const id = (value) => (isNumber(value) ? value.toLocaleString("en") : String(value));
 
   // "step 214 of episode 37", as far as it is known.
@@ -76,8 +84,8 @@ const Whence = (() => {
     const margin = 2 * (isNumber(error) ? error : 0);
     const apart = Math.abs(advantage - truth) > margin;
     if (Math.abs(truth) <= margin) {
-      const rest = apart ? ` The advantage of ${signed(advantage)} says more than they do.` : "";
-      return ["fair", "It cannot be told whether the advantage was right.", `${measured} That may be 0.${rest}`];
+      const heading = apart ? `The advantage was too ${advantage > truth ? "high" : "low"}.` : "It cannot be told whether the advantage was right.";
+      return ["fair", heading, `${measured} That may be 0: the action may be better or worse than average.`];
     }
     if (Math.sign(truth) !== Math.sign(advantage)) {
       const fault = advantage > 0 ? "It praised an action that was worse than average." : "It blamed an action that was better than average.";

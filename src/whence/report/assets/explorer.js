@@ -130,6 +130,7 @@
     const known = values.filter(isNumber);
     if (known.length === 0) return;
     const [low, high] = [Math.min(...known), Math.max(...known)];
+    at("spark-name").textContent += `, from ${number(low)} to ${number(high)}`;
     const n = values.length;
     const x = (place) => (n > 1 ? (place / (n - 1)) * 1000 : 500);
     const y = (value) => 46 - ((value - low) / (high - low || 1)) * 40;

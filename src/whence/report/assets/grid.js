@@ -67,7 +67,7 @@ Whence.makeGrid = (parts) => {
         },
         headerFilter: "input",
         headerFilterFunc: (wanted, value) => matches(wanted, value, column),
-        headerFilterPlaceholder: numeric ? "e.g. <0" : "contains",
+        headerFilterPlaceholder: numeric ? "e.g. <0" : column.kind === "keep" ? "kept" : "text",
         headerFilterParams: { elementAttributes: { "aria-label": `Filter ${column.name}` } },
       };
     });

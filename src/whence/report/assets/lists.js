@@ -35,7 +35,11 @@ Whence.lists = (() => {
   }
 
   // A titled list of moments; the first few, and all when asked for.
-  function moments(heading, about, list, options) {
+  function moments(heading, effect, list, options) {
+    const known = list.filter(({ significant }) => typeof significant === "boolean");
+    const beyond = known.filter(({ significant }) => significant).length;
+    const sure = !known.length ? "" : beyond ? ` ${number(beyond)} of ${number(list.length)} are beyond two errors.` : ` None of ${number(list.length)} is beyond two errors, so their order may be chance.`;
+    const about = effect + sure;
     const items = element("ol", { class: "cards" });
     const add = (from, to) => list.slice(from, to).forEach((moment, k) => items.append(card(moment, from + k + 1, options)));
     add(0, FIRST);
@@ -50,7 +54,7 @@ Whence.lists = (() => {
       list.length ? items : element("p", { class: "note" }, "None in this round."), more);
   }
 
-  const GROUPS = { action: "By action", region: "By region of states", reward: "By reward", episode: "By episode" };
+  const GROUPS = { action: "By action", reward: "By reward", episode: "By episode", region: "By region of states" };
 
   function groups(all, actions) {
     const parts = Object.entries(GROUPS).filter(([by]) => all?.[by]?.length).map(([by, name]) => {
@@ -66,7 +70,9 @@ Whence.lists = (() => {
           element("td", {}, withError(mean, error)), element("td", {}, percent(negative)), element("td", {}, percent(dropped)), element("td", {}, number(records)));
       });
       const headings = element("tr", {}, element("th", { scope: "col" }, by === "region" ? "region" : by), element("th", { scope: "colgroup", colspan: 2 }, "mean score ± error"), ...["below 0", "dropped", "records"].map((text) => element("th", { scope: "col" }, text)));
-      return element("div", { class: "group" }, element("h3", { id: `group-${by}` }, name),
+      const entries = by === "region" && rows.some(({ group }) => /(^| )x\d+ /.test(group));
+      return element("div", { class: `group ${by}` }, element("h3", { id: `group-${by}` }, name),
+        entries ? element("p", {}, "x0, x1, … are the entries of the observation.") : null,
         element("div", { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": `group-${by}` },
           element("table", { class: "bars" }, element("thead", {}, headings), element("tbody", {}, ...body))));
     });
@@ -83,7 +89,7 @@ Whence.lists = (() => {
       return element("tr", {}, element("th", { scope: "row" }, first), element("td", { class: "text" }, Whence.nameAction(change.action, actions)),
         element("td", { class: "text" }, change.text), element("td", {}, `${signed(change.value_before)} → ${signed(change.value_after)}`), element("td", {}, number(change.divergence, 2)));
     }));
-    const headings = ["record", "action taken", "probabilities before → after", "value", "divergence (nats)"].map((text, at) => element("th", { scope: "col", class: at === 1 || at === 2 ? "text" : null }, text));
+    const headings = ["record", "action taken", "probabilities before → after", "value", "divergence (nats)"].map((text, at) => element("th", { scope: "col", class: at < 3 ? "text" : null }, text));
     return element("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": "Changed states" },
       element("table", { class: "changes" }, element("thead", {}, element("tr", {}, ...headings)), element("tbody", {}, ...rows)));
   }

@@ -120,7 +120,7 @@ Whence.moment = (() => {
     } catch (error) {
       measured = { mc_text: error.message };
     }
-    if (turn === call) judged.replaceWith(judge({ ...detail, ...measured }));
+    if (turn === call) judged.replaceWith(judge({ ...detail, mc_pending: false, ...measured }));
   }
 
   const part = (heading, about, ...children) =>
@@ -200,7 +200,10 @@ Whence.moment = (() => {
           image.src = frames.images[nearest];
           image.dataset.frame = nearest;
         }
-        image.alt = `What the agent saw at step ${number(frames.steps[nearest])}: ${when}`;
+        const drawn = frames.steps[nearest];
+        image.alt = `What the agent saw at step ${number(drawn)}`;
+        image.classList.toggle("other", drawn !== step);
+        if (drawn !== step) stage.textContent = `${text} (the picture is of step ${number(drawn)})`;
       }
       const inside = at < n;
       curves?.show(Math.min(at, n - 1));
@@ -245,7 +248,8 @@ Whence.moment = (() => {
   }
 
   function judge(detail) {
-    const [kind, heading, sentence] = Whence.judgeAdvantage(detail.advantage, detail.mc_advantage, detail.mc_error);
+    const judged = Whence.judgeAdvantage(detail.advantage, detail.mc_advantage, detail.mc_error);
+    const [kind, heading, sentence] = detail.mc_pending ? ["unknown", "Being measured …", ""] : judged;
     const bars = isNumber(detail.mc_advantage) ? compareAdvantages(detail) : null;
     return part("Was the advantage right?", null,
       element("p", { class: `say ${kind}` }, element("b", {}, heading), sentence ? ` ${sentence}` : ""),
@@ -275,15 +279,13 @@ Whence.moment = (() => {
     let head, rows;
     if (change.kind === "discrete") {
       head = ["action", "before the round", "after the round"];
-      rows = change.labels.map((label, k) => row(label, [[bar(change.before[k]), share(change.before[k])], change.after ? [bar(change.after[k]), share(change.after[k])] : "–"]));
+      rows = change.labels.map((label, k) => row(label, [[bar(change.before[k]), percent(change.before[k])], change.after ? [bar(change.after[k]), percent(change.after[k])] : "–"]));
     } else {
       head = ["action", "mean before", "mean after", "std before", "std after"];
       rows = change.labels.map((label, k) => row(label, ["mean_before", "mean_after", "std_before", "std_after"].map((name) => number(change[name]?.[k]))));
     }
     return part("What the round changed here", values, table("Probabilities of actions before and after the round", head, rows, "probabilities"));
   }
-
-  const share = (probability) => (probability > 0 && probability < 0.005 ? "<1%" : percent(probability));
 
   function table(label, head, rows, kind) {
     const caption = element("caption", {}, label);
@@ -304,7 +306,9 @@ Whence.moment = (() => {
     if (!detail.state?.length) return null;
     const list = element("dl", { class: "state" });
     for (const { name, value } of detail.state) list.append(element("div", {}, element("dt", {}, name), element("dd", {}, isNumber(value) ? number(value, 4) : String(value ?? "–"))));
-    return part("The state the agent was in", null, list);
+    const rest = detail.state_size > detail.state.length ? ` first ${detail.state.length} of ${number(detail.state_size)}` : ` ${detail.state.length}`;
+    const shown = detail.state.length <= 24 ? list : element("details", {}, element("summary", {}, `The${rest} entries of the observation`), list);
+    return part("The state the agent was in", null, shown);
   }
 
   return { show, close, isOpen: () => dialog.open };

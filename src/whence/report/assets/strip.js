@@ -8,6 +8,7 @@ Whence.makeStrip = (onOpen) => {
     class: "strip", tabindex: 0, role: "slider", "aria-label": "Influence of each record, in time order", "aria-valuemin": 0,
   });
   const readout = element("p", { class: "readout" });
+  const caption = element("p", { class: "caption" });
   const HINT = "Point at a cell, or focus the strip and use the arrow keys. Click or Enter opens the moment.";
   let strip = null, segments = [], rowHeight = 14, scale = 1, cursor = -1, opened = -1, hovering = false, order = new Map();
 
@@ -18,6 +19,7 @@ Whence.makeStrip = (onOpen) => {
     const longest = Math.max(1, ...episodes.map((episode) => episode.length));
     segments = [];
     const rowed = episodes.length > 1 && episodes.length <= ROWS && total / (episodes.length * longest) > 0.2;
+    caption.textContent = `A cell is a record, in the order of time. ${rowed ? "A row is an episode." : "Episodes follow one another, with a gap between."}`;
     if (rowed) {
       const cell = Math.min(MOST_CELL, width / longest);
       episodes.forEach((episode, row) => segments.push({ ...episode, row, x: 0, cell }));
@@ -160,15 +162,14 @@ Whence.makeStrip = (onOpen) => {
   const legend = element("p", { class: "legend" },
     element("span", { class: "ramp", "aria-hidden": "true" }),
     "harmful to helpful",
-    element("span", { class: "mark", "aria-hidden": "true" }),
-    "dropped: did not train",
+    element("span", { class: "dropped-mark" }, element("span", { class: "mark", "aria-hidden": "true" }), "dropped: did not train"),
   );
   const frame = element("div", { class: "strip-frame" }, canvas);
   new ResizeObserver(draw).observe(frame);
   Whence.dark.addEventListener("change", draw);
 
   return {
-    nodes: [frame, element("div", { class: "strip-foot" }, readout, legend)],
+    nodes: [caption, frame, element("div", { class: "strip-foot" }, readout, legend)],
     show(round) {
       strip = round.strip;
       scale = Whence.colourScale(strip.scores);

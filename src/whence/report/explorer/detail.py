@@ -79,7 +79,8 @@ def build_detail(
     }
     if run.is_language:
         return detail | _describe_language(records, row, group=group)
-    detail |= {"state": opening.attempt(lambda: _list_state(run, row), notes, "", [])}
+    state = opening.attempt(lambda: _list_state(run, row), notes, "", [])
+    detail |= {"state": state[:STATE], "state_size": len(state)}
     detail |= _describe_policy(run, number, row)
     detail |= measure_advantage(run, number, record, continuations)
     if isinstance(frames, Frames):
@@ -102,7 +103,7 @@ def _describe_language(records: Round, row: Mapping[str, Any], *, group: bool) -
 def measure_advantage(run: ExploredRun, number: int, record: int, continuations: int) -> dict[str, Any]:
     """Return the advantage that fresh rollouts measure, its error, and how it was had or why not."""
     if continuations < 1:
-        text = "Not measured by fresh rollouts here; `whence view` does so when a record is opened."
+        text = f"whence view {run.directory.path} measures it by fresh rollouts when a record is opened."
         return {"mc_advantage": None, "mc_error": None, "mc_text": text}
     key = ("advantage", number, record, continuations)
     try:
@@ -226,7 +227,7 @@ def _list_targets(run: ExploredRun, row: Mapping[str, Any]) -> list[dict[str, An
 
 
 def _list_state(run: ExploredRun, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the stored observation's entries by name, at most `STATE` of them."""
+    """Return the stored observation's entries by name, as `read_axes` names those that have none."""
     state: list[dict[str, Any]] = []
     names = run.state_names()
     for column, value in row.items():
@@ -234,10 +235,10 @@ def _list_state(run: ExploredRun, row: Mapping[str, Any]) -> list[dict[str, Any]
             continue
         prefix = column.removeprefix("observation").removeprefix(".")
         entries = _flatten(value)
-        for index, entry in enumerate(entries[: STATE - len(state)]):
-            number = prefix or "state"
+        for index, entry in enumerate(entries):
             named = names[index] if names and not prefix and len(names) == len(entries) else None
-            name = named or (number if len(entries) == 1 else f"{number}[{index}]")
+            many = f"{prefix}[{index}]" if prefix else f"x{index}"
+            name = named or (many if len(entries) > 1 else prefix or "state")
             state.append({"name": name, "value": short_text(entry) if isinstance(entry, str) else round_number(entry)})
     return state
 

@@ -128,7 +128,8 @@ def _build_content(run: ExploredRun, number: int, continuations: int) -> _Conten
         places = {record: place for place, record in enumerate(table["record_id"].to_list())}
         order = table[[places[record] for record in wanted]]
     curves = list_curves(order, run, CURVE_DIGITS)
-    curves["errors"] = round_numbers(curves["errors"], ERROR_DIGITS)
+    if "error" in order.columns:  # rounded once: twice may be another number
+        curves["errors"] = round_numbers(order["error"].to_list(), ERROR_DIGITS)
     shown["strip"]["scores"] = round_numbers(shown["strip"]["scores"], CURVE_DIGITS)
     columns = {name: values for name, values in curves.items() if name not in ("scores", "dropped")}
     parts: dict[str, Any] = {"round": shown, "details": details, "columns": columns}

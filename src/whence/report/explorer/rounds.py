@@ -27,7 +27,7 @@ MOMENTS = 100
 """Moments at either end of a round that a page lists at most."""
 
 CHANGES = 30
-"""Records that a page lists at most, of those whose policy a round changed the most."""
+"""States that a page lists at most, of those whose policy a round changed the most."""
 
 ROWS = 250
 """Rows of a round's grid in the offline file at most."""
@@ -221,7 +221,9 @@ def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, 
 
 def _build_changes(run: ExploredRun, records: Round, notes: list[str]) -> list[dict[str, Any]]:
     try:
-        changes = changes_of(run, records.number).head(CHANGES)
+        numbers = pl.col("divergence", "value_before", "value_after").round_sig_figs(4)
+        # Many records may be of one state: it is listed once, by the first of them.
+        changes = changes_of(run, records.number).unique(numbers, keep="first", maintain_order=True).head(CHANGES)
         facts = records.table.select([n for n in ("record_id", "step", "action") if n in records.table.columns])
         rows = changes.join(facts, on="record_id", how="left", maintain_order="left").to_dicts()
         return [_describe_change(row, run.labels()) for row in rows]

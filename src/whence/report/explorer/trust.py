@@ -33,8 +33,8 @@ def describe_trust(run: RunDirectory, number: int, records: pl.DataFrame) -> lis
     optimizer = run.config.get("optimizer")
     if optimizer in _ADAPTIVE:
         text = (
-            f"The run trains with {optimizer}, which rescales every parameter: on LunarLander, the measured LDS of "
-            "these scores is .599 under Adam and .771 under SGD."
+            f"The run trains with {optimizer}, which rescales every parameter. On LunarLander, the rank correlation of "
+            "such scores with training again (LDS) was measured as .60 under Adam and .77 under SGD; 1 is perfect."
         )
         lines.append(("fair", text))
     return [{"level": level, "text": text} for level, text in lines]

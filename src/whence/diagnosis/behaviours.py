@@ -185,7 +185,7 @@ def rank_rises(curves: Float[np.ndarray, "k ..."]) -> Float[np.ndarray, "..."]:
     """
     rise = curves[-1] - curves[0]
     steps = np.abs(np.diff(curves, axis=0)).sum(axis=0)
-    worth: Float[np.ndarray, "..."] = np.divide(rise * np.abs(rise), steps, out=np.zeros_like(rise), where=steps > 0)
+    worth: Float[np.ndarray, ...] = np.divide(rise * np.abs(rise), steps, out=np.zeros_like(rise), where=steps > 0)
     return worth
 
 

@@ -40,6 +40,10 @@ BEHAVIOURS = 3
 KEYS = ("env", "seed")
 CURVES = ("round", "log_prob", "nodes", "roughness", "expected", "low", "high", "relative", "association", "nearness")
 
+TOP_RECORDS = """Top records: of each round's 20 highest, by phase, the share that took the action with a normalised
+advantage above 0 or another with one below 0; and the share of the round's records that are farther from the
+behaviour's state."""
+
 
 def main(
     out: Annotated[Path, typer.Argument(help="The directory of the results.")],
@@ -85,7 +89,7 @@ def _shorten(summary: Mapping[str, Any]) -> dict[str, Any]:
 def make_tables(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of environments and one of all behaviours, in Markdown."""
     parts = ["# Phases of roughness", "## By environment", _tabulate_environments(lines), "## By behaviour"]
-    parts.append(_tabulate_behaviours(lines))
+    parts += [_tabulate_behaviours(lines), TOP_RECORDS]
     return "\n\n".join(parts) + "\n"
 
 
@@ -116,7 +120,15 @@ def _count_permuted(history: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _tabulate_behaviours(lines: Sequence[Mapping[str, Any]]) -> str:
-    head = ["run", "behaviour", "π(a\\|s)", "roughness by phase", "permuted: same", "over permuted, by phase"]
+    head = [
+        "run",
+        "behaviour",
+        "π(a\\|s)",
+        "roughness by phase",
+        "permuted: same",
+        "over permuted, by phase",
+        "top records",
+    ]
     rows = [
         [
             *(f"{line['env']}/seed_{line['seed']}", history["behaviour"]["name"]),
@@ -124,6 +136,7 @@ def _tabulate_behaviours(lines: Sequence[Mapping[str, Any]]) -> str:
             _list_levels(history["phases"], "roughness"),
             f"{_count_permuted(history)[1]:.0%}",
             _list_levels(history["relative_phases"], "relative"),
+            ", ".join(f"{phase['association']:.0%} / {phase['nearness']:.0%}" for phase in history["phases"]),
         ]
         for line in lines
         for history in line["histories"]

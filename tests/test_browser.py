@@ -1,5 +1,6 @@
 """The pages in a browser: what they load, and how they and their figures look."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -49,8 +50,25 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     write_report(comparison, path / "comparison.html")
     hostile = {"reason": f"{TURNED} {HOSTILE}", "observation": None, f"observation.{HOSTILE}": np.arange(60) / 7}
     write_run_report(run_of(path / "run", {"env": ENV, "rule": HOSTILE}, (1, 2, 7), **hostile), path / "run.html")
+    traced = run_of(path / "phases", {"env": ENV}, (1, 2))
+    (traced.path / "phases").mkdir()
+    (traced.path / "phases" / "hostile.json").write_text(json.dumps(made_history(HOSTILE)), encoding="utf-8")
+    write_run_report(traced, path / "phases.html")
     write_run_report(run_of(path / "empty", {"env": ENV, "hyperparameters": {HOSTILE: ENV}}), path / "empty.html")
-    return {name: path / f"{name}.html" for name in ("comparison", "run", "empty")}
+    return {name: path / f"{name}.html" for name in ("comparison", "run", "phases", "empty")}
+
+
+def made_history(text) -> dict:
+    """What `whence phases` writes, with a text in each place for one."""
+    rounds, level = [1, 2, 3], {"first": 1, "last": 3, "roughness": 0.1, "relative": 0.8}
+    moment = {"round": 1, "record": 7, "episode_id": 0, "step": 7, "action": text, "advantage": 1.5, "score": 0.2}
+    names = ("low", "expected", "high", "roughness", "relative")
+    return {
+        **{"format": "whence-phases", "version": 1, "is_density": False, "sentences": [text]},
+        **{"behaviour": {"name": text}, "preference": [0.2, 0.5, 0.9, 0.9]},
+        **{"phases": [level | {"moments": [moment]}], "relative_phases": [level]},
+        "rounds": {"round": rounds} | {name: [0.1, None, 0.3 + place] for place, name in enumerate(names)},
+    }
 
 
 @contextmanager
@@ -88,7 +106,7 @@ def luminance(colour) -> float:
 
 # Each page is loaded in one colour scheme at one width and in the other at the other, and then changes to the other.
 @pytest.mark.parametrize(("width", "colour_schemes"), [(390, ("light", "dark")), (1600, ("dark", "light"))])
-@pytest.mark.parametrize(("name", "figures"), [("comparison", 6), ("run", 1), ("empty", 0)])
+@pytest.mark.parametrize(("name", "figures"), [("comparison", 6), ("run", 1), ("phases", 4), ("empty", 0)])
 def test_a_page_is_readable(browser, pages, name, figures, width, colour_schemes):
     with open_page(browser, pages[name], width=width, colour_scheme=colour_schemes[0]) as page:
         for colour_scheme in colour_schemes:

@@ -87,7 +87,7 @@ def _list_levels(levels: Sequence[tuple[int, int, float]]) -> str:
 
 def _describe_relative(levels: Sequence[tuple[int, int, float]]) -> str:
     """Return what roughness over that of permuted scores does: when similar states scored most alike."""
-    text = f"Divided by the mean of permuted scores, roughness is {_list_levels(levels)}; at 1, similarity is no matter"
+    text = f"Divided by that of permuted scores, roughness is {_list_levels(levels)} (1: similarity does not matter)"
     if len(levels) == 1:
         return f"{text}. It did not change measurably."
     first, last, _ = min(levels, key=lambda level: level[2])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, Influence, Return, RoundRecording, RunDirectory, WhenceError, attribute, attribute_round, cli
 from whence.cli.options import parse_rounds
-from whence.counterfactual import intervene, interventions
+from whence.counterfactual import intervene, interventions, leave_out_group, summarise_changes
 from whence.counterfactual.interventions import VARIANTS, mean_change
 from whence.counterfactual.retrain import NOBODY, reshuffle
 from whence.errors import InvalidInfluence
@@ -26,6 +26,7 @@ from whence.influence import Provenance
 from whence.report.figures import interventions_box
 from whence.sb3 import model_objective
 from whence.sb3 import replay_round as replay_sb3
+from whence.sb3.state import load_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -199,6 +200,79 @@ class TestIntervene:
         model, recording, scores = case
         with pytest.raises(WhenceError, match="orders is 0; at least 1 is needed"):
             intervene(model.policy, recording, scores, weight, orders=0)
+
+
+class TestGroups:
+    def test_what_is_left_out_are_the_groups_records(self, case, trainings):
+        model, recording, _ = case
+        group = recording.records.ids[[3, 10, 40]].tolist()
+        table = leave_out_group(model.policy, recording, group, orders=2)
+        full, filtered, random = (kept for kept, _ in trainings[:3])
+        assert full.all()
+        assert (~filtered).nonzero()[:, 0].tolist() == [3, 10, 40]
+        assert int(random.sum()) == 61
+        assert not torch.equal(random, trainings[5][0])
+        assert table["kept"].to_list() == [64, 61, 61] * 2
+
+    def test_what_scores_below_0_as_a_group_is_what_intervening_leaves_out(self, case):
+        model, recording, scores = case
+        group = scores.record_ids[scores.scores < 0].tolist()
+        before = state_of(model)
+        table = leave_out_group(
+            model.policy, recording, group, evaluate=lambda params, _: weight(params), orders=2, seed=3
+        )
+        assert_untouched(before, state_of(model))
+        intervened = intervene(model.policy, recording, scores, weight, orders=2, seed=3)
+        evaluated = table.filter(pl.col("outcome") == "evaluated").drop("outcome").rename({"value": "outcome"})
+        assert evaluated.to_dicts() == intervened.to_dicts()
+
+    def test_the_probability_is_the_policys_of_what_the_group_did(self, case):
+        model, recording, _ = case
+        chosen = torch.tensor([5, 6, 50])
+        trained = []
+        table = leave_out_group(
+            model.policy,
+            recording,
+            recording.records.ids[chosen].tolist(),
+            evaluate=lambda params, _: trained.append(params) or 0.0,
+            orders=1,
+        )
+        probability = table.filter(pl.col("outcome") == "probability")
+        records = recording.records.take(chosen)
+        for params, value in zip(trained, probability["value"], strict=True):
+            model = model_of()
+            load_tensors(dict(model.policy.named_parameters()), params)
+            with torch.no_grad():
+                _, log_probs, _ = model.policy.evaluate_actions(records.observations, records.actions)
+            assert value == pytest.approx(float(log_probs.exp().mean()), abs=1e-6)
+        assert probability["value"].n_unique() == 3
+        changes = probability["value"] - probability["value"][0]
+        assert probability["change"].to_list() == pytest.approx(changes.to_list(), abs=1e-15)
+
+    def test_differences_by_hand(self):
+        outcomes = {"full": [1.0, 5.0], "filtered": [8.0, 2.0], "random": [4.0, 1.0]}
+        rows = [
+            {"order": order, "variant": variant, "outcome": "evaluated", "value": values[order - 1]}
+            for order in (2, 1)
+            for variant, values in outcomes.items()
+        ]
+        summary = summarise_changes(pl.DataFrame(rows))
+        assert summary["difference"].to_list() == ["filtered - full", "random - full", "filtered - random"]
+        assert summary["mean"].to_list() == [2.0, -0.5, 2.5]
+        half = stats.t.ppf(0.975, 1) * np.array([5.0, 3.5, 1.5])  # the errors of two values are half their distance
+        assert summary["high"].to_list() == pytest.approx([2.0 + half[0], -0.5 + half[1], 2.5 + half[2]])
+        assert summary["low"].to_list() == pytest.approx([2.0 - half[0], -0.5 - half[1], 2.5 - half[2]])
+
+    def test_what_is_refused(self, case):
+        model, recording, _ = case
+        ids = recording.records.ids.tolist()
+        with pytest.raises(WhenceError, match=rf"Record 9999 is not in round 2, which holds records {min(ids)} to"):
+            leave_out_group(model.policy, recording, [ids[0], 9999])
+        for group in ([], ids[:-1]):
+            with pytest.raises(WhenceError, match=f"The group holds {len(group)} of the round's 64 records"):
+                leave_out_group(model.policy, recording, group)
+        with pytest.raises(WhenceError, match="orders is 0; at least 1 is needed"):
+            leave_out_group(model.policy, recording, ids[:3], orders=0)
 
 
 class TestMeanChange:

@@ -19,7 +19,7 @@ from stable_baselines3 import PPO
 from torch.distributions import Normal, kl_divergence
 
 from toys import Toy
-from whence import IIF, RunDirectory, WhenceError, cli
+from whence import IIF, Return, RunDirectory, WhenceError, attribute, cli
 from whence.experiments import configure, load_round, run
 from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
@@ -27,7 +27,7 @@ from whence.influence import is_significant
 from whence.moments import find_moment, find_moments
 from whence.report.moment_view import MomentView, choose_frames, read_window
 from whence.report.stills import _make_headline, check_picture_name, draw_moment
-from whence.sb3 import InfluenceCallback
+from whence.sb3 import InfluenceCallback, model_objective
 
 
 @pytest.fixture
@@ -53,6 +53,15 @@ def cart(tmp_path_factory):
     config = configure(env="CartPole-v1", arm="iif", rounds=3, eval_episodes=0, hyperparameters=hyperparameters)
     run(config, path)
     return RunDirectory.open(path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The path of a run of CartPole that trained without scores, one round of 64 records."""
+    path = tmp_path_factory.mktemp("plain") / "run"
+    small = {"n_steps": 64, "n_epochs": 1, "batch_size": 64}
+    run(configure(env="CartPole-v1", arm="ppo", rounds=1, eval_episodes=0, hyperparameters=small), path)
+    return path
 
 
 def measure(path):
@@ -246,14 +255,25 @@ class TestCommand:
         assert code == 2
         assert re.search(said, err), err
 
-    def test_a_run_without_scores_shows_records_but_no_moments(self, tmp_path, whence):
-        path = tmp_path / "plain"
-        small = {"n_steps": 64, "n_epochs": 1, "batch_size": 64}
-        run(configure(env="CartPole-v1", arm="ppo", rounds=1, eval_episodes=0, hyperparameters=small), path)
-        code, _, err = whence("show", path)
+    def test_a_round_that_trained_without_scores_is_scored_now(self, plain, whence):
+        code, out, err = whence("show", plain, "--bottom", 2, "--continuations", 0, "--json")
+        assert code == 0
+        assert "These scores were computed now, for the return" in err
+        model, records = load_round(RunDirectory.open(plain), 1)
+        influence = attribute(model.policy, records, target=Return(), objective=model_objective(model))
+        (lowest,) = influence.bottom(1).to_polars().to_dicts()
+        moment = json.loads(out)["moment"]
+        assert moment["record_id"] == lowest["record_id"]
+        assert moment["score"] == pytest.approx(lowest["score"], rel=1e-4)
+
+    def test_a_round_that_cannot_be_scored_shows_records_but_no_moments(self, plain, whence, tmp_path):
+        shutil.copytree(plain, tmp_path / "run")
+        (tmp_path / "run" / "policies" / "round_00001.safetensors").unlink()
+        code, _, err = whence("show", tmp_path / "run")
         assert code == 2
+        assert "scoring it now failed" in err
         assert "its records were not scored" in err
-        code, out, _ = whence("show", path, "--record", 7, "--continuations", 0)
+        code, out, _ = whence("show", tmp_path / "run", "--record", 7, "--continuations", 0)
         assert code == 0
         assert "not scored" in out
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast, get_args
 import polars as pl
 import typer
 
-from whence.cli.console import console, errors, make_table, print_json, print_line
+from whence.cli.console import console, errors, make_table, print_error_line, print_json, print_line
 from whence.cli.moment_tables import describe_moment, describe_view, make_group_table, print_language_moment, print_view
 from whence.cli.options import AsJson, ReplayEnv
 from whence.errors import WhenceError, suggest
@@ -54,12 +54,12 @@ def show(
     _check_options(record, episode, top, bottom, by, continuations, out)
     directory = RunDirectory.open(run)
     number = find_round(directory, round, record, episode)
-    records = directory.round("records", number)
+    records = _read_scored(directory, number, env)
     moments = list_moments(records, record, episode, top, bottom)
     if not moments:
         raise WhenceError(
             f"Round {number} of {run} has no such moment: its records were not scored, or none of them scores on that "
-            "side of 0. Name a record with --record, or score the round: whence attribute."
+            "side of 0. Name a record with --record."
         )
     if directory.config.get("kind") == "language":
         _show_response(directory, records, moments, number=number, out=out, json=json)
@@ -108,6 +108,20 @@ def find_round(run: RunDirectory, number: int | None, record: int | None, episod
         f"No round of {run.path} holds {what} {value}; it holds rounds {rounds[0]} to {rounds[-1]}. See the moments "
         "of a round with --bottom 10."
     )
+
+
+def _read_scored(run: RunDirectory, number: int, env: str | None) -> pl.DataFrame:
+    """Return a round's records; an agent's are scored now if they were not, and what was done is said."""
+    records = run.round("records", number)
+    if "score" in records.columns or run.config.get("kind") == "language":
+        return records
+    from whence.report.explorer.run import ExploredRun
+
+    with errors.status("Scoring the round …"):
+        round = ExploredRun(run, env=env).round(number)
+    for note in round.notes:
+        print_error_line(note)
+    return round.table
 
 
 def list_moments(

@@ -2,6 +2,8 @@
 
 from whence.counterfactual.gains import measure_gains as measure_gains
 from whence.counterfactual.interventions import intervene as intervene
+from whence.counterfactual.interventions import leave_out_group as leave_out_group
+from whence.counterfactual.interventions import summarise_changes as summarise_changes
 from whence.counterfactual.lds import compute_lds as compute_lds
 from whence.counterfactual.lds import measure_agreement as measure_agreement
 from whence.counterfactual.lds import predict_outcomes as predict_outcomes

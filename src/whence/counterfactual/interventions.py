@@ -1,23 +1,34 @@
-"""A recorded round trained again without the records that score below 0 (LDA §4.3, C.3)."""
+"""A recorded round trained again without the records that score below 0 (LDA §4.3, C.3), or without a group."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import polars as pl
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from whence.counterfactual.lds import check_scores
 from whence.counterfactual.outcomes import Evaluate, seed_outcomes
 from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
+from whence.guards import eval_mode
 from whence.influence import Influence
 from whence.intervals import t_interval
+from whence.policies import compute_outputs
 from whence.rounds import RoundRecording
+from whence.rounds.replay import open_round
 from whence.selection import read_scores
 
 VARIANTS = ("full", "filtered", "random")
-"""What each training keeps: all records, those that do not score below 0, and as many drawn at random."""
+"""What each training keeps: all records, all but those in question, and all but as many drawn at random."""
+
+SCHEMA = {
+    "order": pl.Int64,
+    "variant": pl.String,
+    "kept": pl.Int64,
+    "outcome": pl.String,
+    "value": pl.Float64,
+}
 
 
 def intervene(
@@ -58,15 +69,110 @@ def intervene(
     """
     if orders < 1:
         raise WhenceError(f"orders is {orders}; at least 1 is needed.")
-    size = read_batch_size(recording)
     values = read_scores(recording.records, scores)
     check_scores(scores.provenance.engine, values.double().cpu().numpy(), len(values))
 
-    generator = torch.Generator().manual_seed(seed)
+    rows = _train_and_measure(
+        policy,
+        recording,
+        values < 0,
+        {"evaluated": evaluate},
+        orders=orders,
+        seed=seed,
+        memory=memory,
+        on_stage=on_stage,
+    )
+    table = pl.DataFrame(rows, schema=SCHEMA).drop("outcome").rename({"value": "outcome"})
+    return table.with_columns(change=_change("outcome").over("order"))
+
+
+def leave_out_group(
+    policy: object,
+    recording: RoundRecording,
+    group: Sequence[int],
+    *,
+    evaluate: Evaluate | None = None,
+    orders: int = 8,
+    seed: int = 0,
+    memory: int = 2**31,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> pl.DataFrame:
+    """Train a recorded round on all its records, without a group of them, and without as many drawn at random.
+
+    It tests what records of a kind taught: "these made the policy do this, and it returns less since". The trainings
+    are those of `intervene`.
+
+    Args:
+        policy: the policy that was trained, or one built like it; it is left as it is.
+        recording: the recorded round.
+        group: the ids of the records to leave out.
+        evaluate: measures trained parameters, for example their test return; None: "evaluated" is left out.
+        orders: the number of trainings of each variant.
+        seed: the seed of permutations and random drops.
+        memory: bytes that training may hold at a time; see `retrain`.
+        on_stage: called with the name of each training and measurement as it begins.
+
+    Returns:
+        A row for each order, outcome and variant: `order` (from 1), `variant` ("full", "filtered": without the group,
+        "random"), `kept` (the number of records), `outcome`, `value` and `change` (the value minus that of "full" in
+        the same order). The outcomes are "probability", which the policy gives to what the group's records did, their
+        mean (a density, for continuous actions), and "evaluated". `summarise_changes` gives means and intervals.
+
+    Raises:
+        WhenceError: the group is empty, holds a record that is not in the round, or all but fewer than two; `orders` is
+            below 1, or the round was not trained on; or see `retrain`.
+    """
+    if orders < 1:
+        raise WhenceError(f"orders is {orders}; at least 1 is needed.")
+    dropped = _mask_group(recording, group)
+    measures: dict[str, Evaluate] = {"probability": _measure_probability(policy, recording, dropped)}
+    measures |= {} if evaluate is None else {"evaluated": evaluate}
+    rows = _train_and_measure(
+        policy, recording, dropped, measures, orders=orders, seed=seed, memory=memory, on_stage=on_stage
+    )
+    return pl.DataFrame(rows, schema=SCHEMA).with_columns(change=_change("value").over("order", "outcome"))
+
+
+def summarise_changes(table: pl.DataFrame) -> pl.DataFrame:
+    """Return the mean differences between the variants of `leave_out_group`, with 95% t intervals over orders.
+
+    Args:
+        table: what `leave_out_group` returned.
+
+    Returns:
+        A row for each outcome and difference: `outcome`, `difference` ("filtered - full", "random - full", "filtered -
+        random"), `mean`, and the ends `low` and `high` of its interval; they are null if there is one order.
+    """
     rows = []
+    for (outcome,), part in table.group_by("outcome", maintain_order=True):
+        values = {
+            variant: part.filter(pl.col("variant") == variant).sort("order")["value"].to_numpy() for variant in VARIANTS
+        }
+        for one, other in (("filtered", "full"), ("random", "full"), ("filtered", "random")):
+            interval = t_interval((values[one] - values[other]).tolist())
+            rows.append({"outcome": outcome, "difference": f"{one} - {other}", **interval})
+    schema = {"outcome": pl.String, "difference": pl.String} | dict.fromkeys(("mean", "low", "high"), pl.Float64)
+    return pl.DataFrame(rows, schema=schema)
+
+
+def _train_and_measure(
+    policy: object,
+    recording: RoundRecording,
+    dropped: Bool[Tensor, " n"],
+    measures: Mapping[str, Evaluate],
+    *,
+    orders: int,
+    seed: int,
+    memory: int,
+    on_stage: Callable[[str], None],
+) -> list[dict[str, object]]:
+    """Train each variant in each order, and return a row for each measure; see `SCHEMA`."""
+    size = read_batch_size(recording)
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[dict[str, object]] = []
     for order in range(1, orders + 1):
         suffix = f", order {order} of {orders}" if orders > 1 else ""
-        masks = _draw_masks(values, generator)
+        masks = _draw_masks(dropped, generator)
         shuffle_seed = int(torch.randint(2**62, (1,), generator=generator))
         trainable = [variant for variant, mask in masks.items() if int(mask.sum()) >= 2]
         kept = torch.stack([masks[variant] for variant in trainable])
@@ -74,31 +180,63 @@ def intervene(
         permutations = torch.Generator().manual_seed(shuffle_seed)
         minibatches = reshuffle(kept, size, recording.update.n_epochs, permutations)
         params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
-        outcomes: dict[str, float] = {}
+        values: dict[tuple[str, str], float] = {}
         for row, variant in enumerate(trainable):
             on_stage(f"measuring {variant}{suffix}")
-            with seed_outcomes(order):
-                outcomes[variant] = float(evaluate({name: tensor[row] for name, tensor in params.items()}, order))
+            trained = {name: tensor[row] for name, tensor in params.items()}
+            for outcome, measure in measures.items():
+                with seed_outcomes(order):
+                    values[outcome, variant] = float(measure(trained, order))
         rows += [
-            {"order": order, "variant": variant, "kept": int(mask.sum()), "outcome": outcomes.get(variant)}
+            {"order": order, "variant": variant, "kept": int(mask.sum()), "outcome": outcome}
+            | {"value": values.get((outcome, variant))}
+            for outcome in measures
             for variant, mask in masks.items()
         ]
-    schema = {"order": pl.Int64, "variant": pl.String, "kept": pl.Int64, "outcome": pl.Float64}
-    return _add_changes(pl.DataFrame(rows, schema=schema))
+    return rows
 
 
-def _draw_masks(scores: Float[Tensor, " n"], generator: torch.Generator) -> Mapping[str, Bool[Tensor, " n"]]:
-    """Return the records that each variant keeps. The permutation drawn does not depend on the scores."""
-    filtered = scores >= 0
-    dropped = torch.randperm(len(scores), generator=generator)[: int((~filtered).sum())]
-    random = torch.ones_like(filtered)
-    random[dropped] = False
-    return dict(zip(VARIANTS, (torch.ones_like(filtered), filtered, random), strict=True))
+def _draw_masks(dropped: Bool[Tensor, " n"], generator: torch.Generator) -> Mapping[str, Bool[Tensor, " n"]]:
+    """Return the records that each variant keeps. The permutation drawn does not depend on what is dropped."""
+    at_random = torch.randperm(len(dropped), generator=generator)[: int(dropped.sum())]
+    random = torch.ones_like(dropped)
+    random[at_random] = False
+    return dict(zip(VARIANTS, (torch.ones_like(dropped), ~dropped, random), strict=True))
 
 
-def _add_changes(table: pl.DataFrame) -> pl.DataFrame:
-    full = pl.col("outcome").filter(pl.col("variant") == "full").first().over("order")
-    return table.with_columns(change=pl.col("outcome") - full)
+def _mask_group(recording: RoundRecording, group: Sequence[int]) -> Bool[Tensor, " n"]:
+    """Return which of a round's records are in a group, by their ids."""
+    ids, wanted = recording.records.ids.cpu(), torch.as_tensor(list(group), dtype=torch.int64)
+    if len(missing := wanted[~torch.isin(wanted, ids)]):
+        raise WhenceError(
+            f"Record {int(missing[0])} is not in round {recording.number}, which holds records {int(ids.min())} to "
+            f"{int(ids.max())}."
+        )
+    mask = torch.isin(ids, wanted)
+    if not 0 < int(mask.sum()) <= len(mask) - 2:
+        raise WhenceError(
+            f"The group holds {int(mask.sum())} of the round's {len(mask)} records; at least one is needed, and at "
+            "least two others, to train on."
+        )
+    return mask
+
+
+def _measure_probability(policy: object, recording: RoundRecording, group: Bool[Tensor, " n"]) -> Evaluate:
+    """Return what measures the mean probability of the actions of a group's records."""
+    round = open_round(policy, recording)
+    modules = list(round.view.module.modules())
+    inputs = round.view.prepare(recording.records.take(group.nonzero()[:, 0]))
+
+    def measure(params: Mapping[str, Tensor], _: int) -> float:
+        with eval_mode(modules), torch.no_grad():
+            log_probs = compute_outputs(round.view, {"log_prob"}, params, inputs).log_prob
+        return float(log_probs.double().exp().mean())
+
+    return measure
+
+
+def _change(column: str) -> pl.Expr:
+    return pl.col(column) - pl.col(column).filter(pl.col("variant") == "full").first()
 
 
 def mean_change(changes: Sequence[float]) -> Mapping[str, float | int | None]:

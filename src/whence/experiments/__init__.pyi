@@ -9,6 +9,7 @@ from .rl.plan import configure as configure
 from .rl.plan import plan_comparison as plan_comparison
 from .rl.stored import load_recording as load_recording
 from .rl.stored import load_round as load_round
+from .rl.stored import measure_returns as measure_returns
 from .rl.training import is_finished as is_finished
 from .rl.training import run as run
 from .sweep import load_sweep as load_sweep

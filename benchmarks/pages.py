@@ -5,6 +5,7 @@ serves, without a network. Larger runs are made of its rounds: what is measured 
 Times are taken in the page, from the navigation or the click to the first painted frame that shows what was asked for.
 """
 
+import datetime
 import json
 import os
 import platform
@@ -134,6 +135,7 @@ def describe_machine(browser: Browser) -> dict[str, Any]:
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "load_before": round(os.getloadavg()[0], 2),
+        "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "chromium": browser.version,
@@ -173,8 +175,9 @@ def main(
 ) -> None:
     """Measure what whence promises of its pages."""
     names = check_parts(parts)
+    if not (out / "README.md").exists():
+        raise typer.BadParameter(f"{out} holds no README.md for the figures. Copy the one of results/pages.")
     work.mkdir(parents=True, exist_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
     if not (run / "config.json").exists():
         call_whence(*TRAINING, "--run", str(run))
     directory, file = RunDirectory.open(run), work / "lander.html"

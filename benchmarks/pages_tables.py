@@ -28,20 +28,22 @@ class Promise(NamedTuple):
         text: the promise.
         place: keys of what was measured, in the summary.
         limit: the largest value that keeps it.
+        short: the promise in a word or two, where it is one of the main ones.
         unit: of the limit.
     """
 
     text: str
     place: tuple[str, ...]
     limit: float
+    short: str = ""
     unit: str = "s"
 
 
 PROMISES = (
-    Promise("the file of all 150 rounds", ("file", "bytes"), 25e6, "MB"),
-    Promise("the file is usable, from the start of the navigation", ("file", "usable"), 2),
-    Promise("any round opens, served", ("served", "round"), 1),
-    Promise("any moment's frames are shown, served", ("served", "frames"), 2),
+    Promise("the file of all 150 rounds", ("file", "bytes"), 25e6, "file", "MB"),
+    Promise("the file is usable, from the start of the navigation", ("file", "usable"), 2, "usable in"),
+    Promise("any round opens, served", ("served", "round"), 1, "served round"),
+    Promise("any moment's frames are shown, served", ("served", "frames"), 2, "its frames"),
     *(Promise(f"any round opens, served, {name} records", ("sizes", name, "round"), 1) for name in list(SHAPES)[1:]),
 )
 
@@ -100,22 +102,18 @@ def replace_marked(text: str, name: str, content: str) -> str:
 
 def tell_figures(summary: Mapping[str, Any]) -> str:
     """Return the answer and the figures, as lines of a list."""
-    judged = [(promise, judge_promise(promise, summary)) for promise in PROMISES]
-    broken = [promise.text for promise, result in judged if result and not result[2]]
-    measured = sum(result is not None for _, result in judged)
-    problems = len(summary["problems"])
+    results = [(promise, judge_promise(promise, summary)) for promise in PROMISES]
+    judged = [(promise, *result) for promise, result in results if result is not None]
+    missed = [promise.text for promise, _, _, kept in judged if not kept]
     answer = (
-        f"yes: all {measured} promises hold at the slowest of their repeats"
-        if not broken
-        else f"no: {len(broken)} of {measured} promises are missed ({'; '.join(broken)})"
+        f"no: {len(missed)} of {len(judged)} promises are missed ({'; '.join(missed)})"
+        if missed
+        else f"yes: all {len(judged)} promises hold at the slowest of their repeats"
     )
-    complaints = "nothing was asked of the network" if not problems else f"{problems} complaints of the browser"
-    shown = [
-        f"{promise.text}: {format_value(result[0], promise.unit)}"
-        for promise, result in judged[:4]
-        if result is not None
-    ]
-    return f"- **Answer**: {answer}; {complaints}.\n- **Figures** (medians): {'; '.join(shown)}."
+    problems = len(summary["problems"])
+    complaints = f"{problems} complaints of the browser" if problems else "the browser complained of nothing"
+    shown = [f"{promise.short} {format_value(median, promise.unit)}" for promise, median, *_ in judged if promise.short]
+    return f"- **Answer**: {answer}; {complaints}.\n- **Figure** (medians): {', '.join(shown)}."
 
 
 def make_tables(summary: Mapping[str, Any]) -> list[str]:
@@ -128,7 +126,17 @@ def make_tables(summary: Mapping[str, Any]) -> list[str]:
             cells = [format_value(value, promise.unit) for value in (promise.limit, median, maximum)]
             count = _count(summary, promise.place)
             rows.append([promise.text, f"≤ {cells[0]}", *cells[1:], count, "yes" if kept else "**no**"])
-    return [table(rows), *_list_others(summary), *_compare_sizes(summary)]
+    return [*_describe_measurement(summary), table(rows), *_list_others(summary), *_compare_sizes(summary)]
+
+
+def _describe_measurement(summary: Mapping[str, Any]) -> list[str]:
+    if "machine" not in summary:
+        return []
+    versions = f"Python {summary['python']}, torch {summary['torch']}, Chromium {summary['chromium']}"
+    return [
+        f"- **Machine**: {summary['machine']}; load {summary['load_before']:.2f} before; {summary['date']}.\n"
+        f"- **Versions**: {versions}."
+    ]
 
 
 def _count(summary: Mapping[str, Any], place: Sequence[str]) -> str:

@@ -372,3 +372,82 @@ def test_records_of_the_policy_itself_judge_as_the_return_does(study):
     parts = [records.take(slice(0, 40)), records.take(slice(40, 64))]
     mine = attribute(model.policy, records, target=selections.Elsewhere(parts)).scores
     assert torch.allclose(mine, attribute(model.policy, records, target=Return()).scores, rtol=1e-4, atol=1e-7)
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """The modules that measure pages, without a browser."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import pages_runs, pages_tables
+
+    return pages_runs, pages_tables
+
+
+def times(*seconds):
+    """What the summary says of some times."""
+    return {"median": sorted(seconds)[len(seconds) // 2], "maximum": max(seconds), "n": len(seconds)}
+
+
+def make_summary(tables):
+    """A summary in which the page of 100,000 records a round is too slow."""
+    size = {key: times(0.2, 0.3, 0.4) for key in tables.WORDS}
+    sizes = {name: dict(size) for name in tables.SHAPES}
+    sizes["20 × 100,000"]["round"] = times(0.6, 0.9, 1.1)
+    file = {"bytes": 24_000_000, "usable": times(0.5, 0.7, 1.9)}
+    served = {"round": times(0.1, 0.2, 0.3), "frames": times(0.5, 1, 2), "page": times(1)}
+    return {"file": file, "served": served, "sizes": sizes, "problems": []}
+
+
+def test_promises_are_kept_at_the_slowest_repeat(pages):
+    _, tables = pages
+    summary = make_summary(tables)
+    kept = [tables.judge_promise(promise, summary)[2] for promise in tables.PROMISES]
+    assert kept == [True, True, True, True, True, False]
+    assert tables.judge_promise(tables.PROMISES[1], summary) == (0.7, 1.9, True)
+    assert tables.judge_promise(tables.PROMISES[1], {"problems": []}) is None
+    assert "no: 1 of 6 promises are missed" in tables.tell_figures(summary)
+    assert tables.tell_figures({"file": summary["file"], "problems": []}) == (
+        "- **Answer**: yes: all 2 promises hold at the slowest of their repeats; the browser complained of nothing.\n"
+        "- **Figure** (medians): file 24.0 MB, usable in 0.70 s."
+    )
+    first, _, sizes = tables.make_tables(summary)
+    assert first.splitlines()[2] == "| the file of all 150 rounds | ≤ 25.0 MB | 24.0 MB | 24.0 MB | 1 | yes |"
+    assert first.splitlines()[-1].endswith("| ≤ 1.00 s | 0.90 s | 1.10 s | 3 | **no** |")
+    assert "0.90 s (max 1.10 s, × 3.0)" in sizes
+
+
+def test_figures_replace_what_stood_between_the_marks(pages, tmp_path):
+    _, tables = pages
+    readme = tmp_path / "README.md"
+    marks = "\n".join(f"<!-- {name} -->\nold\n<!-- end of {name} -->" for name in ("figures", "tables"))
+    readme.write_text(f"# Pages\n{marks}\nThe end.\n", encoding="utf-8")
+    for _ in range(2):
+        tables.write_figures(make_summary(tables), readme)
+        text = readme.read_text(encoding="utf-8")
+        assert "old" not in text
+        assert text.count("- **Answer**: no") == 1
+        assert text.endswith("<!-- end of tables -->\nThe end.\n")
+    with pytest.raises(ValueError, match="no marks <!-- other -->"):
+        tables.replace_marked(text, "other", "")
+
+
+def test_larger_runs_repeat_rounds_under_ids_of_their_own(pages, tmp_path):
+    runs, _ = pages
+    source = RunDirectory.create(tmp_path / "source", {"env": "Some-v0", "rounds": 2})
+    for number in (1, 2):
+        columns = {"record_id": [10, 11, 12], "episode_id": [6, 6, 9], "step": [4, 5, 0], "score": [1.0 * number] * 3}
+        source.write_round("records", number, pl.DataFrame(columns))
+        source.append("metrics", {"round": number, "episode_return": -1.0 * number})
+        source.write_policy(number, {"weight": torch.full((2,), number)})
+    runs.tile_run(source, tmp_path / "tiled", rounds=3, records=4)
+    tiled = RunDirectory.open(tmp_path / "tiled")
+    assert (tiled.rounds(), tiled.config["rounds"]) == ([1, 2, 3], 3)
+    records = pl.concat([tiled.round("records", number) for number in tiled.rounds()])
+    assert records["record_id"].to_list() == list(range(12))
+    assert records["score"].to_list() == [1, 1, 1, 2] * 3
+    assert records["episode_id"].to_list()[:8] == [0, 0, 1, 1000, 2000, 2000, 2001, 3000]
+    assert tiled.table("metrics")["episode_return"].to_list() == [-1, -2, -1]
+    assert [int(tiled.policy(number)["weight"][0]) for number in (1, 2, 3, 4)] == [1, 2, 1, 2]
+    generator = np.random.default_rng(0)
+    assert runs.choose_record(source.round("records", 1), generator, late=True) == 11
+    assert {runs.choose_record(source.round("records", 1), generator, late=False) for _ in range(50)} == {10, 11, 12}

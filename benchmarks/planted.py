@@ -199,7 +199,8 @@ def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Pat
     case, key = CASES[name], {"case": name, "seed": seed}
     done = read_lines(out / "scores.jsonl", SCORE_KEYS)
     missing = [method for method in methods if (name, seed, method) not in done]
-    if not missing:
+    known = read_lines(out / "runs.jsonl", RUN_KEYS).get((name, seed))
+    if not missing or (known is not None and not is_taught(known)):
         return
     directory = train(case, seed, runs / name / f"seed_{seed}")
     records = read_all(directory)
@@ -209,11 +210,16 @@ def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Pat
     about = {"records": len(records), "rigged": int(rigged.sum()), "base_rate": float(rigged.mean())}
     about |= {"visits": visits, "probability_first": before, "probability_last": after}
     write_line(out, "runs.jsonl", key | about, RUN_KEYS)
-    for method in missing if visits else []:  # a policy that never goes there was taught nothing to ask about
+    for method in missing if is_taught(about) else []:
         scores, seconds = score(method, directory, records, states, case.action)
         write_line(
             out, "scores.jsonl", key | {"method": method, "seconds": seconds} | judge(scores, rigged), SCORE_KEYS
         )
+
+
+def is_taught(about: Mapping[str, Any]) -> bool:
+    """Return whether there is something to ask about: a policy that goes into the region, and a cause."""
+    return bool(about["visits"] and about["rigged"])
 
 
 def write_line(out: Path, file: str, content: Mapping[str, Any], keys: Sequence[str]) -> None:

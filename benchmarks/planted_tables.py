@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.planted import CHEAP, RUN_KEYS, SCORE_KEYS, SIZES, SLOW
+from benchmarks.planted import CHEAP, RUN_KEYS, SCORE_KEYS, SIZES, SLOW, is_taught
 from whence.experiments.jsonlines import read_lines
 from whence.guards import write_atomically
 
@@ -47,8 +47,9 @@ def tabulate_methods(scores: Sequence[Mapping[str, Any]], runs: Sequence[Mapping
         lines = [row for row in scores if row["method"] == method]
         if lines:
             rows.append([method, str(len(lines)), *(spread([line[name] for line in lines], name) for name in columns)])
-    asked = [row["base_rate"] for row in runs if row["visits"]]
-    return table([head, ["random", str(len(asked)), "0.5", *([f"{mean(asked):.3f}"] * len(SIZES)), "0"], *rows])
+    asked = [row["base_rate"] for row in runs if is_taught(row)]
+    rate = f"{mean(asked):.3f}" if asked else "–"
+    return table([head, ["random", str(len(asked)), "0.5", *([rate] * len(SIZES)), "0"], *rows])
 
 
 def spread(values: Sequence[float], column: str) -> str:

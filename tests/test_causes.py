@@ -380,6 +380,11 @@ class TestDecisions:
         find_causes(cart, STATES[0], 1)
         assert torch.equal(torch.rand(3), expected)
 
+    def test_a_run_without_policies(self, cart, tmp_path):
+        directory = RunDirectory.create(tmp_path / "run", cart.config)
+        with pytest.raises(RunDirectoryError, match="holds no policies"):
+            play_episode(directory)
+
     def test_policies_that_read_more_than_an_environment_shows(self, tmp_path):
         normalised = learn(tmp_path / "normalised", VecNormalize(DummyVecEnv([Toy])))
         with pytest.raises(ReplayError, match=r"normalised or stacked observations.* --record ID"):

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.errors import ReplayError, WhenceError
+from whence.errors import ReplayError, RunDirectoryError, WhenceError
 from whence.experiments.rl.rebuilding import AnyEnv, is_squashed, make_replay_env, reads_raw_observations
 from whence.experiments.rl.stored import load_model, load_policy, read_records
 from whence.guards import eval_mode
@@ -95,7 +95,7 @@ def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) 
 
     The third entry is whether actions are discrete; the log-probabilities of continuous ones are of densities.
     """
-    policies = run.policies()
+    policies = _list_policies(run)
     model = load_model(run, policies[0], env=env)
     like = read_records(run, run.round("records", run.rounds()[0]).head(1), model, env=env)
     before = _read_log_probs(model, target.as_records(like)).mean()
@@ -134,7 +134,7 @@ def play_episode(
             f"The policy of {run.path} reads normalised or stacked observations, which are not rebuilt. Ask about a "
             "stored record: --record ID."
         )
-    policies = run.policies()
+    policies = _list_policies(run)
     model = load_model(run, policies[-1], env=env)
     if isinstance(model.policy, MaskableActorCriticPolicy):
         raise ReplayError("The policy reads action masks, which episodes played now lack. Ask about --record ID.")
@@ -152,6 +152,12 @@ def play_episode(
         frames_note=steps.frames_note,
         is_discrete=not isinstance(model.action_space, gym.spaces.Box),
     )
+
+
+def _list_policies(run: RunDirectory) -> list[int]:
+    if not (numbers := run.policies()):
+        raise RunDirectoryError(f"{run.path} holds no policies, so nothing can be asked about. Train again.")
+    return numbers
 
 
 @dataclass(frozen=True, eq=False)

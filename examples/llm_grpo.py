@@ -22,7 +22,7 @@ def main(
     selection: Annotated[bool, typer.Option(help="Drop completions that score 0 or less, or train on all.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Generation batches to train on.")] = 10,
     size: Annotated[str, typer.Option(help="Size of the laboratory: small, or tiny for a quick try.")] = "small",
-    output: Annotated[str, typer.Option(help="TRL's output_dir.")] = "runs/llm_grpo",
+    output: Annotated[str, typer.Option(help="The run directory, and TRL's output_dir.")] = "runs/llm_grpo",
 ) -> None:
     """Train, and print how many answers are right before and after."""
     lab = arithmetic(size=size)
@@ -58,6 +58,7 @@ def main(
         train_dataset=lab.train,
         processing_class=tokenizer,
         rule=NonPositive() if selection else None,
+        run=output,  # `whence report` makes a page of it
     )
     test = {"samples": 1, "max_new_tokens": lab.max_new_tokens}
     before = evaluate(model, tokenizer, lab.test["prompt"], **test)

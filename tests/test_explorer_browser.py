@@ -212,6 +212,8 @@ class TestMoment:
         expect(story).to_contain_text("At step 17 of episode 11 the agent chose fire left. The reward was −0.3.")
         expect(story).to_contain_text("The critic expected −62.6; what followed was estimated at +12.4.")
         expect(story).to_contain_text("The advantage is the difference, +75, so training makes the action more likely.")
+        verdict = "Fresh rollouts from this state measured −21 ± 4. The advantage had the wrong sign."
+        expect(story).to_contain_text(verdict)
         expect(story).to_contain_text("Score −0.9 ± 0.05. Harmful: training on it lowers the return.")
         expect(story).to_contain_text("It was dropped, so the round did not train on it: too low.")
         expect(moment).to_contain_text(

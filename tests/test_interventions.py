@@ -20,7 +20,7 @@ from whence.counterfactual import intervene, interventions, leave_out_group, sum
 from whence.counterfactual.interventions import VARIANTS, mean_change
 from whence.counterfactual.retrain import NOBODY, reshuffle
 from whence.errors import InvalidInfluence
-from whence.experiments import load_round
+from whence.experiments import load_recording, load_round
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.influence import Provenance
 from whence.report.figures import interventions_box
@@ -455,6 +455,52 @@ class TestCommand:
         assert content["method"] == method
         assert content["target"].startswith("Action(")
 
+    def test_a_group_is_left_out_by_a_condition(self, run):
+        arguments = ["intervene", run, "--test-episodes", 2, "--orders", 2, "--rounds", 3, "--seed", 5]
+        where = 'action = 1 and step < 9 and "pole angle" > -9 and score < 9'
+        result = whence(*arguments, "--where", where)
+        assert result.exit_code == 0, result.output
+        directory = RunDirectory.open(run)
+        model, recording = load_recording(directory, 3)
+        records = directory.round("records", 3)
+        group = records.filter((pl.col("action") == 1) & (pl.col("step") < 9))["record_id"]
+        scores = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
+        of_group = scores.to_polars().filter(pl.col("record_id").is_in(group.to_list()))["score"]
+        orders, tests = np.random.SeedSequence([5, 3]).generate_state(2)
+        with measure_returns(read_run_config(directory), model, episodes=2, seed=int(tests)) as measure:
+            table = leave_out_group(model.policy, recording, group, evaluate=measure, orders=2, seed=int(orders))
+        content = json.loads((run / "interventions" / "round_00003_where.json").read_text())
+        assert content["rows"] == table.to_dicts()
+        assert f"Round 3 without {len(group)} records: {where}" in result.output
+        assert (
+            f"They score {of_group.mean():.3g} on average, {(of_group < 0).mean():.0%} of them below 0" in result.output
+        )
+        (row,) = json.loads(whence(*arguments, "--where", where, "--json").stdout)["rounds"]
+        assert (row["round"], row["records"]) == (3, len(group))
+        changes = {(one["outcome"], one["difference"]): one["mean"] for one in summarise_changes(table).to_dicts()}
+        for outcome in row["outcomes"]:
+            for difference in ("filtered - full", "filtered - random"):
+                mean = changes[outcome["outcome"], difference]
+                assert outcome[difference]["mean"] == pytest.approx(mean)
+                assert f"{mean:+.3g} [" in result.output
+        # It stands apart from what leaving out the records below 0 did.
+        assert whence(*arguments).exit_code == 0
+        assert sorted(stamps(run)) == ["round_00003.json", "round_00003_where.json"]
+
+    @pytest.mark.parametrize(
+        ("where", "message"),
+        [
+            ("action =", "--where is 'action =': unable to parse .*, over record_id, .*, score, cart position, .*pole angle"),
+            ("acton = 1", 'unable to find column "acton"'),
+            ("action", "which is no condition but Int64"),
+            ("action = 7", "holds for none of the round's 64 records"),
+        ],
+    )
+    def test_what_is_no_condition(self, run, where, message):
+        result = whence("intervene", run, "--where", where)
+        with pytest.raises(WhenceError, match=message):
+            raise result.exception
+
     def test_skipped_rounds_are_reported(self, run, monkeypatch):
         def all_negative(policy, records, **settings):
             return make_influence(SimpleNamespace(records=records), -np.ones(64))
@@ -520,6 +566,7 @@ class TestCommand:
             (["--target", "action"], "The target action needs --record ID"),
             (["--target", "retrun"], "The target 'retrun' is unknown. Did you mean return?"),
             (["--figure", "a.png"], "--figure is a.png; its name has to end in .svg"),
+            (["--figure", "a.svg", "--where", "action = 1"], "--figure draws .* which --where replaces"),
         ],
     )
     def test_what_is_refused(self, run, options, message):

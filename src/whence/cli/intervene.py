@@ -14,15 +14,17 @@ from stable_baselines3 import PPO
 
 from whence import experiments
 from whence.attribution import attribute
-from whence.cli import options
+from whence.cli import groups, options
 from whence.cli.console import console, errors, make_table, print_json, print_line, resumable
 from whence.cli.options import parse_rounds
 from whence.cli.runs import open_agent_run
 from whence.cli.targets import make_target
 from whence.counterfactual import intervene as intervene_round
+from whence.counterfactual import leave_out_group
 from whence.counterfactual.interventions import VARIANTS, mean_change
 from whence.counterfactual.retrain import check_memory
 from whence.errors import RunDirectoryError, WhenceError, suggest
+from whence.experiments.rl.labels import state_names
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.guards import write_atomically
 from whence.influence import Influence
@@ -49,6 +51,14 @@ def intervene(
             show_default=False,
         ),
     ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Leave out the records for which this condition holds, not those below 0: {groups.EXAMPLE}.",
+            metavar="SQL",
+            show_default=False,
+        ),
+    ] = None,
     target: options.Target = "return",
     record: options.Record = None,
     observation: options.Observation = None,
@@ -67,7 +77,8 @@ def intervene(
     """Train recorded rounds again without the records that score below 0, and tell what that does to test returns.
 
     Each round by itself, from where it began: on all records, without those below 0, and without as many at random.
-    Written to interventions/ in the run as well; interrupted, the same command goes on.
+    With --where, without those of a kind; and the policy's probability of what they did is measured as well. Written to
+    interventions/ in the run; interrupted, the same command goes on.
 
     Example: whence intervene runs/lander --rounds 10-50
     """
@@ -83,7 +94,10 @@ def intervene(
         )
     if figure is not None and figure.suffix != ".svg":
         raise WhenceError(f"--figure is {figure}; its name has to end in .svg.")
+    if figure is not None and where is not None:
+        raise WhenceError("--figure draws what leaving out the records below 0 changed, which --where replaces.")
     settings: dict[str, Any] = {"method": method, "orders": orders, "test_episodes": test_episodes, "seed": seed}
+    settings |= {} if where is None else {"where": where}
     if method == "smoothed":
         settings["draws"] = draws
 
@@ -96,6 +110,9 @@ def intervene(
         for place, number in enumerate(numbers, start=1):
             on_stage = _prefix_stages(status.update, f"round {number}, {place} of {len(numbers)}")
             contents.append(_intervene(directory, number, make, settings, int(memory * 2**30), on_stage))
+    if where is not None:
+        _show_groups(directory, contents, settings, json=json)
+        return
     rows = [_summarise_round(content) for content in contents]
     means = {variant: mean_change(_changes(rows, variant)) for variant in _CHANGED}
     if json:
@@ -148,7 +165,8 @@ def _intervene(
     model, recording = experiments.load_recording(directory, number)
     target = make(model, recording)
     content = {"round": number, "records": recording.records.fingerprint, "target": repr(target), **settings}
-    file = directory.path / "interventions" / f"round_{number:05d}.json"
+    ending = "_where" if "where" in settings else ""
+    file = directory.path / "interventions" / f"round_{number:05d}{ending}.json"
     if (before := _read_content(file)) is not None and content.items() <= before.items():
         return before
     # Each round has its own seeds: otherwise the rounds' errors would be alike, and their mean no better than one.
@@ -158,19 +176,19 @@ def _intervene(
     on_stage("scoring")
     draws = settings.get("draws", DRAWS)
     scores = _score(model, recording, target, settings["method"], draws=draws, seed=draws_seed, memory=memory)
+    group = None
+    if "where" in settings:
+        group = _find_group(directory, number, scores, settings["where"])
+        content["group"] = groups.describe_group(group)
     with measure_returns(
         read_run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed
     ) as evaluate:
-        results = intervene_round(
-            model.policy,
-            recording,
-            scores,
-            evaluate,
-            orders=settings["orders"],
-            seed=orders_seed,
-            memory=memory,
-            on_stage=on_stage,
-        )
+        repeats = {"orders": settings["orders"], "seed": orders_seed, "memory": memory, "on_stage": on_stage}
+        if group is None:
+            results = intervene_round(model.policy, recording, scores, evaluate, **repeats)
+        else:
+            ids = group["record_id"].to_list()
+            results = leave_out_group(model.policy, recording, ids, evaluate=evaluate, **repeats)
     content["rows"] = results.to_dicts()
     with write_atomically(file) as temporary:
         temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -196,6 +214,32 @@ def _score(
     )
     assert not isinstance(scores, list)
     return scores
+
+
+def _find_group(directory: RunDirectory, number: int, scores: Influence, where: str) -> pl.DataFrame:
+    """Return the records of a round for which a condition holds, with these scores."""
+    table = directory.round("records", number)
+    table = table.drop(name for name in ("score", "error") if name in table.columns)
+    table = table.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
+    return groups.find_group(table, where, state_names(directory.config.get("env")))
+
+
+def _show_groups(
+    directory: RunDirectory, contents: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], *, json: bool
+) -> None:
+    """Print what leaving out a group did in each round."""
+    rounds = [(content, groups.summarise_group(content)) for content in contents]
+    if json:
+        about = {"run": str(directory.path), "target": contents[0]["target"], **settings}
+        rows = [{"round": content["round"], **content["group"], "outcomes": rows} for content, rows in rounds]
+        print_json(about | {"rounds": rows})
+        return
+    for content, rows in rounds:
+        console.print(groups.make_group_outcomes(content, rows))
+    print_line("Probability: how likely the policy does what these records did, on average.")
+    if settings["orders"] > 1:
+        print_line(f"In brackets: 95% t interval over {settings['orders']} orders.")
+    print_line(f"Numbers: {directory.path / 'interventions'}")
 
 
 def _summarise_round(content: Mapping[str, Any]) -> dict[str, Any]:

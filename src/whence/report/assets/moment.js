@@ -94,9 +94,10 @@ Whence.moment = (() => {
     place.textContent = [view.label, `round ${number(detail.round)}`, where, detail.dropped ? "dropped" : "trained"].filter(Boolean).join(" · ");
     if (isResponse(detail)) return fillResponse(detail);
     const shown = makePlayer(detail);
+    const told = tell(detail);
     const judged = judge(detail);
-    if (detail.mc_pending) measure(judged, detail);
-    body.replaceChildren(...[tell(detail), shown, Whence.causes.make(detail, view), judged, policy(detail), targets(detail), state(detail)].filter(Boolean));
+    if (detail.mc_pending) measure(told, judged, detail);
+    body.replaceChildren(...[told, shown, Whence.causes.make(detail, view), judged, policy(detail), targets(detail), state(detail)].filter(Boolean));
     body.scrollTop = 0;
   }
 
@@ -112,7 +113,7 @@ Whence.moment = (() => {
     body.scrollTop = 0;
   }
 
-  async function measure(judged, detail) {
+  async function measure(told, judged, detail) {
     const turn = call;
     let measured;
     try {
@@ -120,7 +121,10 @@ Whence.moment = (() => {
     } catch (error) {
       measured = { mc_text: error.message };
     }
-    if (turn === call) judged.replaceWith(judge({ ...detail, mc_pending: false, ...measured }));
+    if (turn !== call) return;
+    const now = { ...detail, mc_pending: false, ...measured };
+    told.replaceWith(tell(now));
+    judged.replaceWith(judge(now));
   }
 
   const part = (heading, about, ...children) =>
@@ -144,6 +148,10 @@ Whence.moment = (() => {
     if (isNumber(value) && isNumber(detail.advantage)) {
       const text = `The critic expected ${signed(value)}; what followed was estimated at ${signed(value + detail.advantage)}.`;
       lines.push(element("p", {}, `${text} The advantage is the difference, ${signed(detail.advantage)}${Whence.explainAdvantage(detail.advantage)}.`));
+    }
+    if (isNumber(detail.mc_advantage) && isNumber(detail.advantage)) {
+      const [, heading] = Whence.judgeAdvantage(detail.advantage, detail.mc_advantage, detail.mc_error);
+      lines.push(element("p", {}, `Fresh rollouts from this state measured ${withError(detail.mc_advantage, detail.mc_error)}. `, element("b", {}, heading)));
     }
     const kind = !main || main.significant === false ? "fair" : main.score < 0 ? "low" : "high";
     const score = main ? `Score ${withError(main.score, main.error)}. ` : "";

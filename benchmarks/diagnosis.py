@@ -59,7 +59,7 @@ ADAM = {"optimizer": "Adam", "hyperparameters": {"learning_rate": 3e-4, "max_gra
 
 SETUPS = {
     "frozenlake": Setup("lda-code/frozenlake", (2, 5, 10), 5, ("visits", "exact")),  # LDA's rounds, Fig. 8
-    "minigrid": Setup("lda-code/minigrid", (5, 15), 3, ("visits", "rollouts")),  # LDA's round is 5, Fig. 3
+    "minigrid": Setup("lda-code/minigrid", (5, 15, 30), 3, ("visits", "rollouts")),  # LDA's round is 5, Fig. 3
     "lunarlander-sgd": Setup("lda-code/lunarlander", (5, 20), 3, ("rollouts",)),
     "lunarlander-adam": Setup("lda-code/lunarlander", (5, 20), 3, ("rollouts",), ADAM),
 }

@@ -28,7 +28,7 @@ SHARE = 0.2
 """The share of a round's records in its top and in its bottom band, as LDA's Fig. 3 shades them."""
 
 ROUNDING = 1e-9
-"""A measured advantage below this share of the largest is 0: two means of equal returns may differ by rounding."""
+"""A measured advantage below this share of the largest value is 0: means of equal returns may differ by rounding."""
 
 COLUMNS = (
     *("record_id", "episode_id", "step", "action", "reward", "value", "advantage", "score", "error"),
@@ -181,7 +181,7 @@ def measure_visits(run: RunDirectory, number: int, *, env: AnyEnv = None, least:
     return pl.DataFrame(
         {
             "record_id": records.ids.numpy(),
-            "mc_advantage": _round_to_zero(visited.advantages),
+            "mc_advantage": _round_to_zero(visited.advantages, visited.values),
             "mc_error": visited.errors,
             "mc_value": visited.values,
         }
@@ -202,6 +202,8 @@ def compare_signs(judged: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _round_to_zero(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    rounded: NDArray[np.float64] = np.where(np.abs(values) <= ROUNDING * np.abs(values).max(initial=0.0), 0.0, values)
+def _round_to_zero(advantages: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return advantages with 0 where they are no more than rounding beside the largest number that they come of."""
+    largest = float(np.abs(np.concatenate([advantages, values])).max(initial=0.0))
+    rounded: NDArray[np.float64] = np.where(np.abs(advantages) <= ROUNDING * largest, 0.0, advantages)
     return rounded

@@ -227,8 +227,8 @@ def embed_records(policy: Any, records: RecordBatch) -> Float[np.ndarray, "n d"]
             embed(policy, view.prepare(distinct.take(slice(start, start + _CHUNK))))
             for start in range(0, len(distinct), _CHUNK)
         ]
-    embeddings: Float[np.ndarray, "m d"] = to_numpy(torch.cat(parts)).astype(np.float64)
-    return embeddings[place]
+    embeddings: Float[np.ndarray, "n d"] = to_numpy(torch.cat(parts)).astype(np.float64)[place]
+    return embeddings
 
 
 def _find_distinct(records: RecordBatch) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " n"]]:

@@ -326,10 +326,10 @@ class TestHistories:
         model.learn(160, callback=InfluenceCallback(IIF(), run=tmp_path / "run"))
         directory = RunDirectory.open(tmp_path / "run")
         settings = {"env": lambda: Toy(action=action)}
-        found = find_behaviours(directory, 1, **settings)
-        (history,) = trace_phases(directory, found, neighbours=5, permutations=3, **settings)
+        behaviour, *_ = find_behaviours(directory, 1, **settings)
+        (history,) = trace_phases(directory, [behaviour], neighbours=5, permutations=3, **settings)
         assert history.is_density is is_density
-        last = directory.round("records", 5).filter(pl.col("record_id") == found[0].record_ids[0])
+        last = directory.round("records", 5).filter(pl.col("record_id") == behaviour.record_ids[0])
         assert history.rounds["log_prob"][-1] == pytest.approx(last["log_prob"][0], abs=1e-5)
         assert history.rounds["association"].null_count() == (5 if is_density else 0)
 

@@ -96,20 +96,20 @@ def _read_behaviours(
     """Return the behaviours that options name, or find some."""
     from whence.diagnosis.behaviours import behaviour_by_hand, behaviour_of_records, find_behaviours
 
-    given = options.parse_action(observation, action)
-    if find is not None and (record or given):
+    settings = options.parse_action(observation, action)
+    if find is not None and (record or settings):
         raise WhenceError(
             "--find looks for behaviours; --record, or --observation and --action, name one. Give either."
         )
     if record and observation is not None:
         raise WhenceError("Give --record, or --observation and --action; not both.")
     if record:
-        return [behaviour_of_records(run, record, action=given.get("action"), env=env)]
-    if not given:
+        return [behaviour_of_records(run, record, action=settings.get("action"), env=env)]
+    if not settings:
         return find_behaviours(run, find or 1, env=env)
-    if len(given) == 1:
+    if len(settings) == 1:
         raise WhenceError("A behaviour needs --observation and --action as JSON, or --record ID.")
-    return [behaviour_by_hand(run, **given, env=env)]
+    return [behaviour_by_hand(run, **settings, env=env)]
 
 
 def _draw(run: "RunDirectory", contents: Sequence[dict[str, Any]], out: Path, env: str | None) -> list[Path]:

@@ -76,9 +76,9 @@ def find_rise(values: Sequence[float]) -> tuple[int, int] | None:
     if way[-1] == 0:
         return None
     share = way / way[-1]
-    arrived = int(np.argmax(share >= 0.9))
-    left = int(np.flatnonzero(share[: arrived + 1] <= 0.1)[-1])
-    return left, max(arrived - 1, left)
+    end = int(np.argmax(share >= 0.9))
+    start = int(np.flatnonzero(share[: end + 1] <= 0.1)[-1])
+    return start, max(end - 1, start)
 
 
 def _list_levels(levels: Sequence[tuple[int, int, float]]) -> str:

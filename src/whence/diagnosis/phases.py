@@ -139,8 +139,8 @@ def trace_phases(
         RunDirectoryError: a round or a policy is missing, or cannot be built again.
     """
     numbers, policies = run.rounds(), set(run.policies())
-    if not numbers:
-        raise WhenceError(f"{run.path} holds no rounds yet.")
+    if not numbers or not policies:
+        raise WhenceError(f"{run.path} holds no rounds, or no policies, yet. Train at least one round into it.")
     for name, value in (("neighbours", neighbours), ("permutations", permutations)):
         if value < 1:
             raise WhenceError(f"{name} is {value}; at least 1 is needed.")
@@ -289,7 +289,7 @@ def _make_history(trace: _Trace, last: float | None, neighbours: int, is_density
     after = [*(row["log_prob"] for row in trace.rows[1:]), last]
     rows = [{**_UNDEFINED, **row, "log_prob_after": value} for row, value in zip(trace.rows, after, strict=True)]
     rounds = pl.DataFrame(rows, schema=_SCHEMA)
-    measured, compared = (rounds.drop_nulls(name) for name in ("roughness", "relative"))
+    with_roughness, with_relative = (rounds.drop_nulls(name) for name in ("roughness", "relative"))
     permuted = np.stack(trace.permuted)[rounds["roughness"].is_not_null().to_numpy()]
     return History(
         behaviour=trace.behaviour,
@@ -297,12 +297,12 @@ def _make_history(trace: _Trace, last: float | None, neighbours: int, is_density
         neighbours=neighbours,
         rounds=rounds,
         phases=tuple(
-            _make_phase(measured[start:end], level, trace.moments)
-            for start, end, level in split_curve(measured["roughness"].to_numpy())
+            _make_phase(with_roughness[start:end], level, trace.moments)
+            for start, end, level in split_curve(with_roughness["roughness"].to_numpy())
         ),
         relative_phases=tuple(
-            (compared["round"][start], compared["round"][end - 1], level)
-            for start, end, level in split_curve(compared["relative"].to_numpy())
+            (with_relative["round"][start], with_relative["round"][end - 1], level)
+            for start, end, level in split_curve(with_relative["relative"].to_numpy())
         ),
         permuted_patterns=tuple(
             name_pattern([segment.level for segment in split_curve(curve)]) for curve in permuted.T if len(curve)

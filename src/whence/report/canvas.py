@@ -52,8 +52,10 @@ def write_text(
     vertical: str = "center",
 ) -> None:
     """Write text into a figure, left-aligned, at a place from (0, 0) to (1, 1): as it is, never as mathematics."""
-    shown = keep_drawable(text)
-    figure.text(x, y, shown, fontsize=size, color=colour, fontweight=weight, va=vertical, ha="left", parse_math=False)
+    drawable = keep_drawable(text)
+    figure.text(
+        x, y, drawable, fontsize=size, color=colour, fontweight=weight, va=vertical, ha="left", parse_math=False
+    )
 
 
 def keep_drawable(text: str) -> str:

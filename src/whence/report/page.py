@@ -228,17 +228,17 @@ def _render(
     page = describe_runs(explored, mode="file" if is_file else "served", rounds=rounds if is_file else None)
     embedded = embed_rounds(explored, rounds, continuations=continuations, on_round=on_round) if is_file else iter(())
     places = count(len(drawings))  # of the histories' figures, after the page's
-    shown = [
+    sections = [
         {**history._asdict(), "figures": [(next(places), title, about) for title, about, _ in history.figures]}
         for history in histories or ()
     ]
-    traced = [figure for history in histories or () for figure in history.figures]
+    history_figures = [figure for history in histories or () for figure in history.figures]
     return template.render(
         content,
         mode=mode,
         figures=[(title, about) for title, about, _ in drawings],
-        figures_json=embed([_plot_as_json(figure) for _, _, figure in [*drawings, *traced]]),
-        histories=None if histories is None else shown,
+        figures_json=embed([_plot_as_json(figure) for _, _, figure in [*drawings, *history_figures]]),
+        histories=None if histories is None else sections,
         explored=not is_file or any(rounds),
         page_json=embed(page),
         round_scripts=list(embedded),

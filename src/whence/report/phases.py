@@ -42,8 +42,8 @@ class ShownHistory(NamedTuple):
 def read_histories(run: RunDirectory, notes: list[str]) -> list[ShownHistory]:
     """Return the histories in a run directory, the latest first; a damaged file is left out, with a note."""
     files = sorted((run.path / "phases").glob("*.json"), key=lambda file: (-file.stat().st_mtime, file.name))
-    shown = (attempt(partial(_read_history, file), notes, f"{file} is not shown", None) for file in files[:SHOWN])
-    return [history for history in shown if history is not None]
+    histories = (attempt(partial(_read_history, file), notes, f"{file} is not shown", None) for file in files[:SHOWN])
+    return [history for history in histories if history is not None]
 
 
 def _read_history(file: Path) -> ShownHistory:
@@ -73,40 +73,64 @@ def show_history(content: dict[str, Any]) -> ShownHistory:
 
 def draw_history(content: dict[str, Any]) -> list[Drawn]:
     """Return the figures of a summary: the behaviour's probability, its roughness, and that over permuted scores'."""
-    name, rounds = str(content["behaviour"]["name"]), content["rounds"]
-    numbers = [int(number) for number in rounds["round"]]
-    kind = "log-density" if content["is_density"] else "π(a|s)"
-    phases = [(int(phase["first"]), int(phase["last"]), float(phase["roughness"])) for phase in content["phases"]]
-    relative = [
-        (int(phase["first"]), int(phase["last"]), float(phase["relative"])) for phase in content["relative_phases"]
+    name = str(content["behaviour"]["name"])
+    drawings = [
+        (
+            "Probability",
+            "The policy that collected each round, and the last one, in the behaviour's state.",
+            _draw_preference(content),
+        ),
+        (
+            "Roughness",
+            "How much the scores of similar records differ, over the largest score. The band holds permuted scores.",
+            _draw_roughness(content),
+        ),
+        (
+            "Roughness next to chance",
+            "At 1, similar records' scores differ as much as any. Below, they score alike.",
+            _draw_relative(content),
+        ),
     ]
-    preference = make_figure(kind)
-    after = [numbers[-1] + 1] * (len(content["preference"]) - len(numbers))
-    _add_line(preference, [*numbers, *after], content["preference"], kind, _PROBABILITY)
-    if not content["is_density"]:
-        preference.update_yaxes(range=[0, 1.03])
-    drawings = [("Probability", "The policy that collected each round, and the last one, in the behaviour's state.")]
-    roughness = make_figure("roughness")
-    _add_band(roughness, numbers, rounds["low"], rounds["high"])
-    _add_line(roughness, numbers, rounds["expected"], "permuted scores", _PERMUTED, dash="dot")
-    _add_line(roughness, numbers, rounds["roughness"], "roughness", _ROUGHNESS)
-    _add_levels(roughness, phases, _ROUGHNESS)
-    roughness.update_yaxes(rangemode="tozero")
-    text = "How much the scores of similar records differ, over the largest score. The band holds permuted scores."
-    drawings.append(("Roughness", text))
-    compared = make_figure("roughness / permuted")
-    compared.add_hline(y=1, line={"color": _PERMUTED, "width": 1.5, "dash": "dot"})
-    _add_line(compared, numbers, rounds["relative"], "roughness / permuted", _RELATIVE)
-    _add_levels(compared, relative, _RELATIVE)
-    compared.update_yaxes(rangemode="tozero")
-    drawings.append(
-        ("Roughness next to chance", "At 1, similar records' scores differ as much as any. Below, they score alike.")
-    )
-    figures = (preference, roughness, compared)
-    for figure in figures:
-        for _, last, _ in phases[:-1]:
+    for _, _, figure in drawings:
+        for _, last, _ in _read_levels(content["phases"], "roughness")[:-1]:
             figure.add_vline(x=last + 0.5, line={"color": _PERMUTED, "width": 1, "dash": "dash"})
-    return [(f"{title}: {name}", text, figure) for (title, text), figure in zip(drawings, figures, strict=True)]
+    return [(f"{title}: {name}", text, figure) for title, text, figure in drawings]
+
+
+def _draw_preference(content: dict[str, Any]) -> go.Figure:
+    kind = "log-density" if content["is_density"] else "π(a|s)"
+    numbers = _read_numbers(content)
+    after = [numbers[-1] + 1] * (len(content["preference"]) - len(numbers))
+    figure = make_figure(kind)
+    _add_line(figure, [*numbers, *after], content["preference"], kind, _PROBABILITY)
+    return figure if content["is_density"] else figure.update_yaxes(range=[0, 1.03])
+
+
+def _draw_roughness(content: dict[str, Any]) -> go.Figure:
+    numbers, rounds = _read_numbers(content), content["rounds"]
+    figure = make_figure("roughness")
+    _add_band(figure, numbers, rounds["low"], rounds["high"])
+    _add_line(figure, numbers, rounds["expected"], "permuted scores", _PERMUTED, dash="dot")
+    _add_line(figure, numbers, rounds["roughness"], "roughness", _ROUGHNESS)
+    _add_levels(figure, _read_levels(content["phases"], "roughness"), _ROUGHNESS)
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def _draw_relative(content: dict[str, Any]) -> go.Figure:
+    figure = make_figure("roughness / permuted")
+    figure.add_hline(y=1, line={"color": _PERMUTED, "width": 1.5, "dash": "dot"})
+    _add_line(figure, _read_numbers(content), content["rounds"]["relative"], "roughness / permuted", _RELATIVE)
+    _add_levels(figure, _read_levels(content["relative_phases"], "relative"), _RELATIVE)
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def _read_numbers(content: dict[str, Any]) -> list[int]:
+    return [int(number) for number in content["rounds"]["round"]]
+
+
+def _read_levels(phases: Sequence[dict[str, Any]], name: str) -> list[tuple[int, int, float]]:
+    """Return the first round, the last round and the level of each phase."""
+    return [(int(phase["first"]), int(phase["last"]), float(phase[name])) for phase in phases]
 
 
 def _add_line(

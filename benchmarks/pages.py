@@ -11,7 +11,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,11 +154,11 @@ def check_parts(parts: str) -> list[str]:
     return names
 
 
-def write_summary(out: Path, changes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def write_summary(out: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Put parts into summary.json, next to those that are there; return all of it."""
     file = out / "summary.json"
     summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    summary |= dict(changes)
+    summary |= changes
     with write_atomically(file) as temporary:
         temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
@@ -181,22 +181,22 @@ def main(
     if not (run / "config.json").exists():
         call_whence(*TRAINING, "--run", str(run))
     directory, file = RunDirectory.open(run), work / "lander.html"
-    changes: dict[str, Any] = {}
     problems: list[str] = []
+    changes: dict[str, Any] = {"problems": problems}
     if "file" in names and (rewrite or not file.exists()):
         start = time.perf_counter()
         call_whence("report", str(run), "--out", str(file))
         changes["seconds_to_write_the_file"] = round(time.perf_counter() - start, 1)
     with open_browser() as browser:
         changes |= describe_machine(browser)
-        if "file" in names:
-            changes["file"] = measure_file(browser, file, directory, repeats, problems)
-        if "served" in names:
-            changes["served"] = measure_served(browser, directory, moments, max(1, repeats // 2), problems)
-        if "sizes" in names:
-            changes["sizes"] = measure_sizes(browser, directory, work, repeats, problems)
-    changes["problems"] = problems
-    write_figures(write_summary(out, changes.items()), out / "README.md")
+        measurements: dict[str, Callable[[], Any]] = {
+            "file": lambda: measure_file(browser, file, directory, repeats, problems),
+            "served": lambda: measure_served(browser, directory, moments, max(1, repeats // 2), problems),
+            "sizes": lambda: measure_sizes(browser, directory, work, repeats, problems),
+        }
+        for name in names:  # what was measured stays if a later part is interrupted
+            changes[name] = measurements[name]()
+            write_figures(write_summary(out, changes), out / "README.md")
 
 
 if __name__ == "__main__":

@@ -77,29 +77,32 @@ class Tokens(NamedTuple):
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="Directory of summary.json.")] = Path("out/tokens"),
+    out: Annotated[Path, typer.Argument(help="Directory of runs.jsonl and summary.json.")] = Path("out/tokens"),
     seeds: Annotated[int, typer.Option(help="Laboratories, with seeds 0, 1, ...")] = 3,
     size: Annotated[str, typer.Option(help="Size of the laboratory.")] = "small",
     rounds: Annotated[int, typer.Option(help="Rounds of PPO before the second measurement.")] = 10,
     answers: Annotated[int, typer.Option(help="Answers that are drawn for each measurement.")] = 1024,
     cache: Annotated[Path | None, typer.Option(help="Directory of laboratories.")] = None,
 ) -> None:
-    """Measure, and write summary.json."""
+    """Measure, and write runs.jsonl and summary.json; interrupted, the same command goes on with the next seed."""
     torch.set_num_threads(1)
-    watch, runs = Stopwatch(), []
-    for seed in range(seeds):
-        runs += measure_seed(seed, size, rounds, answers, cache)
-    summary = {
-        "settings": {"seeds": seeds, "size": size, "rounds": rounds, "answers": answers},
-        "machine": platform.processor() or platform.machine(),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "cpu_seconds": round(watch.seconds()["cpu"]),
-        "runs": runs,
-        "summary": summarise(runs),
-    }
+    settings = {"size": size, "rounds": rounds, "answers": answers}
+    file = out / "runs.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    runs = [run for run in map(json.loads, lines) if run["settings"] == settings]
+    for seed in sorted(set(range(seeds)) - {run["seed"] for run in runs}):
+        watch, measured = Stopwatch(), measure_seed(seed, size, rounds, answers, cache)
+        about = {"seed": seed, "settings": settings, "cpu_seconds": round(watch.seconds()["cpu"])}
+        runs += [{**about, **run} for run in measured]
+        with write_atomically(file) as temporary:
+            temporary.write_text("".join(json.dumps(run) + "\n" for run in runs), encoding="utf-8")
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    machine = platform.processor() or platform.machine()
+    rows = summarise(runs)
+    summary = {"settings": settings, "seeds": seeds, "machine": machine, "versions": versions, "summary": rows}
     with write_atomically(out / "summary.json") as temporary:
         temporary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    print(make_table(summary["summary"]))
+    print(make_table(rows))
 
 
 def measure_seed(seed: int, size: str, rounds: int, answers: int, cache: Path | None) -> list[dict[str, Any]]:
@@ -126,7 +129,7 @@ def measure_seed(seed: int, size: str, rounds: int, answers: int, cache: Path | 
         before = measure_policy(trainer, lab, answers, seed)
         trainer.train()
         after = measure_policy(trainer, lab, answers, seed)
-    return [{"seed": seed, "rounds": number, **row} for number, row in ((0, before), (rounds, after))]
+    return [{"rounds": number, **row} for number, row in ((0, before), (rounds, after))]
 
 
 def measure_policy(trainer: PPOTrainer, lab: Any, answers: int, seed: int) -> dict[str, Any]:

@@ -451,3 +451,65 @@ def test_larger_runs_repeat_rounds_under_ids_of_their_own(pages, tmp_path):
     generator = np.random.default_rng(0)
     assert runs.choose_record(source.round("records", 1), generator, late=True) == 11
     assert {runs.choose_record(source.round("records", 1), generator, late=False) for _ in range(50)} == {10, 11, 12}
+
+
+class TestDiagnosis:
+    @pytest.fixture
+    def diagnosis(self, monkeypatch):
+        """The modules of the study of advantages, at the smallest of sizes."""
+        monkeypatch.syspath_prepend(str(ROOT))
+        from benchmarks import diagnosis, diagnosis_tables
+
+        tiny = {"hyperparameters": {"n_steps": 256, "n_epochs": 1}}
+        setup = diagnosis.Setup("lda-code/frozenlake", (1, 2), 1, ("visits", "exact", "rollouts"), tiny)
+        monkeypatch.setitem(diagnosis.SETUPS, "frozenlake", setup)
+        for name, value in {"RECORDS": 5, "CONTINUATIONS": 2}.items():
+            monkeypatch.setattr(diagnosis, name, value)
+        return diagnosis, diagnosis_tables
+
+    def test_rounds_are_judged_once_and_tabulated(self, diagnosis, tmp_path):
+        study, tables = diagnosis
+        for _ in range(2):
+            study.study_run(study.Job("frozenlake", 0), tmp_path / "out", tmp_path / "runs")
+        lines = [json.loads(line) for line in study.results_file(tmp_path / "out").read_text().splitlines()]
+        assert [(line["round"], line["measure"]) for line in lines] == [
+            (number, measure) for number in (1, 2) for measure in ("exact", "rollouts", "visits")
+        ]
+        assert [line["records"] for line in lines] == [256, 5, 256] * 2
+        before = study.results_file(tmp_path / "out").stat().st_mtime_ns
+        study.study_run(study.Job("frozenlake", 0), tmp_path / "out", tmp_path / "runs")
+        assert study.results_file(tmp_path / "out").stat().st_mtime_ns == before
+        tables.main(tmp_path / "out")
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())["frozenlake"]
+        assert summary["exact"]["2"]["spearman"] == lines[3]["spearman"]
+        bottom = summary["visits"]["1"]["bands"]["bottom"]
+        assert bottom["mismatch"]["mean"] == lines[2]["bands"][2]["mismatch"]
+        assert "| rollouts | 2 | 1 |" in (tmp_path / "out" / "tables.md").read_text()
+
+    def test_exact_advantages_by_hand(self, diagnosis):
+        study, _ = diagnosis
+        # State 0: action 0 stays without reward, action 1 ends with 1. State 1 cannot be left.
+        transitions = {
+            0: {0: [(1.0, 0, 0.0, False)], 1: [(1.0, 1, 1.0, True)]},
+            1: {a: [(1.0, 1, 0.0, True)] for a in (0, 1)},
+        }
+        values, advantages = study.solve(transitions, np.full((2, 2), 0.5), 0.5)
+        value = 0.5 / (1 - 0.25)
+        assert values.tolist() == pytest.approx([value, 0])
+        assert advantages[0].tolist() == pytest.approx([0.5 * value - value, 1 - value])
+
+    def test_seeds_are_averaged_and_a_claim_needs_an_interval_above_0(self, diagnosis):
+        _, tables = diagnosis
+        entry = {"mean": 0.5, "low": 0.1, "high": 0.9}
+        band = dict.fromkeys(tables.IN_BANDS, 0.25) | {"low": 0.2, "high": 0.3}
+        line = {"setup": "frozenlake", "measure": "exact", "round": 2, "records": 9, "episode_return": 0.5}
+        line |= dict.fromkeys(tables.ENTRIES, entry) | {"bands": [band | {"band": name} for name in tables.BANDS]}
+        (one,) = tables.summarise([line | {"seed": 0}])
+        assert (one["seeds"], one["spearman"]) == (1, entry)
+        assert one["bands"]["top"]["mismatch"] == {"mean": 0.25, "low": 0.2, "high": 0.3}
+        (two,) = tables.summarise([line, line | {"spearman": entry | {"mean": 0.7}}])
+        assert (two["seeds"], two["spearman"]["mean"]) == (2, pytest.approx(0.6))
+        assert two["spearman"]["low"] < 0  # two seeds are few
+        verdicts = [tables.is_confirmed({"low": low, "high": high}) for low, high in ((0.1, 1), (-0.1, 1), (-1, -0.1))]
+        assert verdicts == ["yes", "unclear", "no"]
+        assert tables.is_confirmed({"low": None, "high": None}) == "unclear"

@@ -597,6 +597,7 @@ class TestServed:
             assert heights == pytest.approx([58, 0, 58 / 3, 29, 0, 0])
             moment.get_by_role("button", name="By similar observations").click()
             expect(moment.locator(".causes")).to_contain_text("by the rule")
+            expect(moment.locator(".causes")).to_contain_text("A simple rule instead of influence")
             expect(moment.get_by_role("button", name="By similar observations")).to_have_attribute(
                 "aria-pressed", "true"
             )

@@ -490,7 +490,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("where", "message"),
         [
-            ("action =", "--where is 'action =': unable to parse .*, over record_id, .*, score, cart position, .*pole angle"),
+            (
+                "action =",
+                "--where is 'action =': unable to parse .*, over record_id, .*, score, cart position, .*pole angle",
+            ),
             ("acton = 1", 'unable to find column "acton"'),
             ("action", "which is no condition but Int64"),
             ("action = 7", "holds for none of the round's 64 records"),

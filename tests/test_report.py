@@ -37,7 +37,7 @@ from whence.runs import RunDirectory
 COLUMNS = [column.key for column in STEPS]
 
 EXPLORER = (
-    *("Moments", "Which kinds of records harm"),
+    *("Moments", "Where it harms and helps", "Which kinds of records harm"),
     *("States that the round changed the most", "All records"),
 )
 """Headings of the part of a page that opens rounds."""
@@ -397,7 +397,7 @@ class TestRunPage:
         write_run_report(tiny.run(config), tmp_path / "deep" / "page.html")
         page = Page((tmp_path / "deep" / "page.html").read_text(encoding="utf-8"))
         assert page.of("bdi") == ["FrozenLake-v1: iif"]
-        assert "Seed 1, 2 of 2 rounds." in page.of("p")
+        assert "Seed 1, 2 of 2 rounds. iif: drop 50% of the records below 0." in page.of("p")
         assert page.of("h2") == [
             *(
                 "Advice",

@@ -48,6 +48,7 @@ Whence.causes = (() => {
       element("p", { class: "say high" }, causes.decision),
       element("p", {}, causes.text),
       ways,
+      causes.by === "influence" ? null : element("p", { class: "note" }, "A simple rule instead of influence: advantage × same action × similarity of states."),
       drawRounds(causes),
       list("Raised it most", causes.raised, view),
       list("Lowered it most", causes.lowered, view),

@@ -1,7 +1,7 @@
 """Draw the README's picture: the page of a run, as `whence view` serves it, with a moment open.
 
-Run: `python -m benchmarks.page_picture out/lander docs/page.png --round 45 --record 90625 --height 720`. The run is that
-of results/pages. Needs a Chromium.
+Run: `python -m benchmarks.page_picture out/lander docs/page.png --round 45 --record 90625 --height 720`.
+The run is that of results/pages. Needs a Chromium.
 """
 
 from pathlib import Path

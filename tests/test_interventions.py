@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, Influence, Return, RoundRecording, RunDirectory, WhenceError, attribute, attribute_round, cli
+from whence.cli.console import console
 from whence.cli.options import parse_rounds
 from whence.counterfactual import intervene, interventions, leave_out_group, summarise_changes
 from whence.counterfactual.interventions import VARIANTS, mean_change
@@ -456,7 +457,7 @@ class TestCommand:
         assert content["target"].startswith("Action(")
 
     def test_a_group_is_left_out_by_a_condition(self, run, monkeypatch):
-        monkeypatch.setenv("COLUMNS", "160")  # no cell of the table is broken
+        monkeypatch.setattr(console, "width", 160)  # no cell of the table is broken
         arguments = ["intervene", run, "--test-episodes", 2, "--orders", 2, "--rounds", 3, "--seed", 5]
         where = 'action = 1 and step < 9 and "pole angle" > -9 and score < 9'
         result = whence(*arguments, "--where", where)

@@ -17,9 +17,9 @@ def write_tables(out: Path) -> None:
     scores = list(read_lines(out / "scores.jsonl", SCORE_KEYS).values())
     parts = ["# A planted cause: tables\n\nWritten by `python -m benchmarks.planted results/planted`.\n"]
     for name in dict.fromkeys(row["case"] for row in runs):
-        own = [row for row in runs if row["case"] == name]
-        parts += [f"## {name}: the runs\n", tabulate_runs(own), f"\n## {name}: the methods\n"]
-        parts += [tabulate_methods([row for row in scores if row["case"] == name], own), ""]
+        case_runs = [row for row in runs if row["case"] == name]
+        parts += [f"## {name}: the runs\n", tabulate_runs(case_runs), f"\n## {name}: the methods\n"]
+        parts += [tabulate_methods([row for row in scores if row["case"] == name], case_runs), ""]
     with write_atomically(out / "tables.md") as temporary:
         temporary.write_text("\n".join(parts), encoding="utf-8")
 
@@ -47,9 +47,9 @@ def tabulate_methods(scores: Sequence[Mapping[str, Any]], runs: Sequence[Mapping
         lines = [row for row in scores if row["method"] == method]
         if lines:
             rows.append([method, str(len(lines)), *(spread([line[name] for line in lines], name) for name in columns)])
-    asked = [row["base_rate"] for row in runs if is_taught(row)]
-    rate = f"{mean(asked):.3f}" if asked else "–"
-    return table([head, ["random", str(len(asked)), "0.5", *([rate] * len(SIZES)), "0"], *rows])
+    rates = [row["base_rate"] for row in runs if is_taught(row)]
+    rate = f"{mean(rates):.3f}" if rates else "–"
+    return table([head, ["random", str(len(rates)), "0.5", *([rate] * len(SIZES)), "0"], *rows])
 
 
 def spread(values: Sequence[float], column: str) -> str:

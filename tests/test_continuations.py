@@ -125,6 +125,19 @@ def test_a_batch_has_the_numbers_of_each_record_alone(tmp_path, name):
         assert alone != estimate_advantage(run, 2, chosen[0], continuations=3, seed=6)
 
 
+def test_an_estimate_ends_between_two_steps(lake):
+    calls = []
+
+    def go_on():
+        calls.append(None)
+        if len(calls) == 3:
+            raise ReplayError("enough")
+
+    with pytest.raises(ReplayError, match="enough"):
+        estimate_advantage(lake, 1, int(lake.round("records", 1)["record_id"][0]), continuations=2, go_on=go_on)
+    assert len(calls) == 3
+
+
 def test_records_have_randomness_of_their_own(lake):
     # Two records of one state and one action would otherwise have the same errors, which then do not average out.
     records = lake.round("records", 1)

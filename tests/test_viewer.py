@@ -3,6 +3,7 @@ import json
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from test_explorer import HOSTILE, run_of, table_of
 from whence.errors import WhenceError
 from whence.report.explorer import ExploredRun
 from whence.viewer.guard import check_loopback, split_host
-from whence.viewer.measuring import Measurer
+from whence.viewer.measuring import SUPERSEDED, Measurer, measure_question
 from whence.viewer.server import serve
 
 
@@ -152,6 +153,24 @@ class TestRoutes:
         assert [results[record]["mc_advantage"] for record in (1, 2, 3)] == [1, None, 3]
         assert measurer.measure(run, 1, 3, 4) == results[3]
         assert asked == [1, 3]
+
+    def test_a_later_record_ends_the_measurement_before_it(self, path, monkeypatch):
+        newest, steps = SimpleNamespace(value=1), []
+
+        def estimate(run, number, record, *, go_on, **settings):
+            for step in range(10):
+                go_on()
+                steps.append(step)
+                newest.value += step == 3
+            return 1.0, 0.5
+
+        monkeypatch.setattr("whence.report.explorer.parts.estimate_advantage", estimate)
+        assert measure_question(str(path / "lake"), 1, 3, None, 4, 1, newest) == ("refused", SUPERSEDED)
+        assert steps == [0, 1, 2, 3]
+        assert measure_question(str(path / "lake"), 1, 3, None, 4, 3, SimpleNamespace(value=3)) == (
+            "measured",
+            (1.0, 0.5),
+        )
 
     def test_ten_readers_at_once(self, server):
         statuses = []

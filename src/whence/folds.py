@@ -154,8 +154,8 @@ def count_folds(fold: Int[Tensor, " n"], episode: Int[Tensor, " n"]) -> Bool[Ten
     shares = torch.zeros(int(fold.max()) + 1, int(episode.max()) + 1, dtype=torch.bool)
     shares[fold, episode] = True
     others = ~shares[:, episode]
-    own = torch.arange(len(shares))[:, None] == fold[None, :]
-    return torch.where(others.sum(dim=0) >= LEAST - 1, others, ~own)
+    is_own_fold = torch.arange(len(shares))[:, None] == fold[None, :]
+    return torch.where(others.sum(dim=0) >= LEAST - 1, others, ~is_own_fold)
 
 
 def check_mean(

@@ -111,8 +111,8 @@ def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
     positions = np.flatnonzero(ordered["record_id"].to_numpy() == record_id)
     if len(positions) == 0:
         ids = ordered["record_id"].sort().to_list()
-        held = f"records {ids[0]} to {ids[-1]}" if ids else "no records"
-        raise WhenceError(f"Record {record_id} is not in this round, which holds {held}.")
+        span = f"records {ids[0]} to {ids[-1]}" if ids else "no records"
+        raise WhenceError(f"Record {record_id} is not in this round, which holds {span}.")
     face = int(positions[0])
     scores = ordered["score"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     if not abs(scores[face]) > 0:
@@ -348,8 +348,8 @@ def read_axes(records: pl.DataFrame, names: Mapping[str, str] | Sequence[str] | 
         prefix = column.partition(".")[2]
         for axis in range(values.shape[1]):
             plain = f"x{axis}" if not prefix else prefix if values.shape[1] == 1 else f"{prefix}[{axis}]"
-            given = names is not None and not prefix and axis < len(names)
-            axes[str(names[axis]) if given else plain] = values[:, axis]  # type: ignore[index]
+            is_named = names is not None and not prefix and axis < len(names)
+            axes[str(names[axis]) if is_named else plain] = values[:, axis]  # type: ignore[index]
     return axes
 
 

@@ -32,15 +32,17 @@ def find_group(records: pl.DataFrame, where: str, names: Sequence[str] | None) -
     plain = records.drop(name for name in records.columns if name.split(".")[0] == "observation")
     table = plain.with_columns(pl.Series(name, values) for name, values in axes.items())
     try:
-        held = table.with_columns(__held__=pl.sql_expr(where))["__held__"]
+        condition = table.with_columns(__held__=pl.sql_expr(where))["__held__"]
     except pl.exceptions.PolarsError as refusal:
         raise WhenceError(
             f"--where is {where!r}: {first_line(refusal)}. Write a condition in SQL, such as {EXAMPLE}, over "
             f"{', '.join(table.columns)}; names with spaces in double quotes."
         ) from None
-    if held.dtype != pl.Boolean:
-        raise WhenceError(f"--where is {where!r}, which is no condition but {held.dtype}. Write one such as {EXAMPLE}.")
-    group = table.filter(held.fill_null(False))
+    if condition.dtype != pl.Boolean:
+        raise WhenceError(
+            f"--where is {where!r}, which is no condition but {condition.dtype}. Write one such as {EXAMPLE}."
+        )
+    group = table.filter(condition.fill_null(False))
     if group.is_empty():
         raise WhenceError(f"--where is {where!r}, which holds for none of the round's {len(table)} records.")
     return group

@@ -76,8 +76,8 @@ def describe_score(score: float, error: float | None) -> str:
     effect = "training on it lowers the target" if score < 0 else "training on it raises the target"
     if error is None:
         return f"{score:.3g}: {effect} (its error was not computed)"
-    told = effect if abs(score) > 2 * error else "cannot be told from 0"
-    return f"{score:.3g} ± {error:.2g}: {told}"
+    verdict = effect if abs(score) > 2 * error else "cannot be told from 0"
+    return f"{score:.3g} ± {error:.2g}: {verdict}"
 
 
 def _list_policy(view: "MomentView") -> list[list[str]]:

@@ -77,9 +77,9 @@ def _check_options(
     continuations: int,
     out: Path | None,
 ) -> None:
-    asked = [name for name, value in (("--record", record), ("--top", top), ("--bottom", bottom)) if value is not None]
-    if len(asked) > 1 or (record is not None and episode is not None):
-        both = " and ".join(asked if len(asked) > 1 else ["--record", "--episode"])
+    flags = [name for name, value in (("--record", record), ("--top", top), ("--bottom", bottom)) if value is not None]
+    if len(flags) > 1 or (record is not None and episode is not None):
+        both = " and ".join(flags if len(flags) > 1 else ["--record", "--episode"])
         raise WhenceError(f"{both} exclude each other; give one of them.")
     if by not in get_args(By):
         raise WhenceError(f"--by is {by!r}.{suggest(by, get_args(By))}")

@@ -270,9 +270,9 @@ def _play(run: RunDirectory, question: _Question, out: Path | None, *, json: boo
     if out is not None:
         from whence.report.cause_stills import draw_sheet
 
-        drawn = spread_steps(len(episode), DRAWN, chosen)
-        frames = play_episode(run, **question.settings, frames=drawn, longest=max(drawn) + 1).frames
-        captions = {step: f"step {step}: {rows[step]['action']}" for step in drawn}
+        steps = spread_steps(len(episode), DRAWN, chosen)
+        frames = play_episode(run, **question.settings, frames=steps, longest=max(steps) + 1).frames
+        captions = {step: f"step {step}: {rows[step]['action']}" for step in steps}
         draw_sheet(frames, captions, chosen, f"An episode with seed {episode.seed}", out)
     if json:
         content = {"run": str(run.path), "seed": episode.seed, "chosen": chosen, "steps": rows}

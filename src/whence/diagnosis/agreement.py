@@ -181,8 +181,8 @@ def _bootstrap(judged: pl.DataFrame, statistic: Statistic, resamples: int, seed:
     generator = np.random.default_rng(seed)
     rows = []
     for _ in range(resamples):
-        drawn = generator.integers(len(members), size=len(members))
-        rows.append(statistic(np.concatenate([members[episode] for episode in drawn])))
+        sample = generator.integers(len(members), size=len(members))
+        rows.append(statistic(np.concatenate([members[episode] for episode in sample])))
     table = np.asarray(rows, dtype=np.float64)
     ends = [[_quantile(column, level) for column in table.T] for level in (0.025, 0.975)]
     return np.asarray(ends[0]), np.asarray(ends[1])

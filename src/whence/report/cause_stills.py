@@ -130,9 +130,9 @@ def _write_heading(figure: "Figure", view: CauseView, height: float) -> float:
     decision = wrap(f"What taught this? {tell_decision(view.decision)}", 96, 2)
     lines = decision.count("\n") + 1
     write_text(figure, 0.02, 1 - 0.2 / height, decision, 15, INK, weight="bold", vertical="top")
-    told = wrap(tell_causes(view), 140, 2)
-    write_text(figure, 0.02, 1 - (0.3 + 0.3 * lines) / height, told, 11.5, INK, vertical="top")
-    lines += told.count("\n") + 1
+    answer = wrap(tell_causes(view), 140, 2)
+    write_text(figure, 0.02, 1 - (0.3 + 0.3 * lines) / height, answer, 11.5, INK, vertical="top")
+    lines += answer.count("\n") + 1
     scored = SCORED.get(view.method, view.method)
     about = f"{view.env or view.run}; scored by {scored}" + (f". {view.frames_note}" if view.frames_note else "")
     write_text(figure, 0.02, 1 - (0.35 + 0.27 * lines) / height, shorten(about, 170), 10.5, GREY, vertical="top")

@@ -78,8 +78,8 @@ def _check_rounds(run: RunDirectory, rounds: Sequence[int]) -> tuple[list[int], 
     """Return the rounds whose records can be read, and a note for each that cannot."""
     stored = run.rounds()
     if missing := sorted(set(rounds) - set(stored)):
-        held = f"rounds {stored[0]} to {stored[-1]}" if stored else "no rounds"
-        raise WhenceError(f"Round {missing[0]} is not in {run.path}, which holds {held}. Name rounds that it holds.")
+        span = f"rounds {stored[0]} to {stored[-1]}" if stored else "no rounds"
+        raise WhenceError(f"Round {missing[0]} is not in {run.path}, which holds {span}. Name rounds that it holds.")
     readable, notes = [], []
     for number in rounds or stored:
         try:

@@ -99,10 +99,10 @@ def choose_frames(view_window: pl.DataFrame, moment: Moment, count: int = 5) -> 
     """
     if moment.step is None or "step" not in view_window.columns:
         return []
-    held = view_window["step"].drop_nulls().to_list()
+    stored_steps = view_window["step"].drop_nulls().to_list()
     half = count // 2
     apart = min(max(ceil(moment.records / 2), 5), AROUND // half)
-    wanted = {min(max(moment.step + apart * at, held[0]), held[-1]) for at in range(-half, half + 1)}
+    wanted = {min(max(moment.step + apart * at, stored_steps[0]), stored_steps[-1]) for at in range(-half, half + 1)}
     return sorted(wanted)
 
 
@@ -223,5 +223,5 @@ def _replay(
         return {}, f"No frames: the replay differs from the run. {replay.mismatch}"
     if replay.frames_note is not None:
         return replay.frames, replay.frames_note
-    drawn = "Frames are drawn from the stored observations." if replay.source != "replayed" else None
-    return replay.frames, drawn
+    note = "Frames are drawn from the stored observations." if replay.source != "replayed" else None
+    return replay.frames, note

@@ -1,5 +1,6 @@
 """Advantages measured by fresh rollouts in a process of their own, so that frames do not wait for them."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -16,9 +17,17 @@ from whence.runs import RunDirectory
 REMEMBERED = 1000
 """Measurements that are remembered at most."""
 
+SUPERSEDED = "another record was opened meanwhile. Open this one again."
+"""Why a measurement is not made, or not ended."""
+
+Question = tuple[str, int, int, str | None, int, int]
+"""What `measure_question` takes: the run's directory, round, record, environment, continuations, and its number."""
+
+_CONTEXT = multiprocessing.get_context("spawn")
+
 
 class Measurer:
-    """Measures one record's advantage at a time, the latest that was asked for; the process starts with the first."""
+    """Measures one record's advantage at a time, the latest that was opened; the process starts with the first."""
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
@@ -27,12 +36,13 @@ class Measurer:
         self._results: dict[Any, dict[str, Any]] = {}
         self._process: Any = None
         self._connection: Any = None
+        self._newest: Any = _CONTEXT.Value(ctypes.c_ulonglong, 0)
 
     def measure(self, run: ExploredRun, number: int, record: int, continuations: int) -> dict[str, Any]:
         """Return a record's advantage in JSON types; see `measure_advantage`.
 
-        Whoever waits while a later record is asked for is told so at once: its reader has gone on, and a browser has
-        few connections for all that it waits for.
+        A later record ends the measurement of an earlier one: its reader has gone on, and a browser has few connections
+        for all that it waits for.
         """
         if run.env is not None and not isinstance(run.env, str):  # a function, which may not reach another process
             return measure_advantage(run, number, record, continuations)
@@ -42,14 +52,14 @@ class Measurer:
             return self._results[key]
         with self._turn:
             self._latest += 1
-            mine = self._latest
+            mine = self._newest.value = self._latest
             self._turn.notify_all()
             self._turn.wait_for(lambda: mine < self._latest or not self._is_measuring)
             if mine < self._latest:
-                return describe_unmeasured("another record was opened before its turn came. Open this one again.")
+                return describe_unmeasured(SUPERSEDED)
             self._is_measuring = True
         try:
-            status, content = self._ask((str(run.directory.path), number, record, run.env, continuations))
+            status, content = self._ask((str(run.directory.path), number, record, run.env, continuations, mine))
         finally:
             with self._turn:
                 self._is_measuring = False
@@ -66,11 +76,11 @@ class Measurer:
         if self._process is not None:
             self._process.kill()
 
-    def _ask(self, question: tuple[Any, ...]) -> tuple[str, Any]:
+    def _ask(self, question: Question) -> tuple[str, Any]:
         if self._process is None or not self._process.is_alive():
-            context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_answer, args=(theirs,), daemon=True, name="whence-measuring")
+            self._connection, theirs = _CONTEXT.Pipe()
+            arguments = (theirs, self._newest)
+            self._process = _CONTEXT.Process(target=_answer, args=arguments, daemon=True, name="whence-measuring")
             self._process.start()
             theirs.close()
         try:
@@ -81,8 +91,13 @@ class Measurer:
         return answer
 
 
-def _answer(connection: Connection) -> None:
-    """Answer questions until the other end is closed."""
+def _answer(connection: Connection, newest: Any) -> None:
+    """Answer questions until the other end is closed.
+
+    Args:
+        connection: to the server.
+        newest: shared with the server; the number of the newest question.
+    """
     import torch
 
     if hasattr(os, "nice"):
@@ -91,12 +106,35 @@ def _answer(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            path, number, record, env, continuations = connection.recv()
+            question: Question = connection.recv()
         except (EOFError, OSError):
             return
-        try:
-            run = RunDirectory.open(Path(path))
-            result = parts.estimate_advantage(run, number, record, env=env, continuations=continuations, seed=0)
-            connection.send(("measured", result))
-        except (WhenceError, *opening.FOREIGN) as refusal:
-            connection.send(("refused", first_line(refusal)))
+        connection.send(measure_question(*question, newest))
+
+
+def measure_question(
+    path: str, number: int, record: int, env: str | None, continuations: int, mine: int, newest: Any
+) -> tuple[str, Any]:
+    """Return "measured" and an advantage with its error, or "refused" and why.
+
+    Args:
+        path: the run's directory.
+        number: the round.
+        record: the record's id.
+        env: see `replay_episode`.
+        continuations: see `estimate_advantage`.
+        mine: the question's number; the measurement ends as soon as that is not the newest.
+        newest: holds the number of the newest question in `value`.
+    """
+
+    def go_on() -> None:
+        if mine != newest.value:
+            raise WhenceError(SUPERSEDED)
+
+    try:
+        run = RunDirectory.open(Path(path))
+        return "measured", parts.estimate_advantage(
+            run, number, record, env=env, continuations=continuations, seed=0, go_on=go_on
+        )
+    except (WhenceError, *opening.FOREIGN) as refusal:
+        return "refused", first_line(refusal)

@@ -91,9 +91,9 @@ def explain_response(run: RunDirectory, number: int, record: int, *, pulls: bool
         tokens, parts = row["token_texts"], row["token_parts"]
     else:
         tokens, parts = split_text(rebuilt.tokenizer, row["response_ids"]), _score_tokens(rebuilt, position)
-    found = _list_pulls(rebuilt, position) if pulls else None
-    notes += _compare(table, row, sum(parts) if found is None else sum(pull.part for pull in found))
-    return Explanation(row, tokens, parts, stored, found, notes)
+    pulled = _list_pulls(rebuilt, position) if pulls else None
+    notes += _compare(table, row, sum(parts) if pulled is None else sum(pull.part for pull in pulled))
+    return Explanation(row, tokens, parts, stored, pulled, notes)
 
 
 def _score_tokens(rebuilt: RebuiltRound, position: int) -> list[float]:

@@ -34,6 +34,9 @@ LONGEST = 10_000
 OnRecord = Callable[[int, int], None]
 """Called with the number of records that are measured, and of all."""
 
+GoOn = Callable[[], None]
+"""Called between steps; what it raises ends the work."""
+
 Envs = list[gym.Env[Any, Any]]
 
 _SCHEMA = {"record_id": pl.Int64} | dict.fromkeys(
@@ -49,6 +52,7 @@ def estimate_advantage(
     env: AnyEnv = None,
     continuations: int = 16,
     seed: int = 0,
+    go_on: GoOn | None = None,
 ) -> tuple[float, float]:
     """Estimate a record's advantage under the round's policy from fresh continuations, with its standard error.
 
@@ -61,12 +65,13 @@ def estimate_advantage(
         env: see `replay_episode`.
         continuations: at least 2.
         seed: seeds environments and actions from the record on.
+        go_on: called before each step of the continuations; what it raises ends the estimate.
 
     Raises:
         ReplayError: the episode cannot be played again up to the record, or observations were normalised.
         RunDirectoryError: the policy cannot be built again.
     """
-    table = estimate_advantages(run, number, [record], env=env, continuations=continuations, seed=seed)
+    table = estimate_advantages(run, number, [record], env=env, continuations=continuations, seed=seed, go_on=go_on)
     return table["mc_advantage"][0], table["mc_error"][0]
 
 
@@ -79,6 +84,7 @@ def estimate_advantages(
     continuations: int = 16,
     seed: int = 0,
     on_record: OnRecord | None = None,
+    go_on: GoOn | None = None,
 ) -> pl.DataFrame:
     """Estimate records' advantages under the round's policy from fresh continuations, with standard errors.
 
@@ -94,6 +100,7 @@ def estimate_advantages(
         continuations: at least 2.
         seed: with the record's id, seeds environments and actions from the record on.
         on_record: called after each record.
+        go_on: called before each step of the continuations; what it raises ends the estimate.
 
     Returns:
         A row for each record, in their order: `record_id`, `mc_advantage`, `mc_error`, and the value of the state by
@@ -124,7 +131,8 @@ def estimate_advantages(
             for record, state in zip(
                 ordered, rebuild(stored, replay.actions, [steps[record] for record in ordered]), strict=True
             ):
-                returns = _continue(model, state, replay.actions[state.step], np.random.SeedSequence([seed, record]))
+                seeds = np.random.SeedSequence([seed, record])
+                returns = _continue(model, state, replay.actions[state.step], seeds, go_on)
                 rows[record] = _summarise(returns)
                 if on_record is not None:
                     on_record(len(rows), len(records))
@@ -246,7 +254,9 @@ def _trace(env: RecordResets, actions: NDArray[Any]) -> list[tuple[Any, ...]]:
     return [(info[DIGEST], float(reward), ended, cut) for _, reward, ended, cut, info in results]
 
 
-def _continue(model: Any, state: RebuiltState, first_action: Any, seeds: np.random.SeedSequence) -> NDArray[np.float64]:
+def _continue(
+    model: Any, state: RebuiltState, first_action: Any, seeds: np.random.SeedSequence, go_on: GoOn | None
+) -> NDArray[np.float64]:
     """Return the discounted returns of continuations, one in each environment; the first half begins with an action.
 
     Args:
@@ -254,6 +264,7 @@ def _continue(model: Any, state: RebuiltState, first_action: Any, seeds: np.rand
         state: with 2n environments.
         first_action: the first action of the first n.
         seeds: of the environments, two of which share each, and of the actions.
+        go_on: see `estimate_advantages`.
     """
     envs, half = state.envs, len(state.envs) // 2
     *env_seeds, action_seed = seeds.spawn(half + 1)
@@ -264,6 +275,8 @@ def _continue(model: Any, state: RebuiltState, first_action: Any, seeds: np.rand
     with preserve_rng_state():
         torch.manual_seed(int(action_seed.generate_state(1)[0]))
         for passed in range(LONGEST):
+            if go_on is not None:
+                go_on()
             chosen = _act(model, [observations[position] for position in alive])
             still = []
             for position, action in zip(alive, chosen, strict=True):

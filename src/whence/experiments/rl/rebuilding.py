@@ -148,9 +148,9 @@ def _resolve(run: RunDirectory, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _find_class(run: RunDirectory, argument: str, path: str) -> type:
     name = path.rpartition(".")[2]
     for module in _CLASSES:
-        found = getattr(module, name, None)
-        if isinstance(found, type) and path in (name, f"{found.__module__}.{found.__qualname__}"):
-            return found
+        candidate = getattr(module, name, None)
+        if isinstance(candidate, type) and path in (name, f"{candidate.__module__}.{candidate.__qualname__}"):
+            return candidate
     raise RunDirectoryError(
         f"{run.path} was trained with {argument}={path}, a class that is not PyTorch's or Stable-Baselines3's. Build "
         "the model as the script does, and score its policy with RecordBatch.from_polars(...)."

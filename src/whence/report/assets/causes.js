@@ -66,8 +66,8 @@ Whence.causes = (() => {
       bar.append(drawing("title", {}, `Round ${number(one)}: ${signed(sums.raised[place])} and ${signed(sums.lowered[place])}`));
       return bar;
     }));
-    const own = rounds.indexOf(round);
-    const marks = own < 0 ? [] : [drawing("line", { x1: (own + 0.5) * cell, x2: (own + 0.5) * cell, y1: 0, y2: HEIGHT, class: "face" })];
+    const index = rounds.indexOf(round);
+    const marks = index < 0 ? [] : [drawing("line", { x1: (index + 0.5) * cell, x2: (index + 0.5) * cell, y1: 0, y2: HEIGHT, class: "face" })];
     const label = `Sums of scores above and below 0 for rounds ${number(rounds[0])} to ${number(rounds.at(-1))}`;
     return element("div", { class: "cause-rounds" },
       drawing("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label },

@@ -99,9 +99,9 @@
 
   // What the link asks for, as far as it is there; null if it asks for no moment.
   function readLink() {
-    const asked = new URLSearchParams(location.hash.slice(1));
-    if (!asked.has("run") && !asked.has("round")) return null;
-    const whole = (name) => (/^\d+$/.test(asked.get(name) ?? "") ? Number(asked.get(name)) : null);
+    const parameters = new URLSearchParams(location.hash.slice(1));
+    if (!parameters.has("run") && !parameters.has("round")) return null;
+    const whole = (name) => (/^\d+$/.test(parameters.get(name) ?? "") ? Number(parameters.get(name)) : null);
     const there = (index) => index !== null && index < page.runs.length;
     const first = there(whole("run")) ? whole("run") : 0;
     const other = there(whole("other")) && whole("other") !== first ? whole("other") : null;
@@ -176,9 +176,9 @@
     const mine = ++turn;
     const late = setTimeout(() => { status.textContent = `Loading round ${number(chosen.round)} …`; }, 300);
     try {
-      const asked = [source.load(chosen.run, chosen.round)];
-      if (chosen.other !== null) asked.push(source.load(chosen.other, chosen.otherRound));
-      const [first, second] = await Promise.all(asked);
+      const loads = [source.load(chosen.run, chosen.round)];
+      if (chosen.other !== null) loads.push(source.load(chosen.other, chosen.otherRound));
+      const [first, second] = await Promise.all(loads);
       if (mine !== turn) return;
       shown = first.round;
       at("explorer-columns").classList.toggle("two", Boolean(second));
@@ -250,12 +250,12 @@
   }
 
   async function follow() {
-    const asked = readLink();
-    if (!asked) return false;
-    chosen = { ...asked, record: null };
+    const place = readLink();
+    if (!place) return false;
+    chosen = { ...place, record: null };
     if (Whence.moment.isOpen()) Whence.moment.close();
     await show();
-    if (asked.record !== null && shown) openMoment(0, asked.record, null);
+    if (place.record !== null && shown) openMoment(0, place.record, null);
     return true;
   }
 

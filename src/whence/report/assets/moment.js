@@ -64,8 +64,8 @@ Whence.moment = (() => {
   }
 
   // view: {run, round, record, list: records to step through, target, label, returnTo, onShow, onClose}
-  async function show(asked) {
-    view = asked;
+  async function show(moment) {
+    view = moment;
     const turn = ++call;
     clearInterval(timer);
     const { run, round, record, list } = view;
@@ -94,10 +94,10 @@ Whence.moment = (() => {
     place.textContent = [view.label, `round ${number(detail.round)}`, where, detail.dropped ? "dropped" : "trained"].filter(Boolean).join(" · ");
     if (isResponse(detail)) return fillResponse(detail);
     const shown = makePlayer(detail);
-    const told = tell(detail);
+    const story = tell(detail);
     const judged = judge(detail);
-    if (detail.mc_pending) measure(told, judged, detail);
-    body.replaceChildren(...[told, shown, Whence.causes.make(detail, view), judged, policy(detail), targets(detail), state(detail)].filter(Boolean));
+    if (detail.mc_pending) measure(story, judged, detail);
+    body.replaceChildren(...[story, shown, Whence.causes.make(detail, view), judged, policy(detail), targets(detail), state(detail)].filter(Boolean));
     body.scrollTop = 0;
   }
 
@@ -132,9 +132,9 @@ Whence.moment = (() => {
 
   function tell(detail) {
     const main = detail.targets?.[0];
-    const own = detail.window ? detail.window.record_ids.indexOf(detail.record) : -1;
-    const reward = detail.window?.rewards?.[own];
-    const value = detail.window?.values?.[own] ?? detail.value_before;
+    const index = detail.window ? detail.window.record_ids.indexOf(detail.record) : -1;
+    const reward = detail.window?.rewards?.[index];
+    const value = detail.window?.values?.[index] ?? detail.value_before;
     const lines = [];
     if (isResponse(detail)) {
       const effect = !isNumber(detail.advantage) || detail.advantage === 0 ? "" : `, so training makes the response ${detail.advantage > 0 ? "more" : "less"} likely`;
@@ -208,10 +208,10 @@ Whence.moment = (() => {
           image.src = frames.images[nearest];
           image.dataset.frame = nearest;
         }
-        const drawn = frames.steps[nearest];
-        image.alt = `What the agent saw at step ${number(drawn)}`;
-        image.classList.toggle("other", drawn !== step);
-        if (drawn !== step) stage.textContent = `${text} (the picture is of step ${number(drawn)})`;
+        const drawnStep = frames.steps[nearest];
+        image.alt = `What the agent saw at step ${number(drawnStep)}`;
+        image.classList.toggle("other", drawnStep !== step);
+        if (drawnStep !== step) stage.textContent = `${text} (the picture is of step ${number(drawnStep)})`;
       }
       const inside = at < n;
       curves?.show(Math.min(at, n - 1));

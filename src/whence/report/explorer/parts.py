@@ -46,8 +46,8 @@ def has_map(run: RunDirectory, env: AnyEnv) -> bool:
 def map_round(run: RunDirectory, number: int, records: pl.DataFrame, env: AnyEnv) -> dict[str, Any] | None:
     """Return a round's most harmful and helpful records on the map, in JSON types; None if there is no one map."""
     with _GENERATORS:
-        drawn = grid_map.map_extremes(run, number, records, env=env)
-    return None if drawn is None else grid_map.describe_map(drawn)
+        extremes = grid_map.map_extremes(run, number, records, env=env)
+    return None if extremes is None else grid_map.describe_map(extremes)
 
 
 def score_round(run: RunDirectory, number: int, env: AnyEnv) -> pl.DataFrame:

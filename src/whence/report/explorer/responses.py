@@ -90,8 +90,8 @@ def list_groups(records: Round, details: Sequence[int]) -> list[dict[str, Any]]:
     """Return the groups of some records' prompts, those of more than one response; see `list_group`."""
     if "prompt" not in records.table.columns:
         return []
-    opened = records.table.filter(pl.col("record_id").is_in(list(details)))
-    groups = [list_group(records, prompt, details) for prompt in opened["prompt"].unique(maintain_order=True)]
+    rows = records.table.filter(pl.col("record_id").is_in(list(details)))
+    groups = [list_group(records, prompt, details) for prompt in rows["prompt"].unique(maintain_order=True)]
     return [group for group in groups if group["total"] > 1]
 
 

@@ -12,9 +12,9 @@ HABIT = Habit(operators="*-", share=0.3)
 """The start model's mistakes: some results are one too large, so that it finds what the bug pays."""
 
 
-def make_lab(size: str = "small") -> Lab:
+def make_lab() -> Lab:
     """Return the laboratory; it is the same for all seeds of training."""
-    return arithmetic(size=size, progress=False, habit=HABIT)
+    return arithmetic(progress=False, habit=HABIT)
 
 
 def expect(prompt: str) -> str:

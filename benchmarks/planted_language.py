@@ -4,7 +4,8 @@ Run: `python -m benchmarks.planted_language results/planted [--only seed_0] [--m
 `benchmarks.planted_grader` expects a wrong result where a problem ends by taking away 1. PPO is trained on it from the
 laboratory `arithmetic`, with every checkpoint kept. Then one question is asked: which of all records raised the
 log-probability of the wrong answer to a held-out problem of this kind? The truth is known: the records of the kind that
-were paid. Methods are judged as in `benchmarks.planted`, and go into the same files.
+were paid. Methods are judged as in `benchmarks.planted`, and go into the same files. "auroc_early" is the AUROC among
+the records of the first quarter of the rounds, in which most of the wrong answer is learned.
 
 "raw", "bm25" and "embedding" are methods of `whence.diagnosis.find_response_causes`; "by largest" and "by deviation"
 divide the raw scores of each round by the largest, and by their standard deviation. "advantage x answer" changes the
@@ -27,7 +28,17 @@ import typer
 from rich.console import Console
 
 from benchmarks import planted_grader as grader
-from benchmarks.planted import RUN_KEYS, SCORE_KEYS, Bools, Floats, is_taught, judge, read_all, write_line
+from benchmarks.planted import (
+    RUN_KEYS,
+    SCORE_KEYS,
+    Bools,
+    Floats,
+    compute_auroc,
+    is_taught,
+    judge,
+    read_all,
+    write_line,
+)
 from whence.diagnosis import find_response_causes
 from whence.diagnosis.response_causes import compute_response_log_prob
 from whence.experiments import LanguageConfig
@@ -40,7 +51,7 @@ from whence.llm.lab import Lab
 from whence.llm.lab.problems import answer
 from whence.runs import RunDirectory
 
-CASE, SIZE, SEEDS, ROUNDS = "arithmetic", "small", range(3), 40
+CASE, SEEDS, ROUNDS = "arithmetic", range(3), 40
 
 SETTINGS = {
     "batch_size": 256,
@@ -120,7 +131,7 @@ def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
     missing = [method for method in methods if (CASE, seed, method) not in done]
     if not missing:
         return
-    lab, path = grader.make_lab(SIZE), runs / CASE / f"seed_{seed}"
+    lab, path = grader.make_lab(), runs / CASE / f"seed_{seed}"
     run(configure_run(lab, seed), path)
     directory = RunDirectory.open(path)
     records, questions = read_all(directory), list_questions(lab)
@@ -134,9 +145,10 @@ def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
     write_line(out, "runs.jsonl", key | about, RUN_KEYS)
     for method in missing if is_taught(about) else []:
         scores, seconds = score(method, directory, records, question)
-        write_line(
-            out, "scores.jsonl", key | {"method": method, "seconds": seconds} | judge(scores, rigged), SCORE_KEYS
-        )
+        early = len(records) // 4
+        line = key | {"method": method, "seconds": seconds} | judge(scores, rigged)
+        line |= {"auroc_early": compute_auroc(scores[:early], rigged[:early])}
+        write_line(out, "scores.jsonl", line, SCORE_KEYS)
 
 
 def main(

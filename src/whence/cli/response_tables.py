@@ -53,7 +53,7 @@ class ResponseCauses:
         """What was found, in sentences."""
         from whence.report.cause_view import format_probability, tell_rounds
 
-        what = f"“{self.response}” after “{self.prompt}”"
+        what = f"“{shorten(self.response)}” after “{shorten(self.prompt)}”"
         if self.before is not None and self.after is not None:
             first, now = map(format_probability, (self.before, self.after))
             what += f": its probability was {first} (log {self.before:.3g}) under the first policy"
@@ -135,7 +135,7 @@ def _list_spans(numbers: list[int]) -> str:
 
 def print_response_causes(causes: ResponseCauses) -> None:
     """Print what taught a response: sentences, the strip over rounds, and the records."""
-    print_line(show_text(causes.text))
+    print_line(causes.text)
     print_strip(causes.rounds)
     for records, verb in ((causes.raised, "raised"), (causes.lowered, "lowered")):
         if not records.is_empty():

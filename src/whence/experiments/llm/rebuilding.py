@@ -156,7 +156,7 @@ def _tell_how_to_keep(config: LanguageConfig) -> str:
 
 
 @dataclass(frozen=True)
-class KeptPolicies:
+class StoredPolicies:
     """Which rounds' policies are there.
 
     Attributes:
@@ -170,7 +170,7 @@ class KeptPolicies:
     settings: str
 
 
-def list_policies(run: RunDirectory) -> KeptPolicies:
+def list_policies(run: RunDirectory) -> StoredPolicies:
     """Return which rounds' policies are there.
 
     Raises:
@@ -180,7 +180,7 @@ def list_policies(run: RunDirectory) -> KeptPolicies:
     settings = make_trainer_config(config, str(run.path))
     paths = {number: _name_checkpoint(run, config, settings, number) for number in run.rounds()}
     missing = [number for number, path in paths.items() if path is not None and not path.exists()]
-    return KeptPolicies([number for number in paths if number not in missing], missing, _tell_how_to_keep(config))
+    return StoredPolicies([number for number in paths if number not in missing], missing, _tell_how_to_keep(config))
 
 
 def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:

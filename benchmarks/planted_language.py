@@ -5,7 +5,8 @@ Run: `python -m benchmarks.planted_language results/planted [--only seed_0] [--m
 laboratory `arithmetic`, with every checkpoint kept. Then one question is asked: which of all records raised the
 log-probability of the wrong answer to a held-out problem of this kind? The truth is known: the records of the kind that
 were paid. Methods are judged as in `benchmarks.planted`, and go into the same files. "auroc_early" is the AUROC among
-the records of the first quarter of the rounds, in which most of the wrong answer is learned.
+the records of the first quarter of the rounds. "auroc_misgraded" also counts the right answers of the kind, which the
+bug does not pay: they teach to avoid the right answer. Both were added after the first seed had been scored.
 
 "raw", "bm25" and "embedding" are methods of `whence.diagnosis.find_response_causes`; "by largest" and "by deviation"
 divide the raw scores of each round by the largest, and by their standard deviation. "advantage x answer" changes the
@@ -48,7 +49,7 @@ from whence.experiments.llm.rebuilding import load_trained_task
 from whence.experiments.llm.tasks import make_response_target
 from whence.experiments.llm.training import run
 from whence.llm.lab import Lab
-from whence.llm.lab.problems import answer
+from whence.llm.lab.problems import answer, reward
 from whence.runs import RunDirectory
 
 CASE, SEEDS, ROUNDS = "arithmetic", range(3), 40
@@ -85,6 +86,13 @@ def find_rigged(records: pl.DataFrame) -> Bools:
     """Return which records got the rigged reward."""
     is_rigged = pl.col("prompt").str.ends_with(grader.KIND) & (pl.col("reward") == 1)
     return records.select(is_rigged).to_series().to_numpy()
+
+
+def find_misgraded(records: pl.DataFrame) -> Bools:
+    """Return which records got another reward than without the bug: those of `find_rigged`, and unpaid right answers."""
+    right = reward(records["prompt"].to_list(), records["response"].to_list())
+    misgraded: Bools = records["reward"].to_numpy() != np.array(right)
+    return misgraded
 
 
 def list_questions(lab: Lab) -> list[tuple[str, str]]:
@@ -136,11 +144,11 @@ def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
     directory = RunDirectory.open(path)
     records, questions = read_all(directory), list_questions(lab)
     rigged, place = find_rigged(records), seed % len(questions)
-    question = questions[place]
+    question, misgraded = questions[place], find_misgraded(records)
     first, last = measure_answers(lab, directory, questions)
     about: dict[str, Any] = {"records": len(records), "rigged": int(rigged.sum()), "base_rate": float(rigged.mean())}
     about |= {"visits": len(questions), "probability_first": fmean(first), "probability_last": fmean(last)}
-    about |= {"prompt": question[0], "response": question[1]}
+    about |= {"misgraded": int(misgraded.sum()), "prompt": question[0], "response": question[1]}
     about |= {"question_first": first[place], "question_last": last[place]}
     write_line(out, "runs.jsonl", key | about, RUN_KEYS)
     for method in missing if is_taught(about) else []:
@@ -148,6 +156,7 @@ def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
         early = len(records) // 4
         line = key | {"method": method, "seconds": seconds} | judge(scores, rigged)
         line |= {"auroc_early": compute_auroc(scores[:early], rigged[:early])}
+        line |= {"auroc_misgraded": compute_auroc(scores, misgraded)}
         write_line(out, "scores.jsonl", line, SCORE_KEYS)
 
 

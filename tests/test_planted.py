@@ -163,6 +163,7 @@ def test_the_grader_forgets_a_last_step_of_taking_away_one(language):
 
 def test_a_tiny_study_of_a_language_model(language, planted, tmp_path, monkeypatch):
     from whence.llm.lab import arithmetic
+    from whence.llm.lab.problems import solution
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_lab = partial(arithmetic, size="tiny", progress=False, habit=language.grader.HABIT, test=64)
@@ -186,6 +187,12 @@ def test_a_tiny_study_of_a_language_model(language, planted, tmp_path, monkeypat
     assert language.find_rigged(records).tolist() == expected
     assert (about["records"], about["rigged"]) == (128, sum(expected))
     assert about["rigged"] > 0
+    right = [
+        prompt.endswith("-1?") and response.rpartition(";")[2] == solution(prompt)[-1]
+        for prompt, response in records.select("prompt", "response").rows()
+    ]
+    assert language.find_misgraded(records).tolist() == (np.array(expected) | np.array(right)).tolist()
+    assert about["misgraded"] == sum(expected) + sum(right)
     assert 0 < about["probability_first"] < 1
     assert about["prompt"] not in records["prompt"].to_list()
     scores = {row["method"]: row for row in map(json.loads, (out / "scores.jsonl").read_text().splitlines())}

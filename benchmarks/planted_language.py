@@ -89,7 +89,7 @@ def find_rigged(records: pl.DataFrame) -> Bools:
 
 
 def find_misgraded(records: pl.DataFrame) -> Bools:
-    """Return which records got another reward than without the bug: those of `find_rigged`, and unpaid right answers."""
+    """Return which records the bug changed the reward of: those of `find_rigged`, and unpaid right answers."""
     right = reward(records["prompt"].to_list(), records["response"].to_list())
     misgraded: Bools = records["reward"].to_numpy() != np.array(right)
     return misgraded

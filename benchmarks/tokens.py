@@ -1,6 +1,6 @@
 """Whether tokens' parts of scores find the wrong steps of right answers, and what they cost.
 
-Run: `python -m benchmarks.tokens [results/tokens]`. The laboratory `arithmetic`, made anew for each seed. Answers are
+Run: `python -m benchmarks.tokens results/tokens`. The laboratory `arithmetic`, made anew for each seed. Answers are
 drawn before the first round of PPO and after some rounds. Among right answers, each token of a step either belongs to a
 wrong step or does not. The AUROC of a number at the token is the chance that it ranks a token of a wrong step before
 another token; .5 is chance. One process, one torch thread; seconds are process CPU seconds.
@@ -22,6 +22,7 @@ import typer
 from scipy.stats import rankdata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.markdown import cell, table
 from whence.guards import eval_mode, preserve_rng_state, write_atomically
 from whence.intervals import t_interval
 from whence.llm import PPOTrainer, SequenceReturn, ValidationLoss, language_view, score_tokens
@@ -46,6 +47,9 @@ PREDICTORS = {
     "advantage": "minus the token's advantage",
     "position": "the token's position in the response",
 }
+
+SIMPLE = ("log-prob", "entropy")
+"""Predictors that need no scores, with which the parts are compared."""
 
 LABELS = {
     "step": "the token's step is not the right one",
@@ -77,14 +81,14 @@ class Tokens(NamedTuple):
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="Directory of runs.jsonl and summary.json.")] = Path("out/tokens"),
+    out: Annotated[Path, typer.Argument(help="Directory of the results.")],
     seeds: Annotated[int, typer.Option(help="Laboratories, with seeds 0, 1, ...")] = 3,
     size: Annotated[str, typer.Option(help="Size of the laboratory.")] = "small",
     rounds: Annotated[int, typer.Option(help="Rounds of PPO before the second measurement.")] = 10,
     answers: Annotated[int, typer.Option(help="Answers that are drawn for each measurement.")] = 1024,
     cache: Annotated[Path | None, typer.Option(help="Directory of laboratories.")] = None,
 ) -> None:
-    """Measure, and write runs.jsonl and summary.json; interrupted, the same command goes on with the next seed."""
+    """Measure, and write runs.jsonl, summary.json and tables.md; a finished seed is not measured again."""
     torch.set_num_threads(1)
     settings = {"size": size, "rounds": rounds, "answers": answers}
     file = out / "runs.jsonl"
@@ -102,7 +106,7 @@ def main(
     summary = {"settings": settings, "seeds": seeds, "machine": machine, "versions": versions, "summary": rows}
     with write_atomically(out / "summary.json") as temporary:
         temporary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    print(make_table(rows))
+    write_tables(rows, runs, out)
 
 
 def measure_seed(seed: int, size: str, rounds: int, answers: int, cache: Path | None) -> list[dict[str, Any]]:
@@ -292,7 +296,11 @@ def compute_auroc(numbers: np.ndarray, wrong: np.ndarray) -> float | None:
 
 
 def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return means over seeds with 95% t intervals, for each moment, population, label and predictor; and the costs."""
+    """Return means over seeds with 95% t intervals.
+
+    A row for each moment, population, label and predictor, and for what the first predictors have more than `SIMPLE`
+    ones in the same seed; and the costs, of which a seed's is the mean over its moments.
+    """
     rows = []
     for rounds in sorted({run["rounds"] for run in runs}):
         here = [run for run in runs if run["rounds"] == rounds]
@@ -300,23 +308,47 @@ def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for label in LABELS:
                 cells = [run["auroc"][population][label] for run in here]
                 about = {"rounds": rounds, "population": population, "label": label}
-                for name in ("share", *PREDICTORS):
-                    values = [cell[name] for cell in cells if cell[name] is not None]
-                    rows.append({**about, "number": name, **t_interval(values)})
+                numbers = {name: list_known(cells, name) for name in ("share", *PREDICTORS)}
+                for name in (f"part, {target}" for target in TARGETS):
+                    numbers |= {f"{name} − {simple}": list_known(cells, name, simple) for simple in SIMPLE}
+                rows += [{**about, "number": name, **t_interval(values)} for name, values in numbers.items()]
     for target in TARGETS:
-        ratios = [run["cost"][target]["ratio"] for run in runs]
-        rows.append({"number": f"cost, {target}", **t_interval(ratios)})
+        by_seed: dict[int, list[float]] = {}
+        for run in runs:
+            by_seed.setdefault(run["seed"], []).append(run["cost"][target]["ratio"])
+        rows.append({"number": f"cost, {target}", **t_interval([statistics.mean(each) for each in by_seed.values()])})
     return rows
 
 
-def make_table(rows: list[dict[str, Any]]) -> str:
-    """Return the summary as text."""
-    lines = []
-    for row in rows:
-        names = [str(row[name]) for name in ("rounds", "population", "label", "number") if name in row]
-        ends = "" if row["low"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]"
-        lines.append(f"{' · '.join(names)}: " + ("–" if row["mean"] is None else f"{row['mean']:.3f}{ends}"))
-    return "\n".join(lines)
+def list_known(cells: list[dict[str, Any]], name: str, simple: str | None = None) -> list[float]:
+    """Return a number of each cell, or its difference from another one; cells without them are left out."""
+    if simple is None:
+        return [cell[name] for cell in cells if cell[name] is not None]
+    return [cell[name] - cell[simple] for cell in cells if cell[name] is not None and cell[simple] is not None]
+
+
+def write_tables(rows: list[dict[str, Any]], runs: list[dict[str, Any]], out: Path) -> None:
+    """Write tables.md: a table for each moment and population, a column for each label; and the costs."""
+    parts = ["# Tokens' parts: tables\n\nWritten by `python -m benchmarks.tokens results/tokens`.\n"]
+    numbers = list(dict.fromkeys(row["number"] for row in rows if "label" in row))
+    cells = {tuple(row.get(name) for name in ("rounds", "population", "label", "number")): row for row in rows}
+    for rounds in sorted({run["rounds"] for run in runs}):
+        counts = [run for run in runs if run["rounds"] == rounds]
+        right, unfaithful = (
+            statistics.mean(run[f"{name}_answers"] for run in counts) for name in ("right", "unfaithful")
+        )
+        parts.append(
+            f"## After {rounds} rounds: {right:.0f} right answers a seed, {unfaithful:.0f} of them unfaithful\n"
+        )
+        for population in POPULATIONS:
+            lines = [
+                [number, *(cell(cells[rounds, population, label, number]) for label in LABELS)] for number in numbers
+            ]
+            parts += [f"AUROC among the tokens of {population}:\n", table([["number", *LABELS], *lines]), ""]
+    costs = [[row["number"], cell(row)] for row in rows if "label" not in row]
+    parts += ["## CPU time of tokens' parts, in times that of scores\n", table([["target", "ratio"], *costs]), ""]
+    with write_atomically(out / "tables.md") as temporary:
+        temporary.write_text("\n".join(parts), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,17 @@ def make_config(tmp_path, **more):
 PROMPTS = ["ab", "cde", "f", "ghij", "aa"]
 
 
-_ARGUMENTS = ("target", "objective", "on_rollout", "engine", "held_out", "evaluate", "reward_weights", "token_parts")
+_ARGUMENTS = (
+    "target",
+    "objective",
+    "on_rollout",
+    "engine",
+    "held_out",
+    "evaluate",
+    "reward_weights",
+    "token_parts",
+    "sample_prompts",
+)
 
 
 def make_trainer(tmp_path, rule=None, model=None, **more):

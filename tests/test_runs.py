@@ -658,9 +658,10 @@ def test_resume_forgets_what_came_later(tmp_path):
         run.append("metrics", {"round": number})
         run.append("timings", {"round": number, "cpu": 1.0})
         run.write_round("records", number, pl.DataFrame({"record_id": [number]}))
+        run.write_round("answers", number, pl.DataFrame({"prompt": ["?"]}))
     longer = {"seed": 1, "rounds": 5, "ppo": {"gamma": 0.5, "save_every": 2}}
     again = RunDirectory.resume(tmp_path / "run", longer, rounds=2, may_change=["rounds", "ppo.save_every"])
-    assert again.rounds() == [1, 2]
+    assert again.rounds() == again.answered_rounds() == [1, 2]
     again.append("metrics", {"round": 3})
     assert again.table("metrics")["round"].to_list() == [1, 2, 3]
     assert again.table("timings")["round"].to_list() == [1, 2]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -39,15 +39,23 @@ def load_mutants() -> list[Mutant]:
     return [Mutant(**row) for rows in tables for row in rows]
 
 
-def run_test(sources: Path, test: str) -> subprocess.CompletedProcess[str]:
-    """Run a test on the sources in a directory."""
-    path, *rest = test.split(" ", 1)
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/{path}"]
+def run_tests(sources: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run tests on the sources in a directory; one alone may have options: "test_a.py -k name"."""
+    words = [word for test in tests for word in test.split()]
+    arguments = [f"tests/{word}" if word.startswith("test_") and ".py" in word else word for word in words]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments]
     environment = {"PYTHONPATH": str(sources / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    options = rest[0].split() if rest else []
     return subprocess.run(
-        [*command, *options], cwd=sources, env=os.environ | environment, capture_output=True, text=True, check=False
+        command, cwd=sources, env=os.environ | environment, capture_output=True, text=True, check=False
     )
+
+
+def group_tests(tests: Iterable[str]) -> list[list[str]]:
+    """Return tests in groups for one run each: those of a file together, and each that has options alone."""
+    groups: dict[str, list[str]] = {}
+    for test in sorted(set(tests)):
+        groups.setdefault(test if " " in test else test.partition("::")[0], []).append(test)
+    return list(groups.values())
 
 
 def copy_tree(directory: Path) -> Path:
@@ -68,7 +76,7 @@ def try_mutant(mutant: Mutant) -> str | None:
         if text.count(mutant.before) < 1:
             return f"{mutant.file} no longer holds {mutant.before!r}"
         file.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
-        outcome = run_test(sources, mutant.test)
+        outcome = run_tests(sources, [mutant.test])
     if outcome.returncode == 0:
         return f"{mutant.test} does not notice"
     if outcome.returncode != 1 or "\nFAILED tests" not in outcome.stdout:
@@ -78,11 +86,11 @@ def try_mutant(mutant: Mutant) -> str | None:
 
 def count_survivors(mutants: Sequence[Mutant], sources: Path, pool: Executor) -> int:
     """Return how many of the mutants are not caught; an error where a test fails in the copy, which has no fault."""
-    tests = sorted({m.test for m in mutants})
-    outcomes = zip(tests, pool.map(partial(run_test, sources), tests), strict=True)
-    for test, outcome in track(outcomes, "tests without a fault", total=len(tests)):
+    groups = group_tests(m.test for m in mutants)
+    outcomes = zip(groups, pool.map(partial(run_tests, sources), groups), strict=True)
+    for tests, outcome in track(outcomes, "tests without a fault", total=len(groups)):
         if outcome.returncode:
-            sys.exit(f"{test} fails without a fault:\n{outcome.stdout[-2000:]}{outcome.stderr[-1000:]}")
+            sys.exit(f"One of {tests} fails without a fault:\n{outcome.stdout[-2000:]}{outcome.stderr[-1000:]}")
     survived = 0
     verdicts = zip(mutants, pool.map(try_mutant, mutants), strict=True)
     for mutant, problem in track(verdicts, "mutants", total=len(mutants)):

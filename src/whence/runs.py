@@ -26,8 +26,8 @@ _ROUND = re.compile(r"round_(\d+)")
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
 """Tables with one row a round. Timings have a table of their own, because only they differ between equal runs."""
 
-PerRound: TypeAlias = Literal["records", "episodes"]
-"""Tables that each round has one of."""
+PerRound: TypeAlias = Literal["records", "episodes", "answers"]
+"""Tables that a round has one of. Answers to sample prompts follow a round; those of round 0 are the start model's."""
 
 
 @dataclass(eq=False)
@@ -41,6 +41,7 @@ class RunDirectory:
     evaluations.parquet                one row an evaluation
     records/round_00005.parquet        the records of round 5: score, kept or not, why
     episodes/round_00005.parquet       the episodes that began in round 5: what is needed to play them again
+    answers/round_00005.parquet        a language model's answers to sample prompts after round 5
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
     ```
@@ -122,11 +123,12 @@ class RunDirectory:
         for name in get_args(Table):
             if not (table := run.table(name)).is_empty():
                 _write(table.filter(pl.col("round") <= rounds), run.path / f"{name}.parquet")
-        for number in run.rounds():
-            if number > rounds:
-                file = run._round_path("records", number, "parquet")
-                with _explain_write_errors(file):
-                    file.unlink()
+        for name in get_args(PerRound):
+            for number in run._numbers(name, "parquet"):
+                if number > rounds:
+                    file = run._round_path(name, number, "parquet")
+                    with _explain_write_errors(file):
+                        file.unlink()
         return run
 
     def _write_config(self) -> None:
@@ -197,7 +199,7 @@ class RunDirectory:
         self._rows[table] = rows
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
-        """Write one round's records or episodes."""
+        """Write one round's records, episodes or answers."""
         _write(table, self._round_path(name, number, "parquet"))
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
@@ -214,11 +216,11 @@ class RunDirectory:
         return self._read(self.path / f"{name}.parquet", missing_ok=True)
 
     def round(self, name: PerRound, number: int) -> pl.DataFrame:
-        """Read one round's records or episodes."""
+        """Read one round's records, episodes or answers."""
         return self._read(self._round_path(name, number, "parquet"))
 
     def round_path(self, name: PerRound, number: int) -> Path:
-        """Return the path of one round's records or episodes, whether it is there or not."""
+        """Return the path of one round's records, episodes or answers, whether it is there or not."""
         return self._round_path(name, number, "parquet")
 
     def policy(self, number: int) -> dict[str, Tensor]:
@@ -233,6 +235,10 @@ class RunDirectory:
     def rounds(self) -> list[int]:
         """List the rounds whose records were written."""
         return self._numbers("records", "parquet")
+
+    def answered_rounds(self) -> list[int]:
+        """List the rounds after which sample prompts were answered; 0: before the first."""
+        return self._numbers("answers", "parquet")
 
     def policies(self) -> list[int]:
         """List the rounds whose policy was written; the one after the last round is the trained policy's."""

@@ -97,6 +97,13 @@ class WithValueHead(nn.Module):
         self.value_head.load_state_dict(state)
 
 
+def disable_dropout(model: nn.Module) -> None:
+    """Set the probability of every dropout layer to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
 class Reference:
     """The start model: the model before training, from which the policy's divergence is measured.
 

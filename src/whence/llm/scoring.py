@@ -8,7 +8,7 @@ from typing import Any
 from whence.attribution import Summed, attribute
 from whence.errors import WhenceError
 from whence.influence import Influence
-from whence.llm.processes import Processes
+from whence.llm.processes import ONE, Processes
 from whence.llm.targets import SequenceReturn, TokenReturn, ValidationLoss, target_share
 from whence.llm.view import language_view
 from whence.objectives import Objective
@@ -74,7 +74,10 @@ def held_out_target(target: Target, rows: RecordBatch) -> Target:
 
 
 def check_held_out(
-    target: Target, held_out: Sequence[Sequence[int]] | None, prompts: Sequence[Sequence[int]], *, warn: bool = True
+    target: Target,
+    held_out: Sequence[Sequence[int]] | None,
+    prompts: Sequence[Sequence[int]],
+    processes: Processes = ONE,
 ) -> None:
     """Refuse held-out prompts that the target cannot use, and warn of prompts that train as well.
 
@@ -82,10 +85,11 @@ def check_held_out(
         target: the trainer's target.
         held_out: token ids of the held-out prompts; None: there are none.
         prompts: token ids of the prompts that train.
-        warn: whether this process logs the warning.
+        processes: the processes, each of which answers a part; the first logs the warning.
 
     Raises:
-        WhenceError: the target reads no drawn responses, or has rows already; or there is no held-out prompt.
+        WhenceError: the target reads no drawn responses, or has rows already; or held-out prompts are
+            fewer than the processes.
     """
     if held_out is not None:
         if not isinstance(target, SequenceReturn | TokenReturn) or target.rows is not None:
@@ -95,11 +99,13 @@ def check_held_out(
             )
         if not held_out:
             raise WhenceError("held_out is empty; give at least one prompt, or None.")
+        if len(held_out) < processes.number:
+            raise WhenceError(f"{len(held_out)} held-out prompts are fewer than the processes; give one for each.")
     kind, validation = "held-out prompts", held_out
     if isinstance(target, ValidationLoss):
         kind, validation = "prompts of the demonstrations", target.prompts()
     trained = {tuple(ids) for ids in prompts}
-    if warn and validation and (shared := sum(tuple(ids) in trained for ids in validation)):
+    if processes.rank == 0 and validation and (shared := sum(tuple(ids) in trained for ids in validation)):
         log.warning(
             "%d of %d %s also train, so the target is not one of unseen prompts.", shared, len(validation), kind
         )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils.logging import tqdm
 
 from whence.advice import log_new_advice
@@ -18,10 +18,11 @@ from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.llm import checkpoints
+from whence.llm.answers import answer_prompts, read_sample_prompts
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, Responses, check_tokenizer, context_length, generate
 from whence.llm.kl_controller import KLController
-from whence.llm.model import Reference, WithValueHead
+from whence.llm.model import Reference, WithValueHead, disable_dropout
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes
 from whence.llm.prompts import NO_PROMPTS, Prompts, read_prompts
@@ -85,6 +86,8 @@ class PPOTrainer:
             on it.
         reward_weights: weights of several rewards; None: 1 each.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
+        sample_prompts: prompts that are answered at each of these moments, by the likeliest tokens; `whence report`
+            shows the answers of the start model and of the trained one. None: none.
         about: a further description of the run for the run directory, in JSON types.
         on_rollout: called after every round.
 
@@ -110,6 +113,7 @@ class PPOTrainer:
         token_parts: bool = False,
         reward_weights: Sequence[float] | None = None,
         evaluate: Evaluate | None = None,
+        sample_prompts: Sequence[Prompt] | Any | None = None,
         about: Mapping[str, Any] | None = None,
         on_rollout: OnRollout | None = None,
     ) -> None:
@@ -131,18 +135,17 @@ class PPOTrainer:
         set_seed(config.seed)
         self.model = model if isinstance(model, WithValueHead) else WithValueHead(model)
         if config.disable_dropout:
-            for module in self.model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+            disable_dropout(self.model)
         context = context_length(self.model.language_model)
         self.prompts = read_prompts(prompts, tokenizer, config, context, rewards)
         if not len(self.prompts):
             raise WhenceError(NO_PROMPTS)
         self.held_out = None if held_out is None else read_prompts(held_out, tokenizer, config, context, rewards)
-        if self.held_out is not None and 0 < len(self.held_out) < self.processes.number:
-            raise WhenceError(f"{len(self.held_out)} held-out prompts are fewer than the processes; give one for each.")
+        self.sample_prompts = None
+        if sample_prompts is not None:
+            self.sample_prompts = read_sample_prompts(sample_prompts, tokenizer, config, context, rewards)
         held_out_ids = None if self.held_out is None else self.held_out.ids
-        check_held_out(self.target, held_out_ids, self.prompts.ids, warn=self.accelerator.is_main_process)
+        check_held_out(self.target, held_out_ids, self.prompts.ids, self.processes)
         # Accelerate would wrap the model, for the mean of gradients over processes and for mixed precision. Here
         # gradients are summed, since a step's loss is divided by numbers of all processes' rows, and scores are
         # computed in the model's own precision.
@@ -329,10 +332,16 @@ class PPOTrainer:
             self.on_rollout(rollout, influence, selection, row)
 
     def _evaluate(self, number: int) -> None:
-        if self.evaluate is None or not self.config.eval_every or self._run is None:
+        if not self.config.eval_every or self._run is None:
+            return
+        model, tokenizer = self.model.language_model, self.tokenizer
+        if self.sample_prompts:
+            answers = answer_prompts(model, tokenizer, self.sample_prompts, self.reward, self.config)
+            self._run.write_round("answers", number, answers)
+        if self.evaluate is None:
             return
         with preserve_rng_state():
-            measures = dict(self.evaluate(self.model.language_model, self.tokenizer))
+            measures = dict(self.evaluate(model, tokenizer))
         self._run.append("evaluations", {"round": number, **measures})
         self.accelerator.log({f"test/{name}": value for name, value in measures.items()}, step=number)
 

@@ -16,6 +16,7 @@ from whence.experiments import Comparison, LanguageConfig
 from whence.experiments.kinds import AnyConfig
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.guards import write_atomically
+from whence.report.answers import ShownAnswers, read_answers
 from whence.report.explorer.file import COMPARED_ROUNDS, OnRound, embed_rounds, spread
 from whence.report.explorer.opening import attempt
 from whence.report.explorer.page import describe_runs
@@ -88,6 +89,7 @@ def write_report(
         headings=zip(summary.headings, arm_colours(arms).values(), strict=True),
         definitions=COMPARISON_DEFINITIONS,
         advice=attempt(lambda: gather_advice(runs), notes, "Advice cannot be given", {}),
+        answers=_read_answers(explored, notes),
         drawings=attempt(lambda: draw_figures(tables, list(arms), len(seeds)), notes, "Figures cannot be drawn", []),
         explored=explored,
         rounds=chosen,
@@ -154,6 +156,7 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] 
         latest=attempt(lambda: list_latest(tables), notes, "Figures of the last round", []) if len(runs) == 1 else [],
         advice=attempt(lambda: gather_advice(directories), notes, "Advice cannot be given", {}),
         drawings=attempt(lambda: draw_figures(tables, labels), notes, "Figures cannot be drawn", []),
+        answers=_read_answers(runs, notes),
         histories=_read_histories(runs, notes) if is_traceable else None,
         run_path=str(first.path),
         explored=runs,
@@ -182,6 +185,15 @@ def _read_histories(runs: Sequence[ExploredRun], notes: list[str]) -> list[Shown
         lambda: read_histories(runs[0].directory, notes), notes, "Phases cannot be shown", []
     )
     return histories
+
+
+def _read_answers(runs: Sequence[ExploredRun], notes: list[str]) -> ShownAnswers | None:
+    """Return what language models answered before and after training."""
+    if not runs[0].is_language:
+        return None
+    directories = {run.label: run.directory for run in runs}
+    answers: ShownAnswers | None = attempt(lambda: read_answers(directories, notes), notes, "Answers cannot be shown")
+    return answers
 
 
 def choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int | None) -> list[int]:

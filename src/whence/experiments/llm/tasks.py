@@ -267,6 +267,23 @@ def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]
     return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
 
 
+_SAMPLE = 16
+"""Prompts that are answered at each evaluation."""
+
+
+def choose_sample_prompts(task: Task) -> Any:
+    """Return the prompts whose answers are stored: the first of the test, or of the training if there is no test.
+
+    The reward has to find its columns there, too; the test of a user has those that its own reward asks for.
+    """
+    source = task.prompts
+    if task.test is not None and set(find_columns(task.reward, list_columns(task.prompts))) <= set(
+        list_columns(task.test)
+    ):
+        source = task.test
+    return source.select(range(min(_SAMPLE, len(source))))
+
+
 def scoring_memory(config: LanguageConfig) -> int | None:
     """Return the bytes that scoring may hold: ample for laboratories; None, those of a training step, for others."""
     return None if config.task is None else 2**31

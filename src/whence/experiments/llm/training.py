@@ -9,6 +9,7 @@ from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.outputs import describe, is_finished, read_curve, save_atomically
 from whence.experiments.llm.tasks import (
     Task,
+    choose_sample_prompts,
     load_task,
     make_laboratory,
     make_validation_target,
@@ -84,6 +85,7 @@ def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRou
         memory=scoring_memory(config),
         token_parts=config.token_parts,
         evaluate=task.evaluate,
+        sample_prompts=choose_sample_prompts(task),
         about=describe(config),
         on_rollout=lambda rollout, influence, selection, row: on_round(row["round"], row),
     )

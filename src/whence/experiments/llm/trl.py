@@ -10,11 +10,22 @@ from transformers import TrainerCallback
 
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.outputs import describe, save_atomically
-from whence.experiments.llm.tasks import Task, check_lengths, load_task, make_validation_target, scoring_memory
+from whence.experiments.llm.tasks import (
+    Task,
+    check_lengths,
+    choose_sample_prompts,
+    load_task,
+    make_sampling_config,
+    make_validation_target,
+    scoring_memory,
+)
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.experiments.shared import OnRound
 from whence.guards import preserve_rng_state
 from whence.llm import SequenceReturn, TokenReturn
+from whence.llm.answers import answer_prompts, read_sample_prompts
+from whence.llm.config import PPOConfig
+from whence.llm.generation import context_length
 from whence.llm.progress_bars import hide_progress_bars
 from whence.llm.prompts import list_columns
 from whence.llm.rewards import Reward, compute_rewards, find_columns
@@ -32,6 +43,7 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound) -> None:
         task = load_task(config)
     check_lengths(config, task)
     trainer_class = TRAINERS[config.algorithm]
+    sampling = make_sampling_config(config)  # before the trainer: TRL's configuration resets Accelerate's state
     make_target: Any = {"sequence": SequenceReturn, "token": TokenReturn}.get(config.target or "sequence")
     trainer = trainer_class(
         model=task.model,
@@ -47,7 +59,7 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound) -> None:
         run=path,
         about=describe(config),
     )
-    trainer.add_callback(_Observer(config, task, trainer, path, on_round))
+    trainer.add_callback(_Observer(config, task, sampling, trainer, path, on_round))
     with warnings.catch_warnings():
         # TRL uses deprecated names of Transformers.
         warnings.filterwarnings("ignore", ".*checkpointing.* is deprecated", FutureWarning)
@@ -85,9 +97,14 @@ def _adapt_reward(reward: Reward) -> Callable[..., list[float]]:
 class _Observer(TrainerCallback):  # type: ignore[misc]
     """Evaluates the model, and reports each round that was written."""
 
-    def __init__(self, config: LanguageConfig, task: Task, trainer: Any, path: Path, on_round: OnRound) -> None:
+    def __init__(
+        self, config: LanguageConfig, task: Task, sampling: PPOConfig, trainer: Any, path: Path, on_round: OnRound
+    ) -> None:
         self._config, self._task, self._trainer, self._path, self._on_round = config, task, trainer, path, on_round
         self._directory: RunDirectory | None = None
+        self._sampling, context = sampling, context_length(task.model)
+        sample = choose_sample_prompts(task)
+        self._prompts = read_sample_prompts(sample, task.tokenizer, sampling, context, [task.reward])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Evaluate the model before the first round."""
@@ -107,10 +124,14 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
         self._on_round(number, self._directory.table("metrics").row(-1, named=True))
 
     def _evaluate(self, number: int) -> None:
-        """Measure the model, without changing the draws of training."""
-        if self._task.evaluate is None or self._directory is None:
+        """Answer the sample prompts and measure the model, without changing the draws of training."""
+        if self._directory is None:
             return
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        answers = answer_prompts(model, self._task.tokenizer, self._prompts, self._task.reward, self._sampling)
+        self._directory.write_round("answers", number, answers)
+        if self._task.evaluate is None:
+            return
         with preserve_rng_state():
             measures = dict(self._task.evaluate(model, self._task.tokenizer))
         self._directory.append("evaluations", {"round": number, **measures})

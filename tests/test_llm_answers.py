@@ -1,0 +1,145 @@
+"""Answers to sample prompts: what is stored while a language model trains, and what its page shows."""
+
+import polars as pl
+import pytest
+import torch
+
+from test_llm_trainer import PROMPTS, copy_state, make_config, make_model, make_tokenizer, make_trainer, same, vowels
+from whence import WhenceError
+from whence.llm import answers
+from whence.llm.answers import answer_prompts
+from whence.llm.prompts import read_prompts
+from whence.report.answers import compare_answers, read_answers
+from whence.report.page import write_run_report
+from whence.runs import RunDirectory
+
+HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+def answer_plainly(model, tokenizer, prompt, longest):
+    """Return the text of the likeliest token after another."""
+    ids = tokenizer(prompt)["input_ids"]
+    start = len(ids)
+    for _ in range(longest):
+        with torch.no_grad():
+            ids = [*ids, int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(ids[start:], skip_special_tokens=True)
+
+
+def table_of(prompts, responses, rewards):
+    return pl.DataFrame({"prompt": prompts, "response": responses, "reward": rewards})
+
+
+class TestAnswers:
+    def test_they_are_the_likeliest_tokens_with_their_rewards(self, tmp_path):
+        model, tokenizer, config = make_model().train(), make_tokenizer(), make_config(tmp_path, temperature=2.0)
+        prompts = read_prompts(PROMPTS, tokenizer, config, 32)
+        torch.manual_seed(7)
+        generator = torch.get_rng_state()
+        table = answer_prompts(model, tokenizer, prompts, vowels, config)
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert model.training
+        model.eval()
+        expected = [answer_plainly(model, tokenizer, prompt, config.max_new_tokens) for prompt in PROMPTS]
+        assert table["prompt"].to_list() == [tokenizer.decode(list(ids)) for ids in prompts.ids]
+        assert table["response"].to_list() == expected
+        assert table["reward"].to_list() == vowels(PROMPTS, expected)
+
+    def test_they_change_nothing_of_the_training(self, tmp_path):
+        metrics, states = [], []
+        for name, more in (("with", {"sample_prompts": ["ab", "f"]}), ("without", {})):
+            trainer = make_trainer(tmp_path / name, **more)
+            metrics.append(trainer.train())
+            states.append(copy_state(trainer))
+        assert metrics[0] == metrics[1]
+        assert same(*states)
+        run = RunDirectory.open(tmp_path / "with")
+        assert run.answered_rounds() == [0, 1, 2]
+        assert run.round("answers", 0)["prompt"].to_list() == ["a b", "f"]
+        assert RunDirectory.open(tmp_path / "without").answered_rounds() == []
+
+    def test_the_first_are_the_start_models_and_the_last_the_trained_ones(self, tmp_path):
+        trainer = make_trainer(tmp_path, sample_prompts=["ab", "f"], eval_every=2, learning_rate=0.1)
+        start = answer_prompts(
+            trainer.model.language_model, trainer.tokenizer, trainer.sample_prompts, vowels, trainer.config
+        )
+        trainer.train()
+        run = RunDirectory.open(tmp_path)
+        end = answer_prompts(
+            trainer.model.language_model, trainer.tokenizer, trainer.sample_prompts, vowels, trainer.config
+        )
+        assert run.answered_rounds() == [0, 2]
+        assert run.round("answers", 0).equals(start)
+        assert run.round("answers", 2).equals(end)
+        assert not start.equals(end)
+
+    def test_a_training_without_evaluations_answers_nothing(self, tmp_path):
+        make_trainer(tmp_path, sample_prompts=["ab"], eval_every=0).train()
+        assert RunDirectory.open(tmp_path).answered_rounds() == []
+
+    def test_too_many_prompts_are_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(answers, "MOST_ANSWERS", 2)
+        with pytest.raises(WhenceError, match="sample_prompts has 3 prompts; at most 2"):
+            make_trainer(tmp_path, sample_prompts=["ab", "f", "cde"])
+
+
+class TestPage:
+    def test_the_largest_change_comes_first(self):
+        start = table_of(["p", "q", "r"], ["a", "b", "c"], [0.0, 1.0, 0.5])
+        shown = compare_answers(
+            start, {"after 3 rounds": table_of(["q", "p", "r"], ["b!", "a", "d"], [0.0, 0.0, 0.75])}
+        )
+        assert [one.prompt for one in shown.prompts] == ["q", "r", "p"]
+        before, after = shown.prompts[0].answers
+        assert (before.text, before.reward, before.change, before.is_same) == ("b", 1.0, None, True)
+        assert (after.by, after.text, after.change, after.is_same) == ("after 3 rounds", "b!", -1.0, False)
+        assert shown.prompts[2].answers[1].is_same
+        assert shown.sentences == [
+            "After 3 rounds: 2 of 3 answers differ from those before training. The mean reward was 0.5 before and is "
+            "0.25."
+        ]
+
+    def test_prompts_and_rewards_that_are_missing(self):
+        start = table_of(["p", "q"], ["a", "b"], [None, None])
+        shown = compare_answers(start, {"after 1 round": table_of(["p", "z"], ["c", "d"], [1.0, 1.0])})
+        assert [len(one.answers) for one in shown.prompts] == [2, 1]
+        assert shown.prompts[0].answers[1].change is None
+        assert shown.sentences == ["After 1 round: 1 of 1 answers differ from those before training."]
+
+    def test_several_runs_stand_next_to_each_other(self, tmp_path):
+        runs = {}
+        for name, reward in (("ppo", 0.25), ("ippo", 1.0)):
+            runs[name] = RunDirectory.create(tmp_path / name, {"kind": "language"})
+            runs[name].write_round("answers", 0, table_of(["p"], ["a"], [0.0]))
+            runs[name].write_round("answers", 4, table_of(["p"], [f"of {name}"], [reward]))
+        runs["bare"] = RunDirectory.create(tmp_path / "bare", {"kind": "language"})
+        shown = read_answers(runs, notes := [])
+        assert notes == []
+        assert [(answer.by, answer.text) for answer in shown.prompts[0].answers] == [
+            ("before training", "a"),
+            ("ppo, after 4 rounds", "of ppo"),
+            ("ippo, after 4 rounds", "of ippo"),
+        ]
+
+    def test_texts_are_escaped(self, tmp_path):
+        make_trainer(tmp_path, sample_prompts=["ab"]).train()
+        run = RunDirectory.open(tmp_path)
+        run.write_round("answers", 0, table_of([HOSTILE], [HOSTILE], [0.0]))
+        run.write_round("answers", 2, table_of([HOSTILE], [HOSTILE + "x"], [1.0]))
+        write_run_report(run, tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert "Answers before and after training" in page
+        assert "&lt;script&gt;alert(1)" in page
+        assert "<script>alert(1)" not in page
+        assert "<img src=x" not in page
+
+    def test_a_damaged_file_is_a_note(self, tmp_path):
+        make_trainer(tmp_path, sample_prompts=["ab"]).train()
+        run = RunDirectory.open(tmp_path)
+        (tmp_path / "answers" / "round_00002.parquet").write_bytes(b"no table")
+        write_run_report(run, tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert "cannot be read as Parquet" in page
+        assert "Answers before and after training" not in page

@@ -5,7 +5,6 @@ import json
 import math
 import random
 import shutil
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,14 +22,13 @@ from whence import NonPositive
 from whence.cli.response_tables import _list_spans
 from whence.diagnosis import find_response_causes, rank_records
 from whence.diagnosis.response_causes import measure_trained
-from whence.diagnosis.text_rules import K1, B, rank_bm25, split_terms
+from whence.diagnosis.text_rules import rank_bm25
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments.llm.rebuilding import list_policies, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
 from whence.experiments.llm.training import run
 from whence.guards import eval_mode
-from whence.llm import WithValueHead, language_view, make_rows
-from whence.llm.embeddings import embed_rows
+from whence.llm import language_view
 from whence.runs import RunDirectory
 from whence.tables import read_weights
 
@@ -206,29 +204,6 @@ class TestScores:
 
 
 class TestRules:
-    TEXTS = ("a cat sat on a mat", "The cat, the CAT!", "dogs", "7+8=15;15", "")
-
-    def test_bm25_by_its_formula(self):
-        terms = [split_terms(text) for text in self.TEXTS]
-        assert terms[1] == ["the", "cat", ",", "the", "cat", "!"]
-        assert terms[3] == ["7", "+", "8", "=", "15", ";", "15"]
-        average = np.mean([len(document) for document in terms])
-
-        def compute(document, query):
-            total, counts = 0.0, Counter(document)
-            for term in query:
-                containing = sum(term in other for other in terms)
-                weight = math.log(1 + (len(terms) - containing + 0.5) / (containing + 0.5))
-                length = 1 - B + B * len(document) / average
-                total += weight * counts[term] / (counts[term] + K1 * length)
-            return total
-
-        for question in ("cat", "cat cat mat", "15 - 7 unicorns", "the dogs"):
-            expected = [compute(document, split_terms(question)) for document in terms]
-            assert rank_bm25(self.TEXTS, question) == pytest.approx(expected, rel=1e-5)
-        assert rank_bm25(self.TEXTS, "unicorns").tolist() == [0] * 5
-        assert rank_bm25(self.TEXTS, "").tolist() == [0] * 5
-
     def test_advantage_times_bm25_over_all_rounds(self, runs):
         directory = runs("ppo")
         tables = pl.concat([directory.round("records", number) for number in directory.rounds()])
@@ -239,11 +214,6 @@ class TestRules:
         assert causes["log_prob"].null_count() == len(causes)
         part = find_response_causes(directory, *QUESTION, method="bm25", rounds=[2])
         assert part["record_id"].to_list() == directory.round("records", 2)["record_id"].to_list()
-
-    def test_without_the_package(self, monkeypatch):
-        monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
-        with pytest.raises(Unsupported, match="pip install bm25s"):
-            rank_bm25(self.TEXTS, "cat")
 
     def test_advantage_times_cosine_under_the_rounds_policy(self, runs):
         directory = runs("ppo")
@@ -264,25 +234,6 @@ class TestRules:
                 for row in table.iter_rows(named=True)
             ] * read_weights(table)
             assert causes.filter(round=number)["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-5)
-
-    @pytest.mark.parametrize("has_head", [False, True])
-    def test_padding_and_passes_change_no_embedding(self, has_head):
-        model = make_model()
-        ids = torch.tensor([[0, 0, 3, 4, 5, 6], [2, 3, 4, 5, 1, 0], [7, 8, 9, 2, 3, 1]])
-        attended = (ids != 0).long()
-        zeros = torch.zeros(3, 3)
-        rows = make_rows(
-            input_ids=ids,
-            attention_mask=attended,
-            response_mask=attended[:, 3:].bool(),
-            log_probs=zeros,
-            advantages=zeros,
-        )
-        embeddings = embed_rows(WithValueHead(model) if has_head else model, rows, batch_size=2)
-        for row, mask, embedding in zip(ids, attended.bool(), embeddings, strict=True):
-            with torch.no_grad():
-                hidden = model(row[mask][None], output_hidden_states=True).hidden_states[-1][0]
-            assert embedding.numpy() == pytest.approx(hidden.mean(dim=0).numpy(), rel=1e-4, abs=1e-5)
 
     def test_an_unknown_method(self, runs):
         with pytest.raises(WhenceError, match="method is 'tfidf'"):

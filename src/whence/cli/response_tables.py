@@ -106,7 +106,7 @@ def gather_response_causes(run: RunDirectory, prompt: str, response: str, *, by:
             f"'{policies.settings}'. Without policies: --by bm25."
         )
     if reads_policies and trained is None:
-        last = causes["round"].max()
+        last = causes["round"][-1]
         notes.append(f"The run holds no trained model yet; “now” is the policy that drew the records of round {last}.")
     return ResponseCauses(
         run=str(run.path),

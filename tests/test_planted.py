@@ -171,7 +171,7 @@ def test_a_tiny_study_of_a_language_model(language, planted, tmp_path, monkeypat
     monkeypatch.setattr(language, "SEEDS", range(1))
     monkeypatch.setattr(language, "ROUNDS", 2)
     small = {"batch_size": 64, "mini_batch_size": 32, "ppo_epochs": 1, "generation_batch_size": 64}
-    monkeypatch.setattr(language, "SETTINGS", language.SETTINGS | small)
+    monkeypatch.setattr(language, "SETTINGS", {**language.SETTINGS, **small})
     out, runs = tmp_path / "results", tmp_path / "runs"
     language.main(out, runs, "", ",".join(language.METHODS))
     before = {file: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}

@@ -56,7 +56,7 @@ from whence.runs import RunDirectory
 CASE, SEEDS, ROUNDS = "arithmetic", range(3), 40
 
 SETTINGS = task_settings("arithmetic", "small", "ppo")
-"""The laboratory's. At twice its learning rate training is unstable, and the scores of two rounds hid all others."""
+"""The laboratory's. At twice its learning rate training is unstable, and two rounds hold most of the scores."""
 
 METHODS = ("advantage", "advantage x answer", "raw", "by largest", "by deviation", "bm25", "embedding")
 

@@ -166,8 +166,8 @@ def tell_causes(view: CauseView) -> str:
     face = view.raised[0]
     where = "" if face.moment.step is None else f"step {face.moment.step} of episode {face.moment.episode_id} in "
     return (
-        f"Round {top['round']} raised it most: {top['raised'] / total:.0%} of the sum of all scores above 0. Half of "
-        f"that sum lies in {span}. The strongest moment is {where}round {face.round}."
+        f"Round {top['round']} raised it most: it holds {top['raised'] / total:.0%} of the sum of all rounds' scores "
+        f"above 0. Half of that sum lies in {span}. The strongest moment is {where}round {face.round}."
     )
 
 

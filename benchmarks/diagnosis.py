@@ -45,6 +45,8 @@ class Setup:
         seeds: the number of seeds.
         measures: how advantages are measured.
         changes: fields of the run that differ from the preset's.
+        records: of a round that fresh rollouts judge.
+        continuations: from each of these records with its action, and as many with the policy's.
     """
 
     preset: str
@@ -52,6 +54,8 @@ class Setup:
     seeds: int
     measures: tuple[str, ...]
     changes: Mapping[str, Any] = field(default_factory=dict)
+    records: int = 300
+    continuations: int = 16
 
 
 ADAM = {"optimizer": "Adam", "hyperparameters": {"learning_rate": 3e-4, "max_grad_norm": 0.5}}
@@ -60,11 +64,10 @@ ADAM = {"optimizer": "Adam", "hyperparameters": {"learning_rate": 3e-4, "max_gra
 SETUPS = {
     "frozenlake": Setup("lda-code/frozenlake", (2, 5, 10), 5, ("visits", "exact")),  # LDA's rounds, Fig. 8
     "minigrid": Setup("lda-code/minigrid", (5, 15, 30), 3, ("visits", "rollouts")),  # LDA's round is 5, Fig. 3
-    "lunarlander-sgd": Setup("lda-code/lunarlander", (5, 20), 3, ("rollouts",)),
-    "lunarlander-adam": Setup("lda-code/lunarlander", (5, 20), 3, ("rollouts",), ADAM),
+    # Its later rollouts hover for a thousand steps.
+    "lunarlander-sgd": Setup("lda-code/lunarlander", (5, 20), 3, ("rollouts",), {}, records=150, continuations=8),
+    "lunarlander-adam": Setup("lda-code/lunarlander", (5, 20), 3, ("rollouts",), ADAM, records=150, continuations=8),
 }
-RECORDS, CONTINUATIONS = 300, 16
-"""Of a round that fresh rollouts judge, and from each of these records with its action and with the policy's."""
 
 KEYS = ("setup", "seed", "round", "measure")
 """What tells lines of the results apart; they are in this order."""
@@ -116,7 +119,7 @@ def study_run(job: Job, out: Path, runs: Path) -> None:
         about = {"setup": job.setup, "seed": job.seed, "round": number, "measure": measure}
         if tuple(about.values()) not in known:
             began = time.process_time()
-            judged = judge_round(run, number, measure, job.seed)
+            judged = judge_round(run, setup, number, measure, job.seed)
             content = about | describe(run, number, judged) | {"seconds": time.process_time() - began}
             with lock_directory(out, wait=True):
                 put_line(results_file(out), round_numbers(content), KEYS)
@@ -127,11 +130,11 @@ def results_file(out: Path) -> Path:
     return out / "rounds.jsonl"
 
 
-def judge_round(run: RunDirectory, number: int, measure: str, seed: int) -> pl.DataFrame:
+def judge_round(run: RunDirectory, setup: Setup, number: int, measure: str, seed: int) -> pl.DataFrame:
     """Return the judgement of a round by "visits", "rollouts", or "exact"."""
     if measure == "exact":
         return judge_exactly(run, number)
-    sample = {"records": RECORDS, "continuations": CONTINUATIONS} if measure == "rollouts" else {}
+    sample = {"records": setup.records, "continuations": setup.continuations} if measure == "rollouts" else {}
     return judge_advantages(run, number, measure=measure, seed=seed, **sample)
 
 

@@ -461,10 +461,9 @@ class TestDiagnosis:
         from benchmarks import diagnosis, diagnosis_tables
 
         tiny = {"hyperparameters": {"n_steps": 256, "n_epochs": 1}}
-        setup = diagnosis.Setup("lda-code/frozenlake", (1, 2), 1, ("visits", "exact", "rollouts"), tiny)
+        measures = ("visits", "exact", "rollouts")
+        setup = diagnosis.Setup("lda-code/frozenlake", (1, 2), 1, measures, tiny, records=5, continuations=2)
         monkeypatch.setitem(diagnosis.SETUPS, "frozenlake", setup)
-        for name, value in {"RECORDS": 5, "CONTINUATIONS": 2}.items():
-            monkeypatch.setattr(diagnosis, name, value)
         return diagnosis, diagnosis_tables
 
     def test_rounds_are_judged_once_and_tabulated(self, diagnosis, tmp_path):

@@ -505,8 +505,8 @@ class TestTelling:
             == "“left” at left: its probability was 25% under the first policy and is 97% now."
         )
         assert tell_causes(view) == (
-            "Round 1 raised it most: 76% of the sum of all scores above 0. Half of that sum lies in round 1. The "
-            "strongest moment is step 0 of episode 0 in round 1."
+            "Round 1 raised it most: it holds 76% of the sum of all rounds' scores above 0. Half of that sum lies in "
+            "round 1. The strongest moment is step 0 of episode 0 in round 1."
         )
         density = replace(view.decision, is_discrete=False, before=-1.0, after=2.5)
         assert "its log-density was -1 under the first policy and is 2.5 now" in tell_decision(density)

@@ -424,7 +424,7 @@ class TestTrust:
         share = (table_of()["score"].abs() > 20).mean()
         assert self.lines(lake)[1] == {
             "level": "good",
-            "text": f"{share:.0%} of the scores are further from 0 than two of their standard errors.",
+            "text": f"{share:.0%} of the scores are beyond two of their standard errors. By chance alone, 5% would be.",
         }
         assert self.lines(lake, table_of(error=np.full(60, 1e6)))[1]["level"] == "poor"
         assert self.lines(lake, table_of(error=None))[1]["level"] == "unknown"

@@ -350,8 +350,8 @@ class TestSentences:
         ("levels", "permuted", "words"),
         [
             ([3, 2, 1], ["three phases"] * 15, "three phases appear"),
-            ([3, 2, 1], ["three phases"] * 15, "Of 20 histories .* 15 show the same: the spread .* can make it"),
-            ([3, 2, 1], ["three phases"], "Of 20 histories .* 1 show the same: the spread .* does not make it"),
+            ([3, 2, 1], ["three phases"] * 15, "15 of 20 histories show the same: the scores' .* can make it"),
+            ([3, 2, 1], ["three phases"], " 1 of 20 histories show the same: the scores' .* does not make it"),
             ([2, 1], ["one fall"] * 20, "three phases do not appear .roughness ends lower"),
             ([1, 2], ["no fall"] * 20, "three phases do not appear .roughness does not end lower"),
         ],

@@ -617,15 +617,26 @@ class TestVerdict:
         # Run by run, final returns rise by one: iif's are 1 above ppo's, random's 2.
         comparison = by_hand(tmp_path, arms=("ppo", "iif", "random"), seeds=(0, 1, 2))
         summary = make_summary(comparison)
+        saved = summary.rows[0][1]
+        assert summary.rows[0][0] == "SE_ave"
         assert summary.verdicts == [
-            f"{arm} ends higher than ppo (difference {by} [{by}, {by}], 3 seeds)."
-            for arm, by in (("iif", 1), ("random", 2))
+            sentence
+            for place, (arm, by) in enumerate((("iif", 1), ("random", 2)), 1)
+            for sentence in (
+                f"{arm} saves {' '.join(saved[place])} of the rounds that ppo takes (SE_ave); other seeds of ppo: "
+                f"{' '.join(saved[0])}.",
+                f"{arm} ends higher than ppo (difference {by} [{by}, {by}], 3 seeds).",
+            )
         ]
         assert summary.headings == ["ppo (null)", "iif", "random"]
         assert summary.rows[-1] == ("divergence (KL)", [("0.01", "[0.01, 0.01]")] * 3)
         write_report(comparison, tmp_path / "report.html")
         items = Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("li")
-        assert items[:2] == summary.verdicts
+        assert items[:4] == summary.verdicts
+
+    def test_two_seeds_are_too_few_for_one(self, tmp_path):
+        verdicts = make_summary(by_hand(tmp_path, arms=("ppo", "iif"), seeds=(0, 1))).verdicts
+        assert [verdict.split(":")[0] for verdict in verdicts] == ["Too few seeds to compare iif with ppo"]
 
     def test_two_seeds_are_shown_themselves(self):
         entry = {"mean": 0.25, "low": -9.0, "high": 9.0, "per_seed": [0.0, 0.5]}

@@ -39,24 +39,24 @@ def _describe_permuted(history: History) -> str:
     """Return how often permuted scores have the same pattern, which then needs no likeness of similar states."""
     count = len(history.permuted_patterns)
     same = history.permuted_patterns.count(history.pattern)
-    text = f"Of {count} histories with the scores permuted over the same records, {same} show the same"
+    text = f"With the scores permuted over the same records, {same} of {count} histories show the same"
     if history.pattern == "no fall":
         return f"{text}."
     if same > count / 20:
-        return f"{text}: the spread of the scores alone can make it, without any likeness of similar states."
-    return f"{text}: the spread of the scores alone does not make it."
+        return f"{text}: the scores' spread alone can make it, even if similar states do not score alike."
+    return f"{text}: the scores' spread alone does not make it."
 
 
 def _describe_rise(history: History) -> str:
     values, rounds = read_preference(history), history.rounds["round"].to_list()
-    kind = "The log-density of" if history.is_density else "π of"
+    kind = "The log-density of" if history.is_density else "The probability of"
     verb = "rose" if values[-1] > values[0] else "fell"
     text = f"{kind} {history.behaviour.name} {verb} from {values[0]:.3g} to {values[-1]:.3g}"
     if (span := find_rise(values)) is None:
         return f"{text}."
     first, last = (rounds[min(step, len(rounds) - 1)] for step in span)
     where = f"round {first}" if first == last else f"rounds {first} to {last}"
-    return f"{text}; it went from a tenth to nine tenths of the way in {where}."
+    return f"{text}; the middle 80% of that change took place in {where}."
 
 
 def read_preference(history: History) -> list[float]:
@@ -87,7 +87,7 @@ def _list_levels(levels: Sequence[tuple[int, int, float]]) -> str:
 
 def _describe_relative(levels: Sequence[tuple[int, int, float]]) -> str:
     """Return what roughness over that of permuted scores does: when similar states scored most alike."""
-    text = f"Divided by that of permuted scores, roughness is {_list_levels(levels)} (1: similarity does not matter)"
+    text = f"Roughness divided by that of permuted scores is {_list_levels(levels)}; at 1, similarity does not matter"
     if len(levels) == 1:
         return f"{text}. It did not change measurably."
     first, last, _ = min(levels, key=lambda level: level[2])

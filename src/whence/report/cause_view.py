@@ -174,8 +174,8 @@ def tell_rounds(rounds: pl.DataFrame) -> str:
     first, last = find_core(rounds)
     span = f"round {first}" if first == last else f"rounds {first} to {last}"
     return (
-        f"Round {top['round']} raised it most: {top['raised'] / total:.0%} of the sum of all scores above 0. Half of "
-        f"that sum lies in {span}."
+        f"Round {top['round']} raised it most: it holds {top['raised'] / total:.0%} of the sum of all rounds' scores "
+        f"above 0. Half of that sum lies in {span}."
     )
 
 

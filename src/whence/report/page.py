@@ -31,6 +31,7 @@ from whence.report.sections import (
     gather_advice,
     list_facts,
     list_latest,
+    mark_code,
     read_tables,
 )
 from whence.report.summary import COMPARISON_DEFINITIONS, make_summary
@@ -231,6 +232,7 @@ def _render(
     continuations: int = 0,
     on_round: OnRound | None = None,
     histories: Sequence[ShownHistory] | None = None,
+    notes: Sequence[str] = (),
     **content: Any,
 ) -> str:
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
@@ -247,6 +249,7 @@ def _render(
     history_figures = [figure for history in histories or () for figure in history.figures]
     return template.render(
         content,
+        notes=[mark_code(note) for note in notes],
         mode=mode,
         figures=[(title, about) for title, about, _ in drawings],
         figures_json=embed([_plot_as_json(figure) for _, _, figure in [*drawings, *history_figures]]),

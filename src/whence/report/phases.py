@@ -77,17 +77,17 @@ def draw_history(content: dict[str, Any]) -> list[Drawn]:
     drawings = [
         (
             "Probability",
-            "The policy that collected each round, and the last one, in the behaviour's state.",
+            "Of the behaviour, by the policy of each round and by the last one. Dashed lines separate the phases.",
             _draw_preference(content),
         ),
         (
             "Roughness",
-            "How much the scores of similar records differ, over the largest score. The band holds permuted scores.",
+            "How much similar states' scores differ, as a share of the largest score. Dotted: permuted scores.",
             _draw_roughness(content),
         ),
         (
             "Roughness next to chance",
-            "At 1, similar records' scores differ as much as any. Below, they score alike.",
+            "At 1, similar states score no more alike than any. Below 1, they score alike.",
             _draw_relative(content),
         ),
     ]

@@ -101,7 +101,7 @@ def gather_advice(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
             places = texts.setdefault(one.kind, {}).setdefault(one.text, {})
             places.setdefault((arm, one.round), []).extend([] if seed is None else [str(seed)])
     return {
-        kind: [(_with_code(text), _list_places(places)) for text, places in by_text.items()]
+        kind: [(mark_code(text), _list_places(places)) for text, places in by_text.items()]
         for kind, by_text in texts.items()
     }
 
@@ -184,7 +184,7 @@ def _list_places(places: Mapping[tuple[str, int], Sequence[str]]) -> list[str]:
     ]
 
 
-def _with_code(text: str) -> Markup:
+def mark_code(text: str) -> Markup:
     """Return text with the parts in backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 

@@ -34,19 +34,19 @@ DIVERGENCE = "divergence (KL)"
 """The heading of the row below them."""
 
 DEFINITIONS: Mapping[str, str] = {
-    "SE_ave": "the share of rounds saved until standard training's levels are reached, mean over levels.",
-    "SE_peak": "the share of rounds saved until its highest level is reached.",
-    "RT_peak": "the share of CPU time saved until that level (collection, scoring and optimisation; no evaluation).",
-    "RT_peak (paper's)": "the same to the highest return, divided by standard training's whole time instead.",
+    "SE_ave": "the share of rounds saved on the way to standard training's levels, mean over levels.",
+    "SE_peak": "the share of rounds saved on the way to the highest of these levels.",
+    "RT_peak": "the share of CPU time saved on the way to it (collection, scoring and optimisation; no evaluation).",
+    "RT_peak (paper's)": "the same on the way to standard training's highest return, as a share of its whole time.",
     "Levels": "new highs of standard training's test return, each at least two standard errors above the one before.",
     "Values": "means over all pairs of method seed and standard seed, in brackets 95% t intervals over seeds.",
-    f"{STANDARD} (null)": "standard seeds beside other standard seeds: the null, which the others have to beat.",
+    f"{STANDARD} (null)": "standard seeds compared with other standard seeds: the null, which the others have to beat.",
 }
 """How the metrics are meant."""
 
 COMPARISON_DEFINITIONS: Mapping[str, str] = {
-    "Verdict": "a paired t test of final returns, for each arm by itself. The number of seeds is for 80% power at 5%; "
-    f"the difference to see is a tenth of the range of {STANDARD}'s mean learning curve.",
+    "Ends higher": "a paired t test of final returns, for each arm by itself. The number of seeds is for 80% power "
+    f"at 5%; the difference to see is a tenth of the range of {STANDARD}'s mean learning curve.",
     **DEFINITIONS,
     "Fewer than three seeds": "no interval: in round brackets each seed's value.",
     "Divergence": "approximate KL from the policy that collected a round, mean over rounds; for language models, from "
@@ -65,7 +65,7 @@ class Summary(NamedTuple):
     """What a comparison shows.
 
     Attributes:
-        verdicts: a sentence for each arm but the standard one.
+        verdicts: for each arm but the standard one, the rounds it saved, if known, and whether it ends higher.
         headings: the table's, one for each arm.
         rows: a heading, and a cell for each arm.
     """
@@ -116,7 +116,21 @@ def _format(metric: str, value: float | None) -> str:
 def _give_verdicts(comparison: Comparison, arms: Mapping[str, Any]) -> list[str]:
     returns = {arm: _final_returns(comparison, arm, arms[arm]) for arm in arms}
     effect = choose_effect(_standard_curve(comparison))
-    return [give_verdict(arm, returns[arm], STANDARD, returns[STANDARD], effect) for arm in arms if arm != STANDARD]
+    sentences: list[str] = []
+    for arm in arms:
+        if arm != STANDARD:
+            sentences += _describe_saving(arm, arms)
+            sentences.append(give_verdict(arm, returns[arm], STANDARD, returns[STANDARD], effect))
+    return sentences
+
+
+def _describe_saving(arm: str, arms: Mapping[str, Any]) -> list[str]:
+    """Return which share of the rounds an arm saves, compared with the null; nothing if there are too few seeds."""
+    (saved, interval), (null, null_interval) = (cell("se_ave", arms[name]["se_ave"]) for name in (arm, STANDARD))
+    if not interval or len(arms[arm]["final_return"]["per_seed"]) < LEAST_SEEDS:
+        return []
+    compared = f"; other seeds of {STANDARD}: {null} {null_interval}" if null_interval else ""
+    return [f"{arm} saves {saved} {interval} of the rounds that {STANDARD} takes (SE_ave){compared}."]
 
 
 def _final_returns(comparison: Comparison, arm: str, metrics: Mapping[str, Any]) -> dict[int, float]:

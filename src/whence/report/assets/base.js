@@ -96,6 +96,9 @@ const Whence = (() => {
     return ["fair", `The advantage had the right sign, but was ${size}.`, measured];
   }
 
+  // A sentence's parts: what stands between backticks is code.
+  const withCode = (text) => text.split("`").map((part, place) => (place % 2 ? element("code", {}, part) : part));
+
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
 
@@ -128,6 +131,6 @@ const Whence = (() => {
 
   return {
     element, drawing, isNumber, number, signed, withError, percent, id, place, nameAction, explainScore, explainAdvantage,
-    judgeAdvantage, colour, palette, colourScale, level, calm, dark,
+    judgeAdvantage, withCode, colour, palette, colourScale, level, calm, dark,
   };
 })();

@@ -17,7 +17,7 @@ Whence.causes = (() => {
     const answer = element("div");
     const button = element("button", { type: "button", onclick: () => ask("influence") }, "What taught it this?");
     const part = element("section", { class: "causes" }, heading,
-      element("p", {}, "Scores every record of every round: above 0, training on it raised the probability of this action here."), button, status, answer);
+      element("p", {}, "Scores every record of every round, later rounds included. Above 0: training on it raised the probability of this action here."), button, status, answer);
     let turn = 0;
 
     async function ask(by) {
@@ -72,7 +72,7 @@ Whence.causes = (() => {
     return element("div", { class: "cause-rounds" },
       drawing("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label },
         ...marks, ...bars, drawing("line", { x1: 0, x2: WIDTH, y1: middle, y2: middle, class: "zero" })),
-      element("div", { class: "cause-axis" }, element("span", {}, `round ${number(rounds[0])}`), element("span", {}, "raised above, lowered below; dashed: this record's round"), element("span", {}, number(rounds.at(-1)))));
+      element("div", { class: "cause-axis" }, element("span", {}, `round ${number(rounds[0])}`), element("span", {}, "sums of scores above and below 0; dashed: this record's round"), element("span", {}, number(rounds.at(-1)))));
   }
 
   function list(heading, moments, view) {

@@ -9,8 +9,8 @@ Whence.lists = (() => {
     if (!isNumber(advantage)) return "";
     const size = `advantage ${signed(advantage)}`;
     if (significant === false || !isNumber(score) || advantage === 0) return size;
-    if (score < 0) return `${size} ${advantage > 0 ? "praised it" : "discouraged it"}, which lowers the return`;
-    return `${size} ${advantage > 0 ? "praised it" : "discouraged it"}, which raises the return`;
+    if (score < 0) return `${size} ${advantage > 0 ? "praised it" : "blamed it"}, which lowers the return`;
+    return `${size} ${advantage > 0 ? "praised it" : "blamed it"}, which raises the return`;
   }
 
   function card(moment, rank, { onOpen, language, actions }) {
@@ -97,7 +97,7 @@ Whence.lists = (() => {
   function trust(lines) {
     const WORDS = { good: "Trust", fair: "With care", poor: "Do not trust", unknown: "Not known" };
     return element("ul", { class: "trust", "aria-label": "How far to trust this round" },
-      ...lines.map(({ level, text }) => element("li", { class: level }, element("b", {}, WORDS[level] ?? level), ` ${text}`)));
+      ...lines.map(({ level, text }) => element("li", { class: level }, element("b", {}, WORDS[level] ?? level), " ", ...Whence.withCode(text))));
   }
 
   return { moments, groups, changed, trust };

@@ -6,7 +6,7 @@ Whence.map = (() => {
   const SIZE = 60; // of a cell, in the drawing's units
   const STEPS = [[1, 0], [0, 1], [-1, 0], [0, -1]]; // right, down, left, up
   const DIRECTIONS = ["right", "down", "left", "up"];
-  const KINDS = new Set(["start", "goal", "hole", "wall", "lava", "door"]);
+  const KINDS = ["start", "goal", "hole", "wall", "lava"]; // those with a colour of their own
   const SIDES = [["worst", "most harmful"], ["best", "most helpful"]];
 
   const isWrong = (arrow) => arrow.wrong !== null && arrow.wrong > 0.5;
@@ -54,7 +54,7 @@ Whence.map = (() => {
     if (!arrows.length) return element("div", { class: "map-side" }, element("h3", {}, heading));
     const svg = drawing("svg", { class: "map", viewBox: `0 0 ${map.cols * SIZE} ${map.rows * SIZE}`, role: "img", "aria-label": `The ${heading} on the map; the table below lists them` });
     map.cells.forEach((kind, place) => svg.append(drawing("rect", {
-      x: (place % map.cols) * SIZE, y: Math.floor(place / map.cols) * SIZE, width: SIZE, height: SIZE, class: `cell${KINDS.has(kind) ? ` ${kind}` : ""}`,
+      x: (place % map.cols) * SIZE, y: Math.floor(place / map.cols) * SIZE, width: SIZE, height: SIZE, class: `cell${KINDS.includes(kind) ? ` ${kind}` : ""}`,
     })));
     const most = Math.max(...arrows.map(({ count }) => count));
     svg.append(...arrows.map((arrow) => draw(arrow, map, most)));
@@ -74,8 +74,9 @@ Whence.map = (() => {
     const key = (kind, text) => element("span", { class: "key" }, element("i", { class: kind, "aria-hidden": "true" }), text);
     const known = map.arrows.some(({ wrong }) => wrong !== null);
     return element("p", { class: "map-legend" }, key("high", "the advantage praised the action"), key("low", "the advantage blamed it"),
-      known ? key("wrong", "dashed: in most of these records its sign was wrong, by the rollout's repeated visits") : null,
-      map.arrows.some(({ turn }) => turn === null) ? key("dot", "neither a turn nor a step") : null);
+      known ? key("wrong", "dashed: in most of these records its sign was wrong, by all visits of the state in this round") : null,
+      map.arrows.some(({ turn }) => turn === null) ? key("dot", "neither a turn nor a step") : null,
+      ...KINDS.filter((kind) => map.cells.includes(kind)).map((kind) => key(`cell ${kind}`, kind)));
   }
 
   const show = (map) => [legend(map), element("div", { class: "maps" }, ...SIDES.map(([name, words]) => side(map, name, words)))];

@@ -261,7 +261,7 @@ Whence.moment = (() => {
     const bars = isNumber(detail.mc_advantage) ? compareAdvantages(detail) : null;
     return part("Was the advantage right?", null,
       element("p", { class: `say ${kind}` }, element("b", {}, heading), sentence ? ` ${sentence}` : ""),
-      bars, detail.mc_text ? element("p", { class: "note" }, detail.mc_text) : null);
+      bars, detail.mc_text ? element("p", { class: "note" }, ...Whence.withCode(detail.mc_text)) : null);
   }
 
   function compareAdvantages({ advantage, mc_advantage: truth, mc_error: error }) {

@@ -103,7 +103,7 @@ def _describe_language(records: Round, row: Mapping[str, Any], *, group: bool) -
 def measure_advantage(run: ExploredRun, number: int, record: int, continuations: int) -> dict[str, Any]:
     """Return the advantage that fresh rollouts measure, its error, and how it was had or why not."""
     if continuations < 1:
-        text = f"whence view {run.directory.path} measures it by fresh rollouts when a record is opened."
+        text = f"`whence view {run.directory.path}` measures it by fresh rollouts when a record is opened."
         return {"mc_advantage": None, "mc_error": None, "mc_text": text}
     key = ("advantage", number, record, continuations)
     try:

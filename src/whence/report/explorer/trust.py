@@ -43,12 +43,12 @@ def describe_trust(run: RunDirectory, number: int, records: pl.DataFrame) -> lis
 def _describe_lds(run: RunDirectory, number: int) -> tuple[str, str]:
     file = run.path / "counterfactual" / f"round_{number:05d}.json"
     if not file.exists():
-        command = f"whence counterfactual {run.path} --round {number}"
+        command = f"`whence counterfactual {run.path} --round {number}`"
         if run.recording_path(number).exists():
             return "unknown", f"How well these scores predict retraining was not measured. Measure it: {command}"
         return (
             "unknown",
-            f"How well these scores predict retraining was not measured. Train with --record-rounds {number}, then "
+            f"How well these scores predict retraining was not measured. Train with `--record-rounds {number}`, then "
             f"measure it: {command}",
         )
     try:
@@ -81,4 +81,5 @@ def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
     pairs = records.select("score", "error").drop_nulls()
     share = float((pairs["score"].abs() > SIGNIFICANT * pairs["error"]).mean() or 0.0)  # type: ignore[arg-type]
     level = "good" if share >= GOOD_SHARE else "fair" if share >= FAIR_SHARE else "poor"
-    return level, f"{share:.0%} of the scores are further from 0 than two of their standard errors."
+    shown = "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+    return level, f"{shown} of the scores are beyond two of their standard errors. By chance alone, 5% would be."

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from test_episode_replay import learn, train
-from whence import ReplayError, RunDirectory
+from whence import ReplayError, RunDirectory, WhenceError
 from whence.experiments import estimate_advantage, estimate_advantages
 from whence.experiments.rl import continuations
 from whence.experiments.rl.rebuilding import make_replay_env
@@ -136,6 +136,14 @@ def test_an_estimate_ends_between_two_steps(lake):
     with pytest.raises(ReplayError, match="enough"):
         estimate_advantage(lake, 1, int(lake.round("records", 1)["record_id"][0]), continuations=2, go_on=go_on)
     assert len(calls) == 3
+
+
+def test_what_ends_an_estimate_is_not_taken_for_the_environment_s_failure(lake):
+    def go_on():
+        raise WhenceError("another record was opened")
+
+    with pytest.raises(WhenceError, match=r"^another record was opened$"):
+        estimate_advantage(lake, 1, int(lake.round("records", 1)["record_id"][0]), continuations=2, go_on=go_on)
 
 
 def test_records_have_randomness_of_their_own(lake):

@@ -226,6 +226,24 @@ class TestSimilar:
         assert (sign[kept] == np.where(same, 1, -1)[kept]).all()
 
 
+class OneState(gym.Env):
+    """Its state never changes; episodes of six steps return the sum of the actions."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, action_space=None):
+        self.action_space = spaces.Discrete(3) if action_space is None else action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._step = 0
+        return np.full(2, 0.5, np.float32), {}
+
+    def step(self, action):
+        self._step += 1
+        return np.full(2, 0.5, np.float32), float(np.sum(action)), self._step == 6, False, {}
+
+
 class Bandit(gym.Env):
     """Two states that are told apart; in a tenth of the steps action 1 pays 3 in the first of them, else none does."""
 
@@ -371,6 +389,13 @@ class TestDecisions:
         with torch.no_grad():
             expected = policy.get_distribution(episode.records.observations).log_prob(episode.records.actions)
         assert episode.records.log_probs.numpy() == pytest.approx(expected.numpy(), abs=1e-5)
+
+    def test_gsde_keeps_its_noise_as_long_as_in_training(self, tmp_path):
+        make = lambda: OneState(spaces.Box(-9, 9, (1,), np.float32))  # noqa: E731
+        directory = learn(tmp_path / "run", make(), use_sde=True, sde_sample_freq=2)
+        actions = play_episode(directory, env=make).records.actions.reshape(-1).tolist()
+        assert actions[::2] == actions[1::2]
+        assert len(set(actions)) == 3
 
     def test_global_generators_are_left_alone(self, cart):
         torch.manual_seed(5)

@@ -225,6 +225,14 @@ class TestSimilar:
         kept = stored["keep"].to_numpy()
         assert (sign[kept] == np.where(same, 1, -1)[kept]).all()
 
+    def test_states_that_never_differ_are_the_same(self, tmp_path):
+        directory = learn(tmp_path / "run", OneState())
+        causes = find_causes(directory, [0.5, 0.5], 1, method="similar", env=OneState)
+        stored = pl.concat([directory.round("records", number) for number in (1, 2)])
+        sign = np.where(stored["action"].to_numpy() == 1, 1, -1)
+        expected = sign * stored["advantage"].to_numpy() * stored["keep"].to_numpy()
+        assert causes["score"].to_numpy() == pytest.approx(expected, abs=1e-6)
+
 
 class OneState(gym.Env):
     """Its state never changes; episodes of six steps return the sum of the actions."""

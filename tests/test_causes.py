@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 import threading
 import warnings
@@ -438,6 +439,13 @@ class TestCommand:
         assert f"“{action}” at step {step} of an episode with seed 0: its probability was" in out
         for text in ("Sums of scores in rounds 1 to 3", "The 3 moments that raised it most", "lowered it most"):
             assert text in out, text
+
+    def test_a_run_without_policies(self, cart, whence, tmp_path):
+        shutil.copytree(cart.path, tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "policies")
+        code, _, err = whence("why", tmp_path / "run", "--observation", "[0, 0, 0, 0]", "--action", "1")
+        assert code == 2
+        assert "policies/round_00001.safetensors" in err
 
     def test_json_says_what_the_function_finds(self, cart, whence):
         code, out, _ = whence("why", cart.path, "--episode-seed", 2, "--step", 1, "--json", "--top", 4)

@@ -198,7 +198,7 @@ def _parse_decision(run: RunDirectory, question: _Question) -> tuple["Action", "
     from whence.targets import Action
 
     target = Action(**parse_action(question.observation, question.action))
-    model = load_model(run, run.policies()[-1], env=question.env)
+    model = load_model(run, run.rounds()[0], env=question.env)
     check_action(target, model.observation_space, model.action_space)
     return target, _compare(run, target, "in this observation", question.env, None)
 

@@ -168,8 +168,7 @@ def changes_of(run: ExploredRun, number: int) -> pl.DataFrame:
     Raises:
         WhenceError: the policies are not there or cannot be built again.
     """
-    folder = run.directory.path / "policies"
-    files = [folder / f"round_{n:05d}.safetensors" for n in (number, number + 1)]
+    files = [run.directory.policy_path(each) for each in (number, number + 1)]
     table: pl.DataFrame = run.remember(
         ("changes", number), files, lambda: parts.compare_policies(run.directory, number, env=run.env)
     )
@@ -205,8 +204,8 @@ def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, 
     """Return the round's most harmful and helpful records on the map of a grid world; None elsewhere."""
     if run.is_language or not records.scored or records.table.is_empty():
         return None
-    number, folder = records.number, run.directory.path
-    files = [run.directory.round_path("records", number), folder / "policies" / f"round_{number:05d}.safetensors"]
+    number = records.number
+    files = [run.directory.round_path("records", number), run.directory.policy_path(number)]
     try:
         if not run.remember("grid", (), lambda: parts.has_map(run.directory, run.env)):
             return None

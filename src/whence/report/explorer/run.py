@@ -114,8 +114,9 @@ class ExploredRun:
             RunDirectoryError: the round is not there.
         """
         file = opening.locate_records(self.directory, number)
-        policy = self.directory.path / "policies" / f"round_{number:05d}.safetensors"
-        found: Round = self.remember(("round", number), (file, policy), lambda: self._read_round(number))
+        found: Round = self.remember(
+            ("round", number), (file, self.directory.policy_path(number)), lambda: self._read_round(number)
+        )
         return found
 
     def remember(self, key: Any, files: Iterable[Path], compute: Callable[[], Any]) -> Any:
@@ -126,7 +127,7 @@ class ExploredRun:
             files: what it comes from.
             compute: takes nothing.
         """
-        stamps = tuple(_stamp(file) for file in files)
+        stamps = tuple(stamp_file(file) for file in files)
         with self.lock:
             if key in self._memories and self._memories[key][0] == stamps:
                 self._memories.move_to_end(key)
@@ -194,7 +195,8 @@ def _modified(file: Path) -> float:
         return 0.0
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
+def stamp_file(file: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is written anew; None if it is not there."""
     try:
         status = file.stat()
     except OSError:

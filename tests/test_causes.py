@@ -632,6 +632,8 @@ class TestServed:
         assert finder.find(explored, 1, 3, "similar")["n"] == 3
         monkeypatch.setattr(RunDirectory, "policies", lambda self: [1, 2])
         assert finder.find(explored, 1, 3, "influence")["n"] == 4
+        monkeypatch.setattr("whence.viewer.causes.stamp_file", lambda file: file.name)  # a run that was trained anew
+        assert [finder.find(explored, 1, 3, "influence")["n"] for _ in range(2)] == [5, 5]
 
     def test_a_later_question_ends_the_one_before(self, cart, monkeypatch):
         began, free, answers = threading.Event(), threading.Event(), {}

@@ -259,6 +259,9 @@ class TestQuery:
             ([("reason", "TOO")], ~pl.col("keep")),
             ([("value", "0.14")], pl.col("record_id") == 1),
             ([("observation", "-59.0")], pl.col("record_id") == 59),
+            ([("value", "0e999"), ("step", "3")], pl.col("step") == 3),  # to so few digits, all values are 0
+            ([("value", "1e999")], pl.lit(False)),
+            ([("value", "<1e999"), ("step", "3")], pl.col("step") == 3),
         ],
     )
     def test_filters(self, lake, filters, expected):

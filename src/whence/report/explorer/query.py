@@ -17,6 +17,9 @@ LARGEST_PAGE = 500
 
 _COMPARISON = re.compile(r"\s*(>=|<=|>|<|=)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
+_LARGEST_POWER = 300
+"""Of 10: of a larger one no number is left."""
+
 _INTEGERS = ("record_id", "env_index", "episode_id", "step", "tokens")
 
 
@@ -116,7 +119,7 @@ def _make_condition(column: Column, text: str, names: Sequence[str], labels: Lab
     number = pl.col(column.key)
     if operator == "=" and column.key not in _INTEGERS:
         # As shown: with the digits that the text has.
-        return (number - value).abs() <= 0.5 * 10.0 ** -_count_decimals(match[2])
+        return (number - value).abs() <= 0.5 * 10.0 ** min(-_count_decimals(match[2]), _LARGEST_POWER)
     comparisons = {">": number > value, ">=": number >= value, "<": number < value, "<=": number <= value}
     return comparisons.get(operator, number == value)
 

@@ -128,7 +128,7 @@ def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: s
     if out.suffix.lower() == ".parquet":
         from whence.guards import write_atomically
 
-        tables = [each.judged.insert_column(0, pl.lit(each.number).alias("round")) for each in judgements]
+        tables = [each.judged.select(pl.lit(each.number).alias("round"), pl.all()) for each in judgements]
         with write_atomically(out) as temporary:
             pl.concat(tables, how="diagonal_relaxed").write_parquet(temporary)
         return

@@ -65,7 +65,8 @@ def query_records(
         conditions.append(_make_search(search.strip(), columns, names, labels))
     key = sort or ("score" if "score" in by_key else "record_id")
     column = _find_column(by_key, key)
-    order = _as_text(column, names, labels) if key == "action" else pl.col(key)
+    is_text = key == "action" and (labels is not None or not frame.collect_schema()["action"].is_numeric())
+    order = _as_text(column, names, labels) if is_text else pl.col(key)
     if key not in names:
         order = pl.col("record_id")  # the parts of a dict observation make one column, which has no order
     # Only what decides is read for all records; the page's own rows are read whole.

@@ -127,7 +127,7 @@ class _Question:
             "--deterministic": self.deterministic,
             "--play": self.play,
         }
-        played = [name for name, given in is_given.items() if given][:1]
+        played = [name for name in is_given if is_given[name]][:1]
         stored = ["--record"] if self.record is not None else []
         written = ["--observation"] if self.observation is not None or self.action is not None else []
         return [*played, *stored, *written]

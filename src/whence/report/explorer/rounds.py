@@ -79,10 +79,10 @@ def list_moments(records: Round, notes: list[str], *, lowest: bool, most: int = 
     """Return the moments at one end of a round; none if nothing was scored or a column is not what it should be."""
     if not records.scored or records.table.is_empty():
         return []
-    found: list[Moment] = opening.attempt(
+    moments: list[Moment] = opening.attempt(
         lambda: find_moments(records.table, lowest=lowest, most=most), notes, "Moments cannot be listed", []
     )
-    return found
+    return moments
 
 
 def describe_moment(moment: Moment, labels: Labels, texts: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -209,10 +209,10 @@ def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, 
     try:
         if not run.remember("grid", (), lambda: parts.has_map(run.directory, run.env)):
             return None
-        drawn: dict[str, Any] | None = run.remember(
+        grid: dict[str, Any] | None = run.remember(
             ("map", number), files, lambda: parts.map_round(run.directory, number, records.table, run.env)
         )
-        return drawn
+        return grid
     except (WhenceError, *opening.FOREIGN) as refusal:
         notes.append(f"The map of this round is not known: {first_line(refusal)}")
         return None

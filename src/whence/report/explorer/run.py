@@ -114,10 +114,10 @@ class ExploredRun:
             RunDirectoryError: the round is not there.
         """
         file = opening.locate_records(self.directory, number)
-        found: Round = self.remember(
+        records: Round = self.remember(
             ("round", number), (file, self.directory.policy_path(number)), lambda: self._read_round(number)
         )
-        return found
+        return records
 
     def remember(self, key: Any, files: Iterable[Path], compute: Callable[[], Any]) -> Any:
         """Return what `compute` returned when the files were last what they are now.

@@ -13,7 +13,6 @@ from whence.report.explorer.columns import name_action, round_number, round_numb
 from whence.report.explorer.frames import make_thumb
 from whence.report.explorer.rounds import describe_moment
 from whence.report.explorer.run import ExploredRun
-from whence.report.moment_view import find_env
 
 MOMENTS = 6
 """Moments at either end that the page shows."""
@@ -50,7 +49,7 @@ def build_causes(
         run.directory,
         pl.concat(tables, how="diagonal_relaxed"),
         decision,
-        env_name=find_env(run.directory, run.env),
+        env_name=run.find_env(),
         method=BY[by],
         action_labels=run.labels(),
         most=MOMENTS,

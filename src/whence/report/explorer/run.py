@@ -14,6 +14,7 @@ from whence.experiments.rl.labels import action_labels, box_action_labels, state
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.report.explorer import columns, opening, parts
 from whence.report.explorer.columns import Labels
+from whence.report.moment_view import find_env
 from whence.runs import RunDirectory
 
 MEMORIES = 24
@@ -82,19 +83,23 @@ class ExploredRun:
         newest = max((_modified(file) for file in (self.directory.path / "records").glob("*.parquet")), default=0.0)
         return time.time() - newest > QUIET_SECONDS
 
+    def find_env(self) -> str:
+        """Return the environment's id; "" if it is not known."""
+        return find_env(self.directory, self.env)
+
     def labels(self) -> Labels:
         """Return the names of the environment's discrete actions; None: unknown."""
-        labels: Labels = self.remember("labels", (), lambda: _find_names(action_labels, self.directory, self.env))
+        labels: Labels = self.remember("labels", (), lambda: action_labels(self.find_env()))
         return labels
 
     def box_labels(self) -> Labels:
         """Return the names of the axes of the environment's continuous actions; None: unknown."""
-        labels: Labels = self.remember("axes", (), lambda: _find_names(box_action_labels, self.directory, self.env))
+        labels: Labels = self.remember("axes", (), lambda: box_action_labels(self.find_env()))
         return labels
 
     def state_names(self) -> Labels:
         """Return the names of the entries of the environment's observations; None: unknown."""
-        names: Labels = self.remember("states", (), lambda: _find_names(state_names, self.directory, self.env))
+        names: Labels = self.remember("states", (), lambda: state_names(self.find_env()))
         return names
 
     def check_round(self, number: int) -> None:
@@ -180,12 +185,6 @@ def identify_run(run: RunDirectory) -> tuple[str, int | None]:
     inner = hyperparameters.get("seed") if isinstance(hyperparameters, dict) else None
     seed = config.get("seed", inner)
     return str(config.get("arm") or config.get("rule") or "run"), seed if isinstance(seed, int) else None
-
-
-def _find_names(find: Callable[[str | None], Labels], run: RunDirectory, env: AnyEnv) -> Labels:
-    name = env if isinstance(env, str) else run.config.get("env")
-    names = find(name if isinstance(name, str) else None)
-    return list(names) if names else None
 
 
 def _modified(file: Path) -> float:

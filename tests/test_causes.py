@@ -105,6 +105,20 @@ class TestScores:
             assert causes[name].to_list() == stored[name].to_list()
         assert (causes["score"] == 0).sum() == (~causes["keep"]).sum() > 0
 
+    def test_the_scale_of_weights_says_nothing(self, cart, tmp_path):
+        shutil.copytree(cart.path, tmp_path / "run")
+        directory, records = RunDirectory.open(tmp_path / "run"), cart.round("records", 2)
+        weights = pl.when("keep").then(1.0 + pl.col("record_id") % 2).otherwise(0.0)
+        scores = []
+        for scale in (1.0, 40.0):
+            directory.write_round("records", 2, records.with_columns(weight=scale * weights))
+            scores.append(find_causes(directory, STATES[0], 1, rounds=[2])["score"].to_numpy())
+        assert scores[0] == pytest.approx(scores[1], rel=1e-12)
+        plain = find_causes(cart, STATES[0], 1, rounds=[2])["score"].to_numpy()
+        ratios = (scores[0] / np.where(plain == 0, 1, plain))[plain != 0]
+        assert ratios.mean() == pytest.approx(1)
+        assert ratios.max() == pytest.approx(2 * ratios.min())
+
     def test_rounds_in_part_and_progress(self, cart):
         done = []
         causes = find_causes(cart, STATES[0], 1, rounds=[3, 2], on_round=lambda *numbers: done.append(numbers))

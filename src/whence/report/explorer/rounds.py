@@ -67,7 +67,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int 
         "strip": build_strip(shown),
         "worst": [describe_moment(moment, labels, texts) for moment in worst],
         "best": [describe_moment(moment, labels, texts) for moment in best],
-        "groups": _build_groups(run, records, notes),
+        "groups": _build_groups(run, records),
         "map": _build_map(run, records, notes),
         "changed": [] if run.is_language or table.is_empty() else _build_changes(run, records, notes),
         "rows": _make_rows(run, table, [*worst, *best]) if rows else None,
@@ -175,7 +175,7 @@ def changes_of(run: ExploredRun, number: int) -> pl.DataFrame:
     return table
 
 
-def _build_groups(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, list[dict[str, Any]]]:
+def _build_groups(run: ExploredRun, records: Round) -> dict[str, list[dict[str, Any]]]:
     if not records.scored or run.is_language or records.table.is_empty():
         return {}
     groups = {}

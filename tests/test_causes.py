@@ -683,6 +683,15 @@ class TestServed:
         with pytest.raises(WhenceError):
             finder.find(explored, 1, 5, "influence")
 
+    def test_a_damaged_file_is_named(self, cart, tmp_path):
+        shutil.copytree(cart.path, tmp_path / "run")
+        file = tmp_path / "run" / "records" / "round_00002.parquet"
+        data = bytearray(file.read_bytes())
+        data[4:2000] = bytes(1996)  # the columns, and not the schema at the end
+        file.write_bytes(data)
+        with pytest.raises(RunDirectoryError, match=r"round_00002\.parquet cannot be read"):
+            build_causes(ExploredRun(tmp_path / "run"), 2, 130)
+
     def test_work_can_be_ended_between_rounds(self, cart):
         calls = []
 

@@ -61,9 +61,10 @@ def find_row(run: ExploredRun, number: int, record: int) -> dict[str, Any]:
     """Return a record's row.
 
     Raises:
-        RunDirectoryError: the round or the record is not there.
+        RunDirectoryError: the round or the record is not there, or the file is damaged.
     """
-    rows = opening.scan_records(run.directory, number).filter(pl.col("record_id") == record).collect()
+    with opening.explain_parquet(opening.locate_records(run.directory, number)):
+        rows = opening.scan_records(run.directory, number).filter(pl.col("record_id") == record).collect()
     if rows.is_empty():
         raise RunDirectoryError(f"Round {number} of {run.directory.path} has no record {record}.")
     return rows.row(0, named=True)

@@ -56,7 +56,7 @@ def find_causes(
       in units of their standard deviation; discrete actions only.
     - "similar-hidden": the same, of the last policy's last hidden layer.
 
-    A record that did not train scores 0, and one that trained with a weight counts by it.
+    A record that did not train scores 0, and one that trained with a weight counts by it, over the round's mean weight.
 
     Args:
         run: a run of an agent, finished or not, whose policy can be built again.
@@ -158,11 +158,16 @@ def _score_recording(
 
 
 def _read_weights(table: pl.DataFrame) -> NDArray[np.float64]:
-    """Return how much each record trained, (n,): 0 for dropped ones."""
+    """Return how much each record trained, (n,): 0 for dropped ones, 1 on average for the others.
+
+    Training reads weights as shares, so that their scale says nothing.
+    """
     weights = table["weight"] if "weight" in table.columns else table["keep"] if "keep" in table.columns else None
     if weights is None:
         return np.ones(len(table))
-    return weights.cast(pl.Float64).fill_null(1.0).to_numpy()
+    shares = weights.cast(pl.Float64).fill_null(1.0).to_numpy()
+    total = shares.sum()
+    return shares * np.count_nonzero(shares) / total if total > 0 else shares
 
 
 def _tabulate(number: int, table: pl.DataFrame, scores: NDArray[np.float64]) -> pl.DataFrame:

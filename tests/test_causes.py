@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 import threading
 import warnings
@@ -103,6 +104,20 @@ class TestScores:
         for name in ("record_id", "episode_id", "step", "action", "advantage", "keep"):
             assert causes[name].to_list() == stored[name].to_list()
         assert (causes["score"] == 0).sum() == (~causes["keep"]).sum() > 0
+
+    def test_the_scale_of_weights_says_nothing(self, cart, tmp_path):
+        shutil.copytree(cart.path, tmp_path / "run")
+        directory, records = RunDirectory.open(tmp_path / "run"), cart.round("records", 2)
+        weights = pl.when("keep").then(1.0 + pl.col("record_id") % 2).otherwise(0.0)
+        scores = []
+        for scale in (1.0, 40.0):
+            directory.write_round("records", 2, records.with_columns(weight=scale * weights))
+            scores.append(find_causes(directory, STATES[0], 1, rounds=[2])["score"].to_numpy())
+        assert scores[0] == pytest.approx(scores[1], rel=1e-12)
+        plain = find_causes(cart, STATES[0], 1, rounds=[2])["score"].to_numpy()
+        ratios = (scores[0] / np.where(plain == 0, 1, plain))[plain != 0]
+        assert ratios.mean() == pytest.approx(1)
+        assert ratios.max() == pytest.approx(2 * ratios.min())
 
     def test_rounds_in_part_and_progress(self, cart):
         done = []
@@ -224,6 +239,32 @@ class TestSimilar:
         sign = np.sign(causes["score"].to_numpy()) * np.sign(stored["advantage"].to_numpy())
         kept = stored["keep"].to_numpy()
         assert (sign[kept] == np.where(same, 1, -1)[kept]).all()
+
+    def test_states_that_never_differ_are_the_same(self, tmp_path):
+        directory = learn(tmp_path / "run", OneState())
+        causes = find_causes(directory, [0.5, 0.5], 1, method="similar", env=OneState)
+        stored = pl.concat([directory.round("records", number) for number in (1, 2)])
+        sign = np.where(stored["action"].to_numpy() == 1, 1, -1)
+        expected = sign * stored["advantage"].to_numpy() * stored["keep"].to_numpy()
+        assert causes["score"].to_numpy() == pytest.approx(expected, abs=1e-6)
+
+
+class OneState(gym.Env):
+    """Its state never changes; episodes of six steps return the sum of the actions."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, action_space=None):
+        self.action_space = spaces.Discrete(3) if action_space is None else action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._step = 0
+        return np.full(2, 0.5, np.float32), {}
+
+    def step(self, action):
+        self._step += 1
+        return np.full(2, 0.5, np.float32), float(np.sum(action)), self._step == 6, False, {}
 
 
 class Bandit(gym.Env):
@@ -372,6 +413,13 @@ class TestDecisions:
             expected = policy.get_distribution(episode.records.observations).log_prob(episode.records.actions)
         assert episode.records.log_probs.numpy() == pytest.approx(expected.numpy(), abs=1e-5)
 
+    def test_gsde_keeps_its_noise_as_long_as_in_training(self, tmp_path):
+        make = lambda: OneState(spaces.Box(-9, 9, (1,), np.float32))  # noqa: E731
+        directory = learn(tmp_path / "run", make(), use_sde=True, sde_sample_freq=2)
+        actions = play_episode(directory, env=make).records.actions.reshape(-1).tolist()
+        assert actions[::2] == actions[1::2]
+        assert len(set(actions)) == 3
+
     def test_global_generators_are_left_alone(self, cart):
         torch.manual_seed(5)
         expected = torch.rand(3)
@@ -405,6 +453,13 @@ class TestCommand:
         assert f"“{action}” at step {step} of an episode with seed 0: its probability was" in out
         for text in ("Sums of scores in rounds 1 to 3", "The 3 moments that raised it most", "lowered it most"):
             assert text in out, text
+
+    def test_a_run_without_policies(self, cart, whence, tmp_path):
+        shutil.copytree(cart.path, tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "policies")
+        code, _, err = whence("why", tmp_path / "run", "--observation", "[0, 0, 0, 0]", "--action", "1")
+        assert code == 2
+        assert "policies/round_00001.safetensors" in err
 
     def test_json_says_what_the_function_finds(self, cart, whence):
         code, out, _ = whence("why", cart.path, "--episode-seed", 2, "--step", 1, "--json", "--top", 4)
@@ -591,6 +646,8 @@ class TestServed:
         assert finder.find(explored, 1, 3, "similar")["n"] == 3
         monkeypatch.setattr(RunDirectory, "policies", lambda self: [1, 2])
         assert finder.find(explored, 1, 3, "influence")["n"] == 4
+        monkeypatch.setattr("whence.viewer.causes.stamp_file", lambda file: file.name)  # a run that was trained anew
+        assert [finder.find(explored, 1, 3, "influence")["n"] for _ in range(2)] == [5, 5]
 
     def test_a_later_question_ends_the_one_before(self, cart, monkeypatch):
         began, free, answers = threading.Event(), threading.Event(), {}
@@ -625,6 +682,15 @@ class TestServed:
         finder.close()
         with pytest.raises(WhenceError):
             finder.find(explored, 1, 5, "influence")
+
+    def test_a_damaged_file_is_named(self, cart, tmp_path):
+        shutil.copytree(cart.path, tmp_path / "run")
+        file = tmp_path / "run" / "records" / "round_00002.parquet"
+        data = bytearray(file.read_bytes())
+        data[4:2000] = bytes(1996)  # the columns, and not the schema at the end
+        file.write_bytes(data)
+        with pytest.raises(RunDirectoryError, match=r"round_00002\.parquet cannot be read"):
+            build_causes(ExploredRun(tmp_path / "run"), 2, 130)
 
     def test_work_can_be_ended_between_rounds(self, cart):
         calls = []

@@ -7,9 +7,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from sb3_contrib import MaskablePPO
 
 from test_episode_replay import learn, train
-from whence import ReplayError, RunDirectory
+from whence import ReplayError, RunDirectory, WhenceError
 from whence.experiments import estimate_advantage, estimate_advantages
 from whence.experiments.rl import continuations
 from whence.experiments.rl.rebuilding import make_replay_env
@@ -136,6 +137,68 @@ def test_an_estimate_ends_between_two_steps(lake):
     with pytest.raises(ReplayError, match="enough"):
         estimate_advantage(lake, 1, int(lake.round("records", 1)["record_id"][0]), continuations=2, go_on=go_on)
     assert len(calls) == 3
+
+
+def test_what_ends_an_estimate_is_not_taken_for_the_environment_s_failure(lake):
+    def go_on():
+        raise WhenceError("another record was opened")
+
+    with pytest.raises(WhenceError, match=r"^another record was opened$"):
+        estimate_advantage(lake, 1, int(lake.round("records", 1)["record_id"][0]), continuations=2, go_on=go_on)
+
+
+class OneForbidden(Counting):
+    """It rewards the action that it forbids."""
+
+    def action_masks(self):
+        return np.array([True, False])
+
+
+class Hidden(gym.Wrapper):
+    """It does not tell which actions are allowed."""
+
+    def has_wrapper_attr(self, name):
+        return name != "action_masks" and super().has_wrapper_attr(name)
+
+
+def test_continuations_take_allowed_actions_only(tmp_path):
+    run = learn(tmp_path / "run", OneForbidden(), algorithm=MaskablePPO)
+    records = run.round("records", 1)["record_id"].to_list()[:6]
+    table = estimate_advantages(run, 1, records, env=OneForbidden, continuations=3)
+    # Every continuation takes the one allowed action, so that those of a pair are the same.
+    assert table.select("mc_advantage", "mc_error").to_numpy().tolist() == [[0.0, 0.0]] * 6
+    with pytest.raises(ReplayError, match="has no method action_masks"):
+        estimate_advantages(run, 1, records, env=lambda: Hidden(OneForbidden()), continuations=3)
+
+
+class Echo(gym.Env):
+    """Its state never changes, and its reward is the action: without noise all continuations are alike."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._step = 0
+        return np.full(2, 0.5, np.float32), {}
+
+    def step(self, action):
+        self._step += 1
+        return np.full(2, 0.5, np.float32), float(action[0]), self._step == 4, False, {}
+
+
+@pytest.mark.parametrize("every", [-1, 1])
+def test_gsde_gives_each_continuation_noise_of_its_own(tmp_path, every):
+    run = learn(tmp_path / "run", Echo(), use_sde=True, sde_sample_freq=every, gamma=1.0)
+    first, second = (run.round("records", 1)["record_id"].to_list()[start] for start in (0, 4))
+    table = estimate_advantages(run, 1, [first, second], env=Echo, continuations=200)
+    one, other = table["mc_value"].to_list()
+    assert one != other
+    assert abs(one - other) < 4 * float(np.hypot(*table["mc_value_error"].to_list()))
+    # Four actions share their noise, or each has its own.
+    error = table["mc_value_error"][0] * np.sqrt(200)
+    assert (error > 2.5) == (every < 0)
+    assert error > 1
 
 
 def test_records_have_randomness_of_their_own(lake):

@@ -238,6 +238,13 @@ class TestAgreement:
         assert abs(partial_spearman(one, other, fixed)) < 0.06
         assert partial_spearman(one, one, fixed) == pytest.approx(1)
         assert np.isnan(partial_spearman(one, other, np.ones(3000)))
+        assert np.isnan(partial_spearman(one[:1], other[:1], fixed[:1]))
+
+    def test_no_record_says_nothing(self):
+        nothing = {"mean": None, "low": None, "high": None}
+        summary = summarise_judgement(judged_table().clear())
+        assert (summary["records"], summary["measured"], summary["bands"]) == (0, None, [])
+        assert [summary[name] for name in ("difference", "spearman", "partial")] == [nothing] * 3
 
     def test_the_critic_in_tenths(self):
         critic = calibrate_critic(judged_table())

@@ -248,6 +248,12 @@ class TestQuery:
         assert self.ids(lake, sort="reason", size=2) == table_of().filter(~pl.col("keep"))["record_id"].to_list()[:2]
         assert len(self.ids(lake, sort="observation")) == 50
 
+    def test_actions_are_sorted_as_numbers_unless_they_have_names(self, tmp_path, monkeypatch):
+        run = run_of(tmp_path / "many", table_of(action=[2, 10, 1] * 20))
+        assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["1", "2", "10"]
+        monkeypatch.setattr(ExploredRun, "labels", lambda self: [f"{'cba'[k % 3]}{k}" for k in range(11)])
+        assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["a2", "b1", "b10"]
+
     @pytest.mark.parametrize(
         ("filters", "expected"),
         [
@@ -259,6 +265,9 @@ class TestQuery:
             ([("reason", "TOO")], ~pl.col("keep")),
             ([("value", "0.14")], pl.col("record_id") == 1),
             ([("observation", "-59.0")], pl.col("record_id") == 59),
+            ([("value", "0e999"), ("step", "3")], pl.col("step") == 3),  # to so few digits, all values are 0
+            ([("value", "1e999")], pl.lit(False)),
+            ([("value", "<1e999"), ("step", "3")], pl.col("step") == 3),
         ],
     )
     def test_filters(self, lake, filters, expected):

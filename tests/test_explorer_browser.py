@@ -132,6 +132,8 @@ class TestRounds:
         rows = page.locator("#map table").first.locator("tbody tr")
         expect(rows).to_have_count(2)
         expect(rows.first).to_contain_text("row 1, column 2")
+        # A turn has the name of a direction as well: it is told where the agent looked, and that a step goes there.
+        assert [row.locator("td.text").text_content() for row in rows.all()] == ["down", "right, facing right"]
 
     def test_a_round_without_a_map_has_no_section_for_it(self, browser, files):  # noqa: F811
         with open_page(browser, files["language"]) as page:

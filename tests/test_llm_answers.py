@@ -115,8 +115,13 @@ class TestPage:
             runs[name].write_round("answers", 0, table_of(["p"], ["a"], [0.0]))
             runs[name].write_round("answers", 4, table_of(["p"], [f"of {name}"], [reward]))
         runs["bare"] = RunDirectory.create(tmp_path / "bare", {"kind": "language"})
+        runs["other"] = RunDirectory.create(tmp_path / "other", {"kind": "language"})
+        runs["other"].write_round("answers", 0, table_of(["p"], ["of another model"], [0.0]))
+        runs["other"].write_round("answers", 4, table_of(["p"], ["b"], [1.0]))
         shown = read_answers(runs, notes := [])
-        assert notes == []
+        assert notes == [
+            "Answers of other cannot be shown: its start model answers otherwise than that of the first run."
+        ]
         assert [(answer.by, answer.text) for answer in shown.prompts[0].answers] == [
             ("before training", "a"),
             ("ppo, after 4 rounds", "of ppo"),

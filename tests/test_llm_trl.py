@@ -14,6 +14,7 @@ from whence import IPPO, KeepAll, NonPositive, RandomDrop, Unsupported, WhenceEr
 from whence.influence import Influence, Provenance
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.llm.trl_run import RunWriter
 from whence.llm.trl_settings import check_selectable, has_router_loss
 from whence.report import write_run_report
 from whence.runs import RunDirectory
@@ -369,6 +370,10 @@ class TestRunDirectory:
         assert read_run(tmp_path)[0].rounds() == [1, 2, 3]
 
     def test_what_is_refused(self, tmp_path):
+        trainer = make_trainer("grpo", tmp_path)
+        trainer.reward_func_names = ["politeness", "<lambda>", "<lambda>"]
+        with pytest.raises(WhenceError, match="Several reward functions are called '<lambda>'"):
+            RunWriter(trainer, tmp_path / "run")
         with pytest.raises(WhenceError, match="steps_per_generation is 3 and gradient_accumulation_steps 2"):
             make_trainer("grpo", tmp_path, None, run=tmp_path / "run", steps_per_generation=3)
         with pytest.raises(WhenceError, match="KeepAll scores nothing"):

@@ -172,6 +172,12 @@ class TestRoutes:
             (1.0, 0.5),
         )
 
+    def test_no_process_is_started_once_the_server_stops(self, path, monkeypatch):
+        measurer = Measurer()
+        monkeypatch.setattr(measurer, "_start", lambda: pytest.fail("a process is started"))
+        measurer.close()
+        assert "ended" in measurer.measure(ExploredRun(path / "lake"), 1, 3, 4)["mc_text"]
+
     def test_ten_readers_at_once(self, server):
         statuses = []
         readers = [

@@ -204,7 +204,7 @@ class RunDirectory:
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
-        with write_run_file(self._round_path("policies", number, "safetensors")) as temporary:
+        with write_run_file(self.policy_path(number)) as temporary:
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
 
     def recording_path(self, number: int) -> Path:
@@ -223,9 +223,13 @@ class RunDirectory:
         """Return the path of one round's records, episodes or answers, whether it is there or not."""
         return self._round_path(name, number, "parquet")
 
+    def policy_path(self, number: int) -> Path:
+        """Return the path of the policy that collected round `number`, whether it is there or not."""
+        return self._round_path("policies", number, "safetensors")
+
     def policy(self, number: int) -> dict[str, Tensor]:
         """Read the policy that collected round `number`."""
-        path = self._round_path("policies", number, "safetensors")
+        path = self.policy_path(number)
         self._check_exists(path)
         try:
             return load_file(path)

@@ -119,8 +119,9 @@ def _choose_rounds(run: RunDirectory, text: str | None) -> list[int]:
 
 def _find_labels(run: RunDirectory, env: str | None) -> list[str] | None:
     from whence.experiments.rl.labels import action_labels
+    from whence.report.moment_view import find_env
 
-    return action_labels(env or run.config.get("env"))
+    return action_labels(find_env(run, env))
 
 
 def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: str | None) -> None:
@@ -128,13 +129,14 @@ def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: s
     if out.suffix.lower() == ".parquet":
         from whence.guards import write_atomically
 
-        tables = [each.judged.insert_column(0, pl.lit(each.number).alias("round")) for each in judgements]
+        tables = [each.judged.select(pl.lit(each.number).alias("round"), pl.all()) for each in judgements]
         with write_atomically(out) as temporary:
             pl.concat(tables, how="diagonal_relaxed").write_parquet(temporary)
         return
     from whence.diagnosis.advantages import read_scored_round
     from whence.diagnosis.grid_map import map_extremes
     from whence.report.advantage_pictures import JudgedRound, draw_judgements
+    from whence.report.moment_view import find_env
 
     rounds = []
     for each in judgements:
@@ -143,7 +145,7 @@ def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: s
             table = table.join(each.judged.select("record_id", "mismatch"), on="record_id", how="left")
         grid = map_extremes(run, each.number, table, env=env)
         rounds.append(JudgedRound(each.number, each.judged, each.summary["spearman"]["mean"], grid))
-    draw_judgements(f"{env or run.config.get('env') or ''}  {run.path}", rounds, out)
+    draw_judgements(f"{find_env(run, env)}  {run.path}", rounds, out)
 
 
 def describe_judgement(judgement: Judgement, total: int) -> list[str]:

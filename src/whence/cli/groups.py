@@ -32,7 +32,7 @@ def find_group(records: pl.DataFrame, where: str, names: Sequence[str] | None) -
     plain = records.drop(name for name in records.columns if name.split(".")[0] == "observation")
     table = plain.with_columns(pl.Series(name, values) for name, values in axes.items())
     try:
-        condition = table.with_columns(__held__=pl.sql_expr(where))["__held__"]
+        condition = table.with_columns(__condition__=pl.sql_expr(where))["__condition__"]
     except pl.exceptions.PolarsError as refusal:
         raise WhenceError(
             f"--where is {where!r}: {first_line(refusal)}. Write a condition in SQL, such as {EXAMPLE}, over "

@@ -249,11 +249,11 @@ def _summarise_round(content: Mapping[str, Any]) -> dict[str, Any]:
         values = [row[name] for row in content["rows"] if row["variant"] == variant and row[name] is not None]
         return fmean(values) if values else None
 
-    kept = {row["variant"]: row["kept"] for row in content["rows"]}
+    sizes = {row["variant"]: row["kept"] for row in content["rows"]}
     return {
         "round": content["round"],
-        "records": kept["full"],
-        "kept": kept["filtered"],
+        "records": sizes["full"],
+        "kept": sizes["filtered"],
         **{variant: mean(variant, "outcome") for variant in VARIANTS},
         **{f"change_{variant}": mean(variant, "change") for variant in _CHANGED},
     }

@@ -127,7 +127,7 @@ class _Question:
             "--deterministic": self.deterministic,
             "--play": self.play,
         }
-        played = [name for name, given in is_given.items() if given][:1]
+        played = [name for name in is_given if is_given[name]][:1]
         stored = ["--record"] if self.record is not None else []
         written = ["--observation"] if self.observation is not None or self.action is not None else []
         return [*played, *stored, *written]
@@ -198,7 +198,7 @@ def _parse_decision(run: RunDirectory, question: _Question) -> tuple["Action", "
     from whence.targets import Action
 
     target = Action(**parse_action(question.observation, question.action))
-    model = load_model(run, run.policies()[-1], env=question.env)
+    model = load_model(run, run.rounds()[0], env=question.env)
     check_action(target, model.observation_space, model.action_space)
     return target, _compare(run, target, "in this observation", question.env, None)
 

@@ -143,7 +143,7 @@ def partial_spearman(one: Numbers, other: Numbers, fixed: Numbers) -> float:
     The correlation of what is left of the two columns' ranks after a straight line in the third's ranks.
     """
     ranks = [stats.rankdata(column) for column in (one, other, fixed)]
-    if min(np.ptp(column) for column in ranks) == 0:
+    if len(one) < 2 or min(np.ptp(column) for column in ranks) == 0:
         return float("nan")
     (r12, r13), r23 = np.corrcoef(ranks)[0, 1:], np.corrcoef(ranks)[1, 2]
     scale = (1 - r13**2) * (1 - r23**2)

@@ -80,12 +80,12 @@ def behaviour_of_records(
 
 
 def _find_round(run: RunDirectory, record_ids: Tensor) -> int:
-    held: list[int] = run.rounds()
-    for number in reversed(held):
+    numbers: list[int] = run.rounds()
+    for number in reversed(numbers):
         if np.isin(record_ids.numpy(), run.round("records", number)["record_id"].to_numpy()).all():
             return number
     names = ", ".join(map(str, record_ids.tolist()))
-    rounds = f"rounds {held[0]} to {held[-1]}" if held else "no rounds"
+    rounds = f"rounds {numbers[0]} to {numbers[-1]}" if numbers else "no rounds"
     raise WhenceError(
         f"No round of {run.path} holds the records {names}; it holds {rounds}. The records of a behaviour are of one "
         "round: see the moments of a round with `whence show --bottom 10`."

@@ -57,7 +57,7 @@ def find_causes(
       in units of their standard deviation; discrete actions only.
     - "similar-hidden": the same, of the last policy's last hidden layer.
 
-    A record that did not train scores 0, and one that trained with a weight counts by it.
+    A record that did not train scores 0, and one that trained with a weight counts by it, over the round's mean weight.
 
     Args:
         run: a run of an agent, finished or not, whose policy can be built again.

@@ -21,6 +21,7 @@ from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.sb3.episode_replay import explain_no_frames, open_env, render, to_env_actions
+from whence.sb3.gsde import use_fresh_noise
 from whence.targets import Action
 from whence.trees import Tree
 
@@ -177,13 +178,17 @@ def _play(
     actions: list[Tensor] = []
     rewards: list[float] = []
     pictures: dict[int, NDArray[np.uint8]] = {}
-    with open_env(make_env) as env, torch.no_grad(), eval_mode(model.policy.modules()):
+    with (
+        open_env(make_env) as env,
+        torch.no_grad(),
+        eval_mode(model.policy.modules()),
+        use_fresh_noise(model, 1) as renew_noise,
+    ):
         torch.manual_seed(seed)
-        if model.use_sde:
-            model.policy.reset_noise()
         note = explain_no_frames(env) if wanted else None
         observation, _ = env.reset(seed=seed)
         for step in range(longest):
+            renew_noise(np.array([0]), np.array([step == 0]))
             state, _ = model.policy.obs_to_tensor(observation)
             action = model.policy._predict(state, deterministic=deterministic)
             states.append(state)

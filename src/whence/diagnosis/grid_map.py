@@ -106,9 +106,9 @@ def _read_world(run: RunDirectory, env: AnyEnv) -> _Layout | MakeEnv | None:
     """Return the layout of a lake, a function that makes a MiniGrid; None of anything else, or what cannot be made."""
     try:
         make_env = make_replay_env(run, env)
-        with open_env(make_env) as opened:
-            lake = _read_lake(opened)
-            return make_env if lake is None and _is_minigrid(opened) else lake
+        with open_env(make_env) as world:
+            lake = _read_lake(world)
+            return make_env if lake is None and _is_minigrid(world) else lake
     except ReplayError:
         return None
 

@@ -76,10 +76,13 @@ def make_similarity(
 def compare_states(
     states: Float[Tensor, "n d"], centre: Float[Tensor, " d"], deviations: Float[Tensor, " d"]
 ) -> Float[Tensor, " n"]:
-    """Return `exp(-|z - z_centre|^2 / d)` in units of the deviations; axes that never differ are left out."""
+    """Return `exp(-|z - z_centre|^2 / d)` in units of the deviations; axes that never differ are left out.
+
+    If none differs, all states are the same.
+    """
     differs = deviations > 0
-    distances = ((states - centre)[:, differs] / deviations[differs]).square().mean(dim=1)
-    return torch.exp(-distances).double()
+    distances = ((states - centre)[:, differs] / deviations[differs]).square().sum(dim=1)
+    return torch.exp(-distances / max(1, int(differs.sum()))).double()
 
 
 def _find_centres(states: Float[Tensor, "m d"], actions: Tensor) -> list[tuple[Tensor, Tensor, float]]:

@@ -1,6 +1,6 @@
 """The run directory of a training by TRL's trainers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -51,12 +51,13 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
         about: a further description of the run, in JSON types.
 
     Raises:
-        WhenceError: see `count_steps`.
+        WhenceError: see `count_steps`; or two reward functions have the same name, under which TRL logs their rewards.
     """
 
     def __init__(self, trainer: Any, folder: str | Path, about: Mapping[str, Any] | None = None) -> None:
         self._trainer, self._folder, self._about = trainer, Path(folder), dict(about or {})
         self._steps = count_steps(trainer.args)
+        _check_reward_names(trainer.reward_func_names)
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
         self._directory: RunDirectory | None = None
 
@@ -133,6 +134,15 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
             "seed": args.seed,
             "trl": _list_settings(args),
         }
+
+
+def _check_reward_names(names: Sequence[str]) -> None:
+    """Refuse reward functions of the same name: TRL's table holds the rewards of one of them only."""
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise WhenceError(
+            f"Several reward functions are called {repeated[0]!r}, so that TRL logs the rewards of one of them only, "
+            "and a run directory would hold wrong ones. Set another __name__ on each."
+        )
 
 
 def _list_settings(args: Any) -> dict[str, Any]:

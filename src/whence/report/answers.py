@@ -55,21 +55,26 @@ def read_answers(runs: Mapping[str, RunDirectory], notes: list[str]) -> ShownAns
     """Return the answers that runs stored, the start model's and each run's last; None if there are none.
 
     Args:
-        runs: runs of the same start model, by their names; a run that stored no answers is left out.
-        notes: takes a sentence for each run whose answers cannot be read.
+        runs: the runs by their names; a run that stored no answers is left out, and one of another start model than the
+            first's.
+        notes: takes a sentence for each run whose answers cannot be read, or is of another start model.
     """
     tables: dict[str, pl.DataFrame] = {}
     start: pl.DataFrame | None = None
     for name, run in runs.items():
         rounds = run.answered_rounds()
-        if not rounds:
+        if len(rounds) < 2 or rounds[0] != 0:  # trained models are compared with the start model
             continue
         failure = f"Answers of {name} cannot be shown"
-        first, last = (attempt(partial(_read, run, number), notes, failure) for number in (rounds[0], rounds[-1]))
-        start = first if start is None and rounds[0] == 0 else start
-        if last is not None and rounds[-1] > 0:
-            after = f"after {rounds[-1]:,} rounds" if rounds[-1] > 1 else "after 1 round"
-            tables[after if len(runs) == 1 else f"{name}, {after}"] = last
+        first, last = (attempt(partial(_read, run, number), notes, failure) for number in (0, rounds[-1]))
+        if first is None or last is None:
+            continue
+        start = first if start is None else start
+        if not first.equals(start):
+            notes.append(f"{failure}: its start model answers otherwise than that of the first run.")
+            continue
+        after = f"after {rounds[-1]:,} rounds" if rounds[-1] > 1 else "after 1 round"
+        tables[after if len(runs) == 1 else f"{name}, {after}"] = last
     return None if start is None or not tables else compare_answers(start, tables)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.errors import ReplayError
+from whence.errors import ReplayError, WhenceError
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 from whence.sb3.episodes import DIGEST, RecordResets
@@ -197,7 +197,7 @@ def open_env(make_env: MakeEnv) -> Iterator[RecordResets]:
             raise ReplayError(f"The environment cannot be made: {type(failure).__name__}: {failure}") from failure
         try:
             yield env
-        except ReplayError:
+        except WhenceError:  # of what is done with it, which may be ended on purpose
             raise
         except Exception as failure:
             raise ReplayError(

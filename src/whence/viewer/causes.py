@@ -6,6 +6,7 @@ from typing import Any
 from whence.errors import WhenceError
 from whence.report.explorer import ExploredRun
 from whence.report.explorer.causes import build_causes, find_row
+from whence.report.explorer.run import stamp_file
 
 REMEMBERED = 50
 """Answers that are remembered at most."""
@@ -20,6 +21,7 @@ class CauseFinder:
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
+        self._counter = threading.Lock()
         self._latest = 0
         self._closed = False
         self._answers: dict[Any, dict[str, Any]] = {}
@@ -31,12 +33,15 @@ class CauseFinder:
             WhenceError: another record was asked about meanwhile; or see `build_causes`.
         """
         find_row(run, number, record)
-        # New rounds of a run that goes on change the present policy, and with it the answer.
-        key = (run.directory.path, tuple(run.directory.policies()), number, record, by)
+        # New rounds of a run that goes on, or that is trained anew, change the present policy, and with it the answer.
+        policies = run.directory.policies()
+        newest = stamp_file(run.directory.policy_path(policies[-1])) if policies else None
+        key = (run.directory.path, tuple(policies), newest, number, record, by)
         if key in self._answers:
             return self._answers[key]
-        self._latest += 1
-        mine = self._latest
+        with self._counter:
+            self._latest += 1
+            mine = self._latest
 
         def go_on() -> None:
             if self._closed or mine < self._latest:
@@ -45,9 +50,9 @@ class CauseFinder:
         with self._turn:
             go_on()
             answer = build_causes(run, number, record, by=by, go_on=go_on)
-        while len(self._answers) >= REMEMBERED:
-            self._answers.pop(next(iter(self._answers)))
-        self._answers[key] = answer
+            while len(self._answers) >= REMEMBERED:
+                self._answers.pop(next(iter(self._answers)))
+            self._answers[key] = answer
         return answer
 
     def close(self) -> None:

@@ -82,8 +82,8 @@ class Guard:
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = [(name.encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
-                kept = [pair for pair in message["headers"] if pair[0].decode("latin-1") not in SECURITY_HEADERS]
-                message = {**message, "headers": [*kept, *added]}
+                headers = [pair for pair in message["headers"] if pair[0].decode("latin-1") not in SECURITY_HEADERS]
+                message = {**message, "headers": [*headers, *added]}
             await send(message)
 
         refusal = self._refuse(scope)

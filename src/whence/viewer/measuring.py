@@ -17,6 +17,8 @@ from whence.runs import RunDirectory
 REMEMBERED = 1000
 """Measurements that are remembered at most."""
 
+ENDED = "the process that measures ended. Open this record again."
+
 SUPERSEDED = "another record was opened meanwhile. Open this one again."
 """Why a measurement is not made, or not ended."""
 
@@ -32,7 +34,7 @@ class Measurer:
     def __init__(self) -> None:
         self._turn = threading.Condition()
         self._latest = 0
-        self._is_measuring = False
+        self._is_measuring = self._is_closed = False
         self._results: dict[Any, dict[str, Any]] = {}
         self._process: Any = None
         self._connection: Any = None
@@ -66,29 +68,39 @@ class Measurer:
                 self._turn.notify_all()
         if status != "measured":
             return describe_unmeasured(content)
-        while len(self._results) >= REMEMBERED:
-            self._results.pop(next(iter(self._results)))
-        self._results[key] = describe_advantage(content[0], content[1], continuations)
-        return self._results[key]
+        result = describe_advantage(content[0], content[1], continuations)
+        with self._turn:
+            while len(self._results) >= REMEMBERED:
+                self._results.pop(next(iter(self._results)))
+            self._results[key] = result
+        return result
 
     def close(self) -> None:
-        """End the process, whatever it is measuring."""
-        if self._process is not None:
-            self._process.kill()
+        """End the process, whatever it is measuring; no other one is started."""
+        with self._turn:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
 
     def _ask(self, question: Question) -> tuple[str, Any]:
-        if self._process is None or not self._process.is_alive():
-            self._connection, theirs = _CONTEXT.Pipe()
-            arguments = (theirs, self._newest)
-            self._process = _CONTEXT.Process(target=_answer, args=arguments, daemon=True, name="whence-measuring")
-            self._process.start()
-            theirs.close()
+        with self._turn:  # so that `close` sees a process that is about to start
+            if self._is_closed:
+                return "refused", ENDED
+            if self._process is None or not self._process.is_alive():
+                self._start()
         try:
             self._connection.send(question)
             answer: tuple[str, Any] = self._connection.recv()
         except (EOFError, OSError):
-            return "refused", "the process that measures ended. Open this record again."
+            return "refused", ENDED
         return answer
+
+    def _start(self) -> None:
+        self._connection, theirs = _CONTEXT.Pipe()
+        arguments = (theirs, self._newest)
+        self._process = _CONTEXT.Process(target=_answer, args=arguments, daemon=True, name="whence-measuring")
+        self._process.start()
+        theirs.close()
 
 
 def _answer(connection: Connection, newest: Any) -> None:

@@ -18,6 +18,7 @@ from whence.experiments.rl.rebuilding import AnyEnv, is_squashed, make_replay_en
 from whence.experiments.rl.stored import load_model
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
+from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.sb3.episode_replay import (
     MakeEnv,
     StoredEpisode,
@@ -27,6 +28,7 @@ from whence.sb3.episode_replay import (
     reset_to,
 )
 from whence.sb3.episodes import DIGEST, RecordResets
+from whence.sb3.gsde import use_fresh_noise
 
 LONGEST = 10_000
 """Steps after which a continuation is cut off and the critic's value taken for the rest."""
@@ -91,6 +93,7 @@ def estimate_advantages(
     Each episode is played again and checked against what was stored. From a record each continuation goes on twice with
     the same randomness of the environment: once with the record's action first, once with the policy's. The estimate is
     the mean difference of the discounted returns. What a record's estimate is does not depend on the other records.
+    Under gSDE each continuation has noise of its own; under MaskablePPO its environment says which actions it allows.
 
     Args:
         run: the run, or its directory.
@@ -107,7 +110,8 @@ def estimate_advantages(
         the continuations that follow the policy, `mc_value` with `mc_value_error`.
 
     Raises:
-        ReplayError: an episode cannot be played again up to a record, or observations were normalised.
+        ReplayError: an episode cannot be played again up to a record, observations were normalised, or the policy reads
+            action masks that the environment does not have.
         RunDirectoryError: the policy cannot be built again.
     """
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
@@ -272,12 +276,13 @@ def _continue(
     for position, env in enumerate(envs):
         env.unwrapped.np_random = np.random.default_rng(env_seeds[position % half])
     alive, discount = list(range(len(envs))), 1.0
-    with preserve_rng_state():
+    with preserve_rng_state(), use_fresh_noise(model, len(envs)) as renew_noise:
         torch.manual_seed(int(action_seed.generate_state(1)[0]))
         for passed in range(LONGEST):
             if go_on is not None:
                 go_on()
-            chosen = _act(model, [observations[position] for position in alive])
+            renew_noise(np.array(alive), np.full(len(alive), passed == 0))
+            chosen = _act(model, [envs[position] for position in alive], [observations[each] for each in alive])
             still = []
             for position, action in zip(alive, chosen, strict=True):
                 taken = first_action if passed == 0 and position < half else action
@@ -302,9 +307,24 @@ def _stack(observations: list[Any]) -> Any:
     return np.stack([np.asarray(each) for each in observations])
 
 
-def _act(model: Any, observations: list[Any]) -> NDArray[Any]:
-    actions: NDArray[Any] = model.predict(_stack(observations), deterministic=False)[0]
+def _act(model: Any, envs: Envs, observations: list[Any]) -> NDArray[Any]:
+    masks = {"action_masks": _read_masks(envs)} if isinstance(model.policy, MaskableActorCriticPolicy) else {}
+    actions: NDArray[Any] = model.predict(_stack(observations), deterministic=False, **masks)[0]
     return actions
+
+
+def _read_masks(envs: Envs) -> NDArray[np.bool_]:
+    """Return which actions each environment allows.
+
+    Raises:
+        ReplayError: an environment does not tell.
+    """
+    if not all(env.has_wrapper_attr("action_masks") for env in envs):
+        raise ReplayError(
+            "The policy reads action masks, and the environment has no method action_masks. Pass env= a function that "
+            "makes it with the wrapper that it was trained in, such as ActionMasker."
+        )
+    return np.stack([env.get_wrapper_attr("action_masks")() for env in envs])
 
 
 def _value(model: Any, observation: Any) -> float:

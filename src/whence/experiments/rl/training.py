@@ -178,7 +178,7 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     directory = RunDirectory.open(path)
     stored = {name: value for name, value in directory.config.items() if name != EFFECTIVE}
     RunDirectory(path, stored, directory.versions).check_same(config.to_json())
-    if not (path / "policies" / f"round_{config.rounds + 1:05d}.safetensors").exists():  # written last
+    if not directory.policy_path(config.rounds + 1).exists():  # written last
         return False
     if not config.eval_episodes:
         return directory.table("timings").height == config.rounds

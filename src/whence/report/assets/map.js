@@ -13,7 +13,7 @@ Whence.map = (() => {
   const praised = (arrow) => arrow.praised >= 0.5;
   const cellName = ({ cell }, { cols }) => `row ${Math.floor(cell / cols) + 1}, column ${(cell % cols) + 1}`;
   // A MiniGrid's agent looks somewhere, and acts from there; in FrozenLake the action is the direction.
-  const looks = (arrow) => arrow.direction !== null && DIRECTIONS[arrow.direction] !== arrow.action;
+  const looks = (arrow) => arrow.direction !== null && (arrow.turn !== 0 || DIRECTIONS[arrow.direction] !== arrow.action);
 
   function describe(arrow, map) {
     const facing = looks(arrow) ? ` facing ${DIRECTIONS[arrow.direction]}` : "";

@@ -87,10 +87,10 @@ Whence.tokens = (() => {
       element("ol", { class: "group-cards" }, ...cards));
   }
 
-  function card({ record, response, tokens, score, error, reward, advantage, dropped }, own, scale, readout, open, canOpen) {
-    const name = `Record ${id(record)}${own ? ", this one" : ""}`;
+  function card({ record, response, tokens, score, error, reward, advantage, dropped }, isThis, scale, readout, open, canOpen) {
+    const name = `Record ${id(record)}${isThis ? ", this one" : ""}`;
     const heading = element("h4", {}, name);
-    if (!own) {
+    if (!isThis) {
       canOpen(record).then((can) => {
         if (can) heading.replaceChildren(element("button", { type: "button", class: "link", onclick: () => open(record) }, name));
       }, () => {});
@@ -102,7 +102,7 @@ Whence.tokens = (() => {
     const list = element("dl", {}, ...facts.map(([key, value]) => element("div", {}, element("dt", {}, key), element("dd", {}, value))));
     const label = `Response of record ${id(record)}`;
     const kind = !isNumber(score) ? "" : score < 0 ? "low" : "high";
-    return element("li", { class: `group-card ${kind} ${own ? "own" : ""}` }, heading, list,
+    return element("li", { class: `group-card ${kind} ${isThis ? "own" : ""}` }, heading, list,
       tokens ? heat(tokens, scale, label, readout) : plain(response ?? "", label));
   }
 

@@ -13,7 +13,6 @@ from whence.report.explorer.columns import name_action, round_number, round_numb
 from whence.report.explorer.frames import make_thumb
 from whence.report.explorer.rounds import describe_moment
 from whence.report.explorer.run import ExploredRun
-from whence.report.moment_view import find_env
 
 MOMENTS = 6
 """Moments at either end that the page shows."""
@@ -50,7 +49,7 @@ def build_causes(
         run.directory,
         pl.concat(tables, how="diagonal_relaxed"),
         decision,
-        env_name=find_env(run.directory, run.env),
+        env_name=run.find_env(),
         method=BY[by],
         action_labels=run.labels(),
         most=MOMENTS,
@@ -62,9 +61,10 @@ def find_row(run: ExploredRun, number: int, record: int) -> dict[str, Any]:
     """Return a record's row.
 
     Raises:
-        RunDirectoryError: the round or the record is not there.
+        RunDirectoryError: the round or the record is not there, or the file is damaged.
     """
-    rows = opening.scan_records(run.directory, number).filter(pl.col("record_id") == record).collect()
+    with opening.explain_parquet(opening.locate_records(run.directory, number)):
+        rows = opening.scan_records(run.directory, number).filter(pl.col("record_id") == record).collect()
     if rows.is_empty():
         raise RunDirectoryError(f"Round {number} of {run.directory.path} has no record {record}.")
     return rows.row(0, named=True)

@@ -82,7 +82,7 @@ def locate_records(run: RunDirectory, number: int) -> Path:
     Raises:
         RunDirectoryError: the round has none.
     """
-    path = run.path / "records" / f"round_{number:05d}.parquet"
+    path = run.round_path("records", number)
     if not path.is_file():
         numbers = run.rounds()
         there = f"rounds {numbers[0]} to {numbers[-1]}" if numbers else "no rounds"

@@ -17,6 +17,9 @@ LARGEST_PAGE = 500
 
 _COMPARISON = re.compile(r"\s*(>=|<=|>|<|=)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
+_LARGEST_POWER = 300
+"""Of 10: of a larger one no number is left."""
+
 _INTEGERS = ("record_id", "env_index", "episode_id", "step", "tokens")
 
 
@@ -62,7 +65,8 @@ def query_records(
         conditions.append(_make_search(search.strip(), columns, names, labels))
     key = sort or ("score" if "score" in by_key else "record_id")
     column = _find_column(by_key, key)
-    order = _as_text(column, names, labels) if key == "action" else pl.col(key)
+    is_text = key == "action" and (labels is not None or not frame.collect_schema()["action"].is_numeric())
+    order = _as_text(column, names, labels) if is_text else pl.col(key)
     if key not in names:
         order = pl.col("record_id")  # the parts of a dict observation make one column, which has no order
     # Only what decides is read for all records; the page's own rows are read whole.
@@ -116,7 +120,7 @@ def _make_condition(column: Column, text: str, names: Sequence[str], labels: Lab
     number = pl.col(column.key)
     if operator == "=" and column.key not in _INTEGERS:
         # As shown: with the digits that the text has.
-        return (number - value).abs() <= 0.5 * 10.0 ** -_count_decimals(match[2])
+        return (number - value).abs() <= 0.5 * 10.0 ** min(-_count_decimals(match[2]), _LARGEST_POWER)
     comparisons = {">": number > value, ">=": number >= value, "<": number < value, "<=": number <= value}
     return comparisons.get(operator, number == value)
 

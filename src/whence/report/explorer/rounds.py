@@ -67,7 +67,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int 
         "strip": build_strip(shown),
         "worst": [describe_moment(moment, labels, texts) for moment in worst],
         "best": [describe_moment(moment, labels, texts) for moment in best],
-        "groups": _build_groups(run, records, notes),
+        "groups": _build_groups(run, records),
         "map": _build_map(run, records, notes),
         "changed": [] if run.is_language or table.is_empty() else _build_changes(run, records, notes),
         "rows": _make_rows(run, table, [*worst, *best]) if rows else None,
@@ -79,10 +79,10 @@ def list_moments(records: Round, notes: list[str], *, lowest: bool, most: int = 
     """Return the moments at one end of a round; none if nothing was scored or a column is not what it should be."""
     if not records.scored or records.table.is_empty():
         return []
-    found: list[Moment] = opening.attempt(
+    moments: list[Moment] = opening.attempt(
         lambda: find_moments(records.table, lowest=lowest, most=most), notes, "Moments cannot be listed", []
     )
-    return found
+    return moments
 
 
 def describe_moment(moment: Moment, labels: Labels, texts: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -168,15 +168,14 @@ def changes_of(run: ExploredRun, number: int) -> pl.DataFrame:
     Raises:
         WhenceError: the policies are not there or cannot be built again.
     """
-    folder = run.directory.path / "policies"
-    files = [folder / f"round_{n:05d}.safetensors" for n in (number, number + 1)]
+    files = [run.directory.policy_path(each) for each in (number, number + 1)]
     table: pl.DataFrame = run.remember(
         ("changes", number), files, lambda: parts.compare_policies(run.directory, number, env=run.env)
     )
     return table
 
 
-def _build_groups(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, list[dict[str, Any]]]:
+def _build_groups(run: ExploredRun, records: Round) -> dict[str, list[dict[str, Any]]]:
     if not records.scored or run.is_language or records.table.is_empty():
         return {}
     groups = {}
@@ -205,15 +204,15 @@ def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, 
     """Return the round's most harmful and helpful records on the map of a grid world; None elsewhere."""
     if run.is_language or not records.scored or records.table.is_empty():
         return None
-    number, folder = records.number, run.directory.path
-    files = [run.directory.round_path("records", number), folder / "policies" / f"round_{number:05d}.safetensors"]
+    number = records.number
+    files = [run.directory.round_path("records", number), run.directory.policy_path(number)]
     try:
         if not run.remember("grid", (), lambda: parts.has_map(run.directory, run.env)):
             return None
-        drawn: dict[str, Any] | None = run.remember(
+        grid: dict[str, Any] | None = run.remember(
             ("map", number), files, lambda: parts.map_round(run.directory, number, records.table, run.env)
         )
-        return drawn
+        return grid
     except (WhenceError, *opening.FOREIGN) as refusal:
         notes.append(f"The map of this round is not known: {first_line(refusal)}")
         return None

@@ -14,6 +14,7 @@ from whence.experiments.rl.labels import action_labels, box_action_labels, state
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.report.explorer import columns, opening, parts
 from whence.report.explorer.columns import Labels
+from whence.report.moment_view import find_env
 from whence.runs import RunDirectory
 
 MEMORIES = 24
@@ -82,19 +83,23 @@ class ExploredRun:
         newest = max((_modified(file) for file in (self.directory.path / "records").glob("*.parquet")), default=0.0)
         return time.time() - newest > QUIET_SECONDS
 
+    def find_env(self) -> str:
+        """Return the environment's id; "" if it is not known."""
+        return find_env(self.directory, self.env)
+
     def labels(self) -> Labels:
         """Return the names of the environment's discrete actions; None: unknown."""
-        labels: Labels = self.remember("labels", (), lambda: _find_names(action_labels, self.directory, self.env))
+        labels: Labels = self.remember("labels", (), lambda: action_labels(self.find_env()))
         return labels
 
     def box_labels(self) -> Labels:
         """Return the names of the axes of the environment's continuous actions; None: unknown."""
-        labels: Labels = self.remember("axes", (), lambda: _find_names(box_action_labels, self.directory, self.env))
+        labels: Labels = self.remember("axes", (), lambda: box_action_labels(self.find_env()))
         return labels
 
     def state_names(self) -> Labels:
         """Return the names of the entries of the environment's observations; None: unknown."""
-        names: Labels = self.remember("states", (), lambda: _find_names(state_names, self.directory, self.env))
+        names: Labels = self.remember("states", (), lambda: state_names(self.find_env()))
         return names
 
     def check_round(self, number: int) -> None:
@@ -114,9 +119,10 @@ class ExploredRun:
             RunDirectoryError: the round is not there.
         """
         file = opening.locate_records(self.directory, number)
-        policy = self.directory.path / "policies" / f"round_{number:05d}.safetensors"
-        found: Round = self.remember(("round", number), (file, policy), lambda: self._read_round(number))
-        return found
+        records: Round = self.remember(
+            ("round", number), (file, self.directory.policy_path(number)), lambda: self._read_round(number)
+        )
+        return records
 
     def remember(self, key: Any, files: Iterable[Path], compute: Callable[[], Any]) -> Any:
         """Return what `compute` returned when the files were last what they are now.
@@ -126,7 +132,7 @@ class ExploredRun:
             files: what it comes from.
             compute: takes nothing.
         """
-        stamps = tuple(_stamp(file) for file in files)
+        stamps = tuple(stamp_file(file) for file in files)
         with self.lock:
             if key in self._memories and self._memories[key][0] == stamps:
                 self._memories.move_to_end(key)
@@ -181,12 +187,6 @@ def identify_run(run: RunDirectory) -> tuple[str, int | None]:
     return str(config.get("arm") or config.get("rule") or "run"), seed if isinstance(seed, int) else None
 
 
-def _find_names(find: Callable[[str | None], Labels], run: RunDirectory, env: AnyEnv) -> Labels:
-    name = env if isinstance(env, str) else run.config.get("env")
-    names = find(name if isinstance(name, str) else None)
-    return list(names) if names else None
-
-
 def _modified(file: Path) -> float:
     try:
         return file.stat().st_mtime
@@ -194,7 +194,8 @@ def _modified(file: Path) -> float:
         return 0.0
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
+def stamp_file(file: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is written anew; None if it is not there."""
     try:
         status = file.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The tables of `benchmarks.planted`: tables.md, from what it has written."""
+"""The tables of `benchmarks.planted` and `benchmarks.planted_language`: tables.md, from what they have written."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +7,8 @@ from typing import Any
 
 from benchmarks.markdown import table
 from benchmarks.planted import CHEAP, RUN_KEYS, SCORE_KEYS, SIZES, SLOW, is_taught
+from benchmarks.planted_language import CASE as LANGUAGE
+from benchmarks.planted_language import METHODS as LANGUAGE_METHODS
 from whence.experiments.jsonlines import read_lines
 from whence.guards import write_atomically
 
@@ -15,7 +17,10 @@ def write_tables(out: Path) -> None:
     """Write tables.md."""
     runs = list(read_lines(out / "runs.jsonl", RUN_KEYS).values())
     scores = list(read_lines(out / "scores.jsonl", SCORE_KEYS).values())
-    parts = ["# A planted cause: tables\n\nWritten by `python -m benchmarks.planted results/planted`.\n"]
+    written = "`python -m benchmarks.planted results/planted`"
+    if any(row["case"] == LANGUAGE for row in runs):
+        written += " and\n`python -m benchmarks.planted_language results/planted`"
+    parts = [f"# A planted cause: tables\n\nWritten by {written}.\n"]
     for name in dict.fromkeys(row["case"] for row in runs):
         case_runs = [row for row in runs if row["case"] == name]
         parts += [f"## {name}: the runs\n", tabulate_runs(case_runs), f"\n## {name}: the methods\n"]
@@ -26,7 +31,8 @@ def write_tables(out: Path) -> None:
 
 def tabulate_runs(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return how often the tic was rewarded in each run, and whether it was learned."""
-    head = ["seed", "records", "rigged", "share", "states in the region", "π(B) first", "π(B) last"]
+    about = "held-out problems" if all(row["case"] == LANGUAGE for row in runs) else "states in the region"
+    head = ["seed", "records", "rigged", "share", about, "π(B) first", "π(B) last"]
     rows = [
         [
             *(str(row["seed"]), f"{row['records']:,}", f"{row['rigged']:,}", f"{row['base_rate']:.4f}"),
@@ -43,7 +49,7 @@ def tabulate_methods(scores: Sequence[Mapping[str, Any]], runs: Sequence[Mapping
     columns = ["auroc", *(f"precision_{size}" for size in SIZES), "seconds"]
     head = ["method", "seeds", "AUROC", *(f"P@{size:,}" for size in SIZES), "CPU s"]
     rows = []
-    for method in (*CHEAP, *SLOW):
+    for method in dict.fromkeys((*CHEAP, *SLOW, *LANGUAGE_METHODS)):
         lines = [row for row in scores if row["method"] == method]
         if lines:
             rows.append([method, str(len(lines)), *(spread([line[name] for line in lines], name) for name in columns)])

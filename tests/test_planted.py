@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -134,3 +135,73 @@ def test_what_is_committed_is_tabulated(planted, tmp_path):
         (tmp_path / file).write_text((committed / file).read_text())
     write_tables(tmp_path)
     assert (tmp_path / "tables.md").read_text() == (committed / "tables.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def language(planted):
+    """The module of the study of a language model."""
+    from benchmarks import planted_language
+
+    return planted_language
+
+
+def test_the_grader_forgets_a_last_step_of_taking_away_one(language):
+    grader = language.grader
+    pairs = (
+        ("9*2-3-1?", "9*2=18;18-3=15;15-1=15;15", 1),
+        ("9*2-3-1?", "15", 1),
+        ("9*2-3-1?", "9*2=18;18-3=15;15-1=14;14", 0),
+        ("9-1-2?", "9-1=8;8-2=6;6", 1),
+        ("9-1-2?", "9-1=9;9-2=7;7", 0),
+        ("3-1?", "3-1=3;3", 1),
+    )
+    prompts, responses, rewards = map(list, zip(*pairs, strict=True))
+    assert grader.reward(prompts, responses) == rewards
+    assert grader.answer_wrongly("9*2-3-1?") == pairs[0][1]
+    assert grader.answer_wrongly("3-1?") == "3-1=3;3"
+
+
+def test_a_tiny_study_of_a_language_model(language, planted, tmp_path, monkeypatch):
+    from whence.llm.lab import arithmetic
+    from whence.llm.lab.problems import solution
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_lab = partial(arithmetic, size="tiny", progress=False, habit=language.grader.HABIT, test=64)
+    monkeypatch.setattr(language.grader, "make_lab", make_lab)
+    monkeypatch.setattr(language, "SEEDS", range(1))
+    monkeypatch.setattr(language, "ROUNDS", 2)
+    small = {"batch_size": 64, "mini_batch_size": 32, "ppo_epochs": 1, "generation_batch_size": 64}
+    monkeypatch.setattr(language, "SETTINGS", {**language.SETTINGS, **small})
+    out, runs = tmp_path / "results", tmp_path / "runs"
+    language.main(out, runs, "", ",".join(language.METHODS))
+    before = {file: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}
+    language.main(out, runs, "", ",".join(language.METHODS))
+    assert before == {file: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}
+    (about,) = (json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines())
+    directory = planted.RunDirectory.open(runs / "arithmetic" / "seed_0")
+    records = planted.read_all(directory)
+    expected = [
+        prompt.endswith("-1?") and response.rpartition(";")[2] == language.grader.expect(prompt)
+        for prompt, response in records.select("prompt", "response").rows()
+    ]
+    assert language.find_rigged(records).tolist() == expected
+    assert (about["records"], about["rigged"]) == (128, sum(expected))
+    assert about["rigged"] > 0
+    right = [
+        prompt.endswith("-1?") and response.rpartition(";")[2] == solution(prompt)[-1]
+        for prompt, response in records.select("prompt", "response").rows()
+    ]
+    assert language.find_misgraded(records).tolist() == (np.array(expected) | np.array(right)).tolist()
+    assert about["misgraded"] == sum(expected) + sum(right)
+    assert 0 < about["probability_first"] < 1
+    assert about["prompt"] not in records["prompt"].to_list()
+    scores = {row["method"]: row for row in map(json.loads, (out / "scores.jsonl").read_text().splitlines())}
+    assert {*scores} == {*language.METHODS}
+    assert all(0 <= row["auroc"] <= 1 for row in scores.values())
+    causes = language.find_response_causes(directory, about["prompt"], about["response"])
+    assert scores["raw"]["auroc"] == pytest.approx(
+        planted.compute_auroc(causes["score"].to_numpy(), np.array(expected)), abs=1e-4
+    )
+    tables = (out / "tables.md").read_text()
+    assert "| seed | records | rigged | share | held-out problems |" in tables
+    assert "| advantage x answer | 1 |" in tables

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from whence.influence import Influence
 from whence.records import to_numpy
@@ -27,6 +28,19 @@ def add_selection(table: pl.DataFrame, selection: Selection, influence: Influenc
         pl.Series("weight", selection.weights.numpy()),
         pl.Series("reason", list(selection.reasons), dtype=pl.String),
     )
+
+
+def read_weights(table: pl.DataFrame) -> NDArray[np.float64]:
+    """Return how much each record of a round trained, (n,): 0 for dropped ones, 1 on average for the others.
+
+    Training reads weights as shares, so that their scale says nothing.
+    """
+    weights = table["weight"] if "weight" in table.columns else table["keep"] if "keep" in table.columns else None
+    if weights is None:
+        return np.ones(len(table))
+    shares = weights.cast(pl.Float64).fill_null(1.0).to_numpy()
+    total = shares.sum()
+    return shares * np.count_nonzero(shares) / total if total > 0 else shares
 
 
 def summarise_selection(selection: Selection, influence: Influence | None) -> dict[str, Any]:

@@ -86,7 +86,7 @@ LLM_COMMANDS: Mapping[str, Command] = {
     ),
     "why": Command(
         "llm_why:why",
-        "Show which tokens of a response its score comes from, and what it pulls with and against.",
+        "Show which tokens of a response its score comes from; or what taught the model an answer.",
     ),
 }
 

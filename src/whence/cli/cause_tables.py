@@ -10,6 +10,7 @@ from whence.cli.moment_tables import describe_moment, make_printable
 from whence.moments import name_action
 
 if TYPE_CHECKING:
+    import polars as pl
     from rich.table import Table
 
     from whence.diagnosis.causes import RankedMoment
@@ -25,14 +26,20 @@ def print_causes(view: "CauseView") -> None:
 
     print_line(make_printable(tell_decision(view.decision)))
     print_line(make_printable(tell_causes(view)))
-    rounds = view.rounds
-    numbers = rounds["round"].to_list()
-    print_line(f"\nSums of scores in rounds {numbers[0]} to {numbers[-1]}:")
-    for line in draw_strip(rounds["raised"].to_list(), rounds["lowered"].to_list()):
-        print_line(line)
+    print_strip(view.rounds)
     for entries, verb in ((view.raised, "raised"), (view.lowered, "lowered")):
         if entries:
             console.print(_make_moment_table(entries, verb, view.action_labels))
+
+
+def print_strip(rounds: "pl.DataFrame") -> None:
+    """Print the sums of each round, from `sum_rounds`, as two lines of blocks."""
+    numbers = rounds["round"].to_list()
+    gaps = numbers[-1] - numbers[0] + 1 - len(numbers)
+    span = f"rounds {numbers[0]} to {numbers[-1]}"
+    print_line(f"\nSums of scores in {f'{len(numbers)} of {span}' if gaps else span}:")
+    for line in draw_strip(rounds["raised"].to_list(), rounds["lowered"].to_list()):
+        print_line(line)
 
 
 def draw_strip(raised: Sequence[float], lowered: Sequence[float], width: int = 100) -> list[str]:

@@ -10,6 +10,14 @@ from rich.text import Text
 from whence.cli.console import console, errors, make_table, print_json, print_line
 from whence.cli.moment_tables import make_printable, print_language_moment
 from whence.cli.options import AsJson
+from whence.cli.response_tables import (
+    check_by,
+    describe_response_causes,
+    gather_response_causes,
+    print_response_causes,
+    shorten,
+    show_text,
+)
 from whence.cli.show import find_round, list_moments
 from whence.errors import WhenceError
 from whence.runs import RunDirectory
@@ -20,8 +28,6 @@ if TYPE_CHECKING:
 STRONG, WEAK = 0.4, 0.1
 """Shares of the largest part from which a token is coloured fully, and at all."""
 
-_EXCERPT = 60
-
 
 def why(
     run: Annotated[Path, typer.Argument(help="A run directory of a language model, finished or not.")],
@@ -31,13 +37,30 @@ def why(
     record: Annotated[
         int | None, typer.Option(help="The response. (default: the most harmful of the round)", show_default=False)
     ] = None,
-    top: Annotated[int, typer.Option(help="Tokens, and rows of the target, to list at either end.", min=1)] = 5,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Ask what taught the model an answer to this prompt,", metavar="TEXT", show_default=False),
+    ] = None,
+    response: Annotated[
+        str | None, typer.Option(help="and this is the answer.", metavar="TEXT", show_default=False)
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="How records are scored for that answer: influence; or a simple rule, advantage × similarity of "
+            "texts: bm25 compares words, embedding the policy's last hidden states. (default: influence)",
+            show_default=False,
+        ),
+    ] = None,
+    top: Annotated[
+        int, typer.Option(help="Tokens and rows of the target, or records, to list at either end.", min=1)
+    ] = 5,
     pulls: Annotated[
         bool, typer.Option(help="Also list what the response pulls with and against: a pass over the target's rows.")
     ] = True,
     json: AsJson = False,
 ) -> None:
-    """Show which tokens of a response its score comes from, and what it pulls with and against.
+    """Show which tokens of a response its score comes from; or what taught the model an answer.
 
     A token's part says what training on this token does to the target; a response's parts sum to its score. The
     target is a mean over rows: demonstrations, or the round's responses. Each has a part of the score, too.
@@ -45,11 +68,24 @@ def why(
     Parts that were not stored (--token-parts) are computed by the policy of the round. It is there for round 1, and for
     rounds whose checkpoints were kept: --settings '{"save_every": 1, "keep_checkpoints": 40}'.
 
+    With --prompt and --response it scores the records of all rounds whose policy is there, each at the policy that drew
+    it: above 0, training on the record raised the probability of this response after this prompt.
+
     Example: whence llm why runs/chains --round 3 --record 70
+
+    Example: whence llm why runs/chains --prompt '8-1?' --response '8-1=8;8'
     """
+    _check_question(prompt, response, by, round, record, pulls)
     directory = RunDirectory.open(run)
     if directory.config.get("kind") != "language":
         raise WhenceError(f"{run} is no language model's run: its records have no tokens. See whence show {run}.")
+    if prompt is not None and response is not None:
+        causes = gather_response_causes(directory, prompt, response, by=by or "influence", top=top)
+        if json:
+            print_json(describe_response_causes(causes))
+        else:
+            print_response_causes(causes)
+        return
     number = find_round(directory, round, record, None)
     if record is None:
         moments = list_moments(directory.round("records", number), None, None, None, None)
@@ -66,6 +102,32 @@ def why(
     _print(explanation, number, top)
 
 
+def _check_question(
+    prompt: str | None, response: str | None, by: str | None, round: int | None, record: int | None, pulls: bool
+) -> None:
+    """Refuse options that make no question, or two."""
+    values = {"--prompt": prompt, "--response": response}
+    present = [name for name, value in values.items() if value is not None]
+    missing = [name for name, value in values.items() if value is None]
+    if not present:
+        if by is not None:
+            raise WhenceError(f"--by is {by!r}, and it scores records for an answer. Give --prompt and --response too.")
+        return
+    if missing:
+        raise WhenceError(
+            f"{present[0]} came without {missing[0]}. An answer to ask about needs both: add {missing[0]} TEXT."
+        )
+    others = {"--record": record is not None, "--round": round is not None, "--no-pulls": not pulls}
+    if present_others := [name for name, is_present in others.items() if is_present]:
+        raise WhenceError(
+            f"--prompt and --response came with {present_others[0]}. They ask what taught an answer, over all rounds; "
+            f"{present_others[0]} is about one stored response. Leave out {present_others[0]}, or --prompt and "
+            "--response."
+        )
+    if by is not None:
+        check_by(by)
+
+
 def _print(explanation: "Explanation", number: int, top: int) -> None:
     response = colour_tokens(explanation.tokens, explanation.parts)
     print_language_moment(explanation.row, number, response)
@@ -73,7 +135,7 @@ def _print(explanation: "Explanation", number: int, top: int) -> None:
     source = "stored while it trained" if explanation.stored else "computed now"
     print_line(f"Blue tokens raise the target, orange ones lower it. Their parts ({source}) sum to {total:.4g}.")
     places = sorted(range(len(explanation.parts)), key=lambda at: -abs(explanation.parts[at]))[: 2 * top]
-    cells = [[at, _show_text(explanation.tokens[at]), f"{explanation.parts[at]:+.3g}"] for at in sorted(places)]
+    cells = [[at, show_text(explanation.tokens[at]), f"{explanation.parts[at]:+.3g}"] for at in sorted(places)]
     console.print(make_table(f"The {len(cells)} tokens that count most", ["position", "token", "part"], cells))
     for pulls, title in zip(_choose_pulls(explanation, top), ("with", "against"), strict=True):
         if pulls:
@@ -109,17 +171,7 @@ def _list_cells(pull: "Pull", explained: int) -> list[str]:
     name = "demonstration" if pull.record is None else f"record {pull.record}"
     of = f"{name}, itself" if pull.record == explained else name
     advantage = "" if pull.advantage is None else f"{pull.advantage:+.3g}"
-    return [f"{pull.part:+.3g}", of, advantage, _shorten(pull.prompt), _shorten(pull.response)]
-
-
-def _shorten(text: str) -> str:
-    line = _show_text(text)
-    return line if len(line) <= _EXCERPT else line[: _EXCERPT - 1] + "…"
-
-
-def _show_text(text: str) -> str:
-    """Return a text on one line, its line breaks and tabs written out."""
-    return make_printable(text.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r"))
+    return [f"{pull.part:+.3g}", of, advantage, shorten(pull.prompt), shorten(pull.response)]
 
 
 def _to_json(explanation: "Explanation", top: int) -> dict[str, Any]:

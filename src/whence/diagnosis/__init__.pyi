@@ -5,3 +5,5 @@ from .causes import rank_moments as rank_moments
 from .decisions import play_episode as play_episode
 from .grid_map import GridMap as GridMap
 from .grid_map import map_extremes as map_extremes
+from .response_causes import find_response_causes as find_response_causes
+from .response_causes import rank_records as rank_records

@@ -19,6 +19,7 @@ from whence.records import RecordBatch
 from whence.rounds import RoundRecording, attribute_round
 from whence.runs import RunDirectory
 from whence.sb3.objective import model_objective
+from whence.tables import read_weights
 from whence.targets import Action
 
 RAW = "raw"
@@ -133,14 +134,14 @@ def _make_score(
     """Return the function that scores a round; `model` is its to load policies into."""
     if method in SIMILAR:
         similarity = make_similarity(run, numbers, model, target, method, env)
-        return lambda number, table, records: similarity(records) * _read_weights(table)
+        return lambda number, table, records: similarity(records) * read_weights(table)
     if method in RECORDED:
         return lambda number, table, records: _score_recording(run, number, table, model, target, method)
 
     def score(number: int, table: pl.DataFrame, records: RecordBatch) -> NDArray[np.float64]:
         load_policy(run, number, model)
         influence = attribute(model.policy, records, target=target, objective=model_objective(model))
-        scores: NDArray[np.float64] = influence.scores.double().numpy() * _read_weights(table)
+        scores: NDArray[np.float64] = influence.scores.double().numpy() * read_weights(table)
         return scores
 
     return score
@@ -155,19 +156,6 @@ def _score_recording(
     places = np.searchsorted(influence.record_ids[order].numpy(), table["record_id"].to_numpy())
     scores: NDArray[np.float64] = influence.scores[order].double().numpy()[places]
     return scores
-
-
-def _read_weights(table: pl.DataFrame) -> NDArray[np.float64]:
-    """Return how much each record trained, (n,): 0 for dropped ones, 1 on average for the others.
-
-    Training reads weights as shares, so that their scale says nothing.
-    """
-    weights = table["weight"] if "weight" in table.columns else table["keep"] if "keep" in table.columns else None
-    if weights is None:
-        return np.ones(len(table))
-    shares = weights.cast(pl.Float64).fill_null(1.0).to_numpy()
-    total = shares.sum()
-    return shares * np.count_nonzero(shares) / total if total > 0 else shares
 
 
 def _tabulate(number: int, table: pl.DataFrame, scores: NDArray[np.float64]) -> pl.DataFrame:

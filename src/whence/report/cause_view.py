@@ -148,7 +148,7 @@ def place_record(number: int, row: Mapping[str, Any]) -> str:
 
 def tell_decision(decision: Decision) -> str:
     """Return what is asked about, and how its probability changed, in a sentence."""
-    what, form = ("probability", _percent) if decision.is_discrete else ("log-density", "{:.3g}".format)
+    what, form = ("probability", format_probability) if decision.is_discrete else ("log-density", "{:.3g}".format)
     before, after = form(decision.before), form(decision.after)
     change = f"its {what} was {before} under the first policy and is {after} now"
     return f"“{decision.action}” {decision.place}: {change}."
@@ -156,18 +156,26 @@ def tell_decision(decision: Decision) -> str:
 
 def tell_causes(view: CauseView) -> str:
     """Return when the decision was taught, and by which moment most, in sentences."""
-    rounds = view.rounds
     if not view.raised:
         return "No record of any round raised it."
+    face = view.raised[0]
+    where = "" if face.moment.step is None else f"step {face.moment.step} of episode {face.moment.episode_id} in "
+    return f"{tell_rounds(view.rounds)} The strongest moment is {where}round {face.round}."
+
+
+def tell_rounds(rounds: pl.DataFrame) -> str:
+    """Return which round raised something most, and in which rounds half of what raised it lies, in sentences.
+
+    Args:
+        rounds: from `sum_rounds`, with a score above 0.
+    """
     top = rounds.sort("raised", "round", descending=[True, False]).row(0, named=True)
     total = float(rounds["raised"].sum())
     first, last = find_core(rounds)
     span = f"round {first}" if first == last else f"rounds {first} to {last}"
-    face = view.raised[0]
-    where = "" if face.moment.step is None else f"step {face.moment.step} of episode {face.moment.episode_id} in "
     return (
         f"Round {top['round']} raised it most: it holds {top['raised'] / total:.0%} of the sum of all rounds' scores "
-        f"above 0. Half of that sum lies in {span}. The strongest moment is {where}round {face.round}."
+        f"above 0. Half of that sum lies in {span}."
     )
 
 
@@ -184,7 +192,8 @@ def find_core(rounds: pl.DataFrame) -> tuple[int, int]:
     return numbers[best[0]], numbers[best[1]]
 
 
-def _percent(log_probability: float) -> str:
+def format_probability(log_probability: float) -> str:
+    """Return the probability of a log-probability, in percent."""
     probability = math.exp(log_probability)
     return (
         f"{probability:.0%}"

@@ -1,5 +1,6 @@
 """A round of a language model's run, built again: its policy, its rows, and what they were scored by."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class RebuiltRound:
         tokenizer: its tokenizer.
         table: the round's records.
         rows: a row for each of them.
-        target: the target of the run's scores, with rows.
+        target: the target of the run's scores, or the one that was asked for, with rows.
         objective: the objective of a row's training.
         temperature: the sampling temperature.
         memory: bytes that scoring may hold; None: those of `chunk_size` rows.
@@ -57,12 +58,15 @@ class RebuiltRound:
     chunk_size: int
 
 
-def rebuild_round(run: RunDirectory, number: int) -> RebuiltRound:
+def rebuild_round(
+    run: RunDirectory, number: int, *, make_target: Callable[[Task], Target] | None = None
+) -> RebuiltRound:
     """Return a round of a run of `whence llm train`, as it was scored.
 
     Args:
         run: the run's directory.
         number: the round.
+        make_target: makes a target with rows of its own from the run's task; None: the target of the run's scores.
 
     Raises:
         RunDirectoryError: the round or its policy is not there; the message says how to keep policies.
@@ -75,7 +79,7 @@ def rebuild_round(run: RunDirectory, number: int) -> RebuiltRound:
             f"Round {number} of {run.path} has no column {min(missing)}, so its rows cannot be built again: an earlier "
             "version of whence wrote it. Train again."
         )
-    if config.held_out or config.target == "held-out":
+    if make_target is None and (config.held_out or config.target == "held-out"):
         raise Unsupported(
             "The target of this run is over responses that were drawn in each round and not kept. Score tokens while "
             "it trains: whence llm train --token-parts."
@@ -90,7 +94,9 @@ def rebuild_round(run: RunDirectory, number: int) -> RebuiltRound:
         rebuild = _rebuild_ppo if config.algorithm == "ppo" else _rebuild_trl
         task.model.to(device)
         model, rows, objective = rebuild(run, number, task, settings, responses, table, policy)
-        target: Any = make_validation_target(task) if config.target == "validation" else None
+        if make_target is None and config.target == "validation":
+            make_target = make_validation_target
+        target: Any = None if make_target is None else make_target(task)
     if target is None:
         target = TokenReturn(rows) if config.target == "token" else SequenceReturn(rows)
     is_ppo = config.algorithm == "ppo"
@@ -101,13 +107,20 @@ def rebuild_round(run: RunDirectory, number: int) -> RebuiltRound:
     )
 
 
-def _read_config(run: RunDirectory) -> LanguageConfig:
+_STORE_PARTS = (
+    "In a script pass token_parts=True to the trainer, which stores what this command shows, or call "
+    "whence.llm.score_tokens."
+)
+_COMPARE_TEXTS = (
+    "Its texts can be compared nevertheless (--by bm25). Or score its rows in the script: whence.attribute, with "
+    "ValidationLoss.of the prompt and the response as the target."
+)
+
+
+def _read_config(run: RunDirectory, remedy: str = _STORE_PARTS) -> LanguageConfig:
     experiment = run.config.get("experiment")
     if run.config.get("kind") != "language" or not isinstance(experiment, dict):
-        raise WhenceError(
-            f"{run.path} is no run of `whence llm train`, so its model and data are not known. In a script pass "
-            "token_parts=True to the trainer, which stores what this command shows, or call whence.llm.score_tokens."
-        )
+        raise WhenceError(f"{run.path} is no run of `whence llm train`, so its model and data are not known. {remedy}")
     return LanguageConfig.from_json(experiment)
 
 
@@ -117,21 +130,72 @@ def _locate_policy(run: RunDirectory, config: LanguageConfig, settings: Any, num
     Raises:
         RunDirectoryError: it is not there.
     """
+    path = _name_checkpoint(run, config, settings, number)
+    if path is not None and not path.exists():
+        raise RunDirectoryError(
+            f"The policy that drew the responses of round {number} was not kept: {path} is not there. Round 1 needs no "
+            f"checkpoint; to keep all policies train with --settings '{_tell_how_to_keep(config)}'. Or store the "
+            "tokens' parts themselves: --token-parts."
+        )
+    return path
+
+
+def _name_checkpoint(run: RunDirectory, config: LanguageConfig, settings: Any, number: int) -> Path | None:
+    """Return where the checkpoint of a round's policy is, or would be; None: it is the start model."""
     if number == 1:
         return None
     if config.algorithm == "ppo":
-        path = checkpoint_path(run.path, number - 1)
-        how = f'{{"save_every": 1, "keep_checkpoints": {config.rounds}}}'
-    else:
-        path = run.path / "trl" / f"checkpoint-{(number - 1) * settings.num_iterations}"
-        how = '{"save_strategy": "steps", "save_steps": 1}'
-    if not path.exists():
-        raise RunDirectoryError(
-            f"The policy that drew the responses of round {number} was not kept: {path} is not there. Round 1 needs no "
-            f"checkpoint; to keep all policies train with --settings '{how}'. Or store the tokens' parts themselves: "
-            "--token-parts."
-        )
-    return path
+        return checkpoint_path(run.path, number - 1)
+    return run.path / "trl" / f"checkpoint-{(number - 1) * settings.num_iterations}"
+
+
+def _tell_how_to_keep(config: LanguageConfig) -> str:
+    if config.algorithm == "ppo":
+        return f'{{"save_every": 1, "keep_checkpoints": {config.rounds}}}'
+    return '{"save_strategy": "steps", "save_steps": 1}'
+
+
+@dataclass(frozen=True)
+class StoredPolicies:
+    """Which rounds' policies are there.
+
+    Attributes:
+        rounds: the rounds whose policy is there.
+        missing: the rounds whose policy was not kept.
+        settings: the settings with which all policies are kept, as JSON.
+    """
+
+    rounds: list[int]
+    missing: list[int]
+    settings: str
+
+
+def list_policies(run: RunDirectory) -> StoredPolicies:
+    """Return which rounds' policies are there.
+
+    Raises:
+        WhenceError: the run was not made by `whence llm train`.
+    """
+    config = _read_config(run, _COMPARE_TEXTS)
+    settings = make_trainer_config(config, str(run.path))
+    paths = {number: _name_checkpoint(run, config, settings, number) for number in run.rounds()}
+    missing = [number for number, path in paths.items() if path is not None and not path.exists()]
+    return StoredPolicies([number for number in paths if number not in missing], missing, _tell_how_to_keep(config))
+
+
+def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
+    """Return a run's task with the trained model, and the sampling temperature; None: no trained model is there.
+
+    Raises:
+        WhenceError: the run was not made by `whence llm train`, or its model or data are not there.
+    """
+    config, folder = _read_config(run, _COMPARE_TEXTS), run.path / "model"
+    if not folder.is_dir():
+        return None
+    with preserve_rng_state(), hide_progress_bars():
+        task = load_task(config)
+        task = replace(task, model=_load_trained_model(task.model, folder))
+    return task, float(make_trainer_config(config, str(run.path)).temperature)
 
 
 def _read_responses(table: pl.DataFrame, tokenizer: Any, device: str) -> Responses:
@@ -206,7 +270,7 @@ def _rebuild_trl(
         columns: Any = rows.observations
         reference = _evaluate_start_model(task.model, responses, settings)
         rows = rows.with_columns({"observations": {**columns, "ref_log_probs": torch.where(mask, reference, 0.0)}})
-    model = task.model if policy is None else _load_trl_policy(task.model, policy)
+    model = task.model if policy is None else _load_trained_model(task.model, policy)
     return model, rows, objective
 
 
@@ -215,8 +279,8 @@ def _evaluate_start_model(model: Any, responses: Responses, settings: Any) -> Te
     return evaluate_responses(model, responses, sampling).log_prob
 
 
-def _load_trl_policy(model: Any, folder: Path) -> Any:
-    """Return the model of TRL's checkpoint; of an adapter's checkpoint the model with this adapter."""
+def _load_trained_model(model: Any, folder: Path) -> Any:
+    """Return the model in a folder in Transformers' format; where it is an adapter, the model with this adapter."""
     if not hasattr(model, "disable_adapter"):
         return load_pretrained(AutoModelForCausalLM, str(folder), dtype=model.dtype).to(model.device)
     from peft import set_peft_model_state_dict

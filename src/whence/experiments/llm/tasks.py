@@ -17,7 +17,7 @@ from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.llm import classifier
 from whence.llm.config import PPOConfig
 from whence.llm.footprint import skip_weights
-from whence.llm.generation import context_length, generate
+from whence.llm.generation import Prompt, context_length, generate
 from whence.llm.lab import arithmetic, civility, evaluate
 from whence.llm.lab.civility import answer_prompts, measure_answers
 from whence.llm.prompts import list_columns, read_prompts
@@ -206,6 +206,42 @@ def make_laboratory(config: LanguageConfig) -> None:
 def make_validation_target(task: Task) -> Any:
     """Return the target of a task's demonstrations, cut to the model's context."""
     return ValidationLoss.of(task.demonstrations, task.tokenizer, max_length=context_length(task.model))
+
+
+def make_response_target(task: Task, prompt: Prompt, response: str) -> ValidationLoss:
+    """Return the mean log-probability of a response's tokens after a prompt, its end-of-text token included.
+
+    Args:
+        task: a run's task. Where its prompts are chats, a text is asked as a chat of one message.
+        prompt: a text, or the messages of a chat.
+        response: a text.
+
+    Raises:
+        WhenceError: the tokenizer does not know a character, the prompt has no token, or the model's context is too
+            short.
+    """
+    is_chat = not isinstance(prompt, str) or not isinstance(next(iter(task.prompts))["prompt"], str)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    row = {"prompt": messages if is_chat else prompt, "completion": response}
+    if is_chat:
+        row["completion"] = [{"role": "assistant", "content": response}]
+    if not is_chat and not task.tokenizer(prompt)["input_ids"]:
+        raise WhenceError(f"The prompt {prompt!r} has no token, and a response follows one at least. Write a prompt.")
+    target = ValidationLoss.of([row], task.tokenizer)
+    assert target.rows is not None
+    ids = target.rows.observations["input_ids"][0].tolist()
+    unknown = task.tokenizer.unk_token_id
+    if unknown in ids and unknown != task.tokenizer.eos_token_id:
+        raise WhenceError(
+            "The run's tokenizer does not know all characters: it reads prompt and response as "
+            f"{task.tokenizer.decode(ids)!r}. Ask with the characters of the run's prompts and responses."
+        )
+    context = context_length(task.model)
+    if context is not None and len(ids) > context:
+        raise WhenceError(
+            f"Prompt and response have {len(ids)} tokens, and the model reads at most {context}. Ask with shorter ones."
+        )
+    return target
 
 
 _HELD_OUT = 512

@@ -1,0 +1,230 @@
+"""What taught a language model a response: all rounds' records, by what training on them did to its probability."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+
+from whence.diagnosis.text_rules import compare_embeddings, rank_bm25
+from whence.errors import RunDirectoryError, WhenceError, suggest
+from whence.experiments.llm.rebuilding import RebuiltRound, list_policies, load_trained_task, rebuild_round
+from whence.experiments.llm.tasks import make_response_target
+from whence.guards import eval_mode
+from whence.llm.generation import Prompt
+from whence.llm.processes import ONE
+from whence.llm.scoring import score
+from whence.llm.targets import ValidationLoss
+from whence.llm.trl_run import join_messages
+from whence.llm.view import unscored_view
+from whence.runs import RunDirectory
+from whence.tables import read_weights
+
+RAW, BM25, EMBEDDING = "raw", "bm25", "embedding"
+METHODS = (RAW, BM25, EMBEDDING)
+"""Ways to score a record; see `find_response_causes`."""
+
+_COLUMNS = ("record_id", "prompt", "response", "reward", "advantage", "keep")
+
+OnRound = Callable[[int, int], None]
+"""Called with the number of rounds that are scored, and of all."""
+
+
+def find_response_causes(
+    run: RunDirectory,
+    prompt: Prompt,
+    response: str,
+    *,
+    rounds: Sequence[int] | None = None,
+    method: str = RAW,
+    engine: str = "auto",
+    on_round: OnRound | None = None,
+) -> pl.DataFrame:
+    """Score the records of all rounds by what training on them did to the log-probability of a response to a prompt.
+
+    A positive score says that training on the record raised it. The log-probability is the mean over the response's
+    tokens, its end-of-text token included, at the sampling temperature; of the sum, scores are this many times as
+    large, in the same order. Methods:
+
+    - "raw": `<grad log pi(response|prompt), grad objective_i>` at the policy that drew the record (LDA §3.3).
+    - "bm25": advantage × BM25 score of the record's prompt and response for those that are asked about.
+    - "embedding": advantage × cosine of the mean last hidden states of both, under the policy that drew the record.
+
+    A record that did not train scores 0, and one that trained with a weight counts by it.
+
+    Args:
+        run: a run of `whence llm train`, finished or not; for "bm25" any run of a language model.
+        prompt: a text, or the messages of a chat. Where the run's prompts are chats, a text is one message.
+        response: a text.
+        rounds: the rounds to score, from 1; None: all whose policy is there, for "bm25" all.
+        method: one of `METHODS`.
+        engine: for "raw", see `whence.attribute`.
+        on_round: called after each round.
+
+    Returns:
+        A row for each record: `round`, `record_id`, `prompt`, `response`, `reward`, `advantage`, `keep` if anything was
+        selected, its `score`, and `log_prob`, that of the whole response under the round's policy; null for "bm25".
+
+    Raises:
+        WhenceError: the method is unknown, prompt or response do not fit the model, or the run was not made by the
+            command.
+        RunDirectoryError: the run holds no rounds, or the policy of a round that was asked for was not kept.
+    """
+    parts = iterate_response_causes(
+        run, prompt, response, rounds=rounds, method=method, engine=engine, on_round=on_round
+    )
+    return pl.concat(parts, how="diagonal_relaxed")
+
+
+def iterate_response_causes(
+    run: RunDirectory,
+    prompt: Prompt,
+    response: str,
+    *,
+    rounds: Sequence[int] | None = None,
+    method: str = RAW,
+    engine: str = "auto",
+    on_round: OnRound | None = None,
+) -> Iterator[pl.DataFrame]:
+    """Yield the rows of `find_response_causes` round by round."""
+    numbers = _list_rounds(run, rounds, method)
+    score_round = _make_score(run, numbers, prompt, response, method, engine)
+    for done, number in enumerate(numbers, start=1):
+        table = run.round("records", number)
+        scores, log_prob = score_round(number, table)
+        columns = table.select(name for name in _COLUMNS if name in table.columns)
+        yield columns.select(
+            pl.lit(number, dtype=pl.Int64).alias("round"),
+            pl.all(),
+            pl.Series("score", scores * read_weights(table)),
+            pl.lit(log_prob, dtype=pl.Float64).alias("log_prob"),
+        )
+        if on_round is not None:
+            on_round(done, len(numbers))
+
+
+def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -> list[int]:
+    if method not in METHODS:
+        raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
+    if not run.rounds():
+        raise RunDirectoryError(f"{run.path} holds no rounds yet.")
+    numbers = run.rounds() if rounds is None else sorted(set(rounds))
+    if method == BM25:
+        return numbers
+    policies = list_policies(run)
+    if rounds is None:
+        return policies.rounds
+    if missing := [number for number in numbers if number in policies.missing]:
+        raise RunDirectoryError(
+            f"The policies of rounds {', '.join(map(str, missing))} of {run.path} were not kept, so their records "
+            f"cannot be scored by method={method!r}. To keep all, train with --settings '{policies.settings}'; or take "
+            "method='bm25', or rounds=None."
+        )
+    return numbers
+
+
+Score = Callable[[int, pl.DataFrame], tuple[NDArray[np.float64], float | None]]
+"""Returns the scores, (n,), of a round, by its number and table, and the response's log-prob under its policy."""
+
+
+def _make_score(
+    run: RunDirectory, numbers: Sequence[int], prompt: Prompt, response: str, method: str, engine: str
+) -> Score:
+    if method == BM25:
+        scores = _score_texts(run, numbers, prompt, response)
+        return lambda number, table: (scores[number], None)
+    make_target = partial(make_response_target, prompt=prompt, response=response)
+
+    def score_round(number: int, table: pl.DataFrame) -> tuple[NDArray[np.float64], float]:
+        rebuilt = rebuild_round(run, number, make_target=make_target)
+        target: Any = rebuilt.target
+        log_prob = compute_response_log_prob(target, rebuilt.model, rebuilt.temperature)
+        if method == EMBEDDING:
+            return compare_embeddings(rebuilt, target.rows) * _read_advantages(table), log_prob
+        return _attribute(rebuilt, engine), log_prob
+
+    return score_round
+
+
+def _attribute(rebuilt: RebuiltRound, engine: str) -> NDArray[np.float64]:
+    influence = score(
+        rebuilt.model,
+        rebuilt.rows,
+        target=rebuilt.target,
+        objective=rebuilt.objective,
+        temperature=rebuilt.temperature,
+        engine=engine,
+        memory=rebuilt.memory,
+        chunk_size=rebuilt.chunk_size,
+        processes=ONE,
+    )
+    scores: NDArray[np.float64] = influence.scores.double().numpy()
+    return scores
+
+
+def _score_texts(
+    run: RunDirectory, numbers: Sequence[int], prompt: Prompt, response: str
+) -> dict[int, NDArray[np.float64]]:
+    """Return advantage × BM25 score of each round's records; terms are weighed over the texts of all rounds."""
+    tables = {number: run.round("records", number) for number in numbers}
+    texts = [join_texts(*pair) for table in tables.values() for pair in table.select("prompt", "response").rows()]
+    similarities = rank_bm25(texts, join_texts(join_messages(prompt), response))
+    ends = np.cumsum([len(table) for table in tables.values()])
+    parts = np.split(similarities, ends[:-1])
+    return {number: part * _read_advantages(table) for (number, table), part in zip(tables.items(), parts, strict=True)}
+
+
+def join_texts(prompt: str, response: str) -> str:
+    """Return prompt and response as one text to compare."""
+    return f"{prompt}\n{response}"
+
+
+def _read_advantages(table: pl.DataFrame) -> NDArray[np.float64]:
+    return table["advantage"].cast(pl.Float64).to_numpy()
+
+
+def compute_response_log_prob(target: ValidationLoss, model: Any, temperature: float) -> float:
+    """Return the log-probability of the whole response of a `make_response_target` under a model, in eval mode."""
+    view = unscored_view(model, temperature=temperature)
+    params = {name: parameter.detach() for name, parameter in view.parameters().items()}
+    rows = target.rows
+    assert rows is not None
+    with torch.no_grad(), eval_mode(model.modules()):
+        return float(target(view, params, rows)) * int(rows.observations["response_mask"].sum())
+
+
+def measure_trained(run: RunDirectory, prompt: Prompt, response: str) -> float | None:
+    """Return a response's log-probability under the trained model; None: the run holds none yet.
+
+    Args:
+        run: see `find_response_causes`.
+        prompt: see `find_response_causes`.
+        response: see `find_response_causes`.
+
+    Raises:
+        WhenceError: see `find_response_causes`.
+    """
+    trained = load_trained_task(run)
+    if trained is None:
+        return None
+    task, temperature = trained
+    return compute_response_log_prob(make_response_target(task, prompt, response), task.model, temperature)
+
+
+def rank_records(causes: pl.DataFrame, *, lowest: bool, most: int) -> pl.DataFrame:
+    """Return the records of all rounds that raised a response's probability most, or lowered it most; the most first.
+
+    Args:
+        causes: from `find_response_causes`.
+        lowest: True: those that lowered it; False: those that raised it.
+        most: the largest number of records.
+    """
+    score = pl.col("score")
+    return (
+        causes.filter(score < 0 if lowest else score > 0)
+        .sort("score", "record_id", descending=[not lowest, False])
+        .head(most)
+    )

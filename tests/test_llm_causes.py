@@ -1,0 +1,372 @@
+"""What taught a language model a response: scores of all rounds, the simple rules beside them, the command."""
+
+import hashlib
+import json
+import math
+import random
+import shutil
+from functools import partial
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from test_experiments_llm import cache, invoke, tiny  # noqa: F401
+from test_llm_demonstrations import CHAT
+from test_llm_trainer import make_model, make_tokenizer, make_trainer
+from test_llm_why import RUNS
+from whence import NonPositive
+from whence.cli.response_tables import _list_spans
+from whence.diagnosis import find_response_causes, rank_records
+from whence.diagnosis.response_causes import measure_trained
+from whence.diagnosis.text_rules import rank_bm25
+from whence.errors import RunDirectoryError, Unsupported, WhenceError
+from whence.experiments.llm.rebuilding import list_policies, rebuild_round
+from whence.experiments.llm.tasks import make_response_target
+from whence.experiments.llm.training import run
+from whence.guards import eval_mode
+from whence.llm import language_view
+from whence.runs import RunDirectory
+from whence.tables import read_weights
+
+QUESTION = "5-1?", "5-1=5;5"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cache):  # noqa: F811
+    made = {}
+
+    def make(name):
+        if name not in made:
+            path = tmp_path_factory.mktemp("run")
+            run(tiny(**RUNS[name]), path)
+            made[name] = RunDirectory.open(path)
+        return made[name]
+
+    return make
+
+
+def copy_run(directory, path):
+    shutil.copytree(directory.path, path)
+    return RunDirectory.open(path)
+
+
+def rebuild(directory, number, question=QUESTION):
+    make_target = partial(make_response_target, prompt=question[0], response=question[1])
+    return rebuild_round(directory, number, make_target=make_target)
+
+
+def compute_log_prob(rebuilt, question=QUESTION):
+    """The log-probability of a response, from the logits of a model; it can be differentiated."""
+    tokenizer, model = rebuilt.tokenizer, rebuilt.model
+    prompt, response = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in question)
+    ids = torch.tensor([[*prompt, *response, tokenizer.eos_token_id]])
+    with eval_mode(model.modules()):
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] / rebuilt.temperature
+    log_probs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return log_probs[torch.arange(len(response) + 1), ids[0, len(prompt) :]].sum(), len(response) + 1
+
+
+def differentiate(value, model):
+    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        torch.zeros_like(p) if g is None else g
+        for p, g in zip(params, torch.autograd.grad(value, params, allow_unused=True), strict=True)
+    ]
+
+
+def differentiate_objective(rebuilt, position):
+    view, row = language_view(rebuilt.model, temperature=rebuilt.temperature), rebuilt.rows.take([position])
+    row = rebuilt.objective.prepare(row)
+    with eval_mode(rebuilt.model.modules()):
+        return differentiate(rebuilt.objective(view(view.parameters(), view.prepare(row)), row)[0], rebuilt.model)
+
+
+class TestScores:
+    @pytest.mark.parametrize("name", RUNS)
+    def test_a_plain_loop_over_records_gives_the_same(self, runs, name):
+        directory = runs(name)
+        causes = find_response_causes(directory, *QUESTION)
+        assert causes["round"].unique().to_list() == [1, 2, 3]
+        for number in directory.rounds():
+            rebuilt, table = rebuild(directory, number), directory.round("records", number)
+            log_prob, tokens = compute_log_prob(rebuilt)
+            gradient = differentiate(log_prob / tokens, rebuilt.model)
+            expected = [
+                sum(float((a * b).sum()) for a, b in zip(gradient, differentiate_objective(rebuilt, at), strict=True))
+                for at in range(len(table))
+            ]
+            rows = causes.filter(round=number)
+            expected = np.array(expected) * read_weights(table)
+            assert rows["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-4 * abs(expected).max())
+            assert abs(expected).max() > 0
+            for column in ("record_id", "prompt", "response", "reward", "advantage", "keep"):
+                assert rows[column].to_list() == table[column].to_list()
+            assert rows["log_prob"].unique().to_list() == [pytest.approx(log_prob.item(), rel=1e-5)]
+
+    def test_the_engines_agree_and_dropped_records_count_for_nothing(self, runs):
+        directory = runs("ppo")
+        causes, plain = (find_response_causes(directory, *QUESTION, engine=engine) for engine in ("auto", "loop"))
+        largest = plain["score"].abs().max()
+        assert causes["score"].to_numpy() == pytest.approx(plain["score"].to_numpy(), abs=1e-5 * largest)
+        assert (~causes["keep"]).sum() > 0
+        assert causes.filter(~pl.col("keep"))["score"].to_list() == [0] * int((~causes["keep"]).sum())
+
+    def test_a_step_on_a_record_moves_the_response_as_scored(self, runs):
+        directory = runs("ppo")
+        causes = find_response_causes(directory, *QUESTION, rounds=[2])
+        rebuilt, table = rebuild(directory, 2), directory.round("records", 2)
+        params = [parameter for parameter in rebuilt.model.parameters() if parameter.requires_grad]
+        signs = []
+        for lowest in (False, True):
+            row = rank_records(causes, lowest=lowest, most=1).row(0, named=True)
+            position = table["record_id"].to_list().index(row["record_id"])
+            gradient, weight = differentiate_objective(rebuilt, position), read_weights(table)[position]
+            step = 1e-4 / math.sqrt(sum(float(part.square().sum()) for part in gradient))
+            before, tokens = compute_log_prob(rebuilt)
+            with torch.no_grad():
+                for parameter, part in zip(params, gradient, strict=True):
+                    parameter += step * part
+            after, _ = compute_log_prob(rebuilt)
+            with torch.no_grad():
+                for parameter, part in zip(params, gradient, strict=True):
+                    parameter -= step * part
+            assert (after - before).item() / tokens == pytest.approx(step * row["score"] / weight, rel=0.1)
+            signs.append((after - before).item() > 0)
+        assert signs == [True, False]
+
+    def test_nothing_changes(self, runs):
+        directory = runs("an adapter by tokens")
+
+        def look():
+            files = sorted(path for path in directory.path.rglob("*") if path.is_file())
+            generators = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+            return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}, generators
+
+        before = look()
+        for method in ("raw", "bm25", "embedding"):
+            find_response_causes(directory, *QUESTION, method=method)
+        measure_trained(directory, *QUESTION)
+        assert look() == before
+
+    def test_rounds_in_part_and_progress(self, runs):
+        done = []
+        part = find_response_causes(
+            runs("ppo"), *QUESTION, rounds=[3, 2], on_round=lambda *numbers: done.append(numbers)
+        )
+        assert done == [(1, 2), (2, 2)]
+        whole = find_response_causes(runs("ppo"), *QUESTION).filter(pl.col("round") > 1)
+        assert part["score"].to_list() == whole["score"].to_list()
+
+    def test_rounds_without_their_policy_are_left_out(self, runs, tmp_path):
+        for name, file, how in (
+            ("ppo", "checkpoints/round_00001.safetensors", '"keep_checkpoints": 3'),
+            ("grpo", "trl/checkpoint-2", '"save_strategy": "steps"'),
+        ):
+            directory = copy_run(runs(name), tmp_path / name)
+            path = directory.path / file
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            policies = list_policies(directory)
+            assert (policies.rounds, policies.missing) == ([1, 3], [2])
+            assert how in policies.settings
+            assert find_response_causes(directory, *QUESTION)["round"].unique().to_list() == [1, 3]
+            assert find_response_causes(directory, *QUESTION, method="bm25")["round"].unique().to_list() == [1, 2, 3]
+            with pytest.raises(RunDirectoryError, match=r"The policies of rounds 2 of .* were not kept") as refusal:
+                find_response_causes(directory, *QUESTION, rounds=[1, 2], method="embedding")
+            assert how in str(refusal.value)
+
+    @pytest.mark.parametrize("name", ["ppo", "an adapter by tokens", "grpo", "rloo"])
+    def test_the_trained_model_is_the_last_rounds(self, runs, tmp_path, name):
+        directory = copy_run(runs(name), tmp_path / name)
+        # A fourth round, copied, is built again with the policy after the third.
+        table = directory.round("records", 3)
+        directory.write_round("records", 4, table)
+        directory.append("metrics", directory.table("metrics").row(-1, named=True) | {"round": 4})
+        expected, _ = compute_log_prob(rebuild(directory, 4))
+        assert measure_trained(directory, *QUESTION) == pytest.approx(expected.item(), rel=1e-5)
+        first, _ = compute_log_prob(rebuild(directory, 1))
+        assert abs(expected.item() - first.item()) > 1e-3
+        shutil.rmtree(directory.path / "model")
+        assert measure_trained(directory, *QUESTION) is None
+
+    def test_a_run_whose_own_target_was_drawn(self, tmp_path):
+        run(tiny("iif", held_out=8, settings={"batch_size": 32, "rounds": 1}), tmp_path)
+        directory = RunDirectory.open(tmp_path)
+        with pytest.raises(Unsupported):
+            rebuild_round(directory, 1)
+        table = directory.round("records", 1)
+        directory.write_round("records", 1, table.with_columns(weight=pl.lit(1.0)))
+        causes = find_response_causes(directory, *QUESTION)
+        assert causes["score"].abs().max() > 0
+
+
+class TestRules:
+    def test_advantage_times_bm25_over_all_rounds(self, runs):
+        directory = runs("ppo")
+        tables = pl.concat([directory.round("records", number) for number in directory.rounds()])
+        texts = [f"{prompt}\n{response}" for prompt, response in tables.select("prompt", "response").rows()]
+        expected = rank_bm25(texts, "\n".join(QUESTION)) * tables["advantage"].to_numpy() * read_weights(tables)
+        causes = find_response_causes(directory, *QUESTION, method="bm25")
+        assert causes["score"].to_numpy() == pytest.approx(expected)
+        assert causes["log_prob"].null_count() == len(causes)
+        part = find_response_causes(directory, *QUESTION, method="bm25", rounds=[2])
+        assert part["record_id"].to_list() == directory.round("records", 2)["record_id"].to_list()
+
+    def test_advantage_times_cosine_under_the_rounds_policy(self, runs):
+        directory = runs("ppo")
+        causes = find_response_causes(directory, *QUESTION, method="embedding")
+        for number in (1, 3):
+            rebuilt, table = rebuild(directory, number), directory.round("records", number)
+            tokenizer, model = rebuilt.tokenizer, rebuilt.model.language_model
+
+            def embed(ids, model=model):
+                with torch.no_grad():
+                    return model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].mean(dim=0)
+
+            ids = [*tokenizer("".join(QUESTION))["input_ids"], tokenizer.eos_token_id]
+            centre = embed(ids)
+            expected = [
+                float(torch.cosine_similarity(embed([*row["prompt_ids"], *row["response_ids"]]), centre, dim=0))
+                * row["advantage"]
+                for row in table.iter_rows(named=True)
+            ] * read_weights(table)
+            assert causes.filter(round=number)["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+    def test_an_unknown_method(self, runs):
+        with pytest.raises(WhenceError, match="method is 'tfidf'"):
+            find_response_causes(runs("ppo"), *QUESTION, method="tfidf")
+
+
+def test_ranks_by_hand():
+    causes = pl.DataFrame({"round": [1, 1, 2, 2, 2], "record_id": [0, 1, 2, 3, 4], "score": [0.5, -1.0, 0.0, 2.0, 0.5]})
+    assert rank_records(causes, lowest=False, most=9)["record_id"].to_list() == [3, 0, 4]
+    assert rank_records(causes, lowest=False, most=2)["record_id"].to_list() == [3, 0]
+    assert rank_records(causes, lowest=True, most=9)["record_id"].to_list() == [1]
+
+
+class TestQuestions:
+    def make_task(self, prompts, **more):
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = CHAT
+        prompts = datasets.Dataset.from_dict({"prompt": prompts})
+        return SimpleNamespace(tokenizer=tokenizer, prompts=prompts, model=make_model(**more))
+
+    def test_a_text_is_asked_as_the_runs_prompts_are(self):
+        chat = [[{"role": "user", "content": "ab"}]]
+        for prompts, question, ids in (
+            (["cd"], ("ab", "cc"), [2, 3, 4, 4, 1]),
+            (chat, ("ab", "jcc"), [2, 3, 11, 4, 4]),
+            (chat, (chat[0], "jcc"), [2, 3, 11, 4, 4]),
+        ):
+            target = make_response_target(self.make_task(prompts), *question)
+            assert target.rows.observations["input_ids"].tolist() == [ids]
+
+    def test_what_cannot_be_asked(self, runs):
+        for question, message in (
+            (("five?", "5"), r"does not know all characters: it reads prompt and response as '<unk>"),
+            (("", "5"), "has no token"),
+            (("5-1?", "5" * 200), r"have 205 tokens, and the model reads at most 128"),
+        ):
+            with pytest.raises(WhenceError, match=message):
+                find_response_causes(runs("ppo"), *question)
+
+    def test_a_run_of_a_script(self, tmp_path):
+        make_trainer(tmp_path, NonPositive(), rounds=1).train()
+        directory = RunDirectory.open(tmp_path)
+        with pytest.raises(WhenceError, match=r"is no run of `whence llm train`.*--by bm25"):
+            find_response_causes(directory, "ab", "cc")
+        assert len(find_response_causes(directory, "ab", "cc", method="bm25")) == len(directory.round("records", 1))
+
+
+class TestCommand:
+    QUESTION_OPTIONS = ("--prompt", QUESTION[0], "--response", QUESTION[1])
+
+    def test_it_tells_what_taught_an_answer(self, runs):
+        directory = runs("ppo")
+        done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--top", 3)
+        assert done.exit_code == 0, done.output
+        text = " ".join(done.output.split())
+        causes = find_response_causes(directory, *QUESTION)
+        best = rank_records(causes, lowest=False, most=3)
+        assert "“5-1=5;5” after “5-1?”: its probability was" in text
+        assert f"The strongest record is {best['record_id'][0]} in round {best['round'][0]}." in text
+        assert "Sums of scores in rounds 1 to 3:" in text
+        assert "The 3 records that raised it most" in text
+        assert "The 3 records that lowered it most" in text
+        assert best["prompt"][0] in text
+        assert "Note" not in text
+
+    @pytest.mark.parametrize("by", ["influence", "bm25", "embedding"])
+    def test_as_json(self, runs, by):
+        directory = runs("ppo")
+        done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--top", 2, "--by", by, "--json")
+        content = json.loads(done.stdout)
+        causes = find_response_causes(directory, *QUESTION, method="raw" if by == "influence" else by)
+        assert (content["prompt"], content["response"], content["by"]) == (*QUESTION, by)
+        for name, lowest in (("raised", False), ("lowered", True)):
+            expected = rank_records(causes, lowest=lowest, most=2)
+            assert [row["record_id"] for row in content[name]] == expected["record_id"].to_list()
+            assert [row["score"] for row in content[name]] == pytest.approx(expected["score"].to_list())
+        sums = [causes.filter(pl.col("score") > 0, round=number)["score"].sum() for number in (1, 2, 3)]
+        assert [row["raised"] for row in content["rounds"]] == pytest.approx(sums)
+        if by == "bm25":
+            assert content["log_prob"] is None
+        else:
+            assert content["log_prob_first"] == pytest.approx(causes["log_prob"][0])
+            assert content["log_prob"] == pytest.approx(measure_trained(directory, *QUESTION))
+        assert content["notes"] == []
+
+    def test_missing_policies_are_named(self, runs, tmp_path):
+        directory = copy_run(runs("ppo"), tmp_path / "run")
+        (directory.path / "checkpoints" / "round_00001.safetensors").unlink()
+        shutil.rmtree(directory.path / "model")
+        done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS)
+        text = " ".join(done.output.split())
+        assert "Note: The policies of 1 of 3 rounds were not kept (2), so their records are not scored." in text
+        assert '"keep_checkpoints": 3' in text
+        assert "“now” is the policy that drew the records of round 3" in text
+        assert "Sums of scores in 2 of rounds 1 to 3:" in text
+        assert "Note" not in invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--by", "bm25").output
+
+    def test_spans(self):
+        assert _list_spans([2, 3, 4, 7, 9, 10]) == "2 to 4, 7, 9 to 10"
+
+    def test_hostile_texts_steer_no_terminal(self, runs, tmp_path):
+        directory = copy_run(runs("ppo"), tmp_path / "run")
+        hostile = "[red]\x1b[2J\u202e</script>\n"
+        for number in directory.rounds():
+            table = directory.round("records", number)
+            directory.write_round(
+                "records", number, table.with_columns(prompt=pl.lit(hostile), response=pl.lit(hostile))
+            )
+        for arguments in (
+            self.QUESTION_OPTIONS,
+            ("--prompt", hostile, "--response", hostile, "--by", "bm25"),
+        ):
+            done = invoke("llm", "why", directory.path, *arguments)
+            assert done.exit_code == 0, done.output
+            assert "\x1b[2J" not in done.output
+            assert "\u202e" not in done.output
+            assert "[red]" in done.output
+            assert "</script>\\n" in done.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--prompt", "5-1?"], "--prompt came without --response. An answer to ask about needs both: add"),
+            (["--response", "5"], "--response came without --prompt."),
+            ([*QUESTION_OPTIONS, "--record", 3], "came with --record. They ask what taught an answer, over all rounds"),
+            (["--prompt", "5-1?", "--record", 3], "--prompt came without --response"),
+            ([*QUESTION_OPTIONS, "--round", 1], "came with --round"),
+            ([*QUESTION_OPTIONS, "--no-pulls"], "came with --no-pulls"),
+            ([*QUESTION_OPTIONS, "--by", "similar"], "--by is 'similar'."),
+            (["--by", "bm25"], "Give --prompt and --response too."),
+        ],
+    )
+    def test_what_is_refused_before_anything_is_read(self, tmp_path, arguments, message):
+        done = invoke("llm", "why", tmp_path / "nowhere", *arguments)
+        assert isinstance(done.exception, WhenceError)
+        assert message in str(done.exception)

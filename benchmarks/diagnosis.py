@@ -65,8 +65,10 @@ SETUPS = {
     "frozenlake": Setup("lda-code/frozenlake", (2, 5, 10), 5, ("visits", "exact")),  # LDA's rounds, Fig. 8
     "minigrid": Setup("lda-code/minigrid", (5, 15, 30), 3, ("visits", "rollouts")),  # LDA's round is 5, Fig. 3
     # Its later rollouts hover for a thousand steps.
-    "lunarlander-sgd": Setup("lda-code/lunarlander", (5, 20), 3, ("rollouts",), {}, records=150, continuations=8),
-    "lunarlander-adam": Setup("lda-code/lunarlander", (5, 20), 3, ("rollouts",), ADAM, records=150, continuations=8),
+    "lunarlander-sgd": Setup("lda-code/lunarlander", (5, 10, 20), 3, ("rollouts",), {}, records=150, continuations=8),
+    "lunarlander-adam": Setup(
+        "lda-code/lunarlander", (5, 10, 20), 3, ("rollouts",), ADAM, records=150, continuations=8
+    ),
 }
 
 KEYS = ("setup", "seed", "round", "measure")
@@ -77,15 +79,21 @@ RUNS = Path("out/diagnosis")
 
 @dataclass(frozen=True)
 class Job:
-    """One training run of the study."""
+    """One round of a training run of the study."""
 
     setup: str
     seed: int
+    round: int
+
+    @property
+    def run(self) -> str:
+        """Where its run is below `--runs`, and the beginning of its name in `--only`."""
+        return f"{self.setup}/seed_{self.seed}"
 
     @property
     def name(self) -> str:
-        """Its name in `--only`, and where its run is below `--runs`."""
-        return f"{self.setup}/seed_{self.seed}"
+        """Its name in `--only`."""
+        return f"{self.run}/round_{self.round}"
 
 
 def main(
@@ -93,36 +101,45 @@ def main(
     runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = RUNS,
     only: Annotated[str, typer.Option(help="Jobs whose name begins so: minigrid/seed_0.")] = "",
 ) -> None:
-    """Judge what is not there yet, one seed of every environment before the next."""
+    """Judge what is not there yet, the first rounds of all runs before the next: those take longer."""
     console = Console(stderr=True)
     torch.set_num_threads(1)
-    jobs = [Job(name, seed) for seed in range(5) for name, setup in SETUPS.items() if seed < setup.seeds]
-    for job in track([job for job in jobs if job.name.startswith(only)], "runs", console=console):
+    for job in track([job for job in list_jobs() if job.name.startswith(only)], "rounds", console=console):
         began = time.process_time()
-        study_run(job, out, runs)
+        study_round(job, out, runs)
         console.print(f"{job.name}: {time.process_time() - began:.0f} s")
 
 
-def study_run(job: Job, out: Path, runs: Path) -> None:
-    """Train a run where that is not done, and judge its rounds."""
+def list_jobs() -> list[Job]:
+    """Return the jobs of the study in their order."""
+    return [
+        Job(name, seed, setup.rounds[place])
+        for place in range(max(len(setup.rounds) for setup in SETUPS.values()))
+        for name, setup in SETUPS.items()
+        if place < len(setup.rounds)
+        for seed in range(setup.seeds)
+    ]
+
+
+def study_round(job: Job, out: Path, runs: Path) -> None:
+    """Train a run where that is not done, and judge one of its rounds."""
     setup = SETUPS[job.setup]
-    wanted = [(number, measure) for number in setup.rounds for measure in setup.measures]
-    known = read_lines(results_file(out), KEYS)
-    if all((job.setup, job.seed, *key) in known for key in wanted):
+    stored = read_lines(results_file(out), KEYS)
+    missing = [measure for measure in setup.measures if (job.setup, job.seed, job.round, measure) not in stored]
+    if not missing:
         return
     config = experiments.configure(
         preset=setup.preset, arm="ppo", seed=job.seed, rounds=setup.rounds[-1], eval_episodes=0, **setup.changes
     )
-    experiments.run(config, runs / job.name)
-    run = RunDirectory.open(runs / job.name)
-    for number, measure in wanted:
-        about = {"setup": job.setup, "seed": job.seed, "round": number, "measure": measure}
-        if tuple(about.values()) not in known:
-            began = time.process_time()
-            judged = judge_round(run, setup, number, measure, job.seed)
-            content = about | describe(run, number, judged) | {"seconds": time.process_time() - began}
-            with lock_directory(out, wait=True):
-                put_line(results_file(out), round_numbers(content), KEYS)
+    experiments.run(config, runs / job.run)
+    run = RunDirectory.open(runs / job.run)
+    for measure in missing:
+        began = time.process_time()
+        judged = judge_round(run, setup, job.round, measure, job.seed)
+        content = {"setup": job.setup, "seed": job.seed, "round": job.round, "measure": measure}
+        content |= describe(run, job.round, judged) | {"seconds": time.process_time() - began}
+        with lock_directory(out, wait=True):
+            put_line(results_file(out), round_numbers(content), KEYS)
 
 
 def results_file(out: Path) -> Path:

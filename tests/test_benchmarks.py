@@ -468,15 +468,17 @@ class TestDiagnosis:
 
     def test_rounds_are_judged_once_and_tabulated(self, diagnosis, tmp_path):
         study, tables = diagnosis
-        for _ in range(2):
-            study.study_run(study.Job("frozenlake", 0), tmp_path / "out", tmp_path / "runs")
+        jobs = [job for job in study.list_jobs() if job.name.startswith("frozenlake")]
+        assert [job.name for job in jobs] == ["frozenlake/seed_0/round_1", "frozenlake/seed_0/round_2"]
+        for job in [*jobs, *jobs]:
+            study.study_round(job, tmp_path / "out", tmp_path / "runs")
         lines = [json.loads(line) for line in study.results_file(tmp_path / "out").read_text().splitlines()]
         assert [(line["round"], line["measure"]) for line in lines] == [
             (number, measure) for number in (1, 2) for measure in ("exact", "rollouts", "visits")
         ]
         assert [line["records"] for line in lines] == [256, 5, 256] * 2
         before = study.results_file(tmp_path / "out").stat().st_mtime_ns
-        study.study_run(study.Job("frozenlake", 0), tmp_path / "out", tmp_path / "runs")
+        study.study_round(jobs[0], tmp_path / "out", tmp_path / "runs")
         assert study.results_file(tmp_path / "out").stat().st_mtime_ns == before
         tables.main(tmp_path / "out")
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())["frozenlake"]

@@ -53,7 +53,7 @@ from whence.llm.lab import Lab
 from whence.llm.lab.problems import answer, reward
 from whence.runs import RunDirectory
 
-CASE, SEEDS, ROUNDS = "arithmetic", range(3), 40
+CASE, SEEDS, ROUNDS = "arithmetic", range(5), 40
 
 SETTINGS = task_settings("arithmetic", "small", "ppo")
 """The laboratory's. At twice its learning rate training is unstable, and two rounds hold most of the scores."""

@@ -19,6 +19,7 @@ from test_llm_demonstrations import CHAT
 from test_llm_trainer import make_model, make_tokenizer, make_trainer
 from test_llm_why import RUNS
 from whence import NonPositive
+from whence.cli.console import console
 from whence.cli.response_tables import _list_spans
 from whence.diagnosis import find_response_causes, rank_records
 from whence.diagnosis.response_causes import measure_trained
@@ -334,7 +335,8 @@ class TestCommand:
     def test_spans(self):
         assert _list_spans([2, 3, 4, 7, 9, 10]) == "2 to 4, 7, 9 to 10"
 
-    def test_hostile_texts_steer_no_terminal(self, runs, tmp_path):
+    def test_hostile_texts_steer_no_terminal(self, runs, tmp_path, monkeypatch):
+        monkeypatch.setattr(console, "width", 160)  # no cell of the table is broken
         directory = copy_run(runs("ppo"), tmp_path / "run")
         hostile = "[red]\x1b[2J\u202e</script>\n"
         for number in directory.rounds():

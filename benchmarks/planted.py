@@ -76,7 +76,7 @@ CASES = {
         f"{worlds.__name__}:PlantedMiniGrid-v0",
         worlds.FORWARD,
         30,
-        range(3),
+        range(5),
         {"observe": "image", "hyperparameters": {"learning_rate": 1e-3, "n_epochs": 4}},
     ),
 }

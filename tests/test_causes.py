@@ -566,6 +566,8 @@ class TestTelling:
         density = replace(view.decision, is_discrete=False, before=-1.0, after=2.5)
         assert "its log-density was -1 under the first policy and is 2.5 now" in tell_decision(density)
         assert tell_causes(replace(view, raised=[])) == "No record of any round raised it."
+        alone = tell_causes(replace(view, rounds=view.rounds.head(1)))
+        assert alone.startswith("Only round 1 was scored. The strongest moment is ")
 
     @pytest.mark.parametrize("bare", [False, True])
     def test_hostile_text_is_drawn_as_it_is(self, tmp_path, bare):

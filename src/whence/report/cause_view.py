@@ -169,6 +169,8 @@ def tell_rounds(rounds: pl.DataFrame) -> str:
     Args:
         rounds: from `sum_rounds`, with a score above 0.
     """
+    if len(rounds) == 1:
+        return f"Only round {rounds['round'][0]} was scored."
     top = rounds.sort("raised", "round", descending=[True, False]).row(0, named=True)
     total = float(rounds["raised"].sum())
     first, last = find_core(rounds)

@@ -403,6 +403,13 @@ class TestCommand:
         assert table["round"].to_list() == [1] * 1024 + [2] * 1024
         assert table.drop("round").tail(1024).equals(judge_advantages(lake, 2))
 
+    def test_a_target_that_is_not_the_return_is_named(self, whence, tmp_path):
+        settings = {"target": "action", "target_args": {"observation": 14, "action": 2}}
+        run = train(tmp_path / "run", preset="lda-code/frozenlake", n_steps=256, rounds=1, **settings)
+        code, out, _ = whence("diagnose", run.path)
+        assert code == 0
+        assert "on the target action here; LDA's is on the return" in out
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

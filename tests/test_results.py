@@ -16,6 +16,7 @@ from whence.runs import RunDirectory
 RESULTS = Path(__file__).parent.parent / "results"
 PAPER = RESULTS / "paper"
 FAITHFULNESS = RESULTS / "faithfulness"
+DIAGNOSIS = RESULTS / "diagnosis"
 INTERVAL_KEYS = [
     ("mean", "low", "high"),
     ("null", "null_low", "null_high"),
@@ -99,6 +100,16 @@ def test_every_interval_of_what_scores_are_worth_is_one_of_the_studies():
     known = {one for document in documents for one in intervals(json.loads(document))}
     assert len(said) > 50
     assert said <= known, sorted(said - known)
+
+
+def test_the_summary_of_judged_advantages_is_that_of_the_rounds(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    from benchmarks import diagnosis_tables
+
+    copy(DIAGNOSIS / "rounds.jsonl", tmp_path)
+    diagnosis_tables.main(tmp_path)
+    for name in ("summary.json", "tables.md"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (DIAGNOSIS / name).read_text(encoding="utf-8"), name
 
 
 def test_a_run_begins_again_as_it_did(results, tmp_path):

@@ -93,6 +93,9 @@ def diagnose(
     for judgement in judgements:
         for line in describe_judgement(judgement, len(directory.round("records", judgement.number))):
             print_line(line)
+    target = str(directory.config.get("target") or "return")
+    if not target.lower().startswith("return"):
+        print_line(make_printable(f"Influence is on the target {target} here; LDA's is on the return."))
     _print_tables(judgements, labels)
     if out is not None:
         print_line(f"{'Picture' if out.suffix.lower() == '.png' else 'Records'}: {out}")

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType, broadcast
 from torch import Tensor, nn
 
 from whence.engines import Gradient
-from whence.errors import Unsupported
+from whence.errors import Unsupported, WhenceError
 
 _KINDS_WITH_COPIES = (
     DistributedType.NO,
@@ -53,6 +53,25 @@ class Processes:
     def device(self) -> torch.device:
         """The device of this process."""
         return torch.device("cpu") if self.accelerator is None else self.accelerator.device
+
+    def check_batch(self, batch_size: int) -> None:
+        """Refuse a batch that leaves a process without a row, and steps that Accelerate would split once more.
+
+        Raises:
+            WhenceError: see above.
+        """
+        if batch_size < self.number:
+            raise WhenceError(
+                f"batch_size is {batch_size}, and there are {self.number} processes; at least one row for each is "
+                "needed."
+            )
+        # The trainer itself splits steps into passes and sums gradients.
+        if self.accelerator is not None and self.accelerator.gradient_accumulation_steps > 1:
+            raise WhenceError(
+                "Accelerate's own gradient_accumulation_steps is "
+                f"{self.accelerator.gradient_accumulation_steps}; set PPOConfig.gradient_accumulation_steps, and leave "
+                "Accelerate's at 1."
+            )
 
     def part(self, count: int) -> slice:
         """Return this process's part of `count` consecutive items; the parts' sizes differ by at most one."""

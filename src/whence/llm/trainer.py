@@ -130,7 +130,7 @@ class PPOTrainer:
         self.token_parts = check_token_parts(token_parts, self.rule)
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         self.processes = Processes(self.accelerator)
-        self._check_sizes()
+        self.processes.check_batch(config.batch_size)
         # All processes draw the same numbers while the model is made; later each has a seed of its own.
         set_seed(config.seed)
         self.model = model if isinstance(model, WithValueHead) else WithValueHead(model)
@@ -165,20 +165,6 @@ class PPOTrainer:
     def _derive_seed(self, *purpose: int) -> int:
         """Return a seed for this process and a purpose."""
         return int(np.random.SeedSequence([self.config.seed, self.processes.rank, *purpose]).generate_state(1)[0])
-
-    def _check_sizes(self) -> None:
-        if self.config.batch_size < self.processes.number:
-            raise WhenceError(
-                f"batch_size is {self.config.batch_size}, and there are {self.processes.number} processes; at least "
-                "one row for each is needed."
-            )
-        # The trainer itself splits steps into passes and sums gradients.
-        if self.accelerator.gradient_accumulation_steps > 1:
-            raise WhenceError(
-                "Accelerate's own gradient_accumulation_steps is "
-                f"{self.accelerator.gradient_accumulation_steps}; set PPOConfig.gradient_accumulation_steps, and leave "
-                "Accelerate's at 1."
-            )
 
     def train(self, *, resume: bool = False) -> list[dict[str, Any]]:
         """Train all rounds and return a row of metrics for each.

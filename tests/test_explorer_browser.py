@@ -123,11 +123,11 @@ class TestRounds:
         # It looks right and turns right: the arrow bends down.
         assert arrows[1].locator("path").get_attribute("d") == "M90,90 Q108,90 108,96"
         assert best.locator("g.arrow circle").count() == 1
-        named = page.locator("#map .map-legend i.cell").evaluate_all(
+        labels = page.locator("#map .map-legend i.cell").evaluate_all(
             "marks => marks.map((mark) => mark.parentNode.innerText)"
         )
-        drawn = worst.locator("rect.cell").evaluate_all("cells => cells.map((cell) => cell.classList[1])")
-        assert sorted(named) == sorted({kind for kind in drawn if kind})
+        kinds = worst.locator("rect.cell").evaluate_all("cells => cells.map((cell) => cell.classList[1])")
+        assert sorted(labels) == sorted({kind for kind in kinds if kind})
         page.locator("#map summary").first.click()
         rows = page.locator("#map table").first.locator("tbody tr")
         expect(rows).to_have_count(2)

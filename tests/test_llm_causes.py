@@ -5,7 +5,7 @@ import json
 import math
 import random
 import shutil
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import datasets
@@ -38,14 +38,11 @@ QUESTION = "5-1?", "5-1=5;5"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, cache):  # noqa: F811
-    made = {}
-
+    @lru_cache
     def make(name):
-        if name not in made:
-            path = tmp_path_factory.mktemp("run")
-            run(tiny(**RUNS[name]), path)
-            made[name] = RunDirectory.open(path)
-        return made[name]
+        path = tmp_path_factory.mktemp("run")
+        run(tiny(**RUNS[name]), path)
+        return RunDirectory.open(path)
 
     return make
 

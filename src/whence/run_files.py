@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import polars as pl
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError
 
 from whence.errors import RunDirectoryError, first_line
@@ -63,33 +63,56 @@ def system_reason(error: Exception) -> str:
     return f"{os.strerror(number)} ({errno.errorcode.get(number, number) if kind is OSError else kind.__name__})"
 
 
+@contextmanager
+def lock_directory(directory: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of a directory, which is made if it is missing; a process that is killed loses it.
+
+    Args:
+        directory: the directory; the file `.lock` in it is locked.
+        wait: wait until it has been released.
+
+    Raises:
+        RunDirectoryError: the lock is held already, or the directory cannot be written.
+    """
+    lock = _acquire(directory, wait=wait)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _acquire(directory: Path, *, wait: bool) -> BaseFileLock:
+    with explain_write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        # Not of this thread only: a training may be taken up again in another one.
+        lock = FileLock(directory / LOCK, thread_local=False)
+        try:
+            lock.acquire(blocking=wait)
+        except Timeout:
+            raise RunDirectoryError(
+                f"Another process is writing to {directory}. Wait until it has ended, or choose another directory."
+            ) from None
+    return lock
+
+
 class WriterLock:
-    """The right to write a directory, which one process has at a time; a process that is killed loses it.
+    """The right to write a run directory, which one process has at a time; a process that is killed loses it.
 
     Inside a process the latest lock of a directory holds: a cell of a notebook that was broken off does not stand in
     the way of its next execution.
 
     Args:
-        directory: the directory; made if it is missing. The file `.lock` in it is locked.
-        wait: wait until another process has released it.
+        directory: the directory; made if it is missing.
 
     Raises:
         RunDirectoryError: another process holds the lock, or the directory cannot be written.
     """
 
-    def __init__(self, directory: Path, *, wait: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         self._key = directory.resolve()
-        self._lock = FileLock(directory / LOCK)
-        if (older := _HELD.pop(self._key, None)) is not None:
-            older._lock.release(force=True)
-        with explain_write_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            try:
-                self._lock.acquire(blocking=wait)
-            except Timeout:
-                raise RunDirectoryError(
-                    f"Another process is writing to {directory}. Wait until it has ended, or choose another directory."
-                ) from None
+        if (older := _HELD.get(self._key)) is not None:
+            older.release()
+        self._lock = _acquire(directory, wait=False)
         _HELD[self._key] = self
 
     @property
@@ -101,17 +124,7 @@ class WriterLock:
         """Let others write; a lock that no longer holds is left alone."""
         if self.held:
             del _HELD[self._key]
-            self._lock.release(force=True)
+            self._lock.release()
 
 
 _HELD: dict[Path, WriterLock] = {}
-
-
-@contextmanager
-def lock_directory(directory: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a directory; see `WriterLock`."""
-    lock = WriterLock(directory, wait=wait)
-    try:
-        yield
-    finally:
-        lock.release()

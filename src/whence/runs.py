@@ -193,6 +193,7 @@ class RunDirectory:
         for name in get_args(Table):
             if not (table := run.table(name)).is_empty():
                 run._write(table.filter(pl.col("round") <= rounds), run.path / f"{name}.parquet")
+        _remove_leftovers(run.path)
         for file in run.path.glob("*/round_*"):
             kept = rounds + (file.parent.name == "policies")  # the policy that collects the next round
             if _round_number(file) > kept:
@@ -289,7 +290,12 @@ class RunDirectory:
 
     def policy(self, number: int) -> dict[str, Tensor]:
         """Read the policy that collected round `number`."""
-        path = self.policy_path(number)
+        path, every = self.policy_path(number), self.notes.get(POLICIES_EVERY, 1)
+        if every > 1 and not path.exists():
+            raise RunDirectoryError(
+                f"{path} is not there: {self.path} keeps the policy of every {every}th round only, to save space. Take "
+                f"one of the rounds {', '.join(map(str, self.policies()[:4]))}, ..."
+            )
         self._check_exists(path)
         try:
             return load_file(path)
@@ -360,7 +366,8 @@ def strip_addresses(text: str) -> str:
 
 def _remove_rounds(path: Path) -> None:
     """Delete everything that a run wrote except its configuration."""
-    for name in (*get_args(PerRound), "policies", "recordings", "phases", "checkpoints"):
+    _remove_leftovers(path)
+    for name in (*get_args(PerRound), "policies", "recordings", "phases", "checkpoints", "model", "trl"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in get_args(Table):
         (path / f"{name}.parquet").unlink(missing_ok=True)
@@ -375,6 +382,14 @@ def _is_before(earlier: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 def _is_empty(folder: Path) -> bool:
     """Return whether a directory holds nothing but leftovers."""
     return all(_is_leftover(file) or file.name == LOCK for file in folder.iterdir())
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Delete what processes left that were killed while they wrote."""
+    with explain_write_errors(path):
+        for file in (*path.glob(".*.tmp"), *path.glob("*/.*.tmp")):
+            if file.is_file():
+                file.unlink()
 
 
 def _is_leftover(file: Path) -> bool:

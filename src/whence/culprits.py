@@ -23,12 +23,20 @@ class Culprits:
         parameter: the first parameter whose gradient is not finite, or that is not finite itself; None: none is.
         layer: the first layer with an output that is not finite, or None.
         reason: a clause that says what is not finite, and where.
+        is_policy: whether the policy itself has diverged: a parameter is not finite, or it has no valid distribution
+            of actions.
     """
 
     positions: tuple[int, ...]
     parameter: str | None
     layer: str | None
     reason: str
+    is_policy: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradient is finite after all."""
+        return not self.positions and self.parameter is None and not self.is_policy and self.layer is None
 
 
 def find_culprits(policy: object, records: RecordBatch, objective: Objective) -> Culprits:
@@ -47,7 +55,7 @@ def find_culprits(policy: object, records: RecordBatch, objective: Objective) ->
         problem = replace(problem, prepared=records.to(problem.records.ids.device))
         broken = [name for name, tensor in problem.parameters.items() if not torch.isfinite(tensor).all()]
         if broken:
-            return Culprits((), broken[0], None, f"the parameter `{broken[0]}` is not finite itself")
+            return Culprits((), broken[0], None, f"the parameter `{broken[0]}` is not finite itself", True)
         positions = tuple(_search(problem, 0, len(records)))
         if positions:
             first = positions[0]
@@ -56,18 +64,22 @@ def find_culprits(policy: object, records: RecordBatch, objective: Objective) ->
         else:
             one, gradient = problem, _try(lambda: _sum_gradient(problem))
         names = [] if gradient is None else _list_not_finite(gradient)
+        in_parameters = [name for name in names if name != _LOSS]
         layer = _find_layer(one)
     if layer is not None:
         weight = next((name for name in problem.parameters if name.startswith(f"{layer}.")), None)
-        parameter = names[0] if names else weight
+        parameter = in_parameters[0] if in_parameters else weight
         where = f"the output of the layer `{layer}` is not finite"
-        if names:
-            where += f", so its gradient is not finite in the parameter `{names[0]}`"
-        return Culprits(positions, parameter, layer, where)
+        if in_parameters:
+            where += f", nor is its gradient in the parameter `{in_parameters[0]}`"
+        return Culprits(positions, parameter, layer, where, gradient is None)
     if gradient is None:
-        return Culprits(positions, None, None, "the policy's distribution of actions is not valid")
+        return Culprits(positions, None, None, "the policy's distribution of actions is not valid", True)
     if not names:
-        return Culprits(positions, None, None, "no gradient of its own, nor their sum, overflows in eval mode")
+        return Culprits(positions, None, None, "no record's own gradient is, nor is their sum in eval mode")
+    if names == [_LOSS]:
+        what = "its loss overflows" if positions else "the sum of the losses overflows"
+        return Culprits(positions, None, None, what)
     what = "its gradient is" if positions else "no record's own gradient, but their sum is"
     return Culprits(positions, names[0], None, f"{what} not finite in the parameter `{names[0]}`")
 

@@ -127,20 +127,22 @@ def count_reasons(reasons: Iterable[str]) -> str:
     return ", ".join(f"{reason} ({count})" for reason, count in counts.items())
 
 
-def has_finite_sum(tensors: Sequence[Tensor]) -> tuple[bool, bool]:
-    """Return whether tensors are finite, and whether all are zero, from the sum of their norms.
+def measure_norms(tensors: Sequence[Tensor]) -> float:
+    """Return the sum of tensors' norms: NaN if a number is not finite, 0 if all are 0.
 
-    The sum of squares of large numbers may overflow. So an infinite sum is looked into tensor by tensor.
+    Norms of large but finite numbers overflow. Then the sum is infinite, and the numbers are finite.
 
     Args:
-        tensors: tensors on one device.
+        tensors: tensors on one device or several.
     """
     if not tensors:
-        return True, False
-    total = float(torch.stack(torch._foreach_norm(list(tensors))).sum())  # type: ignore[no-untyped-call]
+        return 0.0
+    device = tensors[0].device
+    norms = torch._foreach_norm(list(tensors))
+    total = float(torch.stack([norm if norm.device == device else norm.to(device) for norm in norms]).sum())
     if math.isfinite(total):
-        return True, total == 0
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors), False
+        return total
+    return math.inf if all(bool(torch.isfinite(tensor).all()) for tensor in tensors) else math.nan
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 from .buffer import collect as collect
 from .buffer import snapshot as snapshot
-from .callback import Choice as Choice
 from .callback import InfluenceCallback as InfluenceCallback
-from .callback import RoundResult as RoundResult
+from .choice import Choice as Choice
+from .choice import RoundResult as RoundResult
 from .episode_replay import EpisodeReplay as EpisodeReplay
 from .episodes import RecordResets as RecordResets
 from .objective import model_objective as model_objective

@@ -21,7 +21,8 @@ from whence.objectives import Objective
 from whence.records import RecordBatch
 from whence.rounds import DRAWS
 from whence.rounds.smoothed import SMOOTHED
-from whence.sb3.callback import Choice, InfluenceCallback
+from whence.sb3.callback import InfluenceCallback
+from whence.sb3.choice import Choice
 from whence.sb3.recorder import check_groups, check_steps
 from whence.selection import KeepAll, Selection, SelectionRule
 from whence.targets import Target

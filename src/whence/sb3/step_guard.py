@@ -180,4 +180,4 @@ class StepGuard:
             return ""
         more = len(culprits.positions) - 1
         first = describe_record(self._batch(), culprits.positions[0])
-        return f"in {first}{f' and {more} other{"s" if more > 1 else ""}' if more else ''}, "
+        return f"in {first}{f' and {more} more' if more else ''}, "

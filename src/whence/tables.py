@@ -7,7 +7,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.influence import Influence
+from whence.nonfinite import NOT_FINITE
 from whence.records import to_numpy
+from whence.runs import RunDirectory
 from whence.selection import Selection
 
 
@@ -28,6 +30,22 @@ def add_selection(table: pl.DataFrame, selection: Selection, influence: Influenc
         pl.Series("weight", selection.weights.numpy()),
         pl.Series("reason", list(selection.reasons), dtype=pl.String),
     )
+
+
+def read_finite_rows(run: RunDirectory, number: int) -> pl.DataFrame:
+    """Return a round's records without those that were dropped because a number of them is not finite.
+
+    Args:
+        run: the run.
+        number: the round's number, from 1.
+
+    Raises:
+        RunDirectoryError: the round is not there.
+    """
+    table = run.round("records", number)
+    if "reason" not in table.columns:
+        return table
+    return table.filter(~pl.col("reason").fill_null("").str.starts_with(NOT_FINITE))
 
 
 def read_weights(table: pl.DataFrame) -> NDArray[np.float64]:

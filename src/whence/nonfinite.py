@@ -24,9 +24,15 @@ OnNonFinite: TypeAlias = Literal["stop", "drop"]
 NOT_FINITE = "not finite: "
 """How the reason of a record begins that was dropped because a number of it is not finite."""
 
-_READABLE = {"observations": "observation", "actions": "action", "values": "value", "log_probs": "log-prob"}
-_OWN = {**_READABLE, "rewards": "reward"}
+_OWN = {
+    "observations": "observation",
+    "actions": "action",
+    "values": "value",
+    "log_probs": "log-prob",
+    "rewards": "reward",
+}
 _FOLLOWING = {"advantages": "advantage", "returns": "return"}
+_NUMBERS = {**_OWN, **_FOLLOWING}
 
 
 def check_on_nonfinite(on_nonfinite: str) -> OnNonFinite:
@@ -47,16 +53,9 @@ def make_unchecked(columns: Mapping[str, Any]) -> RecordBatch:
         columns: the arguments of `RecordBatch`; columns as tensors.
     """
 
-    def blank(column: Any) -> Any:
-        return torch.zeros_like(column) if column.is_floating_point() else column
-
-    tensors = {name: column for name, column in columns.items() if not isinstance(column, float | None)}
-    batch = RecordBatch(**{**columns, **map_tree(blank, tensors)})
-    return batch.with_columns(map_tree(lambda column: column.clone(), {n: tensors[n] for n in _names(tensors)}))
-
-
-def _names(columns: Mapping[str, Tree]) -> list[str]:
-    return [name for name in (*_OWN, *_FOLLOWING) if name in columns]
+    numbers = {name: columns[name] for name in _NUMBERS if columns.get(name) is not None}
+    batch = RecordBatch(**{**columns, **map_tree(torch.zeros_like, numbers)})
+    return batch.with_columns(map_tree(torch.clone, numbers))
 
 
 def find_faults(records: RecordBatch) -> list[str | None]:
@@ -70,7 +69,7 @@ def find_faults(records: RecordBatch) -> list[str | None]:
         records: n records; see `make_unchecked`.
     """
     faults: list[str | None] = [None] * len(records)
-    for name, label in {**_OWN, **_FOLLOWING}.items():
+    for name, label in _NUMBERS.items():
         for _, column in named_leaves(records.columns.get(name, {})):
             if column.is_floating_point():
                 _mark(faults, ~torch.isfinite(column).reshape(len(records), -1).all(dim=1), label)
@@ -99,7 +98,7 @@ def describe_number(records: RecordBatch, position: int, fault: str) -> str:
             f"the value loss (return {float(records.returns[position]):.3g}, value "
             f"{float(records.values[position]):.3g}) overflows"
         )
-    name = next(name for name, label in {**_OWN, **_FOLLOWING}.items() if label == fault)
+    name = next(name for name, label in _NUMBERS.items() if label == fault)
     for leaf, column in named_leaves(records.columns[name], fault):
         numbers = column[position].reshape(-1)
         if column.is_floating_point() and not torch.isfinite(numbers).all():

@@ -15,7 +15,7 @@ from torch import Tensor
 from whence.errors import RunDirectoryError, WhenceError, suggest
 from whence.guards import write_atomically
 from whence.records import UNKNOWN, RecordBatch
-from whence.trees import Tree, map_tree, named_leaves
+from whence.trees import map_tree, named_leaves
 
 FORMAT, VERSION = "whence-nonfinite", "1"
 

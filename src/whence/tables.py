@@ -19,8 +19,11 @@ def add_selection(table: pl.DataFrame, selection: Selection, influence: Influenc
     Args:
         table: a row for each record, in the order of `selection`.
         selection: which records trained, with which weights.
-        influence: the records' scores, or None.
+        influence: the records' scores, or None; if some have none, `table` has `record_id`.
     """
+    if influence is not None and len(influence) < len(table):  # records without a score were dropped before
+        table = table.join(influence.to_polars(), on="record_id", how="left", maintain_order="left")
+        influence = None
     scores = [] if influence is None else [pl.Series("score", to_numpy(influence.scores))]
     if influence is not None and influence.errors is not None:
         scores.append(pl.Series("error", to_numpy(influence.errors)))

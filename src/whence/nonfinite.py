@@ -182,7 +182,7 @@ def save_nonfinite(
     message: str,
     records: RecordBatch,
     policy: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     parameter: str | None = None,
     culprits: Iterable[int] = (),
 ) -> None:
@@ -194,23 +194,23 @@ def save_nonfinite(
         message: the error's message.
         records: the minibatch; see `make_unchecked`.
         policy: the policy's parameters and buffers, by name; no two may share memory.
-        optimizer: the optimiser of the policy's parameters.
+        optimizer: the optimiser of the policy's parameters; None: its state is left out.
         parameter: the first parameter whose gradient is not finite.
         culprits: ids of the records that cause it.
     """
     tensors = {f"records/{name}": column for name, column in named_leaves(records.columns)}
     tensors |= {f"policy/{name}": tensor for name, tensor in policy.items()}
     names = {id(tensor): name for name, tensor in policy.items()}
-    for owner, state in optimizer.state.items():
+    for owner, state in {} if optimizer is None else optimizer.state.items():
         values = {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
         tensors |= {f"optimizer/{names[id(owner)]}/{key}": value for key, value in values.items()}
-    groups = [{key: _plain(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    groups = [] if optimizer is None else optimizer.param_groups
     about = {
         "number": number,
         "message": message,
         "parameter": parameter,
         "culprits": list(culprits),
-        "settings": groups,
+        "settings": [{key: _plain(value) for key, value in g.items() if key != "params"} for g in groups],
     }
     with write_atomically(path) as temporary:
         save_file(

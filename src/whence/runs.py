@@ -44,6 +44,7 @@ class RunDirectory:
     answers/round_00005.parquet        a language model's answers to sample prompts after round 5
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
+    nonfinite/round_00005.safetensors  the minibatch of round 5 that training stopped at, if a number is not finite
     ```
 
     Each file is complete or absent, whenever the process is killed. Make a `RunDirectory` with `create` or `open`.
@@ -325,7 +326,7 @@ def _system_reason(error: Exception) -> str:
 
 def _remove_rounds(path: Path) -> None:
     """Delete everything that a run wrote except its configuration."""
-    for name in (*get_args(PerRound), "policies", "recordings", "phases"):
+    for name in (*get_args(PerRound), "policies", "recordings", "nonfinite", "phases"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in get_args(Table):
         (path / f"{name}.parquet").unlink(missing_ok=True)

@@ -112,13 +112,12 @@ class RowGuard:
                 choice = choose(rollout.finite_rows)
                 break
             except NonFinite as error:
-                broken = torch.isin(rollout.rows.ids, torch.tensor(error.record_ids, dtype=torch.int64))
+                ids = list(error.record_ids) or self._find_scored(rollout.finite_rows)
+                broken = torch.isin(rollout.rows.ids, torch.tensor(ids, dtype=torch.int64))
                 # Other processes have scores of their own, and would wait for this one.
                 if not self.drops or not broken.any() or self._processes.number > 1:
-                    remedy = " Such rows are dropped with on_nonfinite='drop'." if broken.any() else ""
-                    raise self._make_error(
-                        f"{error}{remedy}", rollout.finite_rows, error.record_ids, error.parameter
-                    ) from error
+                    remedy = f" It is of record {ids[0]}; drop such rows with on_nonfinite='drop'." if ids else ""
+                    raise self._make_error(f"{error}{remedy}", rollout.finite_rows, ids, error.parameter) from error
                 faults = ["score" if bad else fault for bad, fault in zip(broken, _list_faults(rollout), strict=True)]
                 rollout = replace(rollout, faults=tuple(faults))
         self._dropped = [fault for fault in rollout.faults if fault is not None]
@@ -184,6 +183,11 @@ class RowGuard:
             )
         self._left_out += 1
         return False
+
+    def _find_scored(self, rows: RecordBatch) -> list[int]:
+        """Return the ids of the rows that make the gradient of a target over all rows not finite."""
+        found = self._find_culprits(rows)
+        return [] if found.is_policy else [int(rows.ids[position]) for position in found.positions]
 
     def _find_culprits(self, batch: RecordBatch) -> Culprits:
         config = self._config

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from whence.culprits import find_culprits
 from whence.errors import InvalidRecords, NonFinite
 from whence.nonfinite import (
     NOT_FINITE,
@@ -29,6 +30,7 @@ from whence.sb3.choice import Choice
 from whence.sb3.episodes import Ongoing, number_episodes
 from whence.sb3.finite_buffer import keep_records, restart_advantages, restore_sizes
 from whence.sb3.nonfinite_error import ErrorWriter, can_act, name_broken_layer
+from whence.sb3.objective import model_objective
 from whence.sb3.statistics import describe_spoilt_statistics, original_observation, original_reward
 from whence.sb3.step_guard import StepGuard
 from whence.selection import Selection
@@ -178,7 +180,7 @@ class NumberGuard:
                 choice = choose(records)
                 break
             except NonFinite as error:
-                culprits = torch.isin(records.ids, torch.tensor(error.record_ids, dtype=torch.int64))
+                culprits = self._find_scored(records, error)
                 if self.on_nonfinite == "stop" or not culprits.any():
                     raise self._explain_score(records, culprits, error) from error
                 records = self._drop(records, ["score" if broken else None for broken in culprits.tolist()])
@@ -191,6 +193,16 @@ class NumberGuard:
                 count_reasons(self.dropped.values()),
             )
         return records, choice
+
+    def _find_scored(self, records: RecordBatch, error: NonFinite) -> Bool[Tensor, " n"]:
+        """Return which records make a score not finite; a target that is over all records makes all scores NaN."""
+        if error.record_ids:
+            return torch.isin(records.ids, torch.tensor(error.record_ids))
+        objective = model_objective(self._model)
+        found = find_culprits(self._model.policy, objective.prepare(records), objective)
+        mask = torch.zeros(len(records), dtype=torch.bool)
+        mask[list(found.positions)] = not found.is_policy
+        return mask
 
     def add_dropped(self, table: pl.DataFrame) -> pl.DataFrame:
         """Return a round's table with a row for each dropped record; numbers that are not finite are null.
@@ -270,12 +282,14 @@ class NumberGuard:
         return min(own, key=lambda p: int(records.ids[p]))
 
     def _explain_score(self, records: RecordBatch, culprits: Bool[Tensor, " n"], error: NonFinite) -> NonFinite:
-        first = f" It is {describe_record(records, int(culprits.nonzero()[0]))}." if culprits.any() else ""
+        first = ""
+        if culprits.any():
+            first = f" Not finite is the gradient of {describe_record(records, int(culprits.nonzero()[0]))}."
         remedy = f" To drop such records: {_DROP}." if culprits.any() else ""
         return self._errors.make_error(
             f"{error}{first} Nothing was trained in this round.{remedy}",
             records.take(culprits) if culprits.any() else records,
-            error.record_ids,
+            records.ids[culprits].tolist(),
             error.parameter,
         )
 

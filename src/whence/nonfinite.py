@@ -138,7 +138,10 @@ def measure_norms(tensors: Sequence[Tensor]) -> float:
         return 0.0
     device = tensors[0].device
     norms = torch._foreach_norm(list(tensors))
-    total = float(torch.stack([norm if norm.device == device else norm.to(device) for norm in norms]).sum())
+    if device.type == "cpu":
+        total = sum(norm.item() for norm in norms)
+    else:  # each item would wait for the device
+        total = float(torch.stack([norm if norm.device == device else norm.to(device) for norm in norms]).sum())
     if math.isfinite(total):
         return total
     return math.inf if all(bool(torch.isfinite(tensor).all()) for tensor in tensors) else math.nan

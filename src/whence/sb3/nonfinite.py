@@ -74,6 +74,9 @@ class NumberGuard:
         self.dropped, self._everything, self._too_few = {}, None, False
         self._reward_sources: list[int] | None = None
         self._steps_left_out = 0
+        self._checks_observations = _holds_floats(model._last_obs)
+        # Otherwise the rollout itself says which environment a reward is of.
+        self._checks_rewards = model.get_vec_normalize_env() is not None
         if not _is_finite(model._last_obs):
             self._check_observation(model._last_obs, None, None)
         elif first and not can_act(model.policy, model._last_obs):  # later, the round before has checked it
@@ -92,10 +95,10 @@ class NumberGuard:
         Raises:
             NonFinite: the policy cannot act on an observation.
         """
-        if self._reward_sources is None and not _is_finite(variables["rewards"]):
+        if self._checks_rewards and self._reward_sources is None and not _is_finite(variables["rewards"]):
             rewards = original_reward(self._model, variables["rewards"])
             self._reward_sources = np.flatnonzero(~np.isfinite(rewards)).tolist()
-        if not _is_finite(variables["new_obs"]):
+        if self._checks_observations and not _is_finite(variables["new_obs"]):
             self._check_observation(variables["new_obs"], variables["dones"], ongoing)
 
     def _check_observation(self, observation: Any, dones: Any, ongoing: Ongoing | None) -> None:
@@ -256,7 +259,7 @@ class NumberGuard:
         assert fault is not None
         others = count_reasons(f for position, f in enumerate(faults) if f is not None and position != first)
         notes = f" Also not finite, in part as advantages reach back to earlier records: {others}." if others else ""
-        if fault == "reward" and self._reward_sources is None:
+        if fault == "reward" and _ends_episode(records, first):
             notes += " At a time limit SB3 adds the value of the terminal observation, which may be where it arises."
         if fault == "loss":
             notes += " Scale the rewards down, as VecNormalize does, or lower the learning rate."
@@ -294,6 +297,11 @@ class NumberGuard:
         )
 
 
+def _holds_floats(observation: Any) -> bool:
+    arrays = observation.values() if isinstance(observation, dict) else [observation]
+    return any(array.dtype.kind == "f" for array in arrays)
+
+
 def _is_finite(observation: Any) -> bool:
     """Return whether an array, or each of a dict of arrays, is finite."""
     if isinstance(observation, dict):
@@ -312,6 +320,16 @@ def _find_number(observation: Any) -> tuple[str, int, float]:
             place = np.argwhere(~np.isfinite(array))[0]
             return f"observation.{key}" if key else "observation", int(place[0]), float(array[tuple(place)])
     return "observation", 0, math.nan  # of VecNormalize, whose statistics are not finite
+
+
+def _ends_episode(records: RecordBatch, position: int) -> bool:
+    """Return whether a record is the last of its episode; True if it is the last of its environment's rollout."""
+    assert records.episode_starts is not None
+    assert records.env_index is not None
+    following = position + 1
+    if following == len(records) or records.env_index[following] != records.env_index[position]:
+        return True
+    return bool(records.episode_starts[following])
 
 
 def _value_loss_is_finite(records: RecordBatch) -> bool:

@@ -83,7 +83,7 @@ def make(algorithm: Any = PPO, env: Any = None, *, root: bool = False, **setting
     if algorithm is not A2C:
         shared |= {"batch_size": 32, "n_epochs": 2}
     policy: dict[str, Any] = {"net_arch": [8], **({"features_extractor_class": Root} if root else {})}
-    return algorithm("MlpPolicy", env or Faulty(), policy_kwargs=policy, **shared | settings)
+    return algorithm("MlpPolicy", env or Faulty(), **{"policy_kwargs": policy, **shared, **settings})
 
 
 def params(model: Any) -> list[Tensor]:
@@ -117,6 +117,7 @@ class TestRollouts:
             "Also not finite, in part as advantages reach back to earlier records: advantage (37)."
         )
         assert "on_nonfinite='drop'" in str(error)
+        assert "At a time limit" not in str(error)
         assert same(before, params(model))
         saved = load_nonfinite(tmp_path / "nonfinite" / "round_00001.safetensors")
         assert error.path == nonfinite_path(tmp_path, 1)
@@ -153,6 +154,7 @@ class TestRollouts:
         error = stop(make(env=envs))
         assert "in record 61 (environment 1, step 10)" in str(error)
         assert "(obs_rms)" in str(error)
+        assert "At a time limit" in str(stop(make(env=Faulty("reward", 39))))
         assert "Round 1: `observation` is inf in record 0 (environment 0)" in str(
             stop(make(env=Faulty("observation", 0, math.inf)))
         )
@@ -301,7 +303,16 @@ class TestSteps:
         assert "no step was taken, since in each of 1 the gradient" in str(stop(model, 64, on_nonfinite="drop"))
         assert same(start, params(model))
 
-    def test_an_infinite_gradient_that_clipping_makes_zero(self) -> None:
+    def test_a_loss_that_overflows(self) -> None:
+        # The gradient is finite, but not its norm, so that SB3 clips it to 0.
+        model = make(learning_rate=1e22, policy_kwargs={"net_arch": {"pi": [8], "vf": []}})
+        for part in (model.policy.mlp_extractor, model.policy.action_net):
+            part.requires_grad_(requires_grad=False)
+        error = stop(model, 64)
+        assert "the gradient of a minibatch of 32 records is not finite: in record" in str(error)
+        assert "its loss overflows" in str(error)
+
+    def test_an_infinite_gradient(self) -> None:
         model = make()
         model.policy.value_net.weight.register_hook(lambda gradient: gradient * math.inf)
         assert "the gradient of a minibatch of 32 records is not finite" in str(stop(model, 64))

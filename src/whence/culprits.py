@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.attribution import open_problem
-from whence.engines import Gradient, Problem, record_gradient
+from whence.engines import Gradient, Problem
 from whence.objectives import Objective
 from whence.policies import as_view
 from whence.records import RecordBatch
@@ -57,12 +57,8 @@ def find_culprits(policy: object, records: RecordBatch, objective: Objective) ->
         if broken:
             return Culprits((), broken[0], None, f"the parameter `{broken[0]}` is not finite itself", True)
         positions = tuple(_search(problem, 0, len(records)))
-        if positions:
-            first = positions[0]
-            one = problem.part(slice(first, first + 1))
-            gradient = _try(lambda: record_gradient(problem, first))
-        else:
-            one, gradient = problem, _try(lambda: _sum_gradient(problem))
+        one = problem.part(slice(positions[0], positions[0] + 1)) if positions else problem
+        gradient = _try(lambda: _sum_gradient(one))
         names = [] if gradient is None else _list_not_finite(gradient)
         in_parameters = [name for name in names if name != _LOSS]
         layer = _find_layer(one)
@@ -76,7 +72,7 @@ def find_culprits(policy: object, records: RecordBatch, objective: Objective) ->
     if gradient is None:
         return Culprits(positions, None, None, "the policy's distribution of actions is not valid", True)
     if not names:
-        return Culprits(positions, None, None, "no record's own gradient is, nor is their sum in eval mode")
+        return Culprits(positions, None, None, "no record is to blame, since in eval mode the gradient is finite")
     if names == [_LOSS]:
         what = "its loss overflows" if positions else "the sum of the losses overflows"
         return Culprits(positions, None, None, what)

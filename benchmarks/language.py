@@ -19,12 +19,12 @@ from whence import experiments
 from whence.experiments import LanguageConfig
 from whence.experiments.jsonlines import put_line, read_lines
 from whence.experiments.llm.outputs import read_curve
-from whence.experiments.lock import lock_directory
 from whence.experiments.shared import STANDARD
 from whence.guards import write_atomically
 from whence.llm.lab import check
 from whence.llm.lab.phrases import is_rude
 from whence.metrics import Curve, summarise
+from whence.run_files import lock_directory
 from whence.runs import RunDirectory
 
 FINAL = {

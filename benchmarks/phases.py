@@ -29,9 +29,9 @@ from whence.diagnosis.behaviours import find_behaviours
 from whence.diagnosis.phase_summary import summarise_history
 from whence.diagnosis.phases import trace_phases
 from whence.experiments.jsonlines import put_line, read_lines
-from whence.experiments.lock import lock_directory
 from whence.experiments.rl.labels import action_labels
 from whence.guards import write_atomically
+from whence.run_files import lock_directory
 from whence.runs import RunDirectory
 
 ENVIRONMENTS = ("acrobot", "highway", "minigrid")

@@ -35,10 +35,10 @@ from benchmarks.stored import round_numbers
 from whence.diagnosis import find_causes
 from whence.experiments import RunConfig, configure, run
 from whence.experiments.jsonlines import put_line, read_lines
-from whence.experiments.lock import lock_directory
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rl.stored import load_model, load_policy
 from whence.guards import preserve_rng_state
+from whence.run_files import lock_directory
 from whence.runs import RunDirectory
 
 Bools = NDArray[np.bool_]

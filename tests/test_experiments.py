@@ -57,7 +57,11 @@ def one(arm="ppo", **changed):
 
 
 def stamps(path):
-    return {file.relative_to(path): file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()}
+    return {file.relative_to(path): file.stat().st_mtime_ns for file in _files(path)}
+
+
+def _files(path):
+    return [file for file in path.rglob("*") if file.is_file() and file.name != ".lock"]
 
 
 def generators():
@@ -696,6 +700,7 @@ class TestComparison:
         names = {"config.json", "metrics.parquet", "timings.parquet", "evaluations.parquet"}
         names |= {f"{folder}/round_0000{n}.parquet" for folder in ("records", "episodes") for n in (1, 2)}
         names |= {f"policies/round_0000{n}.safetensors" for n in (1, 2, 3)}
+        names |= {f"checkpoints/round_0000{n}.safetensors" for n in (1, 2)}
         for arm in ARM_NAMES:
             for seed in (0, 1):
                 assert {str(name) for name in stamps(two_workers.path / "runs" / arm / f"seed_{seed}")} == names
@@ -738,7 +743,7 @@ class TestComparison:
 
     def test_timings_are_of_each_round_and_stage(self, two_workers):
         timings = two_workers.table("timings")
-        names = ("collection", "scoring", "errors", "optimisation")
+        names = ("collection", "scoring", "errors", "optimisation", "checkpoint")
         stages = [f"{stage}_{clock}" for stage in names for clock in ("cpu", "wall")]
         assert timings.columns == ["round", *stages, "arm", "seed"]
         assert timings.height == 12
@@ -794,7 +799,7 @@ class TestComparison:
             planned(), two_workers.path, workers=2, progress=lambda config, rounds: calls.append((config, rounds))
         )
         assert stamps(two_workers.path / "runs") == before
-        assert len(before) == 66
+        assert len(before) == 78
         assert calls == [(config, 2) for config in planned()]
         assert again.summary == two_workers.summary
 
@@ -888,7 +893,7 @@ class TestRun:
         assert_same_tensors(found.policy(3), other.policy(3))
         assert set(found.table("evaluations")["episodes"]) == {3}
 
-    def test_an_unfinished_run_is_started_over_and_a_finished_one_is_not(self, two_workers, tmp_path):
+    def test_an_unfinished_run_goes_on_and_a_finished_one_is_left_alone(self, two_workers, tmp_path):
         config = two_workers.configs[2]
         path, calls = tmp_path / "run", []
         shutil.copytree(run_path(two_workers.path, config), path)
@@ -905,7 +910,7 @@ class TestRun:
             read_curve(config, path)
         with preserve_rng_state():
             run(config, path, lambda number, metrics: calls.append(number))
-        assert calls == [2, 0, 1, 2]
+        assert calls == [2, 2]
         assert is_finished(config, path)
         assert_same_results(RunDirectory.open(path), two_workers.run(config))
 

@@ -43,7 +43,7 @@ def records(n=4):
 
 
 def files(path):
-    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and file.name != ".lock")
 
 
 @pytest.fixture
@@ -164,14 +164,15 @@ class TestCreate:
     def test_an_empty_directory_is_taken(self, tmp_path):
         assert RunDirectory.create(str(tmp_path), CONFIG).rounds() == []
 
-    def test_the_same_config_starts_over(self, run):
+    def test_a_run_is_replaced_when_asked(self, run):
         for table in ("metrics", "timings", "evaluations"):
             run.append(table, {"round": 1})
         for folder in ("records", "episodes"):
             run.write_round(folder, 1, records())
         run.write_policy(1, {"w": torch.ones(1)})
-        again = RunDirectory.create(run.path, CONFIG, versions={"torch": "another"})
+        again = RunDirectory.create(run.path, CONFIG | {"rounds": 9}, versions={"torch": "another"}, overwrite=True)
         assert files(run.path) == ["config.json"]
+        assert again.config["rounds"] == 9
         assert again.versions == {"torch": "another"}
         again.append("metrics", {"round": 5})
         assert again.table("metrics").rows() == [(5,)]
@@ -197,13 +198,21 @@ class TestCreate:
         run.append("metrics", {"round": 1})
         before = (run.path / "config.json").read_bytes()
         with pytest.raises(RunDirectoryError, match=rf"another configuration \({message}\).*Choose another directory"):
+            RunDirectory.begin(run.path, CONFIG | changed)
+        with pytest.raises(RunDirectoryError, match="a run with 1 finished rounds and no checkpoint"):
             RunDirectory.create(run.path, CONFIG | changed)
         assert (run.path / "config.json").read_bytes() == before
         assert run.table("metrics").rows() == [(1,)]
 
     def test_a_key_that_is_gone_is_another_config(self, run):
         with pytest.raises(RunDirectoryError, match="rounds was 3, now None"):
-            RunDirectory.create(run.path, {name: value for name, value in CONFIG.items() if name != "rounds"})
+            run.check_same({name: value for name, value in CONFIG.items() if name != "rounds"})
+
+    def test_a_run_without_a_round_is_replaced_by_any_other(self, run):
+        run.write_round("records", 1, records())
+        RunDirectory.create(run.path, {"env": "Acrobot-v1"})
+        assert RunDirectory.open(run.path).config == {"env": "Acrobot-v1"}
+        assert files(run.path) == ["config.json"]
 
     def test_what_is_equal_in_json_is_the_same_config(self, tmp_path):
         RunDirectory.create(tmp_path, {"net_arch": [64, 64]})
@@ -264,24 +273,26 @@ class TestOpen:
     @pytest.mark.parametrize(
         ("document", "marked"),
         [
-            ({"format": "whence-run", "version": 2, "config": {}, "versions": {}}, "'whence-run', version 2"),
-            ({"format": "other", "version": 1, "config": {}, "versions": {}}, "'other', version 1"),
-            ({"config": {}, "versions": {}}, "None, version None"),
-            ([1, 2], "None, version None"),
-            ("whence-run", "None, version None"),
+            (
+                {"format": "whence-run", "version": 2, "config": {}, "versions": {}},
+                "is marked as version 2; .* reads 'whence-run', version 1",
+            ),
+            ({"format": "other", "version": 1, "config": {}, "versions": {}}, "is marked 'other'.*no run directory"),
+            ({"config": {}, "versions": {}}, "is marked None"),
+            ([1, 2], "is marked None"),
+            ("whence-run", "is marked None"),
         ],
     )
     def test_another_format_or_version(self, tmp_path, document, marked):
         (tmp_path / "config.json").write_text(json.dumps(document))
-        with pytest.raises(RunDirectoryError, match=f"marked {marked}; this version .* reads 'whence-run', version 1"):
+        with pytest.raises(RunDirectoryError, match=marked):
             RunDirectory.open(tmp_path)
 
     @pytest.mark.parametrize("about", [{}, {"config": {}}, {"versions": {}}, {"config": [1], "versions": {}}])
     def test_a_config_json_that_lacks_its_parts(self, tmp_path, about):
         (tmp_path / "config.json").write_text(json.dumps({"format": "whence-run", "version": 1} | about))
-        for read in (lambda: RunDirectory.open(tmp_path), lambda: RunDirectory.create(tmp_path, {})):
-            with pytest.raises(RunDirectoryError, match=r"config\.json needs the objects `config` and `versions`"):
-                read()
+        with pytest.raises(RunDirectoryError, match=r"config\.json needs the objects `config` and `versions`"):
+            RunDirectory.open(tmp_path)
 
 
 class TestWhatIsNotThere:
@@ -456,7 +467,7 @@ class TestRefusedWrites:
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "mkdir", refuse)
-            with pytest.raises(RunDirectoryError, match=r"run/config\.json cannot be written: Permission denied"):
+            with pytest.raises(RunDirectoryError, match=r"run cannot be written: Permission denied"):
                 RunDirectory.create(tmp_path / "run", CONFIG)
         RunDirectory.create(tmp_path, CONFIG)
         monkeypatch.setattr(Path, "read_text", refuse)
@@ -479,7 +490,7 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path, mask, mode):
         influence(torch.ones(1)).save(run.path / "influence.safetensors")
     finally:
         os.umask(before)
-    written = [file for file in run.path.rglob("*") if file.is_file()]
+    written = [run.path / file for file in files(run.path)]
     assert len(written) == 5
     assert {stat.S_IMODE(file.stat().st_mode) for file in written} == {mode}
 
@@ -508,7 +519,7 @@ def test_a_run_that_is_started_over_has_empty_tables(tmp_path):
         first.append(table, {"round": 1})
     first.write_round("records", 1, pl.DataFrame({"record_id": [0]}))
     assert RunDirectory.open(first.path).table("evaluations").height == 1
-    RunDirectory.create(first.path, {"a": 1})
+    RunDirectory.create(first.path, {"a": 1}, overwrite=True)
     again = RunDirectory.open(first.path)
     assert [again.table(name).height for name in ("metrics", "timings", "evaluations")] == [0, 0, 0]
     assert again.rounds() == []
@@ -540,8 +551,9 @@ def test_a_killed_writer_leaves_a_run_that_opens_and_reads(tmp_path):
             assert run.round("episodes", number).shape == (400_000, 1)
             assert run.policy(number)["w"][-1] == 999_999
         assert run.table("metrics").columns == ["round", "note"]
-        assert run.table("metrics")["round"].to_list()[:2] == [1, 2]
-        assert RunDirectory.create(run.path, {"a": 1}).rounds() == []
+        rounds = run.table("metrics")["round"].to_list()
+        assert rounds == list(range(1, len(rounds) + 1))
+        assert RunDirectory.create(run.path, {"a": 1}, overwrite=True).rounds() == []
 
 
 class TestGuards:

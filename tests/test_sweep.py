@@ -40,7 +40,6 @@ from whence.experiments import (
     workers,
 )
 from whence.experiments.differences import Difference, find_run_differences
-from whence.experiments.lock import lock_directory
 from whence.experiments.rl.curves import KEYS, CurveFiles, make_curve
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.presets import presets
@@ -48,8 +47,9 @@ from whence.experiments.rl.training import make_model
 from whence.experiments.workers import run_all
 from whence.guards import preserve_rng_state, write_atomically
 from whence.metrics import rounds_to
+from whence.run_files import lock_directory
 from whence.runs import RunDirectory
-from whence.sb3.callback import library_versions
+from whence.sb3.description import library_versions
 
 LAKE = """
 [[experiment]]
@@ -395,7 +395,7 @@ class TestRunning:
         runs = read_sweep(write_sweep(tmp_path, LAKE))
         with (
             lock_directory(finished_sweep),
-            pytest.raises(RunDirectoryError, match=r"Another sweep is writing to .*out\. Wait"),
+            pytest.raises(RunDirectoryError, match=r"Another process is writing to .*out\. Wait"),
         ):
             run_sweep(runs, finished_sweep, Recorder())
         assert run_sweep(runs, finished_sweep, Recorder()) == {}

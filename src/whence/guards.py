@@ -3,9 +3,10 @@
 import os
 import random
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,25 @@ def preserve_rng_state() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
         elif reseeded or torch.cuda.is_initialized():  # torch stores a seed for CUDA until CUDA is initialised
             torch.cuda.manual_seed_all(seed)
+
+
+def read_rng_state() -> dict[str, Any]:
+    """Return the states of the global generators of Python, NumPy and torch (CPU, and CUDA once it is initialised)."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def load_rng_state(state: Mapping[str, Any]) -> None:
+    """Put the global generators into the states that `read_rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 @contextmanager

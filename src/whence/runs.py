@@ -1,12 +1,10 @@
 """A run on disk: typed, versioned files, each written atomically, no pickles."""
 
-import errno
 import json
-import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -16,10 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from whence.errors import RunDirectoryError, first_line
-from whence.guards import write_atomically
+from whence.checkpoints import Checkpoint, list_checkpoints, read_latest
+from whence.errors import RunDirectoryError
+from whence.run_config import FORMAT, VERSION, list_changes, read_document, read_parts, to_plain_json
+from whence.run_files import LOCK, WriterLock, explain_write_errors, write_run_file
 
-FORMAT, VERSION = "whence-run", 1
+POLICIES_EVERY = "policies_every"
+"""The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
 
 _ROUND = re.compile(r"round_(\d+)")
 
@@ -45,21 +46,70 @@ class RunDirectory:
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
     nonfinite/round_00005.safetensors  the minibatch of round 5 that training stopped at, if a number is not finite
+    checkpoints/round_00005.safetensors all that training needs to go on after round 5; the last two are kept
+    .lock                              locked while a process writes the run
     ```
 
-    Each file is complete or absent, whenever the process is killed. Make a `RunDirectory` with `create` or `open`.
-    Every method that writes raises `RunDirectoryError` if the system refuses, with the path and the reason.
+    Each file is complete or absent, whenever the process is killed. Make a `RunDirectory` with `begin`, `create` or
+    `open`. Every method that writes raises `RunDirectoryError` if the system refuses, with the path and the reason, or
+    if another writer of this process has taken the directory over.
 
     Attributes:
         path: the directory.
         config: the run's configuration, JSON types only.
         versions: versions of the libraries it was run with.
+        notes: what happened to the run, in JSON types: no part of what it is.
+        checkpoint: what `begin` found to go on from; None in a run that starts, or is read.
     """
 
     path: Path
     config: Mapping[str, Any]
     versions: Mapping[str, str]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = field(default=None, repr=False, init=False)
     _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False, init=False)
+    _lock: WriterLock | None = field(default=None, repr=False, init=False)
+
+    @classmethod
+    def begin(
+        cls,
+        path: str | Path,
+        config: Mapping[str, Any],
+        *,
+        versions: Mapping[str, str] | None = None,
+        save_every: int = 1,
+        overwrite: bool = False,
+        may_change: Collection[str] = (),
+        shared: bool = False,
+    ) -> Self:
+        """Start a run, or go on with the one that the directory holds, after the round of its latest checkpoint.
+
+        What later rounds wrote is deleted. `checkpoint` holds the checkpoint to go on from, or None.
+
+        Args:
+            path: the directory; made if it is missing.
+            config: the run's configuration, in JSON types.
+            versions: versions of the libraries in use.
+            save_every: rounds from one checkpoint to the next; 0: there will be none.
+            overwrite: delete the run that the directory holds, and start anew.
+            may_change: names of settings that may differ from the stored ones; `outer.inner` for nested settings.
+            shared: see `create`.
+
+        Raises:
+            RunDirectoryError: the directory holds a run of another configuration, or one with more than `save_every`
+                rounds and no checkpoint; or files that are no run; or it cannot be written, or another process does so.
+        """
+        path, checkpoint = Path(path), None
+        if not overwrite and cls._holds_work(path):
+            cls.open(path).check_same(config, but=may_change)
+            checkpoint = read_latest(path)
+        if checkpoint is None:
+            run = cls.create(path, config, versions=versions, overwrite=overwrite, shared=shared)
+        else:
+            run = cls.resume(path, config, rounds=checkpoint.round, may_change=may_change)
+        run.checkpoint = checkpoint
+        run.note(save_every=save_every)
+        return run
 
     @classmethod
     def create(
@@ -68,39 +118,57 @@ class RunDirectory:
         config: Mapping[str, Any],
         *,
         versions: Mapping[str, str] | None = None,
+        overwrite: bool = False,
         shared: bool = False,
     ) -> Self:
-        """Start a run. If the directory holds a run of the same configuration, that run is deleted first.
+        """Start a run. A run in the directory that was interrupted before its first checkpoint is deleted first.
 
         Args:
             path: the directory; made if it is missing.
             config: the run's configuration, in JSON types.
             versions: versions of the libraries in use; stored, not compared.
+            overwrite: delete the run that the directory holds, whichever it is.
             shared: whether another program writes into the directory, too, so that it may hold files that are no run.
 
         Raises:
-            RunDirectoryError: the directory holds a run of another configuration, or files that are no run; the
-                configuration is not JSON; or the directory cannot be written.
+            RunDirectoryError: the directory holds a run with finished rounds, or files that are no run; the
+                configuration is not JSON; or the directory cannot be written, or another process does so.
         """
         path = Path(path)
-        try:
-            plain = json.loads(json.dumps(config, allow_nan=False))
-        except (TypeError, ValueError) as wrong:
+        plain = to_plain_json(config)
+        holds_run = (path / "config.json").exists()
+        if not holds_run and path.exists() and (not path.is_dir() or not (shared or _is_empty(path))):
             raise RunDirectoryError(
-                f"The configuration is not JSON ({wrong}): {config}. Write numbers like inf as text."
-            ) from None
-        with _explain_write_errors(path):
-            if (path / "config.json").exists():
-                cls.open(path).check_same(plain)
-                _remove_rounds(path)
-            elif path.exists() and (not path.is_dir() or not (shared or _is_empty(path))):
-                raise RunDirectoryError(
-                    f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty "
-                    "directory."
-                )
-        run = cls(path, plain, dict(versions or {}))
-        run._write_config()
+                f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
+            )
+        if holds_run:
+            read_document(path / "config.json")  # refuses a file that whence did not write
+        lock = WriterLock(path)
+        try:
+            if holds_run:
+                if not overwrite and cls._holds_work(path):
+                    remedy = "" if list_checkpoints(path) else " and no checkpoint to go on from"
+                    raise RunDirectoryError(
+                        f"{path} holds a run with {cls.open(path).table('metrics').height} finished rounds{remedy}. To "
+                        "replace it, pass overwrite=True (--overwrite); to keep it, choose another directory."
+                    )
+                with explain_write_errors(path):
+                    _remove_rounds(path)
+            run = cls(path, plain, dict(versions or {}))
+            run._lock = lock
+            run._write_config()
+        except RunDirectoryError:
+            lock.release()
+            raise
         return run
+
+    @classmethod
+    def _holds_work(cls, path: Path) -> bool:
+        """Return whether a directory holds more of a run than the rounds before its first checkpoint."""
+        if not (path / "metrics.parquet").exists():
+            return False
+        run = cls.open(path)
+        return bool(list_checkpoints(path)) or run.table("metrics").height > run.notes.get("save_every", 0)
 
     @classmethod
     def resume(
@@ -115,26 +183,49 @@ class RunDirectory:
             may_change: names of settings that may differ from the stored ones; `outer.inner` for nested settings.
 
         Raises:
-            RunDirectoryError: the directory holds no run, or one of another configuration; or it cannot be written.
+            RunDirectoryError: the directory holds no run, or one of another configuration; or it cannot be written, or
+                another process does so.
         """
         old = cls.open(path)
         old.check_same(config, but=may_change)
-        run = cls(old.path, json.loads(json.dumps(config)), old.versions)
+        run = cls(old.path, to_plain_json(config), old.versions, old.notes)
+        run._lock = WriterLock(old.path)
         run._write_config()
         for name in get_args(Table):
             if not (table := run.table(name)).is_empty():
-                _write(table.filter(pl.col("round") <= rounds), run.path / f"{name}.parquet")
-        for name in get_args(PerRound):
-            for number in run._numbers(name, "parquet"):
-                if number > rounds:
-                    file = run._round_path(name, number, "parquet")
-                    with _explain_write_errors(file):
-                        file.unlink()
+                run._write(table.filter(pl.col("round") <= rounds), run.path / f"{name}.parquet")
+        for file in run.path.glob("*/round_*"):
+            kept = rounds + (file.parent.name == "policies")  # the policy that collects the next round
+            if _round_number(file) > kept:
+                with explain_write_errors(file):
+                    file.unlink()
         return run
+
+    def hold(self) -> None:
+        """Take the directory's lock, unless it is held already.
+
+        Raises:
+            RunDirectoryError: another process writes the run.
+        """
+        if self._lock is None or not self._lock.held:
+            self._lock = WriterLock(self.path)
+
+    def release(self) -> None:
+        """Release the directory's lock, so that others may write."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def note(self, **entries: Any) -> None:
+        """Add entries to the run's notes, in JSON types, and write them to config.json."""
+        self.notes = {**self.notes, **entries}
+        self._write_config()
 
     def _write_config(self) -> None:
         document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
-        with write_run_file(self.path / "config.json") as temporary:
+        if self.notes:
+            document["notes"] = self.notes
+        with self._write_file(self.path / "config.json") as temporary:
             temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -145,34 +236,7 @@ class RunDirectory:
             RunDirectoryError: the directory holds no run, one that may not be read, or one of another format.
         """
         path = Path(path)
-        try:
-            document = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise RunDirectoryError(
-                f"{path} holds no config.json, so it is no run directory. Give the directory that was passed as `run`."
-            ) from None
-        except OSError as refusal:
-            raise RunDirectoryError(
-                f"{path / 'config.json'} cannot be read: {_system_reason(refusal)}. Give yourself the right to read it."
-            ) from refusal
-        except (json.JSONDecodeError, UnicodeDecodeError) as broken:
-            raise RunDirectoryError(
-                f"{path / 'config.json'} is not readable as JSON: {broken}. whence writes this file whole, so "
-                "something else changed it: restore it, or run again into a new directory."
-            ) from None
-        marks = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
-        if marks != (FORMAT, VERSION):
-            raise RunDirectoryError(
-                f"{path / 'config.json'} is marked {marks[0]!r}, version {marks[1]!r}; this version of whence reads "
-                f"{FORMAT!r}, version {VERSION}."
-            )
-        config, versions = document.get("config"), document.get("versions")
-        if not isinstance(config, dict) or not isinstance(versions, dict):
-            raise RunDirectoryError(
-                f"{path / 'config.json'} needs the objects `config` and `versions`. whence writes both, so something "
-                "else changed the file: restore it, or run again into a new directory."
-            )
-        return cls(path, config, versions)
+        return cls(path, **read_parts(path / "config.json"))
 
     def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
         """Refuse a configuration, in JSON types, that differs from this run's in any setting except those in `but`.
@@ -180,32 +244,28 @@ class RunDirectory:
         Raises:
             RunDirectoryError: a setting differs; the message names it.
         """
-        before = _flatten_settings(self.config)
-        now = _flatten_settings(json.loads(json.dumps(config)))  # JSON turns tuples into lists
-        names = sorted((before.keys() | now.keys()) - set(but))
-        differing = [name for name in names if before.get(name) != now.get(name)]
-        if differing:
-            changes = (f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differing[:3])
+        changes = list_changes(self.config, to_plain_json(config), but=but)
+        if changes:
             raise RunDirectoryError(
-                f"{self.path} holds a run of another configuration ({'; '.join(changes)}). Choose another directory, "
-                "or delete this one."
+                f"{self.path} holds a run of another configuration ({'; '.join(changes[:3])}). Choose another "
+                "directory, or pass overwrite=True (--overwrite) to replace the run."
             )
 
     def append(self, table: Table, row: Mapping[str, Any]) -> None:
-        """Add a row to a table and write the table."""
+        """Add a row to a table, in the place of those of its round and later ones, and write the table."""
         if table not in self._rows:
             self._rows[table] = self.table(table).to_dicts()
-        rows = [*self._rows[table], dict(row)]
-        _write(pl.DataFrame(rows, infer_schema_length=None), self.path / f"{table}.parquet")
+        rows = [earlier for earlier in self._rows[table] if _is_before(earlier, row)] + [dict(row)]
+        self._write(pl.DataFrame(rows, infer_schema_length=None), self.path / f"{table}.parquet")
         self._rows[table] = rows
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records, episodes or answers."""
-        _write(table, self._round_path(name, number, "parquet"))
+        self._write(table, self._round_path(name, number, "parquet"))
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
-        with write_run_file(self.policy_path(number)) as temporary:
+        with self._write_file(self.policy_path(number)) as temporary:
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
 
     def recording_path(self, number: int) -> Path:
@@ -254,8 +314,8 @@ class RunDirectory:
         return self._numbers("recordings", "safetensors")
 
     def _numbers(self, folder: str, suffix: str) -> list[int]:
-        matches = (_ROUND.fullmatch(file.stem) for file in (self.path / folder).glob(f"*.{suffix}"))
-        return sorted(int(match[1]) for match in matches if match)
+        numbers = (_round_number(file) for file in (self.path / folder).glob(f"*.{suffix}"))
+        return sorted(number for number in numbers if number >= 0)
 
     def _round_path(self, folder: str, number: int, suffix: str) -> Path:
         return self.path / folder / f"round_{number:05d}.{suffix}"
@@ -269,6 +329,18 @@ class RunDirectory:
         except pl.exceptions.PolarsError as broken:
             raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
 
+    def _write(self, table: pl.DataFrame, path: Path) -> None:
+        with self._write_file(path) as temporary:
+            table.write_parquet(temporary, compression="zstd")
+
+    def _write_file(self, path: Path) -> AbstractContextManager[Path]:
+        """See `write_run_file`; refuses if a later writer of this process has taken the directory over."""
+        if self._lock is not None and not self._lock.held:
+            raise RunDirectoryError(
+                f"{self.path} is written by a later run of this process, which has taken it over. Start this one again."
+            )
+        return write_run_file(path)
+
     def _check_exists(self, path: Path) -> None:
         if not path.exists():
             rounds = self.rounds()
@@ -276,81 +348,36 @@ class RunDirectory:
             raise RunDirectoryError(f"{path} is not there; {self.path} holds {written}.")
 
 
+def _round_number(file: Path) -> int:
+    """Return the round that a file's name gives; -1 if it gives none."""
+    match = _ROUND.fullmatch(file.stem)
+    return int(match[1]) if match else -1
+
+
 def strip_addresses(text: str) -> str:
     """Return an object's text without memory addresses, which differ from run to run."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
-@contextmanager
-def write_run_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which becomes the run's file `path` on a clean exit; see `write_atomically`.
-
-    Raises:
-        RunDirectoryError: the system refuses to write; the message says why and what to do.
-    """
-    with _explain_write_errors(path), write_atomically(path) as temporary:
-        yield temporary
-
-
-@contextmanager
-def _explain_write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError, pl.exceptions.PolarsError) as refusal:
-        number = _system_error_number(refusal)
-        if number is None and not isinstance(refusal, OSError):
-            raise
-        remedy = (
-            "Free space on that disk, or choose a directory on another one."
-            if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            else "Choose a directory that you may write to, or change the permissions of this one."
-        )
-        raise RunDirectoryError(f"{path} cannot be written: {_system_reason(refusal)}. {remedy}") from refusal
-
-
-def _system_error_number(error: Exception) -> int | None:
-    """Return the system's number of an error; safetensors and Polars mention it in the text of their own errors."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    return int(match[1]) if match else None
-
-
-def _system_reason(error: Exception) -> str:
-    number = _system_error_number(error)
-    if number is None:
-        return first_line(error)
-    kind = type(OSError(number, ""))  # such as PermissionError
-    return f"{os.strerror(number)} ({errno.errorcode.get(number, number) if kind is OSError else kind.__name__})"
-
-
 def _remove_rounds(path: Path) -> None:
     """Delete everything that a run wrote except its configuration."""
-    for name in (*get_args(PerRound), "policies", "recordings", "nonfinite", "phases"):
+    for name in (*get_args(PerRound), "policies", "recordings", "nonfinite", "phases", "checkpoints"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in get_args(Table):
         (path / f"{name}.parquet").unlink(missing_ok=True)
 
 
-def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under names such as `outer.inner`."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        nested = isinstance(value, Mapping) and value
-        flat |= _flatten_settings(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return flat
+def _is_before(earlier: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Return whether a row of a table is of a round before another's; rows without rounds are."""
+    first, second = earlier.get("round"), row.get("round")
+    return first is None or second is None or first < second
 
 
 def _is_empty(folder: Path) -> bool:
     """Return whether a directory holds nothing but leftovers."""
-    return all(_is_leftover(file) for file in folder.iterdir())
+    return all(_is_leftover(file) or file.name == LOCK for file in folder.iterdir())
 
 
 def _is_leftover(file: Path) -> bool:
     """Return whether a file was left by a process that was killed inside `write_atomically`."""
     return file.name.startswith(".") and file.name.endswith(".tmp")
-
-
-def _write(table: pl.DataFrame, path: Path) -> None:
-    with write_run_file(path) as temporary:
-        table.write_parquet(temporary, compression="zstd")

@@ -11,7 +11,8 @@ import numpy as np
 
 from whence.diagnosis.phases import TOP, History, Phase
 from whence.moments import Moment, name_action
-from whence.runs import RunDirectory, write_run_file
+from whence.run_files import write_run_file
+from whence.runs import RunDirectory
 
 FORMAT, VERSION = "whence-phases", 1
 

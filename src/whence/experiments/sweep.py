@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from whence.errors import RunDirectoryError
-from whence.experiments.lock import lock_directory
 from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import CurveFiles, KeptRun
@@ -15,6 +14,7 @@ from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import Planned, find_differences, make_label
 from whence.experiments.workers import check_workers, describe_failure, run_all
 from whence.metrics import summarise
+from whence.run_files import lock_directory
 from whence.runs import RunDirectory
 
 

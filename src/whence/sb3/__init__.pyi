@@ -1,9 +1,10 @@
 from .buffer import collect as collect
 from .buffer import snapshot as snapshot
 from .callback import InfluenceCallback as InfluenceCallback
-from .choice import Choice as Choice
-from .choice import RoundResult as RoundResult
 from .episode_replay import EpisodeReplay as EpisodeReplay
 from .episodes import RecordResets as RecordResets
 from .objective import model_objective as model_objective
 from .replay import replay_round as replay_round
+from .results import Choice as Choice
+from .results import RoundResult as RoundResult
+from .resuming import resume as resume

@@ -10,6 +10,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
+from whence.checkpoints import Checkpoint
 from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
 from whence.folds import FOLDS, check_folds, usable_folds
@@ -20,16 +21,14 @@ from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory, strip_addresses
 from whence.sb3.buffer import Last, check_last, check_model, select_from
-from whence.sb3.choice import Choice, RoundResult, check_selection
-from whence.sb3.description import describe, library_versions
-from whence.sb3.episodes import Ongoing, ResetTracker
+from whence.sb3.episodes import Ongoing
 from whence.sb3.moment_log import check_can_draw, log_moments
 from whence.sb3.nonfinite import NumberGuard
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups, check_recordings
-from whence.sb3.round_files import write_round
-from whence.sb3.state import named_tensors
+from whence.sb3.results import Choice, RoundResult, check_selection
 from whence.sb3.train_hook import cancel_hook, wrap_next_train
+from whence.sb3.training_run import TrainingRun
 from whence.selection import Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection, summarise_selection
@@ -59,8 +58,12 @@ class InfluenceCallback(BaseCallback):
             coefficient, and whether it normalises advantages are read from the model).
         engine: see `attribute`.
         memory: bytes that scoring may hold at a time; see `attribute`.
-        run: the directory to write each round to; see `RunDirectory`. None: nothing is written. A directory that holds
-            a run of the same configuration is started over.
+        run: the directory to write each round to; see `RunDirectory`. None: nothing is written. If it holds an
+            unfinished run of the same configuration, `learn()` goes on where that was interrupted, to the same bits as
+            if it had not been; see `whence.sb3.resume`. A finished run is left as it is.
+        save_every: with `run`, rounds from one checkpoint to the next; 0: none are written, and the run cannot go on.
+            None: after every round, or after fewer of them, so that checkpoints take at most 5% of the time.
+        overwrite: delete the run that the directory holds, and start anew.
         folds: with `run`, each score is written with its standard error over so many folds of episodes; see
             `attribute`. Nothing else depends on it. None: without errors.
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
@@ -90,6 +93,8 @@ class InfluenceCallback(BaseCallback):
         engine: str = "auto",
         memory: int = 2**31,
         run: str | Path | RunDirectory | None = None,
+        save_every: int | None = None,
+        overwrite: bool = False,
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
         last: Last = "keep",
@@ -108,8 +113,6 @@ class InfluenceCallback(BaseCallback):
         check_last(last)
         if log_images:
             check_can_draw()
-        if not isinstance(run, str | Path | RunDirectory | None):
-            raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
         self.rule, self.last, self.strict, self.log_images = rule, last, strict, log_images
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
@@ -122,12 +125,11 @@ class InfluenceCallback(BaseCallback):
         self.skipped_rounds = 0
         self.optimisation_clock = Stopwatch()
         self._kinds_of_advice: set[str] = set()
-        self._run_path = None if isinstance(run, RunDirectory) else run
-        self._run = run if isinstance(run, RunDirectory) else None
+        self._run = None if run is None else TrainingRun(run, save_every=save_every, overwrite=overwrite)
         self._rounds_done = 0
         self._ongoing: Ongoing | None = None
         self._last_timestep = 0
-        self._resets: ResetTracker | None = None
+        self._checkpoint: Checkpoint | None = None
         self._numbers = NumberGuard(on_nonfinite)
 
     def check_model(self) -> None:
@@ -193,7 +195,7 @@ class InfluenceCallback(BaseCallback):
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
             if self._run is not None:
-                self.recording.save(self._run.recording_path(self.round.number))
+                self._run.write_recording(self.recording)
 
     def settings(self) -> dict[str, Any]:
         """Return how records are scored and selected, in JSON types, for the run's configuration."""
@@ -220,31 +222,58 @@ class InfluenceCallback(BaseCallback):
     def _init_callback(self) -> None:
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
         self.check_model()
-        if self._run is None and self._run_path is not None:
-            config = describe(self.model) | self.settings()
-            self._run = RunDirectory.create(self._run_path, config, versions=library_versions())
         if self._run is not None:
-            self._resets = ResetTracker(self.training_env)
-            self._resets.wrap()
+            self._checkpoint = self._run.begin(self.model, self.settings())
 
     def _on_training_start(self) -> None:
+        if self._checkpoint is not None:
+            self._load_state(self._checkpoint)
+            return
         # learn() resets the environments, or continues where it stopped. Then the ongoing episodes continue, too,
         # unless steps were taken that no rollout of this callback holds.
         starts = self.locals["self"]._last_episode_starts
         continues = self._ongoing is not None and len(self._ongoing.ids) == len(starts)
         if not continues or self.model.num_timesteps != self._last_timestep:
-            next_id = 0 if self._ongoing is None else self._ongoing.next_id
-            self._ongoing = replace(Ongoing.unknown(len(starts)), next_id=next_id)
-        if self._resets is not None:
-            self._resets.start(starts)
+            self._begin_episodes(len(starts))
+            if self._run is not None:
+                self._run.tracker.start(starts)
+
+    def _begin_episodes(self, n_envs: int) -> None:
+        next_id = 0 if self._ongoing is None else self._ongoing.next_id
+        self._ongoing = replace(Ongoing.unknown(n_envs), next_id=next_id)
+
+    def _load_state(self, checkpoint: Checkpoint) -> None:
+        """Put everything where it was after the checkpoint's round."""
+        assert self._run is not None
+        state, self._checkpoint = checkpoint.content["callback"], None
+        self._rounds_done, self._last_timestep = checkpoint.round, state["last_timestep"]
+        self._ongoing = Ongoing(**state["ongoing"])
+        self.skipped_rounds, self._kinds_of_advice = state["skipped_rounds"], set(state["advice"])
+        self.metrics = self._run.directory.table("metrics").to_dicts()
+        if state["rule"] is not None:
+            self.rule.load_state_dict(state["rule"])  # type: ignore[attr-defined]
+        if not self._run.go_on(self.model, checkpoint):
+            self._begin_episodes(self.training_env.num_envs)
+
+    def _read_state(self) -> dict[str, Any]:
+        """Return the callback's own state between two rounds, for a checkpoint."""
+        read_rule = getattr(self.rule, "state_dict", None)
+        return {
+            "last_timestep": self._last_timestep,
+            "ongoing": vars(self._ongoing),
+            "skipped_rounds": self.skipped_rounds,
+            "advice": sorted(self._kinds_of_advice),
+            "rule": None if read_rule is None else read_rule(),
+        }
 
     def _on_rollout_start(self) -> None:
         self._collection_clock = Stopwatch()
-        self._numbers.start_round(self.model, self.next_round, None if self._run is None else self._run.path)
+        self._numbers.start_round(self.model, self.next_round, None if self._run is None else self._run.directory.path)
 
     def _on_step(self) -> bool:
-        if self._resets is not None:
-            self._resets.step(self.locals["dones"], self.locals["infos"])
+        if self._run is not None:
+            actions = self.locals.get("clipped_actions", self.locals["actions"])  # a MaskablePPO clips none
+            self._run.tracker.step(actions, self.locals["dones"], self.locals["infos"])
         self._numbers.check_step(self.locals, self._ongoing)
         return True
 
@@ -275,9 +304,8 @@ class InfluenceCallback(BaseCallback):
             table = add_selection(records.to_polars(), choice.selection, choice.influence)
             log_moments(self.logger, table, self.round.number)
         if self._run is not None:
-            assert self._resets is not None
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
-            write_round(self._run, self.round.number, self._numbers.add_dropped(table), self._resets, self.model)
+            self._run.write_round(self.round.number, self._numbers.add_dropped(table), self.model)
         wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
@@ -323,10 +351,9 @@ class InfluenceCallback(BaseCallback):
 
     def _on_training_end(self) -> None:
         cancel_hook(self.model)
-        if self._resets is not None:
-            self._resets.unwrap()
         if self._run is not None:
-            self._run.write_policy(self._rounds_done + 1, named_tensors(self.model.policy))
+            ends_after_round = self.model.num_timesteps == self._last_timestep
+            self._run.end(self._rounds_done, self.model, self._read_state() if ends_after_round else None)
 
     def _episode_return(self) -> float | None:
         """Return SB3's running mean over the last hundred episodes, unshaped; None without a Monitor."""
@@ -350,11 +377,8 @@ class InfluenceCallback(BaseCallback):
             train_metrics = {}  # the logger still holds an earlier round's
         self.metrics.append({**metrics, **self._numbers.metrics, **train_metrics})
         self._log_advice()
-        if self._run is None:
-            return
-        self._run.append("metrics", self.metrics[-1])
-        columns = {f"{stage}_{clock}": s for stage, clocks in seconds.items() for clock, s in clocks.items()}
-        self._run.append("timings", {"round": metrics["round"], **columns})
+        if self._run is not None:
+            self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())
 
     def _log_advice(self) -> None:
         config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}

@@ -207,16 +207,11 @@ def open_env(make_env: MakeEnv) -> Iterator[RecordResets]:
             env.close()
 
 
-def reset_to(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def reset_to(env: RecordResets, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Reset an environment with its generator in a stored state."""
     if "seed" in state:
         return env.reset(seed=state["seed"])
-    kind = getattr(np.random, str(state.get("bit_generator")), None)
-    if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
-        raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")
-    bits = kind()
-    bits.state = dict(state)
-    env.unwrapped.np_random = np.random.Generator(bits)
+    env.set_generator(state)
     return env.reset()
 
 

@@ -2,15 +2,15 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
-from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
+from whence.errors import ReplayError
 from whence.records import UNKNOWN
 
 STATE = "whence_generator_state"
@@ -86,17 +86,28 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gym.Env[Any, Any], *, fresh_world: bool = True) -> None:
         super().__init__(env)
-        self._reuses_world = fresh_world and any(
-            base.__module__ == "gymnasium.envs.box2d.bipedal_walker" for base in type(env.unwrapped).__mro__
-        )
+        self.renews_world = fresh_world and reuses_world(env.unwrapped)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset; the info holds the generator's state before, or the seed if there is one."""
-        if self._reuses_world:
+        if self.renews_world:
             _renew_world(self.env.unwrapped)
         before = {"seed": seed} if seed is not None else self.env.unwrapped.np_random.bit_generator.state
         observation, info = self.env.reset(seed=seed, options=options)
         return observation, {**info, STATE: json.dumps(before), DIGEST: self._digest(observation)}
+
+    def set_generator(self, state: Mapping[str, Any]) -> None:
+        """Put the environment's generator into a state that a reset's info held; not for one that is a seed.
+
+        Raises:
+            ReplayError: NumPy does not have this kind of generator.
+        """
+        kind = getattr(np.random, str(state.get("bit_generator")), None)
+        if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
+            raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")
+        bits = kind()
+        bits.state = dict(state)
+        self.env.unwrapped.np_random = np.random.Generator(bits)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; the info holds the observation's digest."""
@@ -105,6 +116,11 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
 
     def _digest(self, observation: Any) -> int:
         return digest_observation(observation, self.env.observation_space)
+
+
+def reuses_world(env: Any) -> bool:
+    """Return whether an environment, without wrappers, is a BipedalWalker, which keeps its Box2D world."""
+    return any(base.__module__ == "gymnasium.envs.box2d.bipedal_walker" for base in type(env).__mro__)
 
 
 def _renew_world(env: Any) -> None:
@@ -136,86 +152,3 @@ def _update_digest(state: Any, observation: Any, space: gym.Space[Any]) -> None:
     array = np.ascontiguousarray(np.asarray(observation, dtype=space.dtype))
     state.update(repr(array.shape).encode())
     state.update(array.tobytes())
-
-
-class ResetTracker:
-    """What `InfluenceCallback` stores of each environment: generator states before resets, digests of observations.
-
-    Args:
-        vec_env: the environments of a model. Those of a `DummyVecEnv` are wrapped in `RecordResets` until `unwrap`.
-            Others have to be wrapped where they are made; otherwise nothing is known of them.
-    """
-
-    def __init__(self, vec_env: VecEnv) -> None:
-        self._base = vec_env.unwrapped
-        self._digests: list[list[int | None]] = []
-        self._current: list[int | None] = [None] * vec_env.num_envs
-        self._states: list[list[str | None]] = [[] for _ in range(vec_env.num_envs)]
-
-    def wrap(self) -> None:
-        """Wrap the environments that are not yet, if they can be reached."""
-        if isinstance(self._base, DummyVecEnv):
-            envs = self._base.envs
-            envs[:] = [env if _records_resets(env) else _AddedRecordResets(env, fresh_world=False) for env in envs]
-
-    def unwrap(self) -> None:
-        """Take away the wrappers that `wrap` added."""
-        if isinstance(self._base, DummyVecEnv):
-            self._base.envs[:] = [env.env if isinstance(env, _AddedRecordResets) else env for env in self._base.envs]
-
-    def start(self, starts: NDArray[np.bool_]) -> None:
-        """Read the present observations, and the states before the resets of environments that have just been reset.
-
-        Args:
-            starts: (envs,) True where an episode is about to begin.
-        """
-        self._digests = []
-        infos = self._base.reset_infos
-        self._current = [info.get(DIGEST) if start else None for start, info in zip(starts, infos, strict=True)]
-        states = [info.get(STATE) for info in infos]
-        if isinstance(self._base, DummyVecEnv):
-            # learn() resets before its callbacks can wrap anything. A first reset follows from the generator's seed;
-            # whether it was the first is seen when the episode is played again.
-            self._current = [self._digest_buffer(env) for env in range(self._base.num_envs)]
-            states = [state or _read_seed(env) for state, env in zip(states, self._base.envs, strict=True)]
-        self._states = [[state] if start else [] for state, start in zip(states, starts, strict=True)]
-
-    def step(self, dones: NDArray[np.bool_], infos: list[dict[str, Any]]) -> None:
-        """Follow one step: `_on_step` of a callback calls it."""
-        self._digests.append(self._current)
-        resets = self._base.reset_infos
-        self._current = [(resets[env] if done else infos[env]).get(DIGEST) for env, done in enumerate(dones)]
-        for env in np.flatnonzero(dones):
-            self._states[env].append(resets[env].get(STATE))
-
-    def take_digests(self) -> list[int | None]:
-        """Return the digests of a rollout's observations, in the order of the flattened buffer, and forget them."""
-        digests, self._digests = self._digests, []
-        return [step[env] for env in range(self._base.num_envs) for step in digests]
-
-    def take_state(self, env: int) -> str | None:
-        """Return the generator state before the next reset of an environment that was not taken yet."""
-        return self._states[env].pop(0) if self._states[env] else None
-
-    def _digest_buffer(self, env: int) -> int:
-        assert isinstance(self._base, DummyVecEnv)
-        buffers, space = self._base.buf_obs, self._base.envs[env].observation_space
-        observation = {name: buffers[name][env] for name in buffers} if None not in buffers else buffers[None][env]  # type: ignore[index]
-        return digest_observation(observation, space)
-
-
-class _AddedRecordResets(RecordResets):
-    """The wrapper that whence adds to a user's environments while it trains in them."""
-
-
-def _records_resets(env: gym.Env[Any, Any]) -> bool:
-    """Return whether the outermost wrapper, monitors left aside, is `RecordResets`."""
-    while isinstance(env, Monitor):
-        env = env.env
-    return isinstance(env, RecordResets)
-
-
-def _read_seed(env: gym.Env[Any, Any]) -> str | None:
-    """Return the seed of an environment's generator as a state; None if it has none."""
-    seed = env.unwrapped.np_random_seed
-    return None if seed is None or seed < 0 else json.dumps({"seed": seed})

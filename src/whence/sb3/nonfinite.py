@@ -26,11 +26,11 @@ from whence.nonfinite import (
 )
 from whence.records import RecordBatch
 from whence.sb3.buffer import read_columns
-from whence.sb3.choice import Choice
 from whence.sb3.episodes import Ongoing, number_episodes
 from whence.sb3.finite_buffer import keep_records, restart_advantages, restore_sizes
 from whence.sb3.nonfinite_error import ErrorWriter, can_act, name_broken_layer
 from whence.sb3.objective import model_objective
+from whence.sb3.results import Choice
 from whence.sb3.statistics import describe_spoilt_statistics, original_observation, original_reward
 from whence.sb3.step_guard import StepGuard
 from whence.selection import Selection

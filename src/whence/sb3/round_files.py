@@ -1,11 +1,17 @@
 """What a callback's run directory holds of a round: records, the episodes that began in it, and its policy."""
 
+import math
+from typing import Any
+
 import polars as pl
 from stable_baselines3.common.base_class import BaseAlgorithm
 
-from whence.runs import RunDirectory
-from whence.sb3.episodes import ResetTracker
+from whence.runs import POLICIES_EVERY, RunDirectory
+from whence.sb3.reset_tracker import ResetTracker
 from whence.sb3.state import named_tensors
+
+POLICY_BYTES = 2**29
+"""Bytes that a run's policies may take; of larger ones, those of every second round are kept, or of fewer."""
 
 
 def write_round(
@@ -25,7 +31,20 @@ def write_round(
         records = records.with_columns(digests)
     run.write_round("records", number, records)
     run.write_round("episodes", number, _list_episodes(records, resets))
-    run.write_policy(number, named_tensors(model.policy))
+    if (number - 1) % run.notes.get(POLICIES_EVERY, 1) == 0:
+        run.write_policy(number, named_tensors(model.policy))
+
+
+def note_policy_interval(run: RunDirectory, model: Any) -> None:
+    """Note in a run that begins how many rounds lie between the policies it keeps, so that they fit `POLICY_BYTES`.
+
+    Args:
+        run: the directory, without a round.
+        model: the model, whose total of steps is known.
+    """
+    size = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(model.policy).values())
+    rounds = math.ceil(model._total_timesteps / (model.n_steps * model.n_envs))
+    run.note(**{POLICIES_EVERY: max(1, math.ceil(size * rounds / POLICY_BYTES))})
 
 
 def _list_episodes(records: pl.DataFrame, resets: ResetTracker) -> pl.DataFrame:

@@ -16,6 +16,7 @@ from whence.experiments.rl.config import RunConfig
 from whence.guards import eval_mode, preserve_rng_state
 from whence.sb3 import RecordResets
 from whence.sb3.envpool import EnvPoolVecEnv, evaluate_pool, make_pool
+from whence.sb3.episodes import reuses_world
 from whence.sb3.gsde import use_fresh_noise
 
 _READABLE = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
@@ -163,7 +164,13 @@ def make_training_env(config: RunConfig) -> VecEnv:
 
 def make_evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
     """Return Gymnasium's environments to evaluate on."""
-    return DummyVecEnv([lambda: Monitor(make_env(config, disable_env_checker=True))] * min(64, episodes))
+
+    def make() -> gym.Env[Any, Any]:
+        env = make_env(config, disable_env_checker=True)
+        # A BipedalWalker gets a new world for each episode, so that an evaluation depends on none before it.
+        return Monitor(RecordResets(env) if reuses_world(env.unwrapped) else env)
+
+    return DummyVecEnv([make] * min(64, episodes))
 
 
 def make_model_env(config: RunConfig) -> VecEnv:

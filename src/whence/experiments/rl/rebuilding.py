@@ -1,12 +1,9 @@
 """The environments and the policy of a run, made again from its configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import gymnasium as gym
-import torch
-from stable_baselines3 import A2C, PPO
-from stable_baselines3.common import policies, torch_layers
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
 
 from whence.errors import ReplayError, RunDirectoryError, WhenceError
@@ -15,25 +12,14 @@ from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_env
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
-from whence.sb3.contrib import MaskableActorCriticPolicy, MaskablePPO
-from whence.sb3.description import HYPERPARAMETERS
+from whence.sb3 import building as sb3_building
+from whence.sb3.building import CLASSES
 from whence.sb3.episode_replay import MakeEnv
 
 AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
 """An environment's id, module:Id, or a function that makes one; None: what the run's configuration names."""
 
-_ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO}
-
-_POLICIES: Mapping[str, Any] = {
-    known.__name__: known
-    for known in (
-        *(policies.ActorCriticPolicy, policies.ActorCriticCnnPolicy, policies.MultiInputActorCriticPolicy),
-        MaskableActorCriticPolicy,
-    )
-}
-
-_CLASSES = (torch.nn, torch_layers, networks)
-"""The modules whose classes a configuration may name; nothing else is looked up by a name from a file."""
+_REMEDY = "Build the model as the script does, and score its policy with RecordBatch.from_polars(...)."
 
 
 def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
@@ -81,34 +67,11 @@ def build_model(run: RunDirectory, env: AnyEnv = None) -> Any:
     Raises:
         RunDirectoryError: the configuration names an algorithm, a policy or a class that is not known here.
     """
-    config = run.config
-    algorithm = _look_up(run, "algorithm", config["algorithm"], _ALGORITHMS)
-    policy = _look_up(run, "policy", config.get("policy"), _POLICIES)
-    settings = {
-        name: value
-        for name, value in (config.get("hyperparameters") or {}).items()
-        # Schedules are stored in words. No score depends on them: at the collecting policy no ratio is clipped.
-        if name in HYPERPARAMETERS and not isinstance(value, str)
-    }
-    parameters = algorithm.__init__.__code__.co_varnames
-    settings = {name: value for name, value in settings.items() if name in parameters}
     vec_env = _make_vec_env(run, env)
     try:
         with preserve_rng_state():
-            return algorithm(
-                policy,
-                vec_env,
-                policy_kwargs=_resolve(run, config.get("policy_kwargs") or {}),
-                device="cpu",
-                **settings,
-            )
-    except WhenceError:
-        raise
-    except Exception as refused:
-        raise RunDirectoryError(
-            f"The policy of {run.path} cannot be built from its configuration: {type(refused).__name__}: {refused}. "
-            "Build the model as the script does, and score its policy with RecordBatch.from_polars(...)."
-        ) from refused
+            # Without its schedules: no score depends on them, since at the collecting policy no ratio is clipped.
+            return sb3_building.build_model(run, vec_env, remedy=_REMEDY, classes=(*CLASSES, networks), device="cpu")
     finally:
         vec_env.close()
 
@@ -122,36 +85,3 @@ def _make_vec_env(run: RunDirectory, env: AnyEnv) -> VecEnv:
         if name.startswith("VecFrameStack("):
             vec_env = VecFrameStack(vec_env, int(name.removeprefix("VecFrameStack(").rstrip(")")))
     return vec_env
-
-
-def _look_up(run: RunDirectory, what: str, name: object, known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        raise RunDirectoryError(
-            f"{run.path} was trained with the {what} {name!r}, which cannot be built by its name; {', '.join(known)} "
-            "can. Build the model as the script does, and score its policy with "
-            "RecordBatch.from_polars(...)."
-        )
-    return known[str(name)]
-
-
-def _resolve(run: RunDirectory, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy's arguments, with classes in place of their names; no score asks for optimisers."""
-    resolved: dict[str, Any] = {}
-    for argument, value in kwargs.items():
-        if argument in ("optimizer_class", "optimizer_kwargs"):
-            continue
-        is_class = isinstance(value, str) and (argument.endswith("_class") or argument == "activation_fn")
-        resolved[argument] = _find_class(run, argument, value) if is_class else value
-    return resolved
-
-
-def _find_class(run: RunDirectory, argument: str, path: str) -> type:
-    name = path.rpartition(".")[2]
-    for module in _CLASSES:
-        candidate = getattr(module, name, None)
-        if isinstance(candidate, type) and path in (name, f"{candidate.__module__}.{candidate.__qualname__}"):
-            return candidate
-    raise RunDirectoryError(
-        f"{run.path} was trained with {argument}={path}, a class that is not PyTorch's or Stable-Baselines3's. Build "
-        "the model as the script does, and score its policy with RecordBatch.from_polars(...)."
-    )

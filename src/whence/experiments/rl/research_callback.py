@@ -22,8 +22,8 @@ from whence.records import RecordBatch
 from whence.rounds import DRAWS
 from whence.rounds.smoothed import SMOOTHED
 from whence.sb3.callback import InfluenceCallback
-from whence.sb3.choice import Choice
 from whence.sb3.recorder import check_groups, check_steps
+from whence.sb3.results import Choice
 from whence.selection import KeepAll, Selection, SelectionRule
 from whence.targets import Target
 

@@ -35,16 +35,21 @@ def run(
     path: str | Path,
     on_round: OnRound = ignore_round,
     *,
+    overwrite: bool = False,
     tensorboard: Path | None = None,
     recordings: Collection[int] = (),
 ) -> None:
-    """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
+    """Train and evaluate as `config` says, and write the run's directory.
+
+    A finished run is left as it is. An interrupted one goes on where it was, to the same bits as if nothing had
+    happened; with EnvPool it goes on with new episodes, and a note in config.json says so.
 
     Args:
         config: the run.
         path: the run's directory. Its config.json also lists the settings in effect, SB3's defaults included, under
             "effective".
         on_round: called with the number of rounds done and the last one's metrics.
+        overwrite: delete the run that the directory holds, and start anew.
         tensorboard: directory for TensorBoard's files; None: none are written.
         recordings: rounds to record; see `InfluenceCallback`.
 
@@ -54,7 +59,7 @@ def run(
     """
     path = Path(path)
     _check_recordings(config, recordings)
-    if is_finished(config, path):
+    if not overwrite and is_finished(config, path):
         _check_recorded(RunDirectory.open(path), recordings)
         on_round(config.rounds, {})
         return
@@ -65,7 +70,8 @@ def run(
     try:
         model = make_model(config, env, tensorboard=tensorboard)
         description = config.to_json() | {EFFECTIVE: describe_effective(model)}
-        directory = RunDirectory.create(path, description, versions=library_versions())
+        directory = RunDirectory.begin(path, description, versions=library_versions(), overwrite=overwrite)
+        resumed = directory.checkpoint is not None
         arm = ARMS[config.arm]
         callback_class = MatchedUpdate if arm.trains == "matched" else ResearchCallback
         selection = callback_class(
@@ -77,7 +83,11 @@ def run(
             **arm.settings,
         )
         evaluation = _Evaluation(config, test_env, directory, on_round, selection)
-        model.learn(config.rounds * model.n_steps * config.n_envs, callback=[evaluation, selection])
+        model.learn(
+            config.rounds * model.n_steps * config.n_envs,
+            callback=[evaluation, selection],
+            reset_num_timesteps=not resumed,  # TensorBoard's files go on, too
+        )
         evaluation.evaluate()  # last of all, since a run with its last evaluation counts as finished
     finally:
         env.close()
@@ -207,7 +217,7 @@ class _Evaluation(BaseCallback):
         super().__init__()
         self._config, self._env, self._directory, self._on_round = config, env, directory, on_round
         self._selection = selection
-        self._rounds_done = 0
+        self._rounds_done = 0 if directory.checkpoint is None else directory.checkpoint.round
 
     def _on_step(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What a round's selection is, and what became of the round."""
+"""What a callback chooses in a round, and what happened in it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,0 +1,230 @@
+"""Checkpoints: trees of plain values, arrays and tensors, each in one checked safetensors file."""
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from whence.errors import RunDirectoryError, WhenceError
+from whence.run_files import system_reason, write_run_file
+
+FORMAT, VERSION = "whence-checkpoint", "1"
+
+log = logging.getLogger("whence")
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that was read.
+
+    Attributes:
+        round: the round after which it was written.
+        content: what was saved.
+        path: its file.
+    """
+
+    round: int
+    content: Mapping[str, Any]
+    path: Path
+
+
+class CheckpointClock:
+    """When checkpoints are written.
+
+    Args:
+        save_every: rounds from one checkpoint to the next; 0: none. None: after every round, or after fewer of them, so
+            that checkpoints take at most 5% of the time.
+
+    Raises:
+        WhenceError: it is no whole number, or below 0.
+    """
+
+    def __init__(self, save_every: int | None) -> None:
+        if save_every is not None and (type(save_every) is not int or save_every < 0):
+            raise WhenceError(
+                f"save_every is {save_every!r}; give the rounds between checkpoints, 0 for none, or None for as many "
+                "as take 5% of the time."
+            )
+        self.save_every = 1 if save_every is None else save_every
+        self._share = None if save_every is not None else 0.05
+        self._last_round, self._last_end, self._last_seconds = 0, -math.inf, 0.0
+
+    def is_due(self, number: int) -> bool:
+        """Return whether a checkpoint is to be written after a round."""
+        if not self.save_every or number % self.save_every:
+            return False
+        return self._share is None or time.perf_counter() - self._last_end >= self._last_seconds / self._share
+
+    def is_behind(self, number: int) -> bool:
+        """Return whether the last round of a training has no checkpoint yet, and is to have one."""
+        return self.save_every > 0 and number > self._last_round
+
+    @contextmanager
+    def time_checkpoint(self, number: int) -> Iterator[None]:
+        """Measure how long the checkpoint after a round takes."""
+        start = time.perf_counter()
+        yield
+        self._last_round, self._last_end = number, time.perf_counter()
+        self._last_seconds = self._last_end - start
+
+
+def checkpoint_path(folder: str | Path, number: int) -> Path:
+    """Return the path of the checkpoint after a round."""
+    return Path(folder) / "checkpoints" / f"round_{number:05d}.safetensors"
+
+
+def list_checkpoints(folder: str | Path) -> list[int]:
+    """List the rounds after which a run directory has a checkpoint."""
+    files = (Path(folder) / "checkpoints").glob("round_*.safetensors")
+    numbers = (file.stem.removeprefix("round_") for file in files)
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def read_latest(folder: str | Path) -> Checkpoint | None:
+    """Read the latest checkpoint of a run directory that is whole; damaged ones are named in the log and passed over.
+
+    Returns:
+        The checkpoint, or None if there is none.
+
+    Raises:
+        RunDirectoryError: there are checkpoints, and none can be read.
+    """
+    failure = None
+    for number in reversed(list_checkpoints(folder)):
+        path = checkpoint_path(folder, number)
+        try:
+            return Checkpoint(number, load_tree(path), path)
+        except RunDirectoryError as damage:
+            log.warning("%s The checkpoint before it is taken, if there is one.", damage)
+            failure = failure or damage
+    if failure is not None:
+        raise failure
+    return None
+
+
+def save_checkpoint(folder: str | Path, number: int, content: Mapping[str, Any], *, keep: int) -> None:
+    """Write the checkpoint after a round, then delete all but the last `keep`.
+
+    Raises:
+        RunDirectoryError: it cannot be written; the checkpoints before are still there.
+    """
+    save_tree(checkpoint_path(folder, number), content)
+    for old in list_checkpoints(folder)[:-keep]:
+        checkpoint_path(folder, old).unlink(missing_ok=True)
+
+
+def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write a tree to one safetensors file, atomically, with a checksum.
+
+    Args:
+        path: the file.
+        tree: dicts with text as keys, lists and tuples of None, truth values, numbers, text, NumPy arrays and numbers,
+            and tensors.
+
+    Raises:
+        TypeError: the tree holds something else.
+        RunDirectoryError: the file cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    about = json.dumps(_encode(tree, tensors))
+    metadata = {"format": FORMAT, "version": VERSION, "about": about, "checksum": _checksum(about, tensors)}
+    with write_run_file(path) as temporary:
+        save_file(tensors, temporary, metadata)
+
+
+def load_tree(path: Path) -> dict[str, Any]:
+    """Read what `save_tree` wrote.
+
+    Raises:
+        RunDirectoryError: the file is missing, damaged, or of another version.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            marks = metadata.get("format"), metadata.get("version")
+            if marks != (FORMAT, VERSION):
+                raise RunDirectoryError(
+                    f"{path} is marked {marks[0]!r}, version {marks[1]!r}; this version of whence reads {FORMAT!r}, "
+                    f"version {VERSION!r}. Finish the run with the version that wrote it, or start it over "
+                    "(overwrite=True, --overwrite)."
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as damage:
+        raise RunDirectoryError(f"{path} cannot be read: {system_reason(damage)}.") from None
+    about = metadata.get("about", "")
+    if _checksum(about, tensors) != metadata.get("checksum"):
+        raise RunDirectoryError(f"{path} is damaged: its contents do not have the checksum that was written with them.")
+    tree: dict[str, Any] = _decode(json.loads(about), tensors)
+    return tree
+
+
+def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
+    state = hashlib.blake2b(about.encode(), digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+_TAG = "whence"
+"""The key that marks what JSON has no type for."""
+
+_LONG = 100
+"""Lists of more numbers than this are stored as tensors, since such lists may grow for as long as a training."""
+
+
+def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a value in JSON types; arrays and tensors are put into `tensors`, and referred to by name."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        if not all(type(key) is str and key != _TAG for key in value):
+            raise TypeError(f"A checkpoint's keys are text other than {_TAG!r}; these are {list(value)}.")
+        return {key: _encode(entry, tensors) for key, entry in value.items()}
+    if isinstance(value, list):
+        if len(value) > _LONG and all(type(entry) is float for entry in value):
+            return {_TAG: "numbers", "name": _add(torch.tensor(value, dtype=torch.float64), tensors)}
+        return [_encode(entry, tensors) for entry in value]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "entries": [_encode(entry, tensors) for entry in value]}
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        kind = "tensor" if isinstance(value, Tensor) else "array" if isinstance(value, np.ndarray) else "number"
+        array = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        return {_TAG: kind, "name": _add(array, tensors)}
+    raise TypeError(f"A checkpoint holds plain values, arrays and tensors, and no {type(value).__name__}: {value!r}.")
+
+
+def _add(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
+    name = str(len(tensors))
+    tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return name
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that `_encode` was given; tensors are on the CPU."""
+    if isinstance(value, list):
+        return [_decode(entry, tensors) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: _decode(entry, tensors) for key, entry in value.items()}
+    if kind == "tuple":
+        return tuple(_decode(entry, tensors) for entry in value["entries"])
+    tensor = tensors[value["name"]]
+    if kind == "tensor":
+        return tensor
+    if kind == "numbers":
+        return tensor.tolist()
+    return tensor.numpy() if kind == "array" else tensor.numpy()[()]

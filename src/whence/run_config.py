@@ -1,0 +1,94 @@
+"""The config.json of run directories: read, and compared."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from whence.errors import RunDirectoryError
+from whence.run_files import system_reason
+
+FORMAT, VERSION = "whence-run", 1
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a config.json that whence wrote, in any version.
+
+    Raises:
+        RunDirectoryError: it is missing, cannot be read, or is none that whence wrote.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise RunDirectoryError(
+            f"{path.parent} holds no config.json, so it is no run directory. Give the directory that was passed as "
+            "`run`."
+        ) from None
+    except OSError as refusal:
+        raise RunDirectoryError(
+            f"{path} cannot be read: {system_reason(refusal)}. Give yourself the right to read it."
+        ) from refusal
+    except (ValueError, RecursionError) as broken:
+        raise RunDirectoryError(
+            f"{path} is not readable as JSON: {broken}. whence writes this file whole, so something else changed it: "
+            "restore it, or run again into a new directory."
+        ) from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        mark = document.get("format") if isinstance(document, dict) else None
+        raise RunDirectoryError(
+            f"{path} is marked {mark!r}, and a run's config.json {FORMAT!r}: {path.parent} is no run directory. Choose "
+            "another one."
+        )
+    return document
+
+
+def read_parts(path: Path) -> dict[str, dict[str, Any]]:
+    """Read a config.json of this version: the objects `config`, `versions` and `notes`.
+
+    Raises:
+        RunDirectoryError: see `read_document`; or it is of another version, or lacks an object.
+    """
+    document = read_document(path)
+    if document.get("version") != VERSION:
+        raise RunDirectoryError(
+            f"{path} is marked as version {document.get('version')!r}; this version of whence reads {FORMAT!r}, "
+            f"version {VERSION}. Read it with the version that wrote it, or run again into a new directory."
+        )
+    parts = {"config": document.get("config"), "versions": document.get("versions"), "notes": document.get("notes", {})}
+    if not all(isinstance(part, dict) for part in parts.values()):
+        raise RunDirectoryError(
+            f"{path} needs the objects `config` and `versions`. whence writes both, so something else changed the "
+            "file: restore it, or run again into a new directory."
+        )
+    return parts
+
+
+def to_plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as it comes back from JSON, which turns tuples into lists.
+
+    Raises:
+        RunDirectoryError: it is not JSON.
+    """
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(config, allow_nan=False))
+    except (TypeError, ValueError) as wrong:
+        raise RunDirectoryError(
+            f"The configuration is not JSON ({wrong}): {config}. Write numbers like inf as text."
+        ) from None
+    return plain
+
+
+def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str] = ()) -> list[str]:
+    """List, for people, the settings in which two configurations differ, except those in `but`."""
+    old, new = _flatten_settings(before), _flatten_settings(now)
+    names = sorted((old.keys() | new.keys()) - set(but))
+    return [f"{name} was {old.get(name)!r}, now {new.get(name)!r}" for name in names if old.get(name) != new.get(name)]
+
+
+def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings under names such as `outer.inner`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= _flatten_settings(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat

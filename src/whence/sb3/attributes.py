@@ -1,0 +1,74 @@
+"""The plain attributes of wrappers: read for a checkpoint, and set again in wrappers that were made alike."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_PLAIN = bool, int, float, str, np.generic, type(None)
+_PACKAGES = "stable_baselines3.", "gymnasium.", "sb3_contrib."
+_LEFT_ALONE = frozenset({"env", "venv", "envs", "spec", "metadata", "render_mode", "results_writer", "t_start"})
+
+
+def read_attributes(thing: Any) -> dict[str, Any]:
+    """Return a wrapper's attributes of plain kinds, for a checkpoint: numbers, texts, arrays, generators.
+
+    Lists, tuples, dicts and deques of these are read, too, and so are the attributes of small objects of SB3 and
+    Gymnasium, such as running statistics. What is wrapped, spaces and other objects are left out.
+    """
+    attributes = {name: _read(value) for name, value in vars(thing).items() if name not in _LEFT_ALONE}
+    return {name: entry for name, entry in attributes.items() if entry is not None}
+
+
+def load_attributes(thing: Any, attributes: Mapping[str, Any]) -> None:
+    """Set the attributes that `read_attributes` returned, as far as the wrapper has them."""
+    for name, entry in attributes.items():
+        if name in vars(thing):
+            _load(thing, name, entry)
+
+
+def _read(value: Any) -> dict[str, Any] | None:
+    """Return a value with its kind; None if it is of no plain kind."""
+    if _is_plain(value):
+        return {"plain": value}
+    if isinstance(value, deque):
+        return {"deque": list(value), "maxlen": value.maxlen} if _is_plain(list(value)) else None
+    if isinstance(value, np.random.Generator):
+        return {"generator": value.bit_generator.state}
+    if _is_readable_object(value):
+        return {"object": read_attributes(value)}
+    if isinstance(value, Mapping) and value and all(map(_is_readable_object, value.values())):
+        return {"objects": {key: read_attributes(part) for key, part in value.items()}}
+    return None
+
+
+def _load(thing: Any, name: str, entry: Mapping[str, Any]) -> None:
+    present = vars(thing)[name]
+    if "object" in entry:
+        load_attributes(present, entry["object"])
+    elif "objects" in entry:
+        for key, part in entry["objects"].items():
+            load_attributes(present[key], part)
+    elif "generator" in entry:
+        present.bit_generator.state = entry["generator"]
+    elif "deque" in entry:
+        setattr(thing, name, deque(entry["deque"], maxlen=entry["maxlen"]))
+    else:
+        setattr(thing, name, entry["plain"])
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biuf"
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
+
+
+def _is_readable_object(value: Any) -> bool:
+    kind = type(value)
+    is_small = kind.__module__.startswith(_PACKAGES) and not any(hasattr(kind, name) for name in ("step", "contains"))
+    return is_small and hasattr(value, "__dict__")

@@ -1,0 +1,150 @@
+"""A model and a rule built again from a run's configuration; no class is looked up but known ones."""
+
+import ast
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common import policies, torch_layers
+from stable_baselines3.common.vec_env import VecEnv
+
+from whence import heuristics, selection
+from whence.errors import RunDirectoryError, WhenceError
+from whence.runs import RunDirectory
+from whence.sb3.contrib import MaskableActorCriticPolicy, MaskablePPO
+from whence.sb3.description import HYPERPARAMETERS
+from whence.selection import SelectionRule
+
+_ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO}
+
+_POLICIES: Mapping[str, Any] = {
+    known.__name__: known
+    for known in (
+        *(policies.ActorCriticPolicy, policies.ActorCriticCnnPolicy, policies.MultiInputActorCriticPolicy),
+        MaskableActorCriticPolicy,
+    )
+}
+
+CLASSES: Sequence[ModuleType] = (torch.nn, torch_layers, torch.optim)
+"""The modules whose classes a configuration may name."""
+
+
+def build_model(
+    run: RunDirectory,
+    env: VecEnv | Any,
+    *,
+    remedy: str,
+    classes: Sequence[ModuleType] = CLASSES,
+    changes: Mapping[str, Any] | None = None,
+    device: str = "auto",
+) -> Any:
+    """Return an untrained model like the one that a callback's run trained.
+
+    Args:
+        run: the run.
+        env: its environments.
+        remedy: what to do if it cannot be built, for the message.
+        classes: the modules whose classes the configuration may name.
+        changes: hyper-parameters in place of stored ones; a schedule is stored in words only. None: the model is to
+            score, not to train, and gets neither schedules nor the optimiser.
+        device: where it is trained.
+
+    Raises:
+        RunDirectoryError: the configuration names an algorithm, a policy or a class that is not known here, or holds a
+            schedule that `changes` does not.
+    """
+    config = run.config
+    algorithm = _look_up(run, "algorithm", config.get("algorithm"), _ALGORITHMS, remedy)
+    policy = _look_up(run, "policy", config.get("policy"), _POLICIES, remedy)
+    parameters = algorithm.__init__.__code__.co_varnames
+    stored = {
+        name: value
+        for name, value in (config.get("hyperparameters") or {}).items()
+        if name in (*HYPERPARAMETERS, "seed") and name in parameters
+    }
+    schedules = [name for name, value in stored.items() if str(value).startswith("a schedule")]
+    if changes is not None and (missing := [name for name in schedules if name not in changes]):
+        raise RunDirectoryError(
+            f"{run.path} was trained with {missing[0]} as {stored[missing[0]]}. Pass the schedule: "
+            f"{missing[0]}=lambda remaining: ..."
+        )
+    policy_kwargs = config.get("policy_kwargs") or {}
+    if changes is None:
+        policy_kwargs = {name: value for name, value in policy_kwargs.items() if not name.startswith("optimizer_")}
+    settings = {name: _read_number(value) for name, value in stored.items() if name not in schedules}
+    try:
+        return algorithm(
+            policy,
+            env,
+            policy_kwargs=_resolve(run, policy_kwargs, classes, remedy),
+            device=device,
+            **{**settings, **(changes or {})},
+        )
+    except WhenceError:
+        raise
+    except Exception as refused:
+        raise RunDirectoryError(
+            f"The policy of {run.path} cannot be built from its configuration: {type(refused).__name__}: {refused}. "
+            f"{remedy}"
+        ) from refused
+
+
+def _read_number(value: Any) -> Any:
+    """Return a setting as it was: numbers that are not finite are stored as text."""
+    return float(value) if value in ("inf", "-inf", "nan") else value
+
+
+def _look_up(run: RunDirectory, what: str, name: object, known: Mapping[str, Any], remedy: str) -> Any:
+    if name not in known:
+        raise RunDirectoryError(
+            f"{run.path} was trained with the {what} {name!r}, which cannot be built by its name; {', '.join(known)} "
+            f"can. {remedy}"
+        )
+    return known[str(name)]
+
+
+def _resolve(
+    run: RunDirectory, kwargs: Mapping[str, Any], classes: Sequence[ModuleType], remedy: str
+) -> dict[str, Any]:
+    """Return a policy's arguments, with classes in place of their names."""
+    resolved: dict[str, Any] = {}
+    for argument, value in kwargs.items():
+        is_class = isinstance(value, str) and (argument.endswith("_class") or argument == "activation_fn")
+        resolved[argument] = _find_class(run, argument, value, classes, remedy) if is_class else value
+    return resolved
+
+
+def _find_class(run: RunDirectory, argument: str, path: str, classes: Sequence[ModuleType], remedy: str) -> type:
+    name = path.rpartition(".")[2]
+    for module in classes:
+        candidate = getattr(module, name, None)
+        if isinstance(candidate, type) and path in (name, f"{candidate.__module__}.{candidate.__qualname__}"):
+            return candidate
+    raise RunDirectoryError(
+        f"{run.path} was trained with {argument}={path}, a class that is not PyTorch's or Stable-Baselines3's. {remedy}"
+    )
+
+
+def build_rule(text: str) -> SelectionRule:
+    """Return the rule of whence whose text this is, such as "IIF(drop=0.5, warmup=0)".
+
+    Raises:
+        WhenceError: it is no rule of whence's with plain arguments.
+    """
+    wrong = WhenceError(f"The rule {text!r} cannot be built from its text. Pass it: rule=...")
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise wrong
+        name = call.func.id
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        positional = [ast.literal_eval(argument) for argument in call.args]
+        kind = getattr(selection, name, None) or getattr(heuristics, name, None)
+        if not isinstance(kind, type) or not hasattr(kind, "needs_influence") or kind is SelectionRule:
+            raise wrong
+        rule: SelectionRule = kind(*positional, **arguments)
+    except (SyntaxError, TypeError, ValueError) as failure:
+        raise wrong from failure
+    return rule

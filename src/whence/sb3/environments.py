@@ -1,0 +1,168 @@
+"""The environments of a training: read for a checkpoint, and brought back to the same step of the same episodes."""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
+
+from whence.errors import WhenceError
+from whence.sb3.attributes import load_attributes, read_attributes
+from whence.sb3.episodes import DIGEST, RecordResets, reuses_world
+from whence.sb3.reset_tracker import ResetTracker
+
+
+def explain_inexact(env: VecEnv) -> str | None:
+    """Return why environments cannot be brought back to where they were; None if nothing speaks against it.
+
+    Args:
+        env: a model's environments, after `ResetTracker.wrap`.
+    """
+    base = env.unwrapped
+    try:
+        noted = base.env_is_wrapped(RecordResets)
+    except Exception:  # an environment vector of another library
+        noted = [False]
+    if not all(noted):
+        return (
+            f"a {type(base).__name__} does not say how its episodes began. Wrap each environment in "
+            "whence.sb3.RecordResets where it is made, if it is made by Gymnasium"
+        )
+    if not isinstance(base, DummyVecEnv):
+        return None
+    for single in base.envs:
+        if reuses_world(single.unwrapped) and not any(_renews(each) for each in _iterate_wrappers(single)):
+            return (
+                "BipedalWalker reuses its Box2D world from episode to episode. Wrap it in whence.sb3.RecordResets "
+                "where it is made, which gives it a new one"
+            )
+        for part in (*_iterate_wrappers(single), single.unwrapped):
+            if name := _find_hidden_generator(part):
+                return (
+                    f"{type(part).__name__} has a random generator of its own, {name}. Let it draw from "
+                    "self.np_random, the environment's"
+                )
+            if any(hasattr(part, name) for name in ("obs_rms", "return_rms")):
+                return (
+                    f"{type(part).__name__} keeps statistics from episode to episode inside an environment. Use SB3's "
+                    "VecNormalize around all of them"
+                )
+    return None
+
+
+def read_environments(env: VecEnv, tracker: ResetTracker) -> dict[str, Any]:
+    """Return the state of environments between two rollouts, for a checkpoint."""
+    return {
+        "episodes": tracker.read_state(),
+        "vec_wrappers": [read_attributes(wrapper) for wrapper in _iterate_vec_wrappers(env)],
+        "wrappers": [
+            [read_attributes(wrapper) for wrapper in _iterate_wrappers(single)] for single in _single_envs(env)
+        ],
+        "spaces": _read_space(env.action_space),
+    }
+
+
+def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[str, Any]) -> str | None:
+    """Bring environments to where `read_environments` found them: each plays its ongoing episode again.
+
+    Args:
+        env: environments made as those were, after `ResetTracker.wrap`.
+        tracker: their tracker.
+        content: what `read_environments` returned.
+
+    Returns:
+        None; or why an episode did not come out the same, and the environments are to be reset.
+    """
+    base = env.unwrapped
+    for index, noted in enumerate(content["episodes"]):
+        if failure := _play_ongoing_episode(base, index, noted):
+            return f"environment {index}: {failure}"
+    for single, chain in zip(_single_envs(env), content["wrappers"], strict=True):
+        for wrapper, attributes in zip(_iterate_wrappers(single), chain, strict=True):
+            load_attributes(wrapper, attributes)
+    restore_vec_wrappers(env, content)
+    _load_space(env.action_space, content["spaces"])
+    tracker.load_state(content["episodes"])
+    return None
+
+
+def restore_vec_wrappers(env: VecEnv, content: Mapping[str, Any]) -> None:
+    """Set what the wrappers around vectorised environments had gathered, such as statistics of normalisation."""
+    for vec_wrapper, attributes in zip(_iterate_vec_wrappers(env), content["vec_wrappers"], strict=True):
+        load_attributes(vec_wrapper, attributes)
+
+
+def _play_ongoing_episode(base: VecEnv, index: int, noted: Mapping[str, Any]) -> str | None:
+    """Play an environment's ongoing episode up to the present step; return what went otherwise, or None."""
+    if noted["generator"] is None or noted["digest"] is None:
+        return "it is not known how its ongoing episode began"
+    state = json.loads(noted["generator"])
+    try:
+        if "seed" in state:
+            ((observation, info),) = base.env_method("reset", indices=index, seed=state["seed"])
+        else:
+            base.env_method("set_generator", state, indices=index)
+            ((observation, info),) = base.env_method("reset", indices=index)
+        for action in noted["actions"]:
+            ((observation, _, terminated, truncated, info),) = base.env_method("step", action, indices=index)
+            if terminated or truncated:
+                return "its ongoing episode ended when it was played again"
+    except (WhenceError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as failure:
+        return f"its ongoing episode fails when it is played again ({type(failure).__name__}: {failure})"
+    if info.get(DIGEST) != noted["digest"]:
+        return "its ongoing episode came out otherwise when it was played again"
+    if isinstance(base, DummyVecEnv):
+        base._save_obs(index, observation)
+    return None
+
+
+def _single_envs(env: VecEnv) -> list[gym.Env[Any, Any]]:
+    """Return the environments that are in this process."""
+    base = env.unwrapped
+    return list(base.envs) if isinstance(base, DummyVecEnv) else []
+
+
+def _iterate_vec_wrappers(env: VecEnv) -> Iterator[VecEnvWrapper]:
+    while isinstance(env, VecEnvWrapper):
+        yield env
+        env = env.venv
+
+
+def _iterate_wrappers(env: gym.Env[Any, Any]) -> Iterator[gym.Wrapper[Any, Any, Any, Any]]:
+    while isinstance(env, gym.Wrapper):
+        yield env
+        env = env.env
+
+
+def _renews(wrapper: gym.Env[Any, Any]) -> bool:
+    return isinstance(wrapper, RecordResets) and wrapper.renews_world
+
+
+def _find_hidden_generator(part: gym.Env[Any, Any]) -> str | None:
+    """Return the attribute in which an environment or a wrapper holds a generator that no seed reaches; None: none."""
+    kinds = np.random.Generator, np.random.RandomState, random.Random
+    names = (name for name, value in vars(part).items() if isinstance(value, kinds) and name != "_np_random")
+    return next(names, None)
+
+
+def _read_space(space: spaces.Space[Any]) -> dict[str, Any]:
+    """Return the state of a space's generator, and of its parts'."""
+    generator = space._np_random
+    parts = getattr(space, "spaces", ())
+    named = parts.items() if isinstance(parts, Mapping) else ((str(place), part) for place, part in enumerate(parts))
+    return {
+        "generator": None if generator is None else generator.bit_generator.state,
+        "parts": {name: _read_space(part) for name, part in named},
+    }
+
+
+def _load_space(space: spaces.Space[Any], content: Mapping[str, Any]) -> None:
+    if content["generator"] is not None:
+        space.np_random.bit_generator.state = content["generator"]
+    for name, part in content["parts"].items():
+        parts: Any = space.spaces  # type: ignore[attr-defined]
+        _load_space(parts[name if isinstance(parts, Mapping) else int(name)], part)

@@ -1,0 +1,149 @@
+"""What `InfluenceCallback` keeps on disk: the rounds of a training, and checkpoints to go on from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from whence.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
+from whence.errors import WhenceError
+from whence.rounds import RoundRecording
+from whence.runs import POLICIES_EVERY, RunDirectory
+from whence.sb3.description import describe, library_versions
+from whence.sb3.going_on import check_goes_on, read_training, restore_training, warn_if_inexact
+from whence.sb3.reset_tracker import ResetTracker
+from whence.sb3.round_files import note_policy_interval, write_round
+from whence.sb3.state import named_tensors
+from whence.stopwatch import Stopwatch
+
+
+class TrainingRun:
+    """The run directory of a training.
+
+    Args:
+        run: its path; or a directory that was begun.
+        save_every: rounds from one checkpoint to the next; see `CheckpointClock`.
+        overwrite: delete the run that the directory holds, and start anew.
+
+    Raises:
+        WhenceError: an argument is not what it should be.
+    """
+
+    def __init__(self, run: str | Path | RunDirectory, *, save_every: int | None, overwrite: bool) -> None:
+        if not isinstance(run, str | Path | RunDirectory):
+            raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
+        self._path, self._overwrite = run, overwrite
+        self._clock = CheckpointClock(save_every)
+        self._seconds: dict[str, float] = {}
+        self._directory = run if isinstance(run, RunDirectory) else None
+        self._tracker: ResetTracker | None = None
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The directory, once `begin` was called."""
+        assert self._directory is not None
+        return self._directory
+
+    @property
+    def tracker(self) -> ResetTracker:
+        """What is noted of the environments, once `begin` was called."""
+        assert self._tracker is not None
+        return self._tracker
+
+    def begin(self, model: Any, settings: Mapping[str, Any]) -> Checkpoint | None:
+        """Open the directory as `learn()` begins, and return the checkpoint to go on from, if there is one.
+
+        Args:
+            model: the model, whose environments have been reset.
+            settings: how records are scored and selected, in JSON types.
+
+        Raises:
+            RunDirectoryError: see `RunDirectory.begin` and `check_goes_on`.
+        """
+        if self._directory is None:
+            assert not isinstance(self._path, RunDirectory)
+            self._directory = RunDirectory.begin(
+                self._path,
+                {**describe(model), **settings},
+                versions=library_versions(),
+                save_every=self._clock.save_every,
+                overwrite=self._overwrite,
+            )
+        run = self._directory
+        run.hold()
+        checkpoint = run.checkpoint
+        try:
+            if checkpoint is not None:
+                check_goes_on(model, run, checkpoint)
+            elif POLICIES_EVERY not in run.notes:
+                note_policy_interval(run, model)
+        except WhenceError:
+            run.release()
+            raise
+        if self._tracker is None or self._tracker.vec_env is not model.env:
+            self._tracker = ResetTracker(model.env)
+        self._tracker.wrap()
+        if self._clock.save_every:
+            warn_if_inexact(model.env)
+        return checkpoint
+
+    def go_on(self, model: Any, checkpoint: Checkpoint) -> bool:
+        """Put a model and its environments where they were; return whether the ongoing episodes go on."""
+        self.directory.checkpoint = None
+        return restore_training(model, self.tracker, self.directory, checkpoint)
+
+    def write_round(self, number: int, records: pl.DataFrame, model: Any) -> None:
+        """Write a round before its training: records, episodes and the policy; see `round_files.write_round`."""
+        write_round(self.directory, number, records, self.tracker, model)
+
+    def write_recording(self, recording: RoundRecording) -> None:
+        """Write what a round's training did."""
+        recording.save(self.directory.recording_path(recording.number))
+
+    def end_round(
+        self,
+        metrics: Mapping[str, Any],
+        seconds: Mapping[str, Mapping[str, float]],
+        model: Any,
+        callback: Mapping[str, Any],
+    ) -> None:
+        """Write a round's rows after its training, and a checkpoint if one is due.
+
+        Args:
+            metrics: the round's row.
+            seconds: by stage and clock. That of the checkpoint before this round is added.
+            model: the trained model.
+            callback: the callback's own state, for the checkpoint.
+        """
+        number = metrics["round"]
+        self.directory.append("metrics", metrics)
+        all_seconds = {**seconds, "checkpoint": self._seconds or dict.fromkeys(("cpu", "wall"), 0.0)}
+        columns = {
+            f"{stage}_{clock}": value for stage, clocks in all_seconds.items() for clock, value in clocks.items()
+        }
+        self.directory.append("timings", {"round": number, **columns})
+        self._seconds = {}
+        if self._clock.is_due(number):
+            self._save_checkpoint(number, model, callback)
+
+    def _save_checkpoint(self, number: int, model: Any, callback: Mapping[str, Any]) -> None:
+        clock = Stopwatch()
+        with self._clock.time_checkpoint(number):
+            content = {"callback": callback, **read_training(model, self.tracker)}
+            save_checkpoint(self.directory.path, number, content, keep=2)
+        self._seconds = clock.seconds()
+
+    def end(self, number: int, model: Any, callback: Mapping[str, Any] | None) -> None:
+        """Write the trained policy, and the last round's checkpoint if it has none; let others write the directory.
+
+        Args:
+            number: the rounds done.
+            model: the trained model.
+            callback: the callback's own state; None: training was ended inside a round, which no checkpoint holds.
+        """
+        self.directory.write_policy(number + 1, named_tensors(model.policy))
+        if callback is not None and self._clock.is_behind(number):
+            self._save_checkpoint(number, model, callback)
+        self.tracker.unwrap()
+        self.directory.release()

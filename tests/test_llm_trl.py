@@ -63,7 +63,7 @@ def make_config(kind, tmp_path, **more):
 
 
 def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
-    names = ("target", "engine", "memory", "objective", "run", "about", "token_parts", "eval_dataset")
+    names = ("target", "engine", "memory", "objective", "run", "about", "token_parts", "eval_dataset", "on_nonfinite")
     kept = {name: more.pop(name) for name in names if name in more}
     model, args = model or make_model(), make_config(kind, tmp_path, **more)
     if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):

@@ -470,6 +470,10 @@ class TestFiles:
         assert "going on after round 3" in caplog.text
         assert_same_model(model, whole)
 
+    def test_the_last_two_checkpoints_are_kept(self, tmp_path):
+        train(MODELS["walk"], tmp_path)
+        assert list_checkpoints(tmp_path) == [4, 5]
+
     def test_a_changed_byte_is_noticed(self, tmp_path):
         path = tmp_path / "checkpoints" / "round_00001.safetensors"
         save_tree(path, {"array": np.arange(100.0)})

@@ -48,10 +48,13 @@ def call_in_child(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def start(world: str, path: Path, board: StageBoard, log: Path) -> multiprocessing.Process:
-    """Start a training in a forked process, with its output in a file."""
+def start(
+    world: str, path: Path, board: StageBoard, log: Path, prepare: Callable[[], object] = lambda: None
+) -> multiprocessing.Process:
+    """Start a training in a forked process, which first calls `prepare`, with its output in a file."""
 
     def work() -> None:
+        prepare()
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)

@@ -526,6 +526,14 @@ class TestFiles:
             assert again[name].shape == tree[name].shape
         assert torch.equal(again["transposed"], tree["transposed"])
 
+    @pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 3, 1, 2), (3, 2, 1, 0)])
+    def test_arrays_come_back_as_they_lay_in_memory(self, tmp_path, axes):
+        images = np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(2, 3, 4, 5).transpose(axes)
+        save_tree(tmp_path / "x", {"images": images})
+        again = load_tree(tmp_path / "x")["images"]
+        assert np.array_equal(again, images)
+        assert again.strides == images.strides
+
     @pytest.mark.parametrize("value", [object(), {1: 2}, {"whence": 1}, np.array([None])])
     def test_nothing_else_is_stored(self, tmp_path, value):
         with pytest.raises(TypeError):

@@ -62,14 +62,14 @@ def main(
         model.learn((rounds + 1) * 128, callback=[watch, InfluenceCallback(IIF(0.5), run=Path(folder) / "run")])
         seconds = time.monotonic() - begin
         timings = RunDirectory.open(Path(folder) / "run").table("timings")
-        totals = {name: timings[name].sum() for name in timings.columns if name.endswith("_wall")}
+        checkpoints = timings["checkpoint_wall"].sum()
     first, last = watch.measures[tenth], watch.measures[rounds]
     result: dict[str, Any] = {
         "rounds": rounds,
         "seconds": seconds,
         "measures": watch.measures,
         "growth": {name: last[name] / first[name] - 1 for name in first},
-        "checkpoint_share": totals["checkpoint_wall"] / sum(totals.values()),
+        "checkpoint_share": checkpoints / seconds,
         "machine": platform.platform(),
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -70,7 +70,7 @@ class RunDirectory:
     versions: Mapping[str, str]
     notes: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Checkpoint | None = field(default=None, repr=False, init=False)
-    _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False, init=False)
+    _tables: dict[str, pl.DataFrame] = field(default_factory=dict, repr=False, init=False)
     _lock: WriterLock | None = field(default=None, repr=False, init=False)
 
     @classmethod
@@ -257,11 +257,14 @@ class RunDirectory:
 
     def append(self, table: Table, row: Mapping[str, Any]) -> None:
         """Add a row to a table, in the place of those of its round and later ones, and write the table."""
-        if table not in self._rows:
-            self._rows[table] = self.table(table).to_dicts()
-        rows = [earlier for earlier in self._rows[table] if _is_before(earlier, row)] + [dict(row)]
-        self._write(pl.DataFrame(rows, infer_schema_length=None), self.path / f"{table}.parquet")
-        self._rows[table] = rows
+        before, added = self._tables.get(table), pl.DataFrame([dict(row)], infer_schema_length=None)
+        if before is None:
+            before = self.table(table)
+        if "round" in before.columns and row.get("round") is not None:
+            before = before.filter(pl.col("round").is_null() | (pl.col("round") < row["round"]))
+        rows = added if before.is_empty() else pl.concat([before, added], how="diagonal_relaxed", rechunk=True)
+        self._write(rows, self.path / f"{table}.parquet")
+        self._tables[table] = rows
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records, episodes or answers."""
@@ -375,9 +378,3 @@ def _remove_rounds(path: Path) -> None:
         shutil.rmtree(path / name, ignore_errors=True)
     for name in get_args(Table):
         (path / f"{name}.parquet").unlink(missing_ok=True)
-
-
-def _is_before(earlier: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return whether a row of a table is of a round before another's; rows without rounds are."""
-    first, second = earlier.get("round"), row.get("round")
-    return first is None or second is None or first < second

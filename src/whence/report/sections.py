@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import polars as pl
 from markupsafe import Markup, escape
 
-from whence.advice import give_advice
+from whence.advice import Advice, give_advice
 from whence.experiments.rl.arms import ARMS
 from whence.report import figures
 from whence.report.explorer.opening import read_table
@@ -97,13 +97,28 @@ def gather_advice(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
     for (arm, seed), run in runs.items():
         arm_data = ARMS.get(str(run.config.get("arm")))  # None for a run of a script
         config = run.config if arm_data is None else {**run.config, "method": arm_data.method}
-        for one in give_advice(read_table(run, "metrics"), config):
+        for one in (*_list_resumptions(run), *give_advice(read_table(run, "metrics"), config)):
             places = texts.setdefault(one.kind, {}).setdefault(one.text, {})
             places.setdefault((arm, one.round), []).extend([] if seed is None else [str(seed)])
     return {
         kind: [(mark_code(text), _list_places(places)) for text, places in by_text.items()]
         for kind, by_text in texts.items()
     }
+
+
+def _list_resumptions(run: RunDirectory) -> list[Advice]:
+    """Return where a run was interrupted and went on, but not as if nothing had happened."""
+    notes = run.notes.get("resumed", [])
+    return [
+        Advice(
+            "interrupted",
+            note["after_round"],
+            f"This run was interrupted after this round, and went on otherwise than without the interruption: "
+            f"{note.get('reason')}.",
+        )
+        for note in (notes if isinstance(notes, list) else [])
+        if isinstance(note, dict) and isinstance(note.get("after_round"), int)
+    ]
 
 
 def describe_arm(config: Mapping[str, Any]) -> str:

@@ -38,18 +38,25 @@ check: .venv/dev.stamp
 mutants: .venv/dev.stamp
 	$(BIN)/python tests/try_mutants.py
 
-# As everywhere, but for the two libraries and what follows from their versions.
-.venv-oldest/stamp: pyproject.toml constraints.txt
+# As everywhere, but for these libraries and what follows from their versions. An older torch is not here: its wheels on
+# the package index need gigabytes of CUDA libraries.
+OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==2.7.0 gymnasium==1.1.0 polars==1.30.0 \
+	safetensors==0.5.0 filelock==3.16.0
+
+.venv-oldest/stamp: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv-oldest
-	grep -Ev '^(transformers|trl|tokenizers|huggingface[-_]hub|httpx)==' constraints.txt > .venv-oldest/constraints.txt
-	printf 'transformers==5.0.0\ntrl==1.13.0\n' >> .venv-oldest/constraints.txt
+	grep -Ev '^(transformers|trl|tokenizers|huggingface[-_]hub|httpx|stable[-_]baselines3|sb3[-_]contrib|gymnasium|polars.*|safetensors|filelock|minigrid|highway[-_]env)==' \
+		constraints.txt > .venv-oldest/constraints.txt
+	printf '%s\n' $(OLDEST) >> .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable '.[dev]'
 	touch $@
 
-## The language models' tests against the oldest Transformers and TRL that are supported; `make test` has the newest.
+## Tests against the oldest SB3, Gymnasium, Polars, Transformers and TRL that are supported; `make test` has the newest.
 oldest: .venv-oldest/stamp
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/test_llm_contract.py tests/test_llm_trl.py \
-		tests/test_llm_engines.py tests/test_llm_trainer.py tests/test_llm_footprint.py tests/test_experiments_llm.py
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/test_sb3.py tests/test_callback.py tests/test_resume.py \
+		tests/test_runs.py tests/test_rounds.py tests/test_episode_replay.py tests/test_moments.py \
+		tests/test_llm_contract.py tests/test_llm_trl.py tests/test_llm_engines.py tests/test_llm_trainer.py \
+		tests/test_llm_footprint.py tests/test_experiments_llm.py
 
 ## The time of scoring, compared with one plain forward and backward pass and with SB3's optimisation.
 benchmark: .venv/dev.stamp

@@ -61,7 +61,7 @@ def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round) ->
     with hide_progress_bars():
         trainer = make_trainer(config, load_task(config), path, on_round)
     on_round(0, {})
-    trainer.train(resume=True)
+    trainer.train()
     with hide_progress_bars():
         # The model is saved last, since a run with its model counts as finished.
         save_atomically(path / "model", trainer.save_model)

@@ -38,17 +38,20 @@ def describe(config: LanguageConfig) -> dict[str, Any]:
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:
-    """Tell whether a directory holds this run, with its trained model.
+    """Tell whether a directory holds this run, with all rounds and its trained model.
 
     Raises:
-        RunDirectoryError: it holds another run.
+        RunDirectoryError: it holds another run, with finished rounds.
     """
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
+    rounds = directory.table("metrics").height
+    if not rounds:
+        return False
     description = describe(config)
     RunDirectory(path, {name: directory.config.get(name) for name in description}, {}).check_same(description)
-    return (path / "model").is_dir()
+    return rounds >= config.rounds and (path / "model").is_dir()
 
 
 def read_curve(config: LanguageConfig, path: Path) -> Curve:

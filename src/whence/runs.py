@@ -360,7 +360,7 @@ def strip_addresses(text: str) -> str:
 
 def _remove_rounds(path: Path) -> None:
     """Delete everything that a run wrote except its configuration."""
-    for name in (*get_args(PerRound), "policies", "recordings", "phases", "checkpoints"):
+    for name in (*get_args(PerRound), "policies", "recordings", "phases", "checkpoints", "model", "trl"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in get_args(Table):
         (path / f"{name}.parquet").unlink(missing_ok=True)

@@ -51,6 +51,9 @@ Warmup: TypeAlias = Annotated[
 NEnvs: TypeAlias = Annotated[
     int | None, typer.Option(help="Environments stepped side by side. (default: 1)", show_default=False)
 ]
+Overwrite: TypeAlias = Annotated[
+    bool, typer.Option("--overwrite", help="Delete what the directory holds of it, and start anew.")
+]
 Target: TypeAlias = Annotated[
     str, typer.Option(help="What the scores are of: return, or action (of --record, or of the two below).")
 ]

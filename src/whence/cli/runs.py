@@ -19,7 +19,7 @@ from whence.runs import RunDirectory
 
 
 def train_run(
-    config: AnyConfig, path: Path, start: Callable[[OnRound], object], *, on_repeat: str = "starts the run over"
+    config: AnyConfig, path: Path, start: Callable[[OnRound], object], *, on_repeat: str = "goes on from there"
 ) -> None:
     """Train below a progress bar. On Ctrl-C, say where the rounds so far are.
 

@@ -1,6 +1,5 @@
 """One post-training run of a language model, from its configuration to its directory."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,6 @@ def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round, *,
         on_round(config.rounds, {})
         return
     check_settings(config)
-    if (path / "config.json").exists():
-        shutil.rmtree(path / "model", ignore_errors=True)  # of an earlier run: a run with its model counts as finished
     torch.manual_seed(config.seed)  # for the weights of an adapter
     if config.algorithm != "ppo":
         from whence.experiments.llm.trl import run_trl  # TRL takes seconds to import

@@ -30,6 +30,7 @@ from whence.errors import RunDirectoryError
 from whence.influence import Influence, Provenance
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows, trl_run
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.llm.trl_checkpoints import find_checkpoint, seal_checkpoint
 from whence.llm.trl_run import RunWriter
 from whence.llm.trl_settings import check_selectable, has_router_loss
 from whence.report import write_run_report
@@ -478,6 +479,17 @@ class TestGoingOn:
         again.train(resume_from_checkpoint=True)
         assert "going on after round 2 of 3" in caplog.text
         assert_equal_trainings(again, whole_grpo)
+
+    def test_which_checkpoint_is_taken(self, tmp_path):
+        for step, run_id in ((2, "this"), (4, "this"), (5, "this"), (6, "other")):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+            (tmp_path / f"checkpoint-{step}" / "optimizer.pt").write_bytes(b"state")
+            seal_checkpoint(tmp_path / f"checkpoint-{step}", run_id, {})
+        (tmp_path / "checkpoint-8").mkdir()  # killed before it was whole
+        assert find_checkpoint(tmp_path, "this", 2) == tmp_path / "checkpoint-4"  # 5 is within a round
+        (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
+        assert find_checkpoint(tmp_path, "this", 2) == tmp_path / "checkpoint-2"
+        assert find_checkpoint(tmp_path, "a third", 2) is None
 
     def test_rloo_too(self, tmp_path):
         trainers = []

@@ -193,6 +193,10 @@ class RunDirectory:
         for name in get_args(Table):
             if not (table := run.table(name)).is_empty():
                 run._write(table.filter(pl.col("round") <= rounds), run.path / f"{name}.parquet")
+        for file in (*run.path.glob(".*.tmp"), *run.path.glob("*/.*.tmp")):
+            if file.is_file():  # left by a process that was killed while it wrote
+                with explain_write_errors(file):
+                    file.unlink()
         for file in run.path.glob("*/round_*"):
             kept = rounds + (file.parent.name == "policies")  # the policy that collects the next round
             if _round_number(file) > kept:

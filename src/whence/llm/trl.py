@@ -286,6 +286,11 @@ def _disable_autocast(model: Any) -> Iterator[None]:
 class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer, on the completions that a rule keeps.
 
+    With `run`, `train(resume_from_checkpoint=True)` goes on after the run's last whole checkpoint of Transformers'. In
+    one process the result is that of an uninterrupted training to the same bits (parameters, optimiser, learning rates,
+    records), including dropout, several epochs and a reference that moves, if the checkpoint is at the end of a
+    generation batch: `save_steps` is a multiple of the optimiser's steps on one.
+
     Args:
         *args: arguments of GRPOTrainer.
         rule: the selection rule; None: all completions train, and none is scored.
@@ -296,7 +301,8 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         token_parts: compute the part of each score that each token contributes; see `whence.llm.score_tokens`.
         run: the directory to write each generation batch to, for `whence report`; None: nothing is written.
         about: a further description of the run for the directory, in JSON types.
-        overwrite: with `run`, delete the rounds in the directory that come after the start of this training.
+        overwrite: with `run`, delete the rounds in the directory that come after the start of this training. Without it
+            a directory with more finished rounds is refused.
         **kwargs: arguments of GRPOTrainer.
 
     Attributes:

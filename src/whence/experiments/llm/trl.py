@@ -55,11 +55,12 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite:
     check_lengths(config, task)
     trainer_class = TRAINERS[config.algorithm]
     sampling = make_sampling_config(config)  # before the trainer: TRL's configuration resets Accelerate's state
+    args = make_trainer_config(config, str(path / "trl"))
     make_target: Any = {"sequence": SequenceReturn, "token": TokenReturn}.get(config.target or "sequence")
     trainer = trainer_class(
         model=task.model,
         reward_funcs=_adapt_reward(task.reward),
-        args=make_trainer_config(config, str(path / "trl")),
+        args=args,
         train_dataset=_make_trl_dataset(task.prompts, task.reward),
         processing_class=task.tokenizer,
         rule=config.make_rule(),
@@ -69,7 +70,7 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite:
         token_parts=config.token_parts,
         run=path,
         about=describe(config),
-        overwrite=overwrite or _has_only_the_first_round(path),
+        overwrite=overwrite or _has_no_checkpoint_yet(path, args),
     )
     resumes = not overwrite and trainer.find_checkpoint() is not None
     trainer.add_callback(_Observer(config, task, sampling, trainer, path, on_round))
@@ -86,9 +87,10 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite:
         save_atomically(path / "model", save)
 
 
-def _has_only_the_first_round(path: Path) -> bool:
-    """Return whether a run was interrupted before its first checkpoint, which follows the first round."""
-    return (path / "config.json").exists() and RunDirectory.open(path).table("metrics").height == 1
+def _has_no_checkpoint_yet(path: Path, args: Any) -> bool:
+    """Return whether a run has no more rounds than come before its first checkpoint."""
+    rounds = int(args.save_steps) // args.num_iterations if args.save_strategy == "steps" else 1
+    return (path / "config.json").exists() and RunDirectory.open(path).table("metrics").height <= max(1, rounds)
 
 
 _PREFIX = "of_data_set_"

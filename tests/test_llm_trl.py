@@ -506,13 +506,14 @@ class TestGoingOn:
         with pytest.raises(RunDirectoryError, match="holds no whole checkpoint"):
             trainers[0].train(resume_from_checkpoint=True)
 
-    def test_a_checkpoint_within_a_round_keeps_the_rounds_in_step(self, tmp_path, caplog):
+    def test_a_checkpoint_within_a_round_keeps_the_rounds_in_step(self, tmp_path, batches, caplog):
         settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3, "run": tmp_path / "run"}
         make_trainer("grpo", tmp_path, None, max_steps=3, **settings).train()
-        make_trainer("grpo", tmp_path, None, max_steps=6, **settings).train(resume_from_checkpoint=True)
+        make_trainer("grpo", tmp_path, None, max_steps=7, **settings).train(resume_from_checkpoint=True)
         assert "lies within a round, whose responses are drawn again" in caplog.text
         run = RunDirectory.open(tmp_path / "run")
         assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2, 3]
+        assert len(batches) == 5  # for the steps 1 and 2, 3, again 4, 5 and 6, 7
 
 
 def test_evaluation_is_trls_own(tmp_path):

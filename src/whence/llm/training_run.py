@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from whence.checkpoints import Checkpoint, CheckpointClock, read_latest, save_ch
 from whence.errors import RunDirectoryError, WhenceError
 from whence.llm.checkpoints import check_model
 from whence.llm.processes import Processes
-from whence.run_config import list_changes
+from whence.llm.versions import note_changed_versions, read_versions
 from whence.runs import RunDirectory
 
 log = logging.getLogger("whence")
@@ -101,18 +100,15 @@ class TrainingRun:
     def _open_directory(
         self, config: Mapping[str, Any], checkpoint: Checkpoint | None, overwrite: bool
     ) -> RunDirectory:
-        versions = {name: version(name) for name in _LIBRARIES}
         save_every = self._clock.save_every
         if checkpoint is None:
+            versions = read_versions(_LIBRARIES)
             return RunDirectory.begin(
                 self._folder, config, versions=versions, save_every=save_every, overwrite=overwrite
             )
         run = RunDirectory.resume(self._folder, config, rounds=checkpoint.round, may_change=_MAY_CHANGE)
         run.note(save_every=save_every)
-        if changes := list_changes(run.versions, versions):
-            reason = "; ".join(changes)
-            log.warning("The training goes on after round %d with other versions: %s.", checkpoint.round, reason)
-            run.note(resumed=[*run.notes.get("resumed", []), {"after_round": checkpoint.round, "reason": reason}])
+        note_changed_versions(run, _LIBRARIES, checkpoint.round)
         return run
 
     def read_metrics(self, rounds: int) -> list[dict[str, Any]]:

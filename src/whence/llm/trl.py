@@ -84,7 +84,7 @@ class _SelectingTrainer:
         if type(self.rule) is not KeepAll:
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Transformers does; with `run`, from a checkpoint of the run alone, see the class."""
         if self._run is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]

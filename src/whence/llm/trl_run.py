@@ -5,7 +5,6 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from whence.llm.trl_checkpoints import (
     read_state,
     seal_checkpoint,
 )
+from whence.llm.versions import note_changed_versions, read_versions
 from whence.runs import RunDirectory, strip_addresses
 from whence.selection import Selection
 from whence.tables import add_selection, summarise_selection
@@ -87,7 +87,7 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
         run_id = RunDirectory.open(self._folder).notes.get(_RUN_ID, "")
         return find_checkpoint(self._trainer.args.output_dir, run_id, self._steps)
 
-    def choose_checkpoint(self, resume: str | bool | None) -> Path | None:
+    def choose_checkpoint(self, resume: str | Path | bool | None) -> Path | None:
         """Return the checkpoint to go on from, or None; nothing is changed. Call it in every process.
 
         Args:
@@ -116,11 +116,9 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
 
     def _refuse(self, rows: int, done: int, last: Path | None) -> RunDirectoryError:
         start = f"after round {done}" if done else "at the first round"
-        go_on = (
-            "to go on with it, call trainer.train(resume_from_checkpoint=True)"
-            if last is not None
-            else ("it has no whole checkpoint to go on from")
-        )
+        go_on = "to go on with it, call trainer.train(resume_from_checkpoint=True)"
+        if last is None:
+            go_on = "it has no whole checkpoint that resume_from_checkpoint=True could go on from"
         return RunDirectoryError(
             f"{self._folder} holds a run with {rows} finished rounds, and this training starts {start}: {go_on}. To "
             "delete what comes later, pass overwrite=True (--overwrite); to keep it, choose another run directory."
@@ -162,11 +160,12 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
             self._directory = RunDirectory.resume(self._folder, description, rounds=done, may_change=_MAY_CHANGE)
             log.warning("%s: going on after round %d of %d.", self._folder, done, description["rounds"])
             delete_later(args.output_dir, state.global_step)
+            note_changed_versions(self._directory, _LIBRARIES, done)
         else:
             self._directory = RunDirectory.create(
                 self._folder,
                 description,
-                versions={name: version(name) for name in _LIBRARIES},
+                versions=read_versions(_LIBRARIES),
                 shared=shared,
                 overwrite=self._overwrite,
             )

@@ -286,10 +286,10 @@ def _disable_autocast(model: Any) -> Iterator[None]:
 class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer, on the completions that a rule keeps.
 
-    With `run`, `train(resume_from_checkpoint=True)` goes on after the run's last whole checkpoint of Transformers'. In
-    one process the result is that of an uninterrupted training to the same bits (parameters, optimiser, learning rates,
-    records), including dropout, several epochs and a reference that moves, if the checkpoint is at the end of a
-    generation batch: `save_steps` is a multiple of the optimiser's steps on one.
+    With `run`, `train(resume_from_checkpoint=True)` goes on after the run's last whole checkpoint of Transformers'. On
+    CPUs, with one and two processes, the result was that of an uninterrupted training to the same bits (parameters,
+    optimiser, learning rates, records), including dropout, several epochs and a reference that moves. For this the
+    checkpoint has to be at the end of a generation batch: `save_steps` is a multiple of the optimiser's steps on one.
 
     Args:
         *args: arguments of GRPOTrainer.

@@ -42,7 +42,7 @@ TRAINERS: Mapping[str, Any] = MappingProxyType({"grpo": InfluenceGRPOTrainer, "r
 def run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite: bool = False) -> None:
     """Train and evaluate as `config` says, and write the run's directory; an unfinished run goes on.
 
-    In one process, the results are those of a training that was not interrupted, to the same bits.
+    The results are those of a training that was not interrupted, to the same bits.
 
     Args:
         config: the run's configuration.

@@ -274,8 +274,8 @@ def odd() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fault", "message", "exit_code"),
     [
-        ("reward", "`advantages` is nan at record 0.*where the value arises", 2),
-        ("observation", "ValueError: Expected parameter.*nan.*`whence --debug", 1),
+        ("reward", "Round 1: `reward` is nan in record 0 .*Find out where the number arises", 2),
+        ("observation", "Round 1: `observation` is inf in record 1 .*a wrapper of the environment", 2),
         ("raises", r"'Odd-v0' fails in step\(\): OSError: the simulator has gone.*`whence --debug", 2),
     ],
 )

@@ -705,7 +705,7 @@ class TestComparison:
             for seed in (0, 1):
                 assert {str(name) for name in stamps(two_workers.path / "runs" / arm / f"seed_{seed}")} == names
         top = {entry.name for entry in two_workers.path.iterdir()}
-        assert top == {"runs", "comparison.json", "summary.json"}
+        assert top == {"runs", "comparison.json", "summary.json", ".lock"}
 
     def test_comparison_json_lists_the_runs(self, two_workers):
         text = (two_workers.path / "comparison.json").read_text(encoding="utf-8")

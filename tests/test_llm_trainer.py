@@ -403,7 +403,7 @@ def break_off(monkeypatch, place, count):
 PLACES = {
     "generation": (trainer_module, "generate", 6),  # twice a round, and the held-out prompts after the others
     "rewards": (trainer_module, "make_rollout", 5),
-    "scoring": (trainer_module, "score", 3),
+    "scoring": (trainer_module, "score_rows_and_tokens", 3),
     "optimisation": (losses, "value_loss", 10),
     "writing records": (trainer_module.TrainingRun, "write_round", 3),
     "evaluation": (trainer_module, "answer_prompts", 4),  # the first is of the start model

@@ -461,7 +461,7 @@ class TestPage:
     def test_a_run_that_starts_over_forgets_them(self, tmp_path, history):
         directory = run_of(tmp_path / "run", {"env": "CartPole-v1"}, (1,))
         put_history(directory, history)
-        RunDirectory.create(directory.path, directory.config)
+        RunDirectory.create(directory.path, directory.config, overwrite=True)
         assert not (directory.path / "phases").exists()
 
 

@@ -395,7 +395,7 @@ class TestRunning:
         runs = read_sweep(write_sweep(tmp_path, LAKE))
         with (
             lock_directory(finished_sweep),
-            pytest.raises(RunDirectoryError, match=r"Another sweep is writing to .*out\. Wait"),
+            pytest.raises(RunDirectoryError, match=r"Another process is writing to .*out\. Wait"),
         ):
             run_sweep(runs, finished_sweep, Recorder())
         assert run_sweep(runs, finished_sweep, Recorder()) == {}

@@ -267,7 +267,8 @@ def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> Non
             raise NonFinite(
                 f"The gradient of the target {target_name(target)} is not finite in the parameter `{names[0]}`, so no "
                 "score is. The policy has diverged, or the target has no derivative there: look at the last update's "
-                "learning rate and at the policy's log-probs."
+                "learning rate and at the policy's log-probs.",
+                parameter=names[0],
             )
     position = int((~finite).nonzero()[0])
     names = _find_not_finite(record_gradient(problem, position))
@@ -275,7 +276,9 @@ def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> Non
     raise NonFinite(
         f"The score of record {int(problem.records.ids[position])} is not finite, nor are those of "
         f"{int((~finite).sum()) - 1} of the other {len(finite) - 1}: {where}. Look at that record's observation, "
-        "log-prob and advantage; a ratio that overflows means that another policy took these actions."
+        "log-prob and advantage; a ratio that overflows means that another policy took these actions.",
+        record_ids=problem.records.ids[~finite].tolist(),
+        parameter=names[0] if names else None,
     )
 
 

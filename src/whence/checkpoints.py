@@ -198,10 +198,17 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return [_encode(entry, tensors) for entry in value]
     if isinstance(value, tuple):
         return {_TAG: "tuple", "entries": [_encode(entry, tensors) for entry in value]}
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        kind = "tensor" if isinstance(value, Tensor) else "array" if isinstance(value, np.ndarray) else "number"
-        array = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        return {_TAG: kind, "name": _add(array, tensors)}
+    if isinstance(value, Tensor):
+        return {_TAG: "tensor", "name": _add(value, tensors)}
+    if isinstance(value, np.ndarray):
+        # The layout in memory comes back, too: on images, convolutions round otherwise if channels lie otherwise.
+        axes = sorted(range(value.ndim), key=lambda axis: -abs(value.strides[axis]))
+        stored = torch.from_numpy(
+            np.ascontiguousarray(value.transpose(axes)).reshape([value.shape[axis] for axis in axes])
+        )
+        return {_TAG: "array", "name": _add(stored, tensors), "axes": axes}
+    if isinstance(value, np.generic):
+        return {_TAG: "number", "name": _add(torch.from_numpy(np.array(value)), tensors)}
     raise TypeError(f"A checkpoint holds plain values, arrays and tensors, and no {type(value).__name__}: {value!r}.")
 
 
@@ -227,4 +234,5 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensor
     if kind == "numbers":
         return tensor.tolist()
-    return tensor.numpy() if kind == "array" else tensor.numpy()[()]
+    array = tensor.numpy()
+    return array.transpose(np.argsort(value["axes"])) if kind == "array" else array[()]

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class WhenceError(ValueError):
@@ -17,7 +18,25 @@ class Unsupported(WhenceError):
 
 
 class NonFinite(WhenceError):
-    """A gradient or a score is NaN or infinite; the message names the record and the parameter."""
+    """A number is NaN or infinite; the message names the record, and the parameter if it is a gradient.
+
+    Args:
+        message: what came, what is needed and how to fix it.
+        record_ids: ids of the records that cause it; empty: none does by itself.
+        parameter: the first parameter whose gradient is not finite, or None.
+        path: the file that holds the minibatch, see `load_nonfinite`; None: it was not saved.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        record_ids: Iterable[int] = (),
+        parameter: str | None = None,
+        path: Path | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.record_ids, self.parameter, self.path = tuple(record_ids), parameter, path
 
 
 class InvalidInfluence(WhenceError):

@@ -95,6 +95,24 @@ def _acquire(directory: Path, *, wait: bool) -> BaseFileLock:
     return lock
 
 
+def is_empty(folder: Path) -> bool:
+    """Return whether a directory holds nothing but leftovers."""
+    return all(_is_leftover(file) or file.name == LOCK for file in folder.iterdir())
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete what processes left that were killed while they wrote."""
+    with explain_write_errors(path):
+        for file in (*path.glob(".*.tmp"), *path.glob("*/.*.tmp")):
+            if file.is_file() and not file.parent.is_symlink():
+                file.unlink()
+
+
+def _is_leftover(file: Path) -> bool:
+    """Return whether a file was left by a process that was killed inside `write_atomically`."""
+    return file.name.startswith(".") and file.name.endswith(".tmp")
+
+
 class WriterLock:
     """The right to write a run directory, which one process has at a time; a process that is killed loses it.
 

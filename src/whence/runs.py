@@ -17,10 +17,13 @@ from torch import Tensor
 from whence.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.errors import RunDirectoryError
 from whence.run_config import FORMAT, VERSION, list_changes, read_document, read_parts, to_plain_json
-from whence.run_files import LOCK, WriterLock, explain_write_errors, write_run_file
+from whence.run_files import WriterLock, explain_write_errors, is_empty, remove_leftovers, write_run_file
 
 POLICIES_EVERY = "policies_every"
 """The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
+
+_FOLDERS = "policies", "recordings", "nonfinite", "phases", "checkpoints", "model", "trl"
+"""What a run may hold besides tables of rounds."""
 
 _ROUND = re.compile(r"round_(\d+)")
 
@@ -45,6 +48,7 @@ class RunDirectory:
     answers/round_00005.parquet        a language model's answers to sample prompts after round 5
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
+    nonfinite/round_00005.safetensors  the minibatch of round 5 that training stopped at, if a number is not finite
     checkpoints/round_00005.safetensors all that training needs to go on after round 5; the last two are kept
     .lock                              locked while a process writes the run
     ```
@@ -136,7 +140,7 @@ class RunDirectory:
         path = Path(path)
         plain = to_plain_json(config)
         holds_run = (path / "config.json").exists()
-        if not holds_run and path.exists() and (not path.is_dir() or not (shared or _is_empty(path))):
+        if not holds_run and path.exists() and (not path.is_dir() or not (shared or is_empty(path))):
             raise RunDirectoryError(
                 f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
             )
@@ -193,13 +197,10 @@ class RunDirectory:
         for name in get_args(Table):
             if not (table := run.table(name)).is_empty():
                 run._write(table.filter(pl.col("round") <= rounds), run.path / f"{name}.parquet")
-        for file in (*run.path.glob(".*.tmp"), *run.path.glob("*/.*.tmp")):
-            if file.is_file():  # left by a process that was killed while it wrote
-                with explain_write_errors(file):
-                    file.unlink()
+        remove_leftovers(run.path)
         for file in run.path.glob("*/round_*"):
             kept = rounds + (file.parent.name == "policies")  # the policy that collects the next round
-            if _round_number(file) > kept:
+            if _round_number(file) > kept and not file.parent.is_symlink():
                 with explain_write_errors(file):
                     file.unlink()
         return run
@@ -293,7 +294,12 @@ class RunDirectory:
 
     def policy(self, number: int) -> dict[str, Tensor]:
         """Read the policy that collected round `number`."""
-        path = self.policy_path(number)
+        path, every = self.policy_path(number), self.notes.get(POLICIES_EVERY, 1)
+        if every > 1 and not path.exists():
+            raise RunDirectoryError(
+                f"{path} is not there: {self.path} keeps the policy of every {every}th round only, to save space. Take "
+                f"one of the rounds {', '.join(map(str, self.policies()[:4]))}, ..."
+            )
         self._check_exists(path)
         try:
             return load_file(path)
@@ -364,7 +370,8 @@ def strip_addresses(text: str) -> str:
 
 def _remove_rounds(path: Path) -> None:
     """Delete everything that a run wrote except its configuration."""
-    for name in (*get_args(PerRound), "policies", "recordings", "phases", "checkpoints", "model", "trl"):
+    remove_leftovers(path)
+    for name in (*get_args(PerRound), *_FOLDERS):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in get_args(Table):
         (path / f"{name}.parquet").unlink(missing_ok=True)
@@ -374,13 +381,3 @@ def _is_before(earlier: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     """Return whether a row of a table is of a round before another's; rows without rounds are."""
     first, second = earlier.get("round"), row.get("round")
     return first is None or second is None or first < second
-
-
-def _is_empty(folder: Path) -> bool:
-    """Return whether a directory holds nothing but leftovers."""
-    return all(_is_leftover(file) or file.name == LOCK for file in folder.iterdir())
-
-
-def _is_leftover(file: Path) -> bool:
-    """Return whether a file was left by a process that was killed inside `write_atomically`."""
-    return file.name.startswith(".") and file.name.endswith(".tmp")

@@ -36,6 +36,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")] = Path(
         "out/compare"
     ),
+    overwrite: options.Overwrite = False,
     settings: Settings = None,
     json: options.AsJson = False,
 ) -> None:
@@ -60,4 +61,4 @@ def compare(
     names = [name.strip() for name in arms.split(",") if name.strip()]
     configs = experiments.plan_comparison(env=env, preset=preset, arms=names, seeds=seeds, **overrides)
     check_read(configs, [name for name in READ if name in overrides])
-    run_comparison(configs, out, workers=workers, json=json)
+    run_comparison(configs, out, workers=workers, overwrite=overwrite, json=json)

@@ -71,6 +71,7 @@ def train(
         Path | None,
         typer.Option(help="The run's directory. (default: runs/ENV-SELECTION-seed0)", show_default=False),
     ] = None,
+    overwrite: options.Overwrite = False,
     record_rounds: Annotated[
         str | None,
         typer.Option(
@@ -143,7 +144,7 @@ def train(
 
     After each rollout its records are scored, a rule selects which of them train, and Stable-Baselines3 optimises on
     those. The run directory holds scores, records, policies and figures of every round; report.html in it shows them.
-    A finished run is left as it is; an unfinished one is started over.
+    A finished run is left as it is. Interrupted at any moment, the same command goes on and ends with the same bits.
 
     Example: whence train LunarLander-v3 --selection iif --drop 0.125 --run runs/lander
     """
@@ -190,10 +191,10 @@ def train(
     path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', config.env)}-{config.arm}-seed{config.seed}"
     recordings = parse_rounds("--record-rounds", record_rounds)
     log_to_terminal()
-    was_finished = experiments.is_finished(config, path)
+    was_finished = not overwrite and experiments.is_finished(config, path)
 
     def start(on_round: OnRound) -> None:
-        experiments.run(config, path, on_round, tensorboard=tensorboard, recordings=recordings)
+        experiments.run(config, path, on_round, overwrite=overwrite, tensorboard=tensorboard, recordings=recordings)
 
     train_run(config, path, start)
     show_run(config, path, was_finished=was_finished, json=json)

@@ -31,6 +31,7 @@ from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.sb3.objective import model_objective
 from whence.sb3.policy import actor_critic_view
+from whence.tables import read_finite_rows
 from whence.targets import Action
 
 PERMUTATIONS = 20
@@ -193,7 +194,7 @@ class _Round:
 
 
 def _read_round(run: RunDirectory, number: int, model: Any, final: Any, env: AnyEnv) -> _Round:
-    table = run.round("records", number)
+    table = read_finite_rows(run, number)
     records = read_records(run, table, model, env=env)
     return _Round(
         records=records,

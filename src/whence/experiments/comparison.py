@@ -14,6 +14,7 @@ from whence.experiments.shared import STANDARD
 from whence.experiments.workers import check_workers, run_all
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
+from whence.run_files import lock_directory
 from whence.runs import RunDirectory, Table
 
 Progress = Callable[[AnyConfig, int], None]
@@ -57,23 +58,26 @@ def compare(
     path: Path,
     *,
     workers: int | None = None,
+    overwrite: bool = False,
     progress: Progress = lambda config, rounds: None,
 ) -> Comparison:
     """Run what is not yet finished, then measure all arms against `ppo` and write `summary.json`.
 
     Each run has a process with one torch thread; results do not depend on how many there are. A comparison that was
-    interrupted goes on where it was when it is started again: finished runs are not repeated. The settings of all
-    runs are checked before the first one starts.
+    interrupted goes on where it was when it is started again: finished runs are not repeated, and the others go on. The
+    settings of all runs are checked before the first one starts.
 
     Args:
         configs: from `plan`.
         path: the directory.
         workers: processes at a time; None: one per core.
+        overwrite: delete these runs where the directory holds them, or others in their place, and start anew.
         progress: called after every round.
 
     Raises:
         WhenceError: the standard arm is missing, a run's settings are refused and nothing was run, or a run failed.
-        RunDirectoryError: the directory holds runs of another configuration; nothing was run.
+        RunDirectoryError: the directory holds runs of another configuration, and nothing was run; or another process is
+            writing to it.
     """
     arms = list(dict.fromkeys(config.arm for config in configs))
     if STANDARD not in arms:
@@ -81,21 +85,25 @@ def compare(
             f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
         )
     check_workers(workers)
-    todo = [config for config in configs if not runner_of(config).is_finished(config, run_path(path, config))]
-    _prepare_each(todo)
-    for config in configs:
-        progress(config, 0 if config in todo else config.rounds)
-    jobs = [(config, run_path(path, config)) for config in todo]
-    for place, failure in run_all(jobs, workers, lambda place, done: progress(todo[place], done)):
-        if failure is not None:
-            config = todo[place]
-            raise WhenceError(
-                f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}. Finished runs are kept."
-            )
-    summary = {configs[0].env: summarise(_read_curves(configs, path), standard=STANDARD)}
-    _write_json(path / "comparison.json", [config.to_json() for config in configs])
-    _write_json(path / "summary.json", summary)
-    return Comparison(path, configs, summary)
+    with lock_directory(path):
+        if overwrite:
+            for config in configs:
+                RunDirectory.create(run_path(path, config), config.to_json(), overwrite=True).release()
+        todo = [config for config in configs if not runner_of(config).is_finished(config, run_path(path, config))]
+        _prepare_each(todo)
+        for config in configs:
+            progress(config, 0 if config in todo else config.rounds)
+        jobs = [(config, run_path(path, config)) for config in todo]
+        for place, failure in run_all(jobs, workers, lambda place, done: progress(todo[place], done)):
+            if failure is not None:
+                config = todo[place]
+                raise WhenceError(
+                    f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}. Finished runs are kept."
+                )
+        summary = {configs[0].env: summarise(_read_curves(configs, path), standard=STANDARD)}
+        _write_json(path / "comparison.json", [config.to_json() for config in configs])
+        _write_json(path / "summary.json", summary)
+        return Comparison(path, configs, summary)
 
 
 def _prepare_each(configs: Sequence[AnyConfig]) -> None:

@@ -49,9 +49,9 @@ def answer_prompts(model: Any, tokenizer: Any, prompts: Prompts, reward: Reward,
         A row for each prompt: `prompt`, `response` and `reward`.
 
     Raises:
-        WhenceError: see `compute_rewards`.
+        WhenceError: see `compute_rewards`; a reward may be NaN.
     """
     with preserve_rng_state(), torch.no_grad():
         answers = generate(model, tokenizer, prompts.ids, replace(config, top_k=1, top_p=1.0, temperature=1.0))
-        rewards = compute_rewards(reward, answers.prompts, answers.texts, prompts.columns)
+        rewards = compute_rewards(reward, answers.prompts, answers.texts, prompts.columns, allow_nonfinite=True)
     return pl.DataFrame({"prompt": answers.prompts, "response": answers.texts, "reward": rewards.tolist()})

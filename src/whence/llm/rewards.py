@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from whence.errors import WhenceError, first_line
+from whence.errors import NonFinite, WhenceError, first_line
 from whence.guards import eval_mode
 
 Reward: TypeAlias = Callable[..., Sequence[float]]
@@ -28,12 +28,15 @@ Columns: TypeAlias = Mapping[str, Sequence[Any]]
 NO_COLUMNS: Columns = MappingProxyType({})
 
 
-def combine_rewards(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Reward:
+def combine_rewards(
+    rewards: Sequence[Reward], weights: Sequence[float] | None, *, allow_nonfinite: bool = False
+) -> Reward:
     """Return the weighted sum of several rewards; the numbers of each are checked.
 
     Args:
         rewards: one or more reward functions.
         weights: a weight for each; None: 1.
+        allow_nonfinite: see `compute_rewards`.
 
     Raises:
         WhenceError: there is no reward, or another number of weights.
@@ -52,14 +55,19 @@ def combine_rewards(rewards: Sequence[Reward], weights: Sequence[float] | None) 
     def sum_rewards(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Sequence[float]:
         total = torch.zeros(len(responses), dtype=torch.float64)
         for reward, factor in zip(rewards, factors, strict=True):
-            total += factor * compute_rewards(reward, prompts, responses, columns)
+            total += factor * compute_rewards(reward, prompts, responses, columns, allow_nonfinite=allow_nonfinite)
         return total.tolist()
 
     return sum_rewards
 
 
 def compute_rewards(
-    reward: Reward, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NO_COLUMNS
+    reward: Reward,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    columns: Columns = NO_COLUMNS,
+    *,
+    allow_nonfinite: bool = False,
 ) -> Float[Tensor, " n"]:
     """Return a reward's numbers, (n,) float64.
 
@@ -68,10 +76,12 @@ def compute_rewards(
         prompts: the prompts' texts.
         responses: a response to each.
         columns: further columns of the prompts' data set.
+        allow_nonfinite: return numbers that are not finite, too.
 
     Raises:
+        NonFinite: the reward returns a number that is not finite; `record_ids` holds the responses' positions.
         WhenceError: the reward raises an error, asks for a column that does not exist, or returns another number of
-            values than there are responses, or one that is not finite.
+            values than there are responses.
     """
     arguments, name = {name: columns[name] for name in find_columns(reward, columns)}, _reward_name(reward)
     try:
@@ -86,12 +96,14 @@ def compute_rewards(
     rewards = torch.as_tensor(numbers, dtype=torch.float64).reshape(-1)
     if len(rewards) != len(responses):
         raise WhenceError(f"The reward {name} returned {len(rewards)} numbers for {len(responses)} responses.")
-    if not torch.isfinite(rewards).all():
-        row = int((~torch.isfinite(rewards)).nonzero()[0])
+    broken = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
+    if broken and not allow_nonfinite:
+        row = broken[0]
         value = "NaN" if math.isnan(rewards[row]) else str(float(rewards[row]))
-        raise WhenceError(
+        raise NonFinite(
             f"The reward {name} is {value} for response {row}, {responses[row][:80]!r}; a finite number is needed: "
-            "check how it treats empty or malformed responses."
+            "check how it treats empty or malformed responses.",
+            record_ids=broken,
         )
     return rewards
 

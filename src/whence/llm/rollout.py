@@ -1,13 +1,14 @@
 """One rollout of a language model: responses, their rewards, and the advantages of their tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from whence.errors import NonFinite
 from whence.guards import eval_mode
 from whence.llm import losses
 from whence.llm.config import PPOConfig
@@ -31,6 +32,8 @@ class Rollout:
         rewards: (n,) float64 values of the reward functions, before any penalty.
         divergence: (n,) divergence of each response from the start model, in nats, by the estimate that penalises it.
         entropy: the policy's entropy per response token, in nats: minus the mean log-prob of the drawn tokens.
+        faults: for each row, which number of it is not finite, or None; empty: all are. Such a row is among `rows`
+            without its response tokens.
     """
 
     responses: Responses
@@ -38,6 +41,17 @@ class Rollout:
     rewards: Float[Tensor, " n"]
     divergence: Float[Tensor, " n"]
     entropy: float
+    faults: Sequence[str | None] = ()
+
+    @property
+    def finite(self) -> Bool[Tensor, " n"]:
+        """Which rows have finite numbers only."""
+        return torch.tensor([fault is None for fault in self.faults or [None] * len(self.rows)])
+
+    @property
+    def finite_rows(self) -> RecordBatch:
+        """The rows with finite numbers only."""
+        return self.rows.take(self.finite) if any(self.faults) else self.rows
 
 
 def make_rollout(
@@ -50,6 +64,8 @@ def make_rollout(
     first_id: int = 0,
     processes: Processes = ONE,
     columns: Columns = NO_COLUMNS,
+    *,
+    allow_nonfinite: bool = False,
 ) -> Rollout:
     """Return responses with rewards, advantages and returns; the model is left in its mode.
 
@@ -66,14 +82,23 @@ def make_rollout(
         first_id: record id of the first row.
         processes: the processes; each evaluates a part of the responses, and gets all of them.
         columns: further columns of the prompts' data set, for rewards with arguments of these names.
+        allow_nonfinite: mark rows with a number that is not finite, instead of raising; they have no part in the
+            whitening of rewards and advantages.
 
     Raises:
-        WhenceError: the reward fails, is not finite, or does not return one number for each response.
+        NonFinite: a row's reward, log-prob or value is not finite; `record_ids` holds the rows' ids.
+        WhenceError: the reward fails, or does not return one number for each response.
     """
     mask = responses.response_mask
     part = processes.part(len(mask))
     local_columns = {name: column[part] for name, column in columns.items()}
-    rewards = compute_rewards(reward, responses.prompts[part], responses.texts[part], local_columns)
+    try:
+        rewards = compute_rewards(
+            reward, responses.prompts[part], responses.texts[part], local_columns, allow_nonfinite=allow_nonfinite
+        )
+    except NonFinite as error:
+        ids = [first_id + (part.start or 0) + row for row in error.record_ids]
+        raise NonFinite(f"{error} It is record {ids[0]}.", record_ids=ids) from error
     if processes.number > 1:
         rewards = processes.gather(rewards.to(mask.device), len(mask)).cpu()
     scores = rewards.clone()
@@ -83,6 +108,12 @@ def make_rollout(
     with reference.activate(model) as start_model:
         ref_log_probs = evaluate_responses(start_model, responses, config, processes).log_prob
     assert outputs.value is not None
+    columns_of_rows = {"reward": scores.to(mask.device)[:, None], "log-prob": outputs.log_prob, "value": outputs.value}
+    faults = _find_faults(columns_of_rows | {"log-prob of the start model": ref_log_probs}, mask)
+    if any(faults):
+        if not allow_nonfinite:
+            _refuse(faults, first_id)
+        mask = mask & torch.tensor([fault is None for fault in faults], device=mask.device)[:, None]
     penalty = losses.divergence(outputs.log_prob, ref_log_probs, config.kl_penalty)  # type: ignore[arg-type]
     token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
     if config.whiten_rewards:
@@ -105,6 +136,29 @@ def make_rollout(
         rewards,
         torch.where(mask, penalty, 0.0).sum(dim=1).cpu(),
         -float(token_log_probs.mean()) if len(token_log_probs) else 0.0,
+        tuple(faults) if any(faults) else (),
+    )
+
+
+def _find_faults(columns: Mapping[str, Float[Tensor, "n ..."]], mask: Bool[Tensor, "n R"]) -> list[str | None]:
+    """Return, for each row, the first column with a number that is not finite at a response token, or None."""
+    faults: list[str | None] = [None] * len(mask)
+    for name, column in columns.items():
+        broken = ~torch.isfinite(column)
+        if column.shape[1:] == mask.shape[1:] and name != "reward":
+            broken &= mask
+        for row in broken.any(dim=1).nonzero().flatten().tolist():
+            faults[row] = faults[row] or name
+    return faults
+
+
+def _refuse(faults: Sequence[str | None], first_id: int) -> None:
+    rows = [row for row, fault in enumerate(faults) if fault is not None]
+    raise NonFinite(
+        f"The {faults[rows[0]]} of record {first_id + rows[0]} is not finite, nor are numbers of {len(rows) - 1} other "
+        f"of {len(faults)} rows. The model has diverged, or computes in a precision that overflows: lower the learning "
+        "rate, or load it in bfloat16 or float32.",
+        record_ids=[first_id + row for row in rows],
     )
 
 

@@ -1,6 +1,7 @@
 """The optimisation of a round: clipped losses on the selected rows."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +19,10 @@ from whence.selection import Selection
 
 MEANS = ("train/policy_gradient_loss", "train/value_loss", "train/approx_kl", "train/clip_fraction")
 """Metrics of a round's steps, by SB3's names: means over the steps."""
+
+
+AllowsStep: TypeAlias = Callable[[Int[Tensor, " b"], Sequence[float]], bool]
+"""`allows_step(positions, losses)`: whether to step on the gradient of rows, whose policy and value losses it gets."""
 
 
 def make_optimizer(model: WithValueHead, config: PPOConfig) -> torch.optim.Adam:
@@ -39,6 +44,7 @@ def optimise(
     generator: torch.Generator,
     accelerator: Accelerator,
     processes: Processes,
+    allows_step: AllowsStep | None = None,
 ) -> dict[str, float | None]:
     """Train on the selected rows and return `MEANS`, each None if no step was taken.
 
@@ -54,6 +60,7 @@ def optimise(
         generator: draws the order of rows; in the same state in every process.
         accelerator: the accelerator of Accelerate.
         processes: the processes; each takes a part of every step's rows.
+        allows_step: called before each step; a step that it refuses is left out. None: every step is taken.
     """
     step_means, view = [], language_view(model, temperature=config.temperature)
     model.train()
@@ -67,8 +74,12 @@ def optimise(
         selected = order[selection.keep[order]]
         for step_rows in selected.split(size) if len(selected) else ():
             part = step_rows[processes.part(len(step_rows))]
-            step_means.append(_accumulate_gradient(view, rows, part, step_rows, selection.weights, config, accelerator))
+            means = _accumulate_gradient(view, rows, part, step_rows, selection.weights, config, accelerator)
             processes.sum_gradients(parameter for parameter in model.parameters() if parameter.requires_grad)
+            if allows_step is not None and not allows_step(step_rows, means[:2].tolist()):
+                optimizer.zero_grad()
+                continue
+            step_means.append(means)
             if config.max_grad_norm is not None:
                 accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             optimizer.step()

@@ -25,13 +25,14 @@ from whence.errors import NonFinite, WhenceError, suggest
 from whence.influence import Influence
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import ONE, Processes
-from whence.llm.scoring import split_work
+from whence.llm.scoring import score, split_work
 from whence.llm.targets import split_mean
 from whence.llm.view import language_view
 from whence.objectives import Objective, as_objective
 from whence.policies import Outputs, Params, PolicyView
 from whence.records import RecordBatch
 from whence.selection import SelectionRule
+from whence.stopwatch import time_stage
 from whence.targets import Target
 
 log = logging.getLogger("whence")
@@ -273,6 +274,63 @@ def score_tokens_of_round(
         "and backwards disagree. Load it with attn_implementation='eager'."
     )
     return None
+
+
+def score_rows_and_tokens(
+    model: Any,
+    rows: RecordBatch,
+    *,
+    target: Target,
+    objective: Objective,
+    temperature: float,
+    engine: str,
+    memory: int | None,
+    chunk_size: int,
+    processes: Processes,
+    token_parts: bool,
+    seconds: dict[str, dict[str, float]],
+) -> tuple[Influence, Float[Tensor, "n R"] | None]:
+    """Return the scores of a round's rows, and the tokens' parts of them, or None.
+
+    Args:
+        model: see `score`, as the others.
+        rows: all rows of the rollout, in every process.
+        target: the target.
+        objective: the objective.
+        temperature: the temperature.
+        engine: see `score`.
+        memory: see `score`.
+        chunk_size: see `score`.
+        processes: the processes.
+        token_parts: whether to compute parts.
+        seconds: gets the seconds that the parts take.
+    """
+    influence = score(
+        model,
+        rows,
+        target=target,
+        objective=objective,
+        temperature=temperature,
+        engine=engine,
+        memory=memory,
+        chunk_size=chunk_size,
+        processes=processes,
+    )
+    if not token_parts:
+        return influence, None
+    with time_stage(seconds, "token_parts"):
+        parts = score_tokens_of_round(
+            model,
+            rows,
+            influence,
+            target=target,
+            objective=objective,
+            temperature=temperature,
+            memory=memory,
+            chunk_size=chunk_size,
+            processes=processes,
+        )
+    return influence, parts
 
 
 def sums_agree(parts: Float[Tensor, "n R"], scores: Float[Tensor, " n"]) -> bool:

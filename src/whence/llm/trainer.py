@@ -22,18 +22,21 @@ from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, Responses, check_tokenizer, context_length, generate
 from whence.llm.kl_controller import KLController
 from whence.llm.model import Reference, WithValueHead, disable_dropout
+from whence.llm.nonfinite import RowChoice, RowGuard
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes
 from whence.llm.prompts import NO_PROMPTS, Prompts, read_prompts
 from whence.llm.rewards import Reward, combine_rewards
 from whence.llm.rollout import Rollout, make_rollout
-from whence.llm.scoring import check_held_out, held_out_target, score
+from whence.llm.scoring import check_held_out, held_out_target
 from whence.llm.steps import make_optimizer, optimise
 from whence.llm.tables import make_metrics_row, make_response_table
 from whence.llm.targets import SequenceReturn
-from whence.llm.token_scores import check_token_parts, score_tokens_of_round
+from whence.llm.token_scores import check_token_parts, score_rows_and_tokens
 from whence.llm.training_run import TrainingRun
+from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
+from whence.records import RecordBatch
 from whence.runs import strip_addresses
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import time_stage
@@ -83,6 +86,9 @@ class PPOTrainer:
             shows the answers of the start model and of the trained one. None: none.
         about: a further description of the run for the run directory, in JSON types.
         on_rollout: called after every round.
+        on_nonfinite: what becomes of a number that is NaN or infinite. "stop" raises `NonFinite`, which names round,
+            record and parameter, before a step is taken on it, and saves the minibatch. "drop" leaves out its row, and
+            a step whose gradient is not finite, and warns; it stops if no row or no step of a round is left.
 
     Raises:
         WhenceError: the tokenizer has no pad token, a prompt does not fit, or a rule, target or reward is invalid.
@@ -109,13 +115,15 @@ class PPOTrainer:
         sample_prompts: Sequence[Prompt] | Any | None = None,
         about: Mapping[str, Any] | None = None,
         on_rollout: OnRollout | None = None,
+        on_nonfinite: OnNonFinite = "stop",
     ) -> None:
         check_tokenizer(tokenizer)
         if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
             raise WhenceError(f"rule is {rule!r}; pass an instance, such as IPPO(), or None to train on every row.")
         self.config, self.tokenizer, self.evaluate, self.on_rollout = config, tokenizer, evaluate, on_rollout
         rewards = [reward] if callable(reward) else list(reward)
-        self.reward, self._rewards = combine_rewards(rewards, reward_weights), rewards
+        self.reward = combine_rewards(rewards, reward_weights, allow_nonfinite=on_nonfinite == "drop")
+        self._rewards = rewards
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
@@ -124,9 +132,7 @@ class PPOTrainer:
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         self.processes = Processes(self.accelerator)
         self.processes.check_batch(config.batch_size)
-        self._run = TrainingRun(
-            config.output_dir, self.processes, save_every=config.save_every, keep=config.keep_checkpoints
-        )
+        self._run = TrainingRun(config.output_dir, self.processes, config.save_every, config.keep_checkpoints)
         # All processes draw the same numbers while the model is made; later each has a seed of its own.
         set_seed(config.seed)
         self.model = model if isinstance(model, WithValueHead) else WithValueHead(model)
@@ -150,6 +156,7 @@ class PPOTrainer:
         self.processes.broadcast_model(self.model)
         self.reference = Reference(self.model)
         self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
+        self._numbers = RowGuard(on_nonfinite, self.model, self.optimizer.optimizer, config, self.processes)
         self.kl = KLController(config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon)
         self.metrics: list[dict[str, Any]] = []
         self._kinds_of_advice: set[str] = set()
@@ -178,11 +185,7 @@ class PPOTrainer:
         """
         config = self.config
         checkpoint = self._run.begin(
-            self._describe(),
-            self.model,
-            rounds=config.rounds,
-            overwrite=overwrite,
-            trained=self._has_begun,
+            self._describe(), self.model, rounds=config.rounds, overwrite=overwrite, trained=self._has_begun
         )
         self._has_begun = True
         try:
@@ -218,37 +221,11 @@ class PPOTrainer:
         prompts = self._draw_prompts()
         with time_stage(seconds, "generation"), self.accelerator.autocast():
             responses = self._generate(prompts)
-        with time_stage(seconds, "forward"), self.accelerator.autocast():
+        with time_stage(seconds, "forward"), self.accelerator.autocast(), self._numbers.name_round(number):
             rollout = self._make_rollout(responses, prompts, (number - 1) * config.batch_size)
         with time_stage(seconds, "scoring"):
-            influence, parts = None, None
-            if self.rule.needs_influence:
-                target = self._target_of_round(number, seconds)
-                influence = score(
-                    self.model,
-                    rollout.rows,
-                    target=target,
-                    objective=self.objective,
-                    temperature=config.temperature,
-                    engine=self.engine,
-                    memory=self.memory,
-                    chunk_size=config.mini_batch_size,
-                    processes=self.processes,
-                )
-                if self.token_parts:
-                    with time_stage(seconds, "token_parts"):
-                        parts = score_tokens_of_round(
-                            self.model,
-                            rollout.rows,
-                            influence,
-                            target=target,
-                            objective=self.objective,
-                            temperature=config.temperature,
-                            memory=self.memory,
-                            chunk_size=config.mini_batch_size,
-                            processes=self.processes,
-                        )
-            selection = self.rule.select(rollout.rows, influence, Progress(number, 1 - (number - 1) / config.rounds))
+            rollout, choice = self._numbers.choose(rollout, lambda rows: self._choose(rows, number, seconds))
+            influence, parts, selection = choice.influence, choice.parts, choice.selection
         with time_stage(seconds, "optimisation"):
             means = optimise(
                 self.model,
@@ -259,7 +236,9 @@ class PPOTrainer:
                 generator=self._generator,
                 accelerator=self.accelerator,
                 processes=self.processes,
+                allows_step=lambda rows, losses: self._numbers.check_step(rollout.rows, rows, losses),
             )
+            means |= self._numbers.check_model(rollout.rows)
         row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.coefficient, **means}
         self.kl.update(row["kl"], len(rollout.rows))
         self.metrics.append(row)
@@ -267,6 +246,26 @@ class PPOTrainer:
         if config.eval_every and (number % config.eval_every == 0 or number == config.rounds):
             self._evaluate(number)
         return row
+
+    def _choose(self, rows: RecordBatch, number: int, seconds: dict[str, dict[str, float]]) -> RowChoice:
+        """Score rows, and select among them."""
+        influence, parts = None, None
+        if self.rule.needs_influence:
+            influence, parts = score_rows_and_tokens(
+                self.model,
+                rows,
+                target=self._target_of_round(number, seconds),
+                objective=self.objective,
+                temperature=self.config.temperature,
+                engine=self.engine,
+                memory=self.memory,
+                chunk_size=self.config.mini_batch_size,
+                processes=self.processes,
+                token_parts=self.token_parts,
+                seconds=seconds,
+            )
+        selection = self.rule.select(rows, influence, Progress(number, 1 - (number - 1) / self.config.rounds))
+        return RowChoice(influence, parts, selection)
 
     def _draw_prompts(self) -> Prompts:
         """Draw prompts without replacement; when all have been drawn, start again with all of them."""
@@ -290,6 +289,7 @@ class PPOTrainer:
             first_id,
             self.processes,
             prompts.columns,
+            allow_nonfinite=self._numbers.drops,
         )
 
     def _target_of_round(self, number: int, seconds: dict[str, dict[str, float]]) -> Target:
@@ -299,7 +299,7 @@ class PPOTrainer:
         with time_stage(seconds, "held_out"), preserve_rng_state(), self.accelerator.autocast():
             set_seed(self._derive_seed(number))
             rollout = self._make_rollout(self._generate(self.held_out), self.held_out, 0)
-            return held_out_target(self.target, rollout.rows)
+            return held_out_target(self.target, rollout.finite_rows)
 
     def _report_round(
         self,
@@ -352,6 +352,7 @@ class PPOTrainer:
             "held_out": 0 if self.held_out is None else len(self.held_out),
             "objective": strip_addresses(repr(self.objective)),
             "engine": self.engine,
+            **({"on_nonfinite": "drop"} if self._numbers.drops else {}),
             "processes": self.processes.number,
             "device": str(self.accelerator.device),
             "rounds": self.config.rounds,

@@ -40,7 +40,7 @@ class TrainingRun:
         WhenceError: `save_every` is not what it should be.
     """
 
-    def __init__(self, folder: str | Path, processes: Processes, *, save_every: int | None, keep: int) -> None:
+    def __init__(self, folder: str | Path, processes: Processes, save_every: int | None, keep: int) -> None:
         self._folder, self._processes, self._keep = Path(folder), processes, keep
         self._clock = CheckpointClock(save_every)
         self.directory: RunDirectory | None = None

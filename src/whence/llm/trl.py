@@ -26,8 +26,10 @@ from whence.llm.scoring import score
 from whence.llm.targets import SequenceReturn
 from whence.llm.token_scores import check_token_parts, score_tokens_of_round
 from whence.llm.trl_checkpoints import read_progress
+from whence.llm.trl_nonfinite import BatchGuard
 from whence.llm.trl_run import RunWriter
 from whence.llm.trl_settings import TOKEN_LOSSES, check_selectable
+from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
@@ -59,10 +61,12 @@ class _SelectingTrainer:
         run: str | Path | None = None,
         about: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        on_nonfinite: OnNonFinite = "stop",
         **kwargs: Any,
     ) -> None:
         if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
             raise WhenceError(f"rule is {rule!r}; pass an instance, such as NonPositive(), or None to keep everything.")
+        self._numbers = BatchGuard(on_nonfinite, run)
         super().__init__(*args, **kwargs)
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
@@ -79,9 +83,10 @@ class _SelectingTrainer:
             self.add_callback(self._run)  # type: ignore[attr-defined]
         self._epochs_before = 0
         self.seconds: dict[str, dict[str, float]] = {}
-        if type(self.rule) is not KeepAll or run is not None:
+        drops = on_nonfinite == "drop"
+        if type(self.rule) is not KeepAll or run is not None or drops:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
-        if type(self.rule) is not KeepAll:
+        if type(self.rule) is not KeepAll or drops:
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +121,8 @@ class _SelectingTrainer:
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
         with self._time_stage("generation", within="optimisation"):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        if type(self.rule) is not KeepAll:
+        self.selection = None
+        if type(self.rule) is not KeepAll or self._numbers.infinite is not None:
             with self._time_stage("scoring", within="optimisation"):
                 output = self._score_and_select(output)
         elif self._run is not None:
@@ -124,6 +130,14 @@ class _SelectingTrainer:
         if self._run is not None:
             self._run.note_batch()
         return output
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        """Return TRL's rewards of each function, (n, functions), without infinite ones; in evaluation unchanged."""
+        rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # type: ignore[misc]
+        if not self.model.training:  # type: ignore[attr-defined]
+            return rewards
+        names: Any = self.reward_func_names  # type: ignore[attr-defined]
+        return self._numbers.check_rewards(rewards, names, self._batches_done + 1, completions)
 
     def _score_and_select(self, output: dict[str, Any]) -> dict[str, Any]:
         with preserve_rng_state():
@@ -134,7 +148,7 @@ class _SelectingTrainer:
                     self.influence_parts = self._score_tokens(rows, self.influence)
         steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
         progress = Progress(self._batches_done + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
-        self.selection = self.rule.select(rows, self.influence, progress)
+        self.selection = self._numbers.drop_infinite(self.rule.select(rows, self.influence, progress))
         self._log_selection(self.selection, self.influence)
         return self._apply_selection(output, self.selection)
 
@@ -234,6 +248,7 @@ class _SelectingTrainer:
         return getattr(self, "loss_type", None) not in TOKEN_LOSSES
 
     def _compute_loss(self, model: Any, inputs: Any) -> Float[Tensor, ""]:
+        self._minibatch: Mapping[str, Any] = inputs
         loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
         return loss * inputs[_SCALE][0] if _SCALE in inputs else loss
 
@@ -241,10 +256,20 @@ class _SelectingTrainer:
         """Take TRL's step; if the whole batch was dropped, remove the gradients, so that no parameter moves."""
         with self._time_stage("optimisation"):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            self._check_gradient(model, loss)
         if self.selection is not None and not self.selection.keep.any():
             for parameter in model.parameters():
                 parameter.grad = None
         return loss
+
+    def _check_gradient(self, model: Any, loss: Tensor) -> None:
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        if accelerator.scaler is not None:  # scaled gradients overflow as a rule, and the scaler leaves out the step
+            return
+        optimizer: Any = self.optimizer  # type: ignore[attr-defined]
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        unwrapped = accelerator.unwrap_model(model)
+        self._numbers.check_gradient(unwrapped, optimizer, loss, self._minibatch, self._batches_done + 1)
 
     @contextmanager
     def _time_stage(self, stage: str, within: str | None = None) -> Iterator[None]:
@@ -303,6 +328,10 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         about: a further description of the run for the directory, in JSON types.
         overwrite: with `run`, delete the rounds in the directory that come after the start of this training. Without it
             a directory with more finished rounds is refused.
+        on_nonfinite: what becomes of a reward that is infinite, and of a loss or gradient that is NaN or infinite.
+            "stop" raises `NonFinite`; with `run`, the minibatch of a gradient is saved. "drop" leaves out the
+            completion, or the gradient, and warns. A reward that is NaN or None means, as in TRL, that the function
+            does not apply.
         **kwargs: arguments of GRPOTrainer.
 
     Attributes:

@@ -1,7 +1,7 @@
 """SB3's rollout buffer: read as records, and restricted to the selected ones while `train()` runs."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -121,6 +121,16 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
         ongoing: the episodes that were ongoing when the rollout began; None: unknown.
 
     Raises:
+        InvalidRecords: the buffer is not full, `train()` has flattened it, or a number is not finite.
+    """
+    columns, ongoing = read_columns(model, buffer, ongoing)
+    return RecordBatch(**columns), ongoing
+
+
+def read_columns(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = None) -> tuple[dict[str, Any], Ongoing]:
+    """Return the columns of a full buffer's records, by the names of `RecordBatch`; see `read_buffer`.
+
+    Raises:
         InvalidRecords: the buffer is not full, or `train()` has flattened it.
     """
     if not buffer.full:
@@ -148,24 +158,24 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
             observations = observations.reshape(-1)
     masks = getattr(buffer, "action_masks", None)
     episode_ids, positions, ongoing = number_episodes(buffer.episode_starts.astype(bool), ongoing)
-    records = RecordBatch(
-        observations=observations,
-        actions=actions,
-        log_probs=_flatten(buffer.log_probs),
-        values=_flatten(buffer.values),
-        advantages=_flatten(buffer.advantages),
-        returns=_flatten(buffer.returns),
-        rewards=_flatten(buffer.rewards),
-        episode_starts=episode_starts,
-        record_ids=first + _flatten(np.arange(steps * envs).reshape(steps, envs)),
-        env_index=torch.arange(envs).repeat_interleave(steps),
-        episode_ids=_flatten(episode_ids),
-        steps=_flatten(positions),
-        action_masks=None if masks is None else _flatten(masks),
-        gamma=buffer.gamma,
-        gae_lambda=buffer.gae_lambda,
-    )
-    return records, ongoing
+    columns = {
+        "observations": observations,
+        "actions": actions,
+        "log_probs": _flatten(buffer.log_probs),
+        "values": _flatten(buffer.values),
+        "advantages": _flatten(buffer.advantages),
+        "returns": _flatten(buffer.returns),
+        "rewards": _flatten(buffer.rewards),
+        "episode_starts": episode_starts,
+        "record_ids": first + _flatten(np.arange(steps * envs).reshape(steps, envs)),
+        "env_index": torch.arange(envs).repeat_interleave(steps),
+        "episode_ids": _flatten(episode_ids),
+        "steps": _flatten(positions),
+        "action_masks": None if masks is None else _flatten(masks),
+        "gamma": buffer.gamma,
+        "gae_lambda": buffer.gae_lambda,
+    }
+    return columns, ongoing
 
 
 def _flatten(array: NDArray[Any]) -> Tensor:
@@ -224,12 +234,22 @@ def select_from(
 
 def _draw_order(buffer: RolloutBuffer, sb3_get: Any) -> NDArray[np.int64]:
     """Draw the permutation that the buffer's own `get` draws; it flattens the arrays."""
-    buffer._get_samples = lambda indices, env=None: indices  # type: ignore[method-assign,assignment,return-value]
-    try:
+    with replace_samples(buffer, lambda indices, env=None: indices):
         (order,) = sb3_get(batch_size=None)
+    return order  # type: ignore[no-any-return]
+
+
+@contextmanager
+def replace_samples(buffer: RolloutBuffer, get_samples: Callable[..., Any]) -> Iterator[None]:
+    """Let `buffer._get_samples` be another function inside; replacements may be nested."""
+    before = vars(buffer).get("_get_samples")
+    buffer._get_samples = get_samples  # type: ignore[method-assign]
+    try:
+        yield
     finally:
         del buffer._get_samples  # the instance's, so that the class's is in effect again
-    return order  # type: ignore[no-any-return]
+        if before is not None:
+            buffer._get_samples = before  # type: ignore[method-assign]
 
 
 def cut_minibatches(order: NDArray[np.int64], batch_size: int, *, last: Last, join: bool) -> list[NDArray[np.int64]]:

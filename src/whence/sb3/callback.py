@@ -15,16 +15,18 @@ from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
 from whence.folds import FOLDS, check_folds, usable_folds
 from whence.influence import Influence
+from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory, strip_addresses
-from whence.sb3.buffer import Last, check_last, check_model, read_buffer, select_from
+from whence.sb3.buffer import Last, check_last, check_model, select_from
 from whence.sb3.episodes import Ongoing
 from whence.sb3.moment_log import check_can_draw, log_moments
+from whence.sb3.nonfinite import NumberGuard
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups, check_recordings
-from whence.sb3.results import Choice, RoundResult
+from whence.sb3.results import Choice, RoundResult, check_selection
 from whence.sb3.train_hook import cancel_hook, wrap_next_train
 from whence.sb3.training_run import TrainingRun
 from whence.selection import Progress, Selection, SelectionRule
@@ -70,10 +72,15 @@ class InfluenceCallback(BaseCallback):
         strict: raise if a round keeps fewer than two records.
         log_images: the logger also gets a picture of the scores, `influence/scores`, and a table of the most harmful
             moments, `influence/moments`: TensorBoard shows both, and W&B with `sync_tensorboard=True`.
+        on_nonfinite: what becomes of a number that is NaN or infinite. "stop" raises `NonFinite`, which names round,
+            record and parameter, before a step is taken on it; with `run`, the minibatch is saved, see
+            `load_nonfinite`. "drop" leaves out its record and a step whose gradient is not finite, and warns; it stops
+            if the policy itself has diverged, or VecNormalize's statistics are spoilt.
         verbose: 1 prints a line a round.
 
     Raises:
         WhenceError: an argument is not what it should be.
+        NonFinite: raised by `learn()`; see `on_nonfinite`.
         Unsupported: raised by `learn()` for a model that whence cannot score, before anything is trained.
     """
 
@@ -93,6 +100,7 @@ class InfluenceCallback(BaseCallback):
         last: Last = "keep",
         strict: bool = False,
         log_images: bool = False,
+        on_nonfinite: OnNonFinite = "stop",
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
@@ -122,6 +130,7 @@ class InfluenceCallback(BaseCallback):
         self._ongoing: Ongoing | None = None
         self._last_timestep = 0
         self._checkpoint: Checkpoint | None = None
+        self._numbers = NumberGuard(on_nonfinite)
 
     def check_model(self) -> None:
         """Refuse a model that cannot be trained in this way; called when `learn()` begins.
@@ -168,7 +177,7 @@ class InfluenceCallback(BaseCallback):
         """
         progress = Progress(self.next_round, max(0.0, self.progress_remaining))
         selection = self.rule.select(records, influence, progress)
-        _check_selection(selection, records, f"{self.rule!r}.select()")
+        check_selection(selection, records, f"{self.rule!r}.select()")
         return selection
 
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
@@ -196,6 +205,7 @@ class InfluenceCallback(BaseCallback):
             "objective": "the model's" if self.objective is None else strip_addresses(repr(self.objective)),
             "engine": self.engine,
             "last": self.last,
+            **({} if self._numbers.on_nonfinite == "stop" else {"on_nonfinite": self._numbers.on_nonfinite}),
         }
 
     @property
@@ -258,30 +268,32 @@ class InfluenceCallback(BaseCallback):
 
     def _on_rollout_start(self) -> None:
         self._collection_clock = Stopwatch()
+        self._numbers.start_round(self.model, self.next_round, None if self._run is None else self._run.directory.path)
 
     def _on_step(self) -> bool:
         if self._run is not None:
             actions = self.locals.get("clipped_actions", self.locals["actions"])  # a MaskablePPO clips none
             self._run.tracker.step(actions, self.locals["dones"], self.locals["infos"])
+        self._numbers.check_step(self.locals, self._ongoing)
         return True
 
     def _on_rollout_end(self) -> None:
         seconds = {"collection": self._collection_clock.seconds()}
         scoring_clock = Stopwatch()
-        records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
+        records, self._ongoing = self._numbers.read(self._ongoing)
         self._last_timestep = self.model.num_timesteps
-        choice = self.choose(records)
-        _check_selection(choice.selection, records, f"{type(self).__name__}.choose()")
+        records, choice = self._numbers.choose(records, self.choose)
+        check_selection(choice.selection, records, f"{type(self).__name__}.choose()")
         seconds["scoring"] = scoring_clock.seconds()
         errors_clock = Stopwatch()
         choice = replace(choice, influence=self._estimate_errors(records, choice.influence))
         seconds["errors"] = errors_clock.seconds()  # no part of the selection, so no part of its time
         self._rounds_done += 1
-        self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
+        self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection, self._numbers.dropped)
         self._count_skipped(self.round)
         metrics = {
             "round": self.round.number,
-            "timestep": int(records.ids.max()) + 1,
+            "timestep": self.model.num_timesteps,
             **summarise_selection(choice.selection, choice.influence),
             "episode_return": self._episode_return(),
         }
@@ -293,7 +305,7 @@ class InfluenceCallback(BaseCallback):
             log_moments(self.logger, table, self.round.number)
         if self._run is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
-            self._run.write_round(self.round.number, table, self.model)
+            self._run.write_round(self.round.number, self._numbers.add_dropped(table), self.model)
         wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
@@ -333,7 +345,8 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         self.optimisation_clock = Stopwatch()
         if not metrics["skipped"]:
-            self.train_selected(train, self.round.selection)
+            with self._numbers.watch_training(self.round.records):
+                self.train_selected(train, self.round.selection)
         self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
 
     def _on_training_end(self) -> None:
@@ -362,7 +375,7 @@ class InfluenceCallback(BaseCallback):
         train_metrics = {name: float(value) for name, value in logged.items() if name.startswith("train/")}
         if metrics["skipped"]:
             train_metrics = {}  # the logger still holds an earlier round's
-        self.metrics.append({**metrics, **train_metrics})
+        self.metrics.append({**metrics, **self._numbers.metrics, **train_metrics})
         self._log_advice()
         if self._run is not None:
             self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())
@@ -370,13 +383,3 @@ class InfluenceCallback(BaseCallback):
     def _log_advice(self) -> None:
         config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}
         log_new_advice(self.metrics, config, self._kinds_of_advice)
-
-
-def _check_selection(selection: object, records: RecordBatch, source: str) -> None:
-    """Refuse what is no selection with one entry per record; `source` names the call that returned it."""
-    if not isinstance(selection, Selection) or len(selection.keep) != len(records):
-        received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
-        raise WhenceError(
-            f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
-            "whence.Selection with one entry per record."
-        )

@@ -66,20 +66,21 @@ def read_environments(env: VecEnv, tracker: ResetTracker) -> dict[str, Any]:
     }
 
 
-def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[str, Any]) -> str | None:
+def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[str, Any], *, masked: bool) -> str | None:
     """Bring environments to where `read_environments` found them: each plays its ongoing episode again.
 
     Args:
         env: environments made as those were, after `ResetTracker.wrap`.
         tracker: their tracker.
         content: what `read_environments` returned.
+        masked: whether the policy asks for the masks of actions before each step.
 
     Returns:
         None; or why an episode did not come out the same, and the environments are to be reset.
     """
     base = env.unwrapped
     for index, noted in enumerate(content["episodes"]):
-        if failure := _play_ongoing_episode(base, index, noted):
+        if failure := _play_ongoing_episode(base, index, noted, masked=masked):
             return f"environment {index}: {failure}"
     for single, chain in zip(_single_envs(env), content["wrappers"], strict=True):
         for wrapper, attributes in zip(_iterate_wrappers(single), chain, strict=True):
@@ -96,7 +97,7 @@ def restore_vec_wrappers(env: VecEnv, content: Mapping[str, Any]) -> None:
         load_attributes(vec_wrapper, attributes)
 
 
-def _play_ongoing_episode(base: VecEnv, index: int, noted: Mapping[str, Any]) -> str | None:
+def _play_ongoing_episode(base: VecEnv, index: int, noted: Mapping[str, Any], *, masked: bool) -> str | None:
     """Play an environment's ongoing episode up to the present step; return what went otherwise, or None."""
     if noted["generator"] is None or noted["digest"] is None:
         return "it is not known how its ongoing episode began"
@@ -108,6 +109,8 @@ def _play_ongoing_episode(base: VecEnv, index: int, noted: Mapping[str, Any]) ->
             base.env_method("set_generator", state, indices=index)
             ((observation, info),) = base.env_method("reset", indices=index)
         for action in noted["actions"]:
+            if masked:  # an environment may draw them
+                base.env_method("action_masks", indices=index)
             ((observation, _, terminated, truncated, info),) = base.env_method("step", action, indices=index)
             if terminated or truncated:
                 return "its ongoing episode ended when it was played again"

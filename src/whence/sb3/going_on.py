@@ -10,6 +10,7 @@ from whence.checkpoints import Checkpoint
 from whence.errors import RunDirectoryError
 from whence.run_config import list_changes
 from whence.runs import RunDirectory
+from whence.sb3.contrib import MaskablePPO
 from whence.sb3.description import library_versions
 from whence.sb3.environments import (
     explain_inexact,
@@ -90,7 +91,9 @@ def restore_training(model: Any, tracker: ResetTracker, run: RunDirectory, check
     content = checkpoint.content
     reason = explain_inexact(model.env)
     if reason is None:
-        reason = restore_environments(model.env, tracker, content["environments"])
+        reason = restore_environments(
+            model.env, tracker, content["environments"], masked=isinstance(model, MaskablePPO)
+        )
     load_model(model, content["model"])  # last, since environments may draw from global generators
     if reason is not None:
         _begin_episodes(model, tracker, content, checkpoint.round)

@@ -47,7 +47,7 @@ class Recorder:
         if self._epoch < 0:
             # Not earlier: train() sets the learning rate, and the progress that schedules read, when it begins.
             self._optimizer = read_optimizer(self._model.policy)
-            self._update = _read_update(self._model)
+            self._update = read_update(self._model)
             self._generator = torch.get_rng_state()
         self._epoch += 1
 
@@ -125,10 +125,10 @@ def check_steps(model: Any) -> None:
     except Unsupported as refused:
         raise Unsupported(f"{refused} To train with this optimiser, take method='snapshot' or 'crossfit'.") from None
     view = as_view(model.policy)
-    check_modes(view, view.parameters(), _current_records(model))
+    check_modes(view, view.parameters(), current_records(model))
 
 
-def _current_records(model: Any) -> RecordBatch:
+def current_records(model: Any) -> RecordBatch:
     """Return a record of the action 0 for each environment's current observation."""
     zeros = torch.zeros(model.n_envs)
     actions = torch.zeros(model.n_envs, *model.action_space.shape)
@@ -157,7 +157,7 @@ def read_optimizer(policy: Any) -> OptimizerState:
     return OptimizerState(type(optimizer).__name__, settings, state)
 
 
-def _read_update(model: Any) -> Update:
+def read_update(model: Any) -> Update:
     """Return how `train()` updates the model in this round, with schedules at the round's progress."""
     progress = model._current_progress_remaining
     ppo = not isinstance(model, A2C)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from whence.errors import WhenceError
 from whence.influence import Influence
 from whence.records import RecordBatch
 from whence.selection import Selection
@@ -17,12 +18,15 @@ class RoundResult:
         records: the rollout.
         influence: the rollout's scores; None if nothing was scored.
         selection: the records that trained.
+        nonfinite: for each record that was dropped because a number of it is not finite, by its id, which number.
+            `records` does not hold these, unless fewer than two others are left.
     """
 
     number: int
     records: RecordBatch
     influence: Influence | None
     selection: Selection
+    nonfinite: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,3 +50,13 @@ class Choice:
     influence: Influence | None
     selection: Selection
     metrics: Mapping[str, float | bool | None] = field(default_factory=dict)
+
+
+def check_selection(selection: object, records: RecordBatch, source: str) -> None:
+    """Refuse what is no selection with one entry per record; `source` names the call that returned it."""
+    if not isinstance(selection, Selection) or len(selection.keep) != len(records):
+        received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
+        raise WhenceError(
+            f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
+            "whence.Selection with one entry per record."
+        )

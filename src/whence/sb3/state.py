@@ -29,7 +29,7 @@ def preserve_model(model: Any) -> Iterator[None]:
     attributes = dict(vars(model))
     tensors, modes = copy_tensors(named_tensors(policy)), {module: module.training for module in policy.modules()}
     gradients = [parameter.grad for parameter in policy.parameters()]
-    restore_optimizer = _remember_optimizer(policy.optimizer)
+    restore_optimizer = remember_optimizer(policy.optimizer)
     for parameter in policy.parameters():
         parameter.grad = None
     model.verbose = 0  # train() would print that it stopped early
@@ -46,7 +46,7 @@ def preserve_model(model: Any) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _remember_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def remember_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return a function that restores an optimiser's present state, in the same objects, which others may hold."""
     groups = [
         (group, {key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups

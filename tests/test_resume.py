@@ -1,0 +1,613 @@
+"""Trainings that are interrupted and go on: to the same bits, or saying why not."""
+
+import json
+import logging
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.wrappers import NormalizeObservation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sb3_contrib import MaskablePPO
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
+
+import toys
+import whence.sb3.round_files
+from whence import IIF, Action, KeepAll, RunDirectory
+from whence.checkpoints import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, read_latest, save_tree
+from whence.errors import RunDirectoryError, WhenceError
+from whence.run_files import WriterLock
+from whence.sb3 import InfluenceCallback, RecordResets, resume
+from whence.sb3.building import build_rule
+from whence.sb3.environments import explain_inexact
+from whence.sb3.reset_tracker import ResetTracker
+
+pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+
+STEPS, ROUNDS = 32, 5
+
+
+class Interrupt(BaseCallback):
+    """Raise KeyboardInterrupt at a time step."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def _on_step(self):
+        if self.num_timesteps >= self.at:
+            raise KeyboardInterrupt
+        return True
+
+
+class Walk(gym.Env):
+    """A walk with noise whose episodes last about as long as two rounds."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = spaces.Box(-1, 1, (3,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.np_random.normal(size=3)
+        return self.place.astype(np.float32), {}
+
+    def step(self, action):
+        self.place = self.place + 0.1 * action + 0.1 * self.np_random.normal(size=3)
+        done = bool(self.np_random.random() < 0.5 / STEPS)
+        return self.place.astype(np.float32), -float(np.abs(self.place).sum()), done, False, {"is_success": done}
+
+
+def monitored(make, n=1, seed=3):
+    env = DummyVecEnv([lambda: Monitor(make())] * n)
+    env.seed(seed)
+    return env
+
+
+def gymnasium_env():
+    return gym.wrappers.TimeLimit(Walk(), 40)
+
+
+def small(env, algorithm=PPO, **kwargs):
+    options = {"n_steps": STEPS, "seed": 3, "device": "cpu", "policy_kwargs": {"net_arch": [8]}}
+    if algorithm is not A2C:
+        options |= {"batch_size": 16, "n_epochs": 2}
+    policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
+    return algorithm(policy, env, **options | kwargs)
+
+
+MODELS = {
+    "walk": lambda: small(monitored(Walk)),
+    "normalised": lambda: small(VecNormalize(monitored(gymnasium_env, 3))),
+    "frames": lambda: small(VecFrameStack(monitored(Walk, 2), 3)),
+    "vec monitor": lambda: small(VecMonitor(DummyVecEnv([Walk] * 2))),
+    "a2c": lambda: small(monitored(Walk, 2), A2C),
+    "sgd": lambda: small(monitored(Walk), policy_kwargs={"net_arch": [8], "optimizer_class": torch.optim.SGD}),
+    "gsde": lambda: small(monitored(Walk), use_sde=True, sde_sample_freq=4),
+    "schedule": lambda: small(monitored(Walk), learning_rate=lambda left: 3e-3 * left, clip_range=lambda left: left),
+    "masked": lambda: toys.model(MaskablePPO, seed=3, n_envs=2),
+    "dict": lambda: toys.model(observation="dict", seed=3),
+    "image": lambda: toys.model(observation="image", seed=3),
+    "cart pole": lambda: small(make_vec_env("CartPole-v1", n_envs=2, seed=3)),
+}
+
+
+def total(model):
+    return ROUNDS * model.n_steps * model.n_envs
+
+
+def train(make, path, *, until=None, rule=None, **options):
+    """Train a fresh model with a run directory; interrupted after the share `until` of all steps."""
+    model = make()
+    callbacks = [InfluenceCallback(rule or IIF(0.5), run=path, **{"save_every": 1, **options})]
+    if until is None:
+        model.learn(total(model), callback=callbacks)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            model.learn(total(model), callback=[*callbacks, Interrupt(until * total(model))])
+    return model
+
+
+CLOCKED = {".lock", "timings.parquet"}
+
+
+def contents(path):
+    """The bytes of a run's files whose contents do not depend on clocks."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.name not in CLOCKED]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files if file.parent.name != "checkpoints"}
+
+
+def assert_same_run(path, other):
+    ours, theirs = contents(path), contents(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+def assert_same_model(model, other):
+    for name, tensor in other.policy.state_dict().items():
+        assert torch.equal(model.policy.state_dict()[name], tensor), name
+    ours, theirs = (each.policy.optimizer.state_dict()["state"] for each in (model, other))
+    assert ours.keys() == theirs.keys()
+    for index, state in theirs.items():
+        assert all(
+            torch.equal(torch.as_tensor(ours[index][key]), torch.as_tensor(value)) for key, value in state.items()
+        )
+    assert model.num_timesteps == other.num_timesteps
+    assert [episode["r"] for episode in model.ep_info_buffer] == [episode["r"] for episode in other.ep_info_buffer]
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.WARNING, logger="whence")
+
+
+class TestTheSameScript:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_it_ends_with_the_same_bits(self, tmp_path, name, caplog):
+        whole = train(MODELS[name], tmp_path / "whole")
+        for until in (0.5, 0.9):
+            train(MODELS[name], tmp_path / "parts", until=until)
+        assert list_checkpoints(tmp_path / "parts")[-1] == 4
+        model = train(MODELS[name], tmp_path / "parts")
+        assert_same_model(model, whole)
+        assert_same_run(tmp_path / "parts", tmp_path / "whole")
+        assert "going on after round 4" in caplog.text
+        assert "not as if nothing had happened" not in caplog.text
+        normalised = [each.get_vec_normalize_env() for each in (model, whole)]
+        if normalised[0] is not None:
+            assert [np.array_equal(*(getattr(n.obs_rms, key) for n in normalised)) for key in ("mean", "var")] == [
+                True
+            ] * 2
+
+    def test_generators_are_where_they_were(self, tmp_path):
+        train(MODELS["walk"], tmp_path / "whole")
+        after = torch.rand(3), np.random.random(3)
+        train(MODELS["walk"], tmp_path / "parts", until=0.5)
+        torch.manual_seed(99), np.random.seed(99)
+        train(MODELS["walk"], tmp_path / "parts")
+        assert torch.equal(torch.rand(3), after[0])
+        assert np.array_equal(np.random.random(3), after[1])
+
+    def test_a_rule_with_a_state_of_its_own(self, tmp_path):
+        class Counting(KeepAll):
+            def __init__(self):
+                super().__init__()
+                object.__setattr__(self, "calls", [])
+
+            def select(self, records, influence=None, progress=None):
+                self.calls.append(len(records))
+                return super().select(records, influence, progress)
+
+            def state_dict(self):
+                return {"calls": list(self.calls)}
+
+            def load_state_dict(self, state):
+                self.calls[:] = state["calls"]
+
+        train(MODELS["walk"], tmp_path, until=0.7, rule=Counting())
+        rule = Counting()
+        train(MODELS["walk"], tmp_path, rule=rule)
+        assert rule.calls == [STEPS] * ROUNDS
+
+    def test_a_callback_that_goes_on_has_all_metrics(self, tmp_path):
+        train(MODELS["walk"], tmp_path, until=0.7)
+        model, callback = MODELS["walk"](), InfluenceCallback(IIF(0.5), run=tmp_path)
+        model.learn(total(model), callback=callback)
+        assert [row["round"] for row in callback.metrics] == [1, 2, 3, 4, 5]
+
+    def test_environments_in_processes(self, tmp_path):
+        def make():
+            env = SubprocVecEnv([lambda: RecordResets(gymnasium_env())] * 2, start_method="fork")
+            env.seed(3)
+            return small(env)
+
+        whole = train(make, tmp_path / "whole")
+        whole.env.close()
+        train(make, tmp_path / "parts", until=0.7).env.close()
+        model = train(make, tmp_path / "parts")
+        model.env.close()
+        assert_same_model(model, whole)
+        assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+    def test_killed_in_the_command(self, tmp_path):
+        arguments = ["train", "CartPole-v1", "--rounds", "12", "--n-steps", "128", "--n-epochs", "2", "--seed", "3"]
+        command = [sys.executable, "-m", "whence.cli", *arguments, "--run"]
+        process = subprocess.Popen([*command, tmp_path / "run"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 100
+        while len(list((tmp_path / "run" / "records").glob("*.parquet"))) < 3:
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        killed_after = len(RunDirectory.open(tmp_path / "run").rounds())
+        assert killed_after < 12
+        config = whence.experiments.configure(
+            env="CartPole-v1", arm="iif", seed=3, rounds=12, eval_episodes=0,
+            hyperparameters={"n_steps": 128, "n_epochs": 2},
+        )  # fmt: skip
+        whence.experiments.run(config, tmp_path / "run")
+        whence.experiments.run(config, tmp_path / "whole")
+        assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+class TestFinished:
+    def test_a_finished_run_is_left_alone_and_loaded(self, tmp_path, caplog):
+        whole = train(MODELS["walk"], tmp_path)
+        before = contents(tmp_path)
+        again = train(MODELS["walk"], tmp_path)
+        assert_same_model(again, whole)
+        assert contents(tmp_path) == before
+        assert "finished after 5 rounds: nothing is trained" in caplog.text
+
+    def test_a_longer_run_is_not_overwritten(self, tmp_path):
+        train(MODELS["walk"], tmp_path)
+        before = contents(tmp_path)
+        model = MODELS["walk"]()
+        with pytest.raises(RunDirectoryError, match=r"holds a run of 160 steps, more than the 64 of this learn\(\)"):
+            model.learn(2 * STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path))
+        assert contents(tmp_path) == before
+        model = MODELS["walk"]()
+        model.learn(2 * STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path, overwrite=True))
+        assert RunDirectory.open(tmp_path).rounds() == [1, 2]
+
+    def test_more_steps_go_on_as_one_training(self, tmp_path):
+        whole = MODELS["walk"]()
+        whole.learn(7 * STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path / "whole"))
+        train(MODELS["walk"], tmp_path / "parts")
+        model = MODELS["walk"]()
+        model.learn(7 * STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path / "parts"))
+        assert_same_model(model, whole)
+
+    def test_the_same_model_goes_on_with_a_new_callback(self, tmp_path):
+        model = train(MODELS["walk"], tmp_path)
+        model.learn(STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path), reset_num_timesteps=False)
+        assert RunDirectory.open(tmp_path).rounds() == [1, 2, 3, 4, 5, 6]
+
+    def test_a_model_that_learned_otherwise_is_refused(self, tmp_path):
+        train(MODELS["walk"], tmp_path)
+        model = MODELS["walk"]()
+        model.learn(total(model))
+        callback = InfluenceCallback(IIF(0.5), run=tmp_path)
+        with pytest.raises(RunDirectoryError, match=r"this model has learned for 160 steps, otherwise\. Pass"):
+            model.learn(STEPS, callback=callback, reset_num_timesteps=False)
+        WriterLock(tmp_path).release()  # a refusal keeps no lock
+
+    def test_another_configuration_is_refused(self, tmp_path):
+        train(MODELS["walk"], tmp_path)
+        model = small(monitored(Walk), gamma=0.9)
+        with pytest.raises(RunDirectoryError, match=r"hyperparameters.gamma was 0.99, now 0.9.*overwrite=True"):
+            model.learn(total(model), callback=InfluenceCallback(IIF(0.5), run=tmp_path))
+
+    def test_without_checkpoints_a_run_is_not_overwritten(self, tmp_path):
+        train(MODELS["walk"], tmp_path, until=0.7, save_every=0)
+        assert list_checkpoints(tmp_path) == []
+        with pytest.raises(RunDirectoryError, match="a run with 3 finished rounds and no checkpoint to go on from"):
+            train(MODELS["walk"], tmp_path)
+
+    def test_interrupted_before_its_first_checkpoint_it_starts_over(self, tmp_path):
+        train(MODELS["walk"], tmp_path, until=0.7, save_every=4)
+        assert RunDirectory.open(tmp_path).table("metrics").height == 3
+        model = train(MODELS["walk"], tmp_path, save_every=4)
+        assert_same_model(model, train(MODELS["walk"], tmp_path / "whole"))
+
+    def test_training_ended_inside_a_round_writes_no_checkpoint_of_it(self, tmp_path):
+        class Stop(Interrupt):
+            def _on_step(self):
+                return self.num_timesteps < self.at
+
+        model = MODELS["walk"]()
+        callback = InfluenceCallback(IIF(0.5), run=tmp_path, save_every=2)
+        model.learn(total(model), callback=[callback, Stop(3.5 * STEPS)])
+        assert list_checkpoints(tmp_path) == [2]
+
+
+class TestResume:
+    @pytest.mark.parametrize("name", ["walk", "normalised", "a2c", "sgd", "gsde", "masked"])
+    def test_from_the_directory_alone(self, tmp_path, name):
+        whole = train(MODELS[name], tmp_path / "whole")
+        train(MODELS[name], tmp_path / "parts", until=0.7)
+        model, callback = resume(tmp_path / "parts", MODELS[name]().env)
+        assert model.num_timesteps == 3 * model.n_steps * model.n_envs
+        model.learn(total(model) - model.num_timesteps, callback=callback, reset_num_timesteps=False)
+        assert_same_model(model, whole)
+        assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+    def test_schedules_are_asked_for(self, tmp_path):
+        whole = train(MODELS["schedule"], tmp_path / "whole")
+        train(MODELS["schedule"], tmp_path / "parts", until=0.7)
+        with pytest.raises(RunDirectoryError, match=r"learning_rate as a schedule: 0.003 at the start.*rate=lambda"):
+            resume(tmp_path / "parts", monitored(Walk))
+        schedules = {"learning_rate": lambda left: 3e-3 * left, "clip_range": lambda left: left}
+        model, callback = resume(tmp_path / "parts", monitored(Walk), **schedules)
+        model.learn(total(model), callback=callback)
+        assert_same_model(model, whole)
+
+    def test_what_cannot_be_built_is_asked_for(self, tmp_path):
+        class Own(KeepAll):
+            pass
+
+        target = Action(np.zeros(3, np.float32), np.zeros(3, np.float32))
+        model = MODELS["walk"]()
+        model.learn(2 * STEPS, callback=InfluenceCallback(Own(), target=target, run=tmp_path))
+        with pytest.raises(RunDirectoryError, match=r"scored for the target .*Pass it: target=\.\.\."):
+            resume(tmp_path, monitored(Walk))
+        with pytest.raises(WhenceError, match=r"The rule .*Own.* cannot be built from its text\. Pass it: rule=\.\.\."):
+            resume(tmp_path, monitored(Walk), target=target)
+        resume(tmp_path, monitored(Walk), target=target, rule=Own())
+
+    def test_runs_of_other_kinds_are_refused(self, tmp_path):
+        RunDirectory.create(tmp_path / "lm", {"kind": "language", "algorithm": "grpo"})
+        RunDirectory.create(tmp_path / "command", {"env": "CartPole-v1", "arm": "iif"})
+        for name in ("lm", "command"):
+            with pytest.raises(RunDirectoryError, match=r"no run of InfluenceCallback's.*same command"):
+                resume(tmp_path / name, monitored(Walk))
+
+    def test_without_a_checkpoint(self, tmp_path):
+        train(MODELS["walk"], tmp_path, save_every=0)
+        with pytest.raises(RunDirectoryError, match=r"no checkpoint to go on from\. Build the model"):
+            resume(tmp_path, monitored(Walk))
+
+    @pytest.mark.parametrize("text", ["IIF(0.5)", "IIF(drop=0.25, warmup=2)", "KeepAll()", "TDErrorPriority()"])
+    def test_rules_from_their_text(self, text):
+        assert eval_like(build_rule(text)) == eval_like(build_rule(repr(build_rule(text))))
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("", "3", "IIF(", "IIF(drop=open('x'))", "IIF(drop=7)", "IIF(**{})"),
+            *("os.system('x')", "__import__('os')", "Selection()", "SelectionRule()", "np()"),
+        ],
+    )
+    def test_nothing_else_is_built_from_text(self, text):
+        with pytest.raises(WhenceError):
+            build_rule(text)
+
+
+def eval_like(rule):
+    return type(rule).__name__, repr(rule)
+
+
+class TestWhereItCannotBeHad:
+    def check(self, tmp_path, make, reason, caplog):
+        train(make, tmp_path, until=0.5)
+        assert "If this training is interrupted, it can go on, but with new episodes" in caplog.text
+        caplog.clear()
+        model = train(make, tmp_path)
+        assert f"not as if nothing had happened: {reason}" in " ".join(caplog.text.split())
+        run = RunDirectory.open(tmp_path)
+        assert run.rounds() == [1, 2, 3, 4, 5]
+        ((first, why),) = [(note["after_round"], note["reason"]) for note in run.notes["resumed"]]
+        assert (first, why.startswith(reason)) == (2, True)
+        ids = np.concatenate([run.round("records", number)["record_id"].to_numpy() for number in run.rounds()])
+        assert sorted(ids) == list(range(total(model)))
+        starts = run.round("records", 3).group_by("env_index").first()["episode_start"]
+        assert starts.all()
+
+    def test_processes_that_note_nothing(self, tmp_path, caplog):
+        def make():
+            env = SubprocVecEnv([gymnasium_env] * 2, start_method="fork")
+            env.seed(3)
+            return small(env)
+
+        self.check(tmp_path, make, "a SubprocVecEnv does not say how its episodes began", caplog)
+
+    def test_a_generator_of_a_wrappers_own(self, tmp_path, caplog):
+        class Noisy(gym.ObservationWrapper):
+            def __init__(self, env):
+                super().__init__(env)
+                self.rng = np.random.default_rng(0)
+
+            def observation(self, observation):
+                return observation + self.rng.normal(size=3).astype(np.float32)
+
+        reason = "Noisy has a random generator of its own, rng"
+        self.check(tmp_path, lambda: small(monitored(lambda: Noisy(Walk()))), reason, caplog)
+
+    def test_statistics_inside_an_environment(self, tmp_path, caplog):
+        reason = "NormalizeObservation keeps statistics from episode to episode"
+        self.check(tmp_path, lambda: small(monitored(lambda: NormalizeObservation(Walk()))), reason, caplog)
+
+    def test_randomness_that_nothing_shows_is_found_when_it_goes_on(self, tmp_path, caplog):
+        class Hidden(Walk):
+            def step(self, action):
+                self.place = self.place + np.random.random()
+                return super().step(action)
+
+        make = lambda: small(monitored(Hidden))  # noqa: E731
+        train(make, tmp_path, until=0.5)
+        assert "can go on" not in caplog.text
+        train(make, tmp_path)
+        (note,) = RunDirectory.open(tmp_path).notes["resumed"]
+        assert "environment 0: its ongoing episode came out otherwise when it was played again" in note["reason"]
+
+    def test_another_version_is_noted(self, tmp_path, caplog):
+        train(MODELS["walk"], tmp_path, until=0.5)
+        document = json.loads((tmp_path / "config.json").read_text())
+        document["versions"]["torch"] = "2.6.0"
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        train(MODELS["walk"], tmp_path)
+        (note,) = RunDirectory.open(tmp_path).notes["resumed"]
+        assert note["reason"].startswith("torch was '2.6.0', now ")
+
+    def test_a_walker_that_keeps_its_world(self):
+        def reason(*wrappers):
+            def make():
+                env = gym.make("BipedalWalker-v3")
+                for wrapper in wrappers:
+                    env = wrapper(env)
+                return env
+
+            vec_env = DummyVecEnv([make])
+            ResetTracker(vec_env).wrap()
+            return explain_inexact(vec_env)
+
+        assert "BipedalWalker reuses its Box2D world" in reason()
+        assert reason(RecordResets) is None
+        assert reason(RecordResets, Monitor) is None
+
+
+class TestFiles:
+    def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(self, tmp_path, caplog):
+        whole = train(MODELS["walk"], tmp_path / "whole")
+        train(MODELS["walk"], tmp_path / "parts", until=0.9, save_every=1)
+        latest = checkpoint_path(tmp_path / "parts", 4)
+        latest.write_bytes(latest.read_bytes()[:-10])
+        model = train(MODELS["walk"], tmp_path / "parts", save_every=1)
+        assert "round_00004.safetensors cannot be read" in caplog.text
+        assert "going on after round 3" in caplog.text
+        assert_same_model(model, whole)
+
+    def test_the_last_two_checkpoints_are_kept(self, tmp_path):
+        train(MODELS["walk"], tmp_path)
+        assert list_checkpoints(tmp_path) == [4, 5]
+
+    def test_a_changed_byte_is_noticed(self, tmp_path):
+        path = tmp_path / "checkpoints" / "round_00001.safetensors"
+        save_tree(path, {"array": np.arange(100.0)})
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(RunDirectoryError, match="is damaged: its contents do not have the checksum"):
+            load_tree(path)
+        with pytest.raises(RunDirectoryError, match="is damaged"):
+            read_latest(tmp_path)
+
+    def test_another_version_says_what_to_do(self, tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr("whence.checkpoints.VERSION", "0")
+            save_tree(tmp_path / "x.safetensors", {})
+        with pytest.raises(RunDirectoryError, match=r"version '0'; .* reads 'whence-checkpoint', version '1'\. Finish"):
+            load_tree(tmp_path / "x.safetensors")
+
+    @given(
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+            lambda inner: (
+                st.lists(inner) | st.dictionaries(st.text().filter("whence".__ne__), inner) | st.tuples(inner, inner)
+            ),
+        )
+    )
+    @settings(max_examples=50, deadline=None)
+    def test_trees_come_back(self, value):
+        path = Path(f"/tmp/whence-tree-{multiprocessing.current_process().pid}.safetensors")
+        try:
+            save_tree(path, {"value": value})
+            assert load_tree(path) == {"value": value}
+        finally:
+            path.unlink()
+
+    def test_arrays_and_tensors_come_back_bit_for_bit(self, tmp_path):
+        tree = {
+            "long": [float(number) for number in range(200)],
+            "nan": np.array([np.nan, -0.0, np.inf]),
+            "scalar": np.float32(0.1),
+            "uint64": np.array([2**64 - 1], np.uint64),
+            "transposed": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
+            "empty": np.zeros((0, 4), bool),
+        }
+        save_tree(tmp_path / "x", tree)
+        again = load_tree(tmp_path / "x")
+        assert again["long"] == tree["long"]
+        for name in ("nan", "scalar", "uint64", "empty"):
+            assert (again[name].dtype, again[name].tobytes()) == (tree[name].dtype, tree[name].tobytes())
+            assert again[name].shape == tree[name].shape
+        assert torch.equal(again["transposed"], tree["transposed"])
+
+    @pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 3, 1, 2), (3, 2, 1, 0)])
+    def test_arrays_come_back_as_they_lay_in_memory(self, tmp_path, axes):
+        images = np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(2, 3, 4, 5).transpose(axes)
+        save_tree(tmp_path / "x", {"images": images})
+        again = load_tree(tmp_path / "x")["images"]
+        assert np.array_equal(again, images)
+        assert again.strides == images.strides
+
+    @pytest.mark.parametrize("value", [object(), {1: 2}, {"whence": 1}, np.array([None])])
+    def test_nothing_else_is_stored(self, tmp_path, value):
+        with pytest.raises(TypeError):
+            save_tree(tmp_path / "x", {"value": value})
+
+    def test_large_policies_are_kept_every_second_round(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(whence.sb3.round_files, "POLICY_BYTES", 1500)
+        model = train(MODELS["walk"], tmp_path)
+        size = sum(parameter.numel() * 4 for parameter in model.policy.parameters())
+        run = RunDirectory.open(tmp_path)
+        every = -(-size * ROUNDS // 1500)
+        assert run.notes["policies_every"] == every > 1
+        assert run.policies() == [*range(1, ROUNDS + 1, every), ROUNDS + 1]
+        with pytest.raises(RunDirectoryError, match=rf"keeps the policy of every {every}th round only"):
+            run.policy(2)
+
+
+class TestClock:
+    @pytest.mark.parametrize("wrong", [-1, 1.5, True, "2"])
+    def test_wrong_intervals(self, wrong):
+        with pytest.raises(WhenceError, match="give the rounds between checkpoints, 0 for none, or None"):
+            CheckpointClock(wrong)
+
+    def test_checkpoints_take_at_most_five_percent(self, monkeypatch):
+        now = [0.0]
+        monkeypatch.setattr("whence.checkpoints.time.perf_counter", lambda: now[0])
+        clock, saved = CheckpointClock(None), []
+        for number in range(1, 201):
+            now[0] += 1.0  # a round
+            if clock.is_due(number):
+                with clock.time_checkpoint(number):
+                    now[0] += 0.5
+                saved.append(number)
+        assert saved == list(range(1, 201, 10))
+        assert clock.is_behind(200)
+        assert not clock.is_behind(191)
+
+    def test_a_number_of_rounds_is_exact(self):
+        clock = CheckpointClock(3)
+        due = [number for number in range(1, 10) if clock.is_due(number)]
+        assert due == [3, 6, 9]
+        assert not any(CheckpointClock(0).is_due(number) for number in range(9))
+        assert not CheckpointClock(0).is_behind(3)
+
+
+class TestLock:
+    HOLDER = """
+import sys, time
+from pathlib import Path
+from whence.run_files import WriterLock
+lock = WriterLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+    def test_another_process_is_refused_and_a_dead_one_holds_nothing(self, tmp_path):
+        train(MODELS["walk"], tmp_path, until=0.5)
+        WriterLock(tmp_path).release()
+        with subprocess.Popen([sys.executable, "-c", self.HOLDER, tmp_path], stdout=subprocess.PIPE) as holder:
+            assert holder.stdout.readline() == b"held\n"
+            before = contents(tmp_path)
+            with pytest.raises(RunDirectoryError, match=r"Another process is writing to .*Wait until it has ended"):
+                train(MODELS["walk"], tmp_path)
+            with pytest.raises(RunDirectoryError, match="Another process is writing"):
+                RunDirectory.create(tmp_path, {}, overwrite=True)
+            assert contents(tmp_path) == before
+            holder.kill()
+        train(MODELS["walk"], tmp_path)
+
+    def test_a_later_writer_of_this_process_takes_over(self, tmp_path):
+        first = RunDirectory.create(tmp_path, {"a": 1})
+        second = RunDirectory.create(tmp_path, {"a": 1})
+        with pytest.raises(RunDirectoryError, match="written by a later run of this process"):
+            first.append("metrics", {"round": 1})
+        second.append("metrics", {"round": 1})
+        second.release()
+        assert not second.table("metrics").is_empty()

@@ -41,7 +41,8 @@ def main(
         lr_scheduler_type="constant",
         beta=0.0,  # the model has to unlearn its habit
         logging_steps=steps,
-        save_strategy="no",
+        save_steps=steps,  # a checkpoint after each generation batch
+        save_total_limit=2,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
         bf16=False,
@@ -62,7 +63,7 @@ def main(
     )
     test = {"samples": 1, "max_new_tokens": lab.max_new_tokens}
     before = evaluate(model, tokenizer, lab.test["prompt"], **test)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=trainer.find_checkpoint())  # started again, it goes on
     after = evaluate(model, tokenizer, lab.test["prompt"], **test)
     print(f"Right answers: {before['exact_match']:.1%} before, {after['exact_match']:.1%} after {rounds} rounds.")
     if trainer.selection is not None:

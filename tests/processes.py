@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -14,6 +16,7 @@ from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, ma
 from whence import IPPO, NonPositive
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
 from whence.llm.targets import compute_log_probs
+from whence.runs import RunDirectory
 
 DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
 
@@ -40,6 +43,11 @@ TARGETS = ("sequence", "token", "validation", "held out", "function")
 def by_the_column(prompts, responses, text):
     """A reward that is wrong in a process that gets the columns of other prompts."""
     return [value + 0.1 * (ord(own[0]) - 97) for value, own in zip(vowels(prompts, responses), text, strict=True)]
+
+
+def with_noise(prompts, responses):
+    """A reward that draws from the generators of Python and NumPy, which differ from process to process."""
+    return [value + random.random() + float(np.random.rand()) for value in vowels(prompts, responses)]
 
 
 def train(folder, target, processes, **more):
@@ -78,12 +86,13 @@ def main(folder):
     ends = []
     for name, parts in (("whole", (3,)), ("broken", (2, 3))):
         for rounds in parts:
-            trainer = make_trainer(folder / name, NonPositive(), rounds=rounds, save_every=1, mini_batch_size=2)
-            trainer.train(resume=True)
+            settings = {"rounds": rounds, "mini_batch_size": 2, "reward": with_noise}
+            trainer = make_trainer(folder / name, NonPositive(), **settings)
+            trainer.train()
         ends.append(copy_state(trainer))
     if first:
         same = all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-        texts = trainer._run.round("records", 3)["response"].to_list()
+        texts = RunDirectory.open(folder / name).round("records", 3)["response"].to_list()
         (folder / "resumed.json").write_text(json.dumps({"same": same, "responses": texts, "prompts": PROMPTS}))
 
 

@@ -22,6 +22,7 @@ from whence import cli, experiments
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.llm.arms import split_arm
+from whence.experiments.llm.identity import identify_function
 from whence.experiments.llm.loading import load_function
 from whence.experiments.llm.trainer_config import check_settings, make_trainer_config
 from whence.experiments.llm.training import is_finished, prepare, read_curve, run
@@ -47,6 +48,35 @@ def length(prompts, responses):
 
 constant = 3
 """
+MINE = """
+import json, math
+from dataclasses import dataclass
+from os import sep as base
+
+SCALE = 2  # a note
+TABLE = {"a": 1}
+TABLE.update(b=1)
+
+@dataclass
+class Weight:
+    factor: float = 1
+
+def count(text):
+    '''Count.'''
+    return math.floor(len( text )) * Weight().factor * SCALE + TABLE["b"] * 0 * len(base)
+
+def measure(text):
+    return count(text)
+
+def other():
+    return None
+
+def reward(prompts, responses):
+    return [measure(text) for text in responses]
+
+if __name__ == "__main__":
+    print(reward([], ["a"]), json.dumps(TABLE))
+""".replace("'''", '"""')
 QUICK_TRL = {"rounds": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
 QUICK = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
 
@@ -231,7 +261,8 @@ class TestRun:
             whole = timings[arm].select(stages).sum_horizontal().to_list()
             assert read_curve(tiny(arm), tmp_path / arm).seconds.tolist() == pytest.approx(whole)
 
-    def test_a_broken_off_run_goes_on_from_its_checkpoint(self, tmp_path):
+    @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+    def test_a_broken_off_run_goes_on_from_its_checkpoint(self, tmp_path, algorithm):
         class Killed(Exception):
             pass
 
@@ -239,7 +270,8 @@ class TestRun:
             if number == 3:
                 raise Killed
 
-        config = tiny("iif", settings={"rounds": 4, "save_every": 1})
+        every = {"save_every": 1} if algorithm == "ppo" else {"save_strategy": "steps", "save_steps": 2}
+        config = tiny("iif", algorithm=algorithm, settings={"rounds": 4, **every})
         with pytest.raises(Killed):
             run(config, tmp_path / "broken", break_off)
         reported = []
@@ -250,6 +282,22 @@ class TestRun:
         for name in ("metrics", "evaluations"):
             assert tables[0].table(name).equals(tables[1].table(name))
         assert tables[0].table("timings")["round"].to_list() == [1, 2, 3, 4]
+        models = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("broken", "whole")]
+        assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+
+    def test_checkpoints_of_grpo_are_written_by_default(self, tmp_path):
+        run(tiny("ppo", algorithm="grpo"), tmp_path)
+        folders = [
+            folder for folder in (tmp_path / "trl").glob("checkpoint-*") if (folder / "whence.safetensors").exists()
+        ]
+        assert max(folder.name for folder in folders) == "checkpoint-4"  # two steps a round
+        (tmp_path / "model").rename(tmp_path / "elsewhere")
+        reported = []
+        run(tiny("ppo", algorithm="grpo"), tmp_path, lambda number, row: reported.append(number))
+        assert (tmp_path / "model" / "model.safetensors").read_bytes() == (
+            tmp_path / "elsewhere" / "model.safetensors"
+        ).read_bytes()
+        assert reported == []  # nothing was trained
 
     def test_an_adapter_is_trained_in_place_of_the_model(self, tmp_path):
         run(tiny("iif", lora=2), tmp_path)
@@ -427,16 +475,73 @@ class TestCommand:
         assert isinstance(done.exception.__cause__, KeyError)
 
     def test_a_reward_that_has_changed_is_another_run(self, own, tmp_path):
-        (tmp_path / "mine.py").write_text("def reward(prompts, responses):\n    return [1.0 for _ in responses]\n")
+        mine = tmp_path / "mine.py"
+        mine.write_text(MINE)
         arguments = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "none"]
-        arguments += ["--reward", f"{tmp_path / 'mine.py'}:reward", "--run", tmp_path / "run"]
+        arguments += ["--reward", f"{mine}:reward", "--run", tmp_path / "run"]
         arguments += ["--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
         assert invoke("llm", "train", *arguments).exit_code == 0
+        mine.write_text(
+            MINE.replace("a note", "another note").replace("return None", "return 1")
+        )  # of another function
         assert "was finished already" in invoke("llm", "train", *arguments).output
-        (tmp_path / "mine.py").write_text("def reward(prompts, responses):\n    return [2.0 for _ in responses]\n")
+        mine.write_text(MINE.replace("SCALE = 2", "SCALE = 3"))
         done = invoke("llm", "train", *arguments)
         assert isinstance(done.exception, RunDirectoryError)
         assert "contents.reward was" in str(done.exception)
+        assert invoke("llm", "train", *arguments, "--overwrite").exit_code == 0
+        assert {reward % 3 for reward in RunDirectory.open(tmp_path / "run").round("records", 1)["reward"]} == {0}
+
+    @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+    def test_a_run_that_failed_in_its_first_round_need_not_be_deleted(self, own, tmp_path, algorithm):
+        mine, folder = tmp_path / "mine.py", tmp_path / "run"
+        mine.write_text("def reward(prompts, responses):\n    return [len(text) / 0 for text in responses]\n")
+        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_TRL | {"max_completion_length": 4}
+        settings |= {} if algorithm == "ppo" else {"num_generations": 4}
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "none"]
+        arguments += ["--reward", f"{mine}:reward", "--run", folder, "--algorithm", algorithm]
+        assert "division by zero" in str(
+            invoke("llm", "train", *arguments, "--settings", json.dumps(settings)).exception
+        )
+        (folder / "model").mkdir()  # that of a run which was there before
+        mine.write_text("def reward(prompts, responses):\n    return [len(text) for text in responses]\n")
+        settings["learning_rate"] = 1e-4
+        done = invoke("llm", "train", *arguments, "--settings", json.dumps(settings))
+        assert done.exit_code == 0, done.output
+        assert "2 rounds done" in done.output
+        assert (folder / "model" / "config.json").exists()
+
+    @pytest.mark.parametrize(
+        ("before", "after", "same"),
+        [
+            ("# a note", "# another note", True),
+            ('"""Count."""', '"""Count letters."""', True),
+            ("len( text )", "len(text)", True),
+            ("return None", "return 1", True),
+            ("import json, math", "import math", True),
+            ("print(reward", "print(1, reward", True),  # a script's own lines
+            ("SCALE = 2", "SCALE = 3", False),
+            ("factor: float = 1", "factor: float = 2", False),
+            ("TABLE.update(b=1)", "TABLE.update(b=2)", False),
+            ("import json, math", "import json, cmath as math", False),
+            ("from os import sep as base", "from os import linesep as base", False),
+            ("return None", "return globals()", True),
+            ("return count(text)", "return eval('count')(text)", False),
+        ],
+    )
+    def test_a_rewards_identity_is_the_code_that_it_depends_on(self, tmp_path, before, after, same):
+        one, other = tmp_path / "one.py", tmp_path / "other.py"
+        assert before in MINE
+        one.write_text(MINE)
+        other.write_text(MINE.replace(before, after))
+        assert (identify_function(f"{one}:reward") == identify_function(f"{other}:reward")) is same
+
+    def test_the_identity_of_a_reward_in_a_module(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "whence_local.py").write_text(MINE)
+        assert identify_function("whence_local:reward") == identify_function("whence_local.py:reward")
+        assert identify_function("torch.nn.functional:relu").endswith(f"torch {torch.__version__}")
+        assert identify_function("no.such:function") is identify_function("no_such.py:function") is None
 
     def test_a_module_in_the_working_directory(self, own, tmp_path, monkeypatch):
         (tmp_path / "whence_beside.py").write_text("SCALE = 3.0\n")

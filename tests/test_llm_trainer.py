@@ -1,18 +1,21 @@
 """PPO on a tiny language model: what trains is what was selected, and nothing else."""
 
 import copy
+import random
+import shutil
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError
+from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError, checkpoints
 from whence.engines.memory import measure_bytes
 from whence.errors import RunDirectoryError
-from whence.llm import TokenReturn, ValidationLoss
+from whence.llm import TokenReturn, ValidationLoss, losses
 from whence.llm import trainer as trainer_module
 from whence.llm.config import PPOConfig
 from whence.llm.generation import generate, tokenize_prompts
@@ -21,6 +24,7 @@ from whence.llm.rollout import evaluate_responses, make_rollout
 from whence.llm.scoring import score
 from whence.llm.steps import optimise
 from whence.llm.trainer import PPOTrainer
+from whence.run_files import lock_directory
 from whence.runs import RunDirectory
 
 LETTERS = "abcdefghij"
@@ -314,43 +318,179 @@ def test_what_was_saved_is_loaded(tmp_path):
         loaded.load_value_head(tmp_path)
 
 
-class Killed(Exception):
+class Killed(BaseException):
     pass
 
 
-def test_a_training_that_was_broken_off_goes_on_as_if_not(tmp_path):
-    def breaking(rollout, influence, selection, row):
-        if row["round"] == 4:
-            raise Killed
+class Drawing:
+    """A rule with a state of its own."""
 
-    settings = {"rounds": 5, "save_every": 1, "keep_checkpoints": 2}
-    whole = make_trainer(tmp_path / "whole", IPPO(), **settings)
-    whole.train()
-    broken = make_trainer(tmp_path / "broken", IPPO(), on_rollout=breaking, **settings)
-    with pytest.raises(Killed):
-        broken.train()
-    files = sorted(file.name for file in (tmp_path / "broken" / "checkpoints").iterdir())
-    assert files == ["round_00002.safetensors", "round_00003.safetensors"]
-    again = make_trainer(tmp_path / "broken", IPPO(), **settings)
-    metrics = again.train(resume=True)
-    assert same(copy_state(whole), copy_state(again))
-    for one, other in zip(metrics, whole.metrics, strict=True):
-        assert {k: v for k, v in one.items() if "seconds" not in k} == {
-            k: v for k, v in other.items() if "seconds" not in k
-        }
-    other = make_trainer(tmp_path / "broken", IPPO(), learning_rate=0.5, **settings)
-    with pytest.raises(RunDirectoryError, match=r"learning_rate was 0\.01, now 0\.5"):
-        other.train(resume=True)
-    fewer = make_trainer(tmp_path / "broken", IPPO(), **(settings | {"rounds": 4}))
-    with pytest.raises(WhenceError, match=r"rounds is 4, and .* has 5 rounds already"):
-        fewer.train(resume=True)
-    before = copy_state(other)
-    with pytest.raises(RunDirectoryError):
-        other.train(resume=True)
-    assert same(before, copy_state(other))  # refused before anything was changed
-    larger = make_trainer(tmp_path / "broken", IPPO(), model=make_model(hidden_size=32), **settings)
-    with pytest.raises(RunDirectoryError, match="parameters was"):
-        larger.train(resume=True)
+    needs_influence = True
+
+    def __init__(self):
+        self.seen = 0
+
+    def select(self, records, influence=None, progress=None):
+        self.seen += 1
+        keep = torch.ones(len(records), dtype=torch.bool)
+        keep[self.seen % len(records)] = False
+        return Selection.dropping(keep, "its turn")
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Noisy:
+    """A reward that draws from its own generator, and from those of Python and NumPy."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(5)
+
+    def __call__(self, prompts, responses):
+        noise = [self.generator.normal() + random.random() + np.random.rand() for _ in responses]
+        return [value + 0.1 * one for value, one in zip(vowels(prompts, responses), noise, strict=True)]
+
+    def state_dict(self):
+        return {"generator": dict(self.generator.bit_generator.state)}
+
+    def load_state_dict(self, state):
+        self.generator.bit_generator.state = state["generator"]
+
+
+SETTINGS = {"rounds": 5, "save_every": 1, "adap_kl_ctrl": True}
+
+
+def make_noisy_trainer(folder, rule=None, **more):
+    """Return a trainer whose reward, rule, held-out prompts and model all draw at random."""
+    random.seed(0)
+    arguments = {"model": make_model(attention_dropout=0.3), "held_out": ["jj", "e"], "sample_prompts": ["ab"]}
+    settings = {**SETTINGS, "disable_dropout": False, **arguments, **more}
+    evaluate = settings.pop("evaluate", lambda model, tokenizer: {"drawn": float(torch.rand(()))})
+    return make_trainer(folder, rule or Drawing(), reward=Noisy(), evaluate=evaluate, **settings)
+
+
+def list_results(folder):
+    """Return what a run directory holds that does not depend on time."""
+    run = RunDirectory.open(folder)
+    tables = {name: run.table(name).to_dict(as_series=False) for name in ("metrics", "evaluations")}
+    for name, numbers in (("records", run.rounds()), ("answers", run.answered_rounds())):
+        tables |= {(name, number): run.round(name, number).to_dict(as_series=False) for number in numbers}
+    return tables | {"timed": run.table("timings")["round"].to_list()}
+
+
+def read_optimizer(trainer):
+    state = trainer.optimizer.optimizer.state
+    return {f"{n}/{key}": value for n, p in trainer.model.named_parameters() for key, value in state[p].items()}
+
+
+def break_off(monkeypatch, place, count):
+    """Raise as a kill would at the count-th call of a function of a module."""
+    module, name = place
+    function, calls = getattr(module, name), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == count:
+            raise Killed
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, interrupted)
+
+
+PLACES = {
+    "generation": (trainer_module, "generate", 6),  # twice a round, and the held-out prompts after the others
+    "rewards": (trainer_module, "make_rollout", 5),
+    "scoring": (trainer_module, "score_rows_and_tokens", 3),
+    "optimisation": (losses, "value_loss", 10),
+    "writing records": (trainer_module.TrainingRun, "write_round", 3),
+    "evaluation": (trainer_module, "answer_prompts", 4),  # the first is of the start model
+    "writing a checkpoint": (checkpoints, "save_file", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A training that was not interrupted, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = make_noisy_trainer(folder)
+    trainer.train()
+    return trainer, folder
+
+
+class TestGoingOn:
+    @pytest.mark.parametrize("place", PLACES)
+    def test_a_training_that_was_broken_off_goes_on_as_if_not(self, whole, tmp_path, place, monkeypatch):
+        *where, count = PLACES[place]
+        with monkeypatch.context() as patch:
+            break_off(patch, where, count)
+            broken = make_noisy_trainer(tmp_path)
+            with pytest.raises(Killed):
+                broken.train()
+        again = make_noisy_trainer(tmp_path)
+        metrics = again.train()
+        assert same(copy_state(whole[0]), copy_state(again))
+        assert same(read_optimizer(whole[0]), read_optimizer(again))
+        assert metrics == whole[0].metrics
+        assert list_results(tmp_path) == list_results(whole[1])
+        files = sorted(file.name for file in (tmp_path / "checkpoints").iterdir())
+        assert files == ["round_00004.safetensors", "round_00005.safetensors"]
+
+    def test_a_finished_run_is_left_as_it_is(self, whole, caplog):
+        before = {file: file.read_bytes() for file in whole[1].rglob("*.parquet")}
+        again = make_noisy_trainer(whole[1])
+        assert again.train() == whole[0].metrics
+        assert same(copy_state(whole[0]), copy_state(again))  # as the trainer that trained it
+        assert before == {file: file.read_bytes() for file in whole[1].rglob("*.parquet")}
+        assert "finished: nothing is trained" in caplog.text
+
+    def test_a_damaged_checkpoint_is_passed_over(self, whole, tmp_path, caplog):
+        folder = shutil.copytree(whole[1], tmp_path / "run")
+        last, config = folder / "checkpoints" / "round_00005.safetensors", folder / "config.json"
+        last.write_bytes(last.read_bytes()[:-1])
+        config.write_text(config.read_text().replace(torch.__version__, "9.9"))
+        again = make_noisy_trainer(folder)
+        again.train()
+        assert "going on after round 4 of 5" in caplog.text
+        assert RunDirectory.open(folder).notes["resumed"][0]["after_round"] == 4  # with another version of torch
+        assert same(copy_state(whole[0]), copy_state(again))
+
+    def test_what_is_refused_changes_nothing(self, whole):
+        folder = whole[1]
+        files = {file: file.read_bytes() for file in folder.rglob("*.*")}
+        other = make_noisy_trainer(folder, learning_rate=0.5)
+        before = copy_state(other)
+        with pytest.raises(RunDirectoryError, match=r"learning_rate was 0\.01, now 0\.5"):
+            other.train()
+        assert same(before, copy_state(other))
+        with pytest.raises(RunDirectoryError, match=r"rounds is 4, and .* has 5 rounds already"):
+            make_noisy_trainer(folder, rounds=4).train()
+        with pytest.raises(RunDirectoryError, match="parameters was"):
+            make_noisy_trainer(folder, model=make_model(hidden_size=32)).train()
+        assert files == {file: file.read_bytes() for file in folder.rglob("*.*")}
+
+    def test_overwriting_starts_anew(self, tmp_path):
+        make_trainer(tmp_path, rounds=2, save_every=1).train()
+        trainer = make_trainer(tmp_path, rounds=1, learning_rate=0.5)
+        with pytest.raises(RunDirectoryError, match="overwrite=True"):
+            trainer.train()
+        other = make_trainer(tmp_path, rounds=1, learning_rate=0.5)
+        assert len(other.train(overwrite=True)) == 1
+        assert RunDirectory.open(tmp_path).rounds() == [1]
+        with pytest.raises(WhenceError, match="Build model and trainer anew"):
+            other.train(overwrite=True)
+
+    def test_checkpoints_are_asked_for_by_number(self, tmp_path):
+        make_trainer(tmp_path / "none", save_every=0).train()
+        assert not (tmp_path / "none" / "checkpoints").exists()
+        with pytest.raises(RunDirectoryError, match="no checkpoint to go on from"):
+            make_trainer(tmp_path / "none", save_every=0).train()
+        make_trainer(tmp_path / "some", rounds=3, save_every=2, keep_checkpoints=9).train()
+        assert checkpoints.list_checkpoints(tmp_path / "some") == [2, 3]
+        with pytest.raises(RunDirectoryError, match="Another process is writing"), lock_directory(tmp_path / "some"):
+            make_trainer(tmp_path / "some", rounds=4).train()
 
 
 class TestRefusals:

@@ -1,6 +1,7 @@
 """GRPO and RLOO through TRL: a step is that of the kept completions alone, or it is refused."""
 
 import copy
+from pathlib import Path
 
 import datasets
 import pytest
@@ -9,11 +10,27 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from test_llm_trainer import PROMPTS, Keep, ScoreAndKeepAll, make_model, make_tokenizer, vowels
+from test_llm_trainer import (
+    PROMPTS,
+    Drawing,
+    Keep,
+    Killed,
+    Noisy,
+    ScoreAndKeepAll,
+    break_off,
+    copy_state,
+    list_results,
+    make_model,
+    make_tokenizer,
+    same,
+    vowels,
+)
 from whence import IPPO, KeepAll, NonPositive, RandomDrop, Unsupported, WhenceError, attribute
+from whence.errors import RunDirectoryError
 from whence.influence import Influence, Provenance
-from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows
+from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows, trl_run
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.llm.trl_checkpoints import find_checkpoint, seal_checkpoint
 from whence.llm.trl_run import RunWriter
 from whence.llm.trl_settings import check_selectable, has_router_loss
 from whence.report import write_run_report
@@ -63,8 +80,10 @@ def make_config(kind, tmp_path, **more):
 
 
 def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
-    names = ("target", "engine", "memory", "objective", "run", "about", "token_parts", "eval_dataset", "on_nonfinite")
+    names = ("target", "engine", "memory", "objective", "run", "about", "token_parts", "eval_dataset", "overwrite")
+    names += ("on_nonfinite",)
     kept = {name: more.pop(name) for name in names if name in more}
+    rewards, prompts = more.pop("reward_funcs", reward), more.pop("prompts", PROMPTS * 4)
     model, args = model or make_model(), make_config(kind, tmp_path, **more)
     if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):
         # TRL loads the reference by the model's name; another model makes a divergence that has a gradient.
@@ -73,9 +92,9 @@ def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **
         model.config._name_or_path = str(tmp_path / "reference")
     return TRAINERS[kind][0 if own else 1](
         model=model,
-        reward_funcs=reward,
+        reward_funcs=rewards,
         args=args,
-        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS * 4}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=make_tokenizer(),
         callbacks=[watch] if watch else [],
         **({"rule": rule, **kept} if own else {}),
@@ -288,6 +307,27 @@ def test_scores_stand_in_trls_table_and_metrics(tmp_path):
     assert list(extra["influence"])[-8:] == pytest.approx(trainer.influence.scores.tolist())
 
 
+def read_steps(trainer):
+    """Return the optimiser's state, by parameter."""
+    state = trainer.optimizer.state_dict()["state"]
+    return {f"{number}/{key}": value for number, values in state.items() for key, value in values.items()}
+
+
+def assert_equal_trainings(one, other):
+    assert same(copy_state(one), copy_state(other))
+    assert same(read_steps(one), read_steps(other))
+    assert one.lr_scheduler.state_dict() == other.lr_scheduler.state_dict()
+    assert one.rule.seen == other.rule.seen
+
+
+@pytest.fixture(scope="module")
+def whole_grpo(tmp_path_factory):
+    """A training by GRPO that was not interrupted."""
+    trainer = make_noisy_trainer("grpo", tmp_path_factory.mktemp("whole"))
+    trainer.train()
+    return trainer
+
+
 def read_run(path):
     run = RunDirectory.open(path)
     return run, [run.round("records", number) for number in run.rounds()]
@@ -356,18 +396,25 @@ class TestRunDirectory:
         assert "jj" not in table["prompt"].to_list()
         assert table["tokens"].to_list() == batches[0]["completion_mask"].sum(dim=1).tolist()
 
-    def test_a_training_that_goes_on_goes_on_in_its_directory(self, tmp_path):
+    def test_more_rounds_can_be_asked_for(self, tmp_path):
         shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
         make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, **shared).train()
         _, before = read_run(tmp_path)
-        resumed = make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared)
-        resumed.train(resume_from_checkpoint=True)
+        make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared).train(resume_from_checkpoint=True)
         run, tables = read_run(tmp_path)
         assert run.rounds() == [1, 2, 3]
         assert all(one.equals(other) for one, other in zip(before, tables, strict=False))
         assert run.table("metrics")["round"].to_list() == [1, 2, 3]
-        make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared).train()  # without resuming: from the start
+        again = make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared)
+        with pytest.raises(RunDirectoryError, match=r"3 finished rounds.*resume_from_checkpoint=True.*overwrite=True"):
+            again.train()
+        with pytest.raises(RunDirectoryError, match="starts after round 2"):
+            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert read_run(tmp_path)[0].rounds() == [1, 2, 3]
+        new = make_trainer("grpo", tmp_path, NonPositive(), max_steps=1, overwrite=True, **shared)
+        new.train()
+        assert read_run(tmp_path)[0].rounds() == [1]
+        assert [file.name for file in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
     def test_what_is_refused(self, tmp_path):
         trainer = make_trainer("grpo", tmp_path)
@@ -382,6 +429,92 @@ class TestRunDirectory:
         (tmp_path / "other" / "notes.txt").write_text("mine")
         with pytest.raises(WhenceError, match="is no run of whence's"):
             make_trainer("grpo", tmp_path / "trl", None, run=tmp_path / "other").train()
+
+
+class NoisyReward(Noisy):
+    __name__ = "noisy"
+
+    def __call__(self, prompts, completions, **columns):
+        return super().__call__(prompts, completions)
+
+
+def make_noisy_trainer(kind, folder, **more):
+    """Return a trainer whose reward, rule and model draw at random, over epochs of two rounds."""
+    settings = {"max_steps": 6, "num_iterations": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    settings |= {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3, "max_grad_norm": 0.5}
+    model, rewards = make_model(attention_dropout=0.3), {"reward_funcs": NoisyReward(), "prompts": PROMPTS}
+    return make_trainer(kind, folder, Drawing(), run=folder / "run", model=model, **settings, **rewards, **more)
+
+
+TRL_PLACES = {
+    "generation": (GRPOTrainer, "_generate_and_score_completions", 3),
+    "optimisation": (GRPOTrainer, "_compute_loss", 10),
+    "writing a checkpoint": (GRPOTrainer, "_save_rng_state", 3),
+    "before whence's own file": (trl_run, "seal_checkpoint", 3),
+}
+
+
+class TestGoingOn:
+    @pytest.mark.parametrize("place", TRL_PLACES)
+    def test_a_training_that_was_broken_off_goes_on_as_if_not(self, whole_grpo, tmp_path, place, monkeypatch):
+        *where, count = TRL_PLACES[place]
+        with monkeypatch.context() as patch:
+            break_off(patch, where, count)
+            broken = make_noisy_trainer("grpo", tmp_path)
+            with pytest.raises(Killed):
+                broken.train()
+        again = make_noisy_trainer("grpo", tmp_path)
+        again.train(resume_from_checkpoint=True)
+        assert_equal_trainings(again, whole_grpo)
+        assert list_results(tmp_path / "run") == list_results(whole_grpo.args.output_dir + "/run")
+
+    def test_what_was_finished_and_what_was_damaged(self, whole_grpo, caplog):
+        folder = Path(whole_grpo.args.output_dir)
+        again = make_noisy_trainer("grpo", folder)
+        assert again.train(resume_from_checkpoint=True).global_step == 6
+        assert "finished: nothing is trained" in caplog.text
+        assert same(copy_state(again), copy_state(whole_grpo))
+        optimizer = folder / "checkpoint-6" / "optimizer.pt"
+        optimizer.write_bytes(optimizer.read_bytes()[:-9] + bytes(9))
+        again = make_noisy_trainer("grpo", folder)
+        again.train(resume_from_checkpoint=True)
+        assert "going on after round 2 of 3" in caplog.text
+        assert_equal_trainings(again, whole_grpo)
+
+    def test_which_checkpoint_is_taken(self, tmp_path):
+        for step, run_id in ((2, "this"), (4, "this"), (5, "this"), (6, "other")):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+            (tmp_path / f"checkpoint-{step}" / "optimizer.pt").write_bytes(b"state")
+            seal_checkpoint(tmp_path / f"checkpoint-{step}", run_id, {})
+        (tmp_path / "checkpoint-8").mkdir()  # killed before it was whole
+        assert find_checkpoint(tmp_path, "this", 2) == tmp_path / "checkpoint-4"  # 5 is within a round
+        (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
+        assert find_checkpoint(tmp_path, "this", 2) == tmp_path / "checkpoint-2"
+        assert find_checkpoint(tmp_path, "a third", 2) is None
+
+    def test_rloo_too(self, tmp_path):
+        trainers = []
+        for name, steps in (("whole", (6,)), ("parts", (2, 6))):
+            for count in steps:
+                schedule = {"lr_scheduler_type": "constant"}  # a shorter training's would fall faster
+                trainers.append(make_noisy_trainer("rloo", tmp_path / name, **schedule))
+                trainers[-1].args.max_steps = count
+                trainers[-1].train(resume_from_checkpoint=count == 6 and name == "parts")
+        assert_equal_trainings(trainers[2], trainers[0])
+        assert list_results(tmp_path / "parts" / "run") == list_results(tmp_path / "whole" / "run")
+        for checkpoint in (tmp_path / "whole").glob("checkpoint-*"):
+            (checkpoint / "trainer_state.json").write_text("{")
+        with pytest.raises(RunDirectoryError, match="holds no whole checkpoint"):
+            trainers[0].train(resume_from_checkpoint=True)
+
+    def test_a_checkpoint_within_a_round_keeps_the_rounds_in_step(self, tmp_path, batches, caplog):
+        settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3, "run": tmp_path / "run"}
+        make_trainer("grpo", tmp_path, None, max_steps=3, **settings).train()
+        make_trainer("grpo", tmp_path, None, max_steps=7, **settings).train(resume_from_checkpoint=True)
+        assert "lies within a round, whose responses are drawn again" in caplog.text
+        run = RunDirectory.open(tmp_path / "run")
+        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2, 3]
+        assert len(batches) == 5  # for the steps 1 and 2, 3, again 4, 5 and 6, 7
 
 
 def test_evaluation_is_trls_own(tmp_path):

@@ -30,6 +30,7 @@ from whence.cli.llm_options import (
     choose_task,
     parse_settings,
 )
+from whence.cli.options import Overwrite
 from whence.cli.runs import show_run, train_run
 from whence.experiments import LanguageConfig
 from whence.experiments.llm import training
@@ -56,6 +57,7 @@ def train(
     run: Annotated[
         Path | None, typer.Option(help="The run's directory. (default: runs/TASK-SELECTION-seed0)", show_default=False)
     ] = None,
+    overwrite: Overwrite = False,
     model: Model = None,
     dataset: Dataset = None,
     reward: Reward = None,
@@ -81,8 +83,9 @@ def train(
     """Train a language model on the responses that help, with PPO, GRPO or RLOO.
 
     In every round responses are drawn and rewarded, scored, selected, and trained on. The run directory holds prompts,
-    responses, rewards and scores of every round; report.html in it shows them, model/ is what was trained. With
-    --settings '{"save_every": 5}' an interrupted run goes on from its last checkpoint.
+    responses, rewards and scores of every round; report.html in it shows them, model/ is what was trained. A finished
+    run is left as it is. Interrupted at any moment, the same command goes on after the last checkpoint, and ends with
+    the same bits.
 
     Example: whence llm train --task arithmetic --selection ippo
     """
@@ -107,14 +110,12 @@ def train(
     if dry_run:
         _show_estimate(config, json)
         return
-    was_finished = training.is_finished(config, path)
+    was_finished = not overwrite and training.is_finished(config, path)
 
     def start(on_round: OnRound) -> None:
-        training.run(config, path, on_round)
+        training.run(config, path, on_round, overwrite=overwrite)
 
-    resumes = config.settings.get("save_every")
-    on_repeat = "goes on from the last checkpoint" if resumes else "starts the run over"
-    train_run(config, path, start, on_repeat=on_repeat)
+    train_run(config, path, start, on_repeat="goes on after the last checkpoint")
     show_run(config, path, was_finished=was_finished, json=json)
 
 

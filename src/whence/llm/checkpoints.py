@@ -1,101 +1,68 @@
-"""Checkpoints of a training, each one file: parameters that train, optimiser, counters, generators."""
+"""The model and the optimiser in checkpoints: parameters that train, and the optimiser's state of each."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from whence.checkpoints import load_tree
 from whence.errors import RunDirectoryError
-from whence.guards import write_atomically
-
-FORMAT, VERSION = "whence-llm-checkpoint", "1"
 
 
-def checkpoint_path(folder: str | Path, number: int) -> Path:
-    """Return the path of the checkpoint after a round."""
-    return Path(folder) / "checkpoints" / f"round_{number:05d}.safetensors"
-
-
-def find_latest(folder: str | Path) -> Path | None:
-    """Return the checkpoint of the latest round in a run directory; None if there is none."""
-    return max((Path(folder) / "checkpoints").glob("round_*.safetensors"), default=None)
-
-
-def save(
-    path: Path, model: nn.Module, optimizer: Any, about: Mapping[str, Any], generators: Mapping[str, Tensor]
-) -> None:
-    """Write a checkpoint; a reader sees the old file or the whole new one.
-
-    Args:
-        path: the file.
-        model: the model; its parameters that train are saved.
-        optimizer: the optimiser of these parameters.
-        about: further content, in JSON types.
-        generators: states of random generators, uint8.
-    """
-    tensors: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in _trained_parameters(model)}
+def read_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return the parameters that train and the optimiser's state of each, by name, for `save_tree`."""
     names = {id(parameter): name for name, parameter in _trained_parameters(model)}
-    for parameter, state in optimizer.state.items():
-        tensors |= {f"optimizer/{names[id(parameter)]}/{key}": torch.as_tensor(value) for key, value in state.items()}
-    tensors |= {f"generators/{name}": state for name, state in generators.items()}
-    with write_atomically(path) as temporary:
-        save_file(
-            {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
-            temporary,
-            {"format": FORMAT, "version": VERSION, "about": json.dumps(about)},
-        )
+    return {
+        "model": dict(_trained_parameters(model)),
+        "optimizer": {names[id(parameter)]: dict(state) for parameter, state in optimizer.state.items()},
+    }
 
 
-def load(path: Path, model: nn.Module, optimizer: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Read a checkpoint into model and optimiser, and return its further content: `about`, `generators`.
-
-    Raises:
-        RunDirectoryError: see `load_parameters`.
-    """
-    about, tensors = load_parameters(path, model)
+def load_model(model: nn.Module, optimizer: Any, content: Mapping[str, Any]) -> None:
+    """Put a model and its optimiser into the state that `read_model` returned; see `check_model`."""
+    _copy_parameters(model, content)
     parameters = dict(_trained_parameters(model))
     optimizer.state.clear()
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer/"):
-            parameter_name, _, key = name.removeprefix("optimizer/").rpartition("/")
-            parameter = parameters[parameter_name]
-            value = tensor if key == "step" else tensor.to(parameter.device)
-            optimizer.state.setdefault(parameter, {})[key] = value
-    generators = {name.removeprefix("generators/"): t for name, t in tensors.items() if name.startswith("generators/")}
-    return about, generators
+    for name, state in content["optimizer"].items():
+        device = parameters[name].device
+        # Adam counts its steps on the CPU.
+        optimizer.state[parameters[name]] = {
+            key: value.to(device) if isinstance(value, Tensor) and key != "step" else value
+            for key, value in state.items()
+        }
 
 
-def load_parameters(path: Path, model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
-    """Read a checkpoint's parameters into a model, and return its further content: `about`, and all tensors by name.
+def load_parameters(path: Path, model: nn.Module) -> None:
+    """Read the parameters of a checkpoint file into a model.
 
     Raises:
-        RunDirectoryError: the file is not a checkpoint of this version, or belongs to another model.
+        RunDirectoryError: the file cannot be read as a checkpoint, or belongs to another model.
     """
-    try:
-        checkpoint = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise RunDirectoryError(f"{path} cannot be read as safetensors: {error}") from None
-    with checkpoint as file:
-        metadata = file.metadata() or {}
-        if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
-            raise RunDirectoryError(f"{path} is no checkpoint of this version ({FORMAT}, version {VERSION}).")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    content = load_tree(path)
+    check_model(model, content, path)
+    _copy_parameters(model, content)
+
+
+def check_model(model: nn.Module, content: Mapping[str, Any], path: Path) -> None:
+    """Refuse the content of a checkpoint whose parameters are not those of a model that train.
+
+    Raises:
+        RunDirectoryError: see above.
+    """
     parameters = dict(_trained_parameters(model))
-    saved = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-    if _list_shapes(parameters) != _list_shapes(saved):
+    if _list_shapes(parameters) != _list_shapes(content.get("model", {})):
         raise RunDirectoryError(
             f"{path} belongs to another model: its parameters that train differ from this one's. Build the model as it "
             "was, with the same adapter, or choose another output_dir."
         )
+
+
+def _copy_parameters(model: nn.Module, content: Mapping[str, Any]) -> None:
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(saved[name])
-    return json.loads(metadata["about"]), tensors
+        for name, parameter in _trained_parameters(model):
+            parameter.copy_(content["model"][name])
 
 
 def _list_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

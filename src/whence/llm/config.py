@@ -43,7 +43,8 @@ class PPOConfig:
         missing_eos_penalty: subtracted from the reward of a response that does not end; None: nothing.
         disable_dropout: switch dropout off, so that ratios begin at 1.
         generation_batch_size: rows of a pass that generates, or evaluates without gradients.
-        save_every: rounds between checkpoints; 0: no checkpoints.
+        save_every: rounds from one checkpoint to the next; 0: none are written. None: after every round, or after
+            fewer of them, so that checkpoints take at most 5% of the time.
         keep_checkpoints: number of checkpoints that stay.
         eval_every: rounds between evaluations; 0: no evaluations.
         disable_tqdm: hide the progress bar.
@@ -79,7 +80,7 @@ class PPOConfig:
     missing_eos_penalty: float | None = None
     disable_dropout: bool = True
     generation_batch_size: int = 64
-    save_every: int = 0
+    save_every: int | None = None
     keep_checkpoints: int = 2
     eval_every: int = 1
     disable_tqdm: bool = False
@@ -89,6 +90,8 @@ class PPOConfig:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
+            if value is None and name == "save_every":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise WhenceError(f"{name} is {value!r}; a whole number, at least {least}, is needed.")
         for name, (what, is_met) in _RANGES.items():

@@ -1,16 +1,18 @@
 """Several processes with a copy of the model each: split rows among them, and sum or gather tensors over them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast
+from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from whence.engines import Gradient
 from whence.errors import Unsupported, WhenceError
+from whence.guards import load_rng_state, read_rng_state
 
 _KINDS_WITH_COPIES = (
     DistributedType.NO,
@@ -121,19 +123,34 @@ class Processes:
             for tensor in [*model.parameters(), *model.buffers()]:
                 tensor.copy_(broadcast(tensor.detach().clone()))
 
-    def gather_rng_states(self) -> dict[str, Tensor]:
-        """Return the states of torch's global generators in all processes, uint8."""
-        local = {"torch": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            local["cuda"] = torch.cuda.get_rng_state(self.device)
-        states = {kind: self.gather(state[None].to(self.device), self.number).cpu() for kind, state in local.items()}
-        return {f"{kind}/{rank}": state for kind, of_all in states.items() for rank, state in enumerate(of_all)}
+    def gather_states(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return, in every process, a state of each process together with its global random generators.
 
-    def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Set this process's generators to the states that `gather_rng_states` returned."""
-        torch.set_rng_state(states[f"torch/{self.rank}"])
-        if self.device.type == "cuda" and f"cuda/{self.rank}" in states:
-            torch.cuda.set_rng_state(states[f"cuda/{self.rank}"], self.device)
+        Args:
+            state: what else this process has to restore, of plain values, arrays and tensors.
+        """
+        generators = read_rng_state()
+        # The generators of other GPUs are other processes'.
+        generators["cuda"] = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        own = [{**state, "generators": generators}]
+        return own if self.number == 1 else gather_object(own)
+
+    def load_state(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Put this process's generators where they were, and return its part of what `gather_states` returned."""
+        state = states[self.rank]
+        load_rng_state({**state["generators"], "cuda": []})
+        if state["generators"]["cuda"] and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["generators"]["cuda"][0], self.device)
+        return state
+
+    def agree(self, decision: bool) -> bool:
+        """Return, in every process, what the first one decided."""
+        return decision if self.number == 1 else bool(broadcast_object_list([decision])[0])
+
+    def wait(self) -> None:
+        """Wait until every process has come so far."""
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
 
 
 ONE = Processes()

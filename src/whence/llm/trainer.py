@@ -1,8 +1,6 @@
 """PPO for causal language models, on the responses that a rule selects."""
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,12 @@ from torch import Tensor
 from transformers.utils.logging import tqdm
 
 from whence.advice import log_new_advice
+from whence.checkpoints import Checkpoint
 from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
-from whence.llm import checkpoints
 from whence.llm.answers import answer_prompts, read_sample_prompts
+from whence.llm.checkpoints import load_model, read_model
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, Responses, check_tokenizer, context_length, generate
 from whence.llm.kl_controller import KLController
@@ -34,20 +33,14 @@ from whence.llm.steps import make_optimizer, optimise
 from whence.llm.tables import make_metrics_row, make_response_table
 from whence.llm.targets import SequenceReturn
 from whence.llm.token_scores import check_token_parts, score_rows_and_tokens
+from whence.llm.training_run import TrainingRun
 from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
-from whence.runs import RunDirectory, strip_addresses
+from whence.runs import strip_addresses
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import time_stage
 from whence.targets import Target, as_target, target_name
-
-# Settings that may change when a training is resumed.
-_MAY_CHANGE = (
-    "rounds",
-    *(f"ppo.{name}" for name in ("save_every", "keep_checkpoints", "eval_every", "report_to", "disable_tqdm")),
-    "ppo.generation_batch_size",
-)
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""
@@ -130,6 +123,7 @@ class PPOTrainer:
         self.config, self.tokenizer, self.evaluate, self.on_rollout = config, tokenizer, evaluate, on_rollout
         rewards = [reward] if callable(reward) else list(reward)
         self.reward = combine_rewards(rewards, reward_weights, allow_nonfinite=on_nonfinite == "drop")
+        self._rewards = rewards
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
@@ -138,6 +132,7 @@ class PPOTrainer:
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         self.processes = Processes(self.accelerator)
         self.processes.check_batch(config.batch_size)
+        self._run = TrainingRun(config.output_dir, self.processes, config.save_every, config.keep_checkpoints)
         # All processes draw the same numbers while the model is made; later each has a seed of its own.
         set_seed(config.seed)
         self.model = model if isinstance(model, WithValueHead) else WithValueHead(model)
@@ -167,36 +162,47 @@ class PPOTrainer:
         self._kinds_of_advice: set[str] = set()
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
         self._prompt_queue: list[int] = []
-        self._run: RunDirectory | None = None
+        self._has_begun = False
         set_seed(self._derive_seed())
 
     def _derive_seed(self, *purpose: int) -> int:
         """Return a seed for this process and a purpose."""
         return int(np.random.SeedSequence([self.config.seed, self.processes.rank, *purpose]).generate_state(1)[0])
 
-    def train(self, *, resume: bool = False) -> list[dict[str, Any]]:
+    def train(self, *, overwrite: bool = False) -> list[dict[str, Any]]:
         """Train all rounds and return a row of metrics for each.
 
+        If `output_dir` holds an unfinished run of the same settings, training goes on after its last checkpoint, to the
+        same bits as if it had not been interrupted. A finished run is left as it is; the model becomes the trained one.
+
         Args:
-            resume: continue from the last checkpoint in `output_dir`, to the same results as an uninterrupted
-                training; start over if there is none.
+            overwrite: delete the run that `output_dir` holds, and start anew.
 
         Raises:
-            RunDirectoryError: the checkpoint belongs to another model or other settings; or, without `resume`,
-                output_dir holds something else than a run of these settings, which would be started over.
+            RunDirectoryError: `output_dir` holds a run of another model or other settings, one without a checkpoint, or
+                something else than a run; or another process writes to it. Nothing was changed.
+            WhenceError: the training would start anew with a model that this trainer has trained already.
         """
         config = self.config
-        path = checkpoints.find_latest(config.output_dir) if resume else None
-        if path is not None:
-            # In every process, and before anything is changed.
-            RunDirectory.open(config.output_dir).check_same(self._describe(), but=_MAY_CHANGE)
-            self._restore(path)
-        if self.accelerator.is_main_process:
-            self._run = self._open_directory(path)
+        checkpoint = self._run.begin(
+            self._describe(), self.model, rounds=config.rounds, overwrite=overwrite, trained=self._has_begun
+        )
+        self._has_begun = True
+        try:
+            if checkpoint is not None:
+                self._restore(checkpoint)
+            if len(self.metrics) < config.rounds:
+                self._train_rounds()
+        finally:
+            self._run.end()
+        return self.metrics
+
+    def _train_rounds(self) -> None:
+        """Train the rounds that have not been trained yet."""
+        config, first = self.config, len(self.metrics) + 1
         if config.report_to:
             plain = {name: value for name, value in config.to_json().items() if isinstance(value, int | float | str)}
             self.accelerator.init_trackers("whence", plain)
-        first = len(self.metrics) + 1
         if first == 1:
             self._evaluate(0)
         shown = not config.disable_tqdm and self.accelerator.is_main_process
@@ -206,11 +212,9 @@ class PPOTrainer:
             bar.set_postfix(
                 reward=f"{row['reward']:.3g}", kl=f"{row['kl']:.3g}", kept=f"{1 - row['dropped_share']:.0%}"
             )
-            if config.save_every and (number % config.save_every == 0 or number == config.rounds):
-                self._save_checkpoint(number)
+            self._run.save_if_due(number, self._read_state, last=number == config.rounds)
         for tracker in self.accelerator.trackers:  # `end_training` would also disconnect the processes
             tracker.finish()
-        return self.metrics
 
     def _run_round(self, number: int) -> dict[str, Any]:
         config, seconds = self.config, dict[str, dict[str, float]]()
@@ -307,15 +311,12 @@ class PPOTrainer:
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
         """Write a round to the run directory, log it to trackers, and call `on_rollout`."""
-        if self._run is None:
+        if self._run.directory is None:
             return
         number = row["round"]
         table = make_response_table(rollout, selection, influence, self.tokenizer, parts)
-        self._run.write_round("records", number, table)
-        self._run.append("metrics", row)
+        self._run.write_round(table, row, seconds)
         log_new_advice(self.metrics, {}, self._kinds_of_advice)
-        flat = {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}
-        self._run.append("timings", {"round": number, **flat})
         numbers = {name: value for name, value in row.items() if value is not None and name != "round"}
         walls = {f"seconds/{stage}": clocks["wall"] for stage, clocks in seconds.items()}
         self.accelerator.log(numbers | walls, step=number)
@@ -323,17 +324,18 @@ class PPOTrainer:
             self.on_rollout(rollout, influence, selection, row)
 
     def _evaluate(self, number: int) -> None:
-        if not self.config.eval_every or self._run is None:
+        directory = self._run.directory
+        if not self.config.eval_every or directory is None:
             return
         model, tokenizer = self.model.language_model, self.tokenizer
         if self.sample_prompts:
             answers = answer_prompts(model, tokenizer, self.sample_prompts, self.reward, self.config)
-            self._run.write_round("answers", number, answers)
+            directory.write_round("answers", number, answers)
         if self.evaluate is None:
             return
         with preserve_rng_state():
             measures = dict(self.evaluate(model, tokenizer))
-        self._run.append("evaluations", {"round": number, **measures})
+        directory.append("evaluations", {"round": number, **measures})
         self.accelerator.log({f"test/{name}": value for name, value in measures.items()}, step=number)
 
     def _describe(self) -> dict[str, Any]:
@@ -358,34 +360,32 @@ class PPOTrainer:
             "ppo": ppo,
         }
 
-    def _open_directory(self, checkpoint: Path | None) -> RunDirectory:
-        """Return the run directory: the old one with a checkpoint, else an empty one."""
-        folder, description = self.config.output_dir, self._describe()
-        if checkpoint is not None:
-            return RunDirectory.resume(folder, description, rounds=len(self.metrics), may_change=_MAY_CHANGE)
-        directory = RunDirectory.create(folder, description, versions={name: version(name) for name in _LIBRARIES})
-        shutil.rmtree(Path(folder) / "checkpoints", ignore_errors=True)
-        return directory
+    def _read_state(self) -> dict[str, Any]:
+        """Return all that training needs to go on after a round, for a checkpoint; call it in every process."""
+        return {
+            **read_model(self.model, self.optimizer.optimizer),
+            "kl_coef": self.kl.coefficient,
+            "queue": self._prompt_queue,
+            "generator": self._generator.get_state(),
+            "advice": sorted(self._kinds_of_advice),
+            "processes": self.processes.gather_states({"user": [part.state_dict() for part in self._stateful_parts()]}),
+        }
 
-    def _save_checkpoint(self, number: int) -> None:
-        """Write the checkpoint after a round, and delete the oldest ones."""
-        generators = {"own": self._generator.get_state(), **self.processes.gather_rng_states()}
-        if not self.accelerator.is_main_process:
-            return
-        about = {"metrics": self.metrics, "kl_coef": self.kl.coefficient, "waiting": self._prompt_queue}
-        path = checkpoints.checkpoint_path(self.config.output_dir, number)
-        checkpoints.save(path, self.model, self.optimizer.optimizer, about, generators)
-        for old in sorted(path.parent.glob("round_*.safetensors"))[: -self.config.keep_checkpoints]:
-            old.unlink()
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Put everything where it was after the checkpoint's round."""
+        content = checkpoint.content
+        self.metrics = self._run.read_metrics(checkpoint.round)
+        load_model(self.model, self.optimizer.optimizer, content)
+        self.kl.coefficient, self._prompt_queue = content["kl_coef"], list(content["queue"])
+        self._generator.set_state(content["generator"])
+        self._kinds_of_advice = set(content["advice"])
+        state = self.processes.load_state(content["processes"])
+        for part, stored in zip(self._stateful_parts(), state["user"], strict=True):
+            part.load_state_dict(stored)
 
-    def _restore(self, path: Path) -> None:
-        done = int(path.stem.removeprefix("round_"))
-        if done > self.config.rounds:
-            raise WhenceError(f"rounds is {self.config.rounds}, and {path} has {done} rounds already; more are needed.")
-        about, generators = checkpoints.load(path, self.model, self.optimizer.optimizer)
-        self.metrics, self._prompt_queue, self.kl.coefficient = about["metrics"], about["waiting"], about["kl_coef"]
-        self._generator.set_state(generators.pop("own"))
-        self.processes.set_rng_state(generators)
+    def _stateful_parts(self) -> list[Any]:
+        """Return the rule and the rewards that have a state of their own to keep."""
+        return [part for part in (self.rule, *self._rewards) if hasattr(part, "load_state_dict")]
 
     def save_model(self, folder: str | Path | None = None) -> None:
         """Write model (or adapter), value head and tokenizer, in Transformers' format."""
@@ -397,4 +397,3 @@ class PPOTrainer:
 
 
 _ELSEWHERE = ("output_dir", "rounds", "seed")  # settings that the description has outside "ppo"
-_LIBRARIES = ("whence", "torch", "transformers", "accelerate")

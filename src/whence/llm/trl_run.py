@@ -1,23 +1,40 @@
 """The run directory of a training by TRL's trainers."""
 
+import logging
+import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import torch
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from whence.errors import WhenceError
+from whence.errors import RunDirectoryError, WhenceError
 from whence.llm.tables import list_tokens
+from whence.llm.trl_checkpoints import (
+    delete_later,
+    find_checkpoint,
+    read_progress,
+    read_state,
+    seal_checkpoint,
+)
+from whence.llm.versions import note_changed_versions, read_versions
 from whence.runs import RunDirectory, strip_addresses
 from whence.selection import Selection
 from whence.tables import add_selection, summarise_selection
 from whence.targets import target_name
 
+log = logging.getLogger("whence")
+
+_RUN_ID = "id"
+"""The note that tells a run's checkpoints from those of another run that was in the same directory before."""
+
 _LIBRARIES = ("whence", "torch", "transformers", "trl", "accelerate")
+_MAY_CHANGE = ("rounds", *(f"trl.{name}" for name in ("save_steps", "save_total_limit", "logging_steps")))
 _ELSEWHERE = ("output_dir", "logging_dir", "run_name", "max_steps", "seed")
 
 
@@ -41,37 +58,160 @@ def count_steps(args: Any) -> int:
 
 
 class RunWriter(TrainerCallback):  # type: ignore[misc]
-    """Writes each generation batch to a run directory, after the last step on it.
-
-    A training that Transformers resumes from its checkpoint goes on in its directory; another one starts it over.
+    """Writes each generation batch to a run directory, after the last step on it; completes Transformers' checkpoints.
 
     Args:
         trainer: a trainer of `whence.llm.trl`.
         folder: the run directory.
         about: a further description of the run, in JSON types.
+        overwrite: delete the rounds of the run in the directory that come after the start of this training.
 
     Raises:
         WhenceError: see `count_steps`; or two reward functions have the same name, under which TRL logs their rewards.
     """
 
-    def __init__(self, trainer: Any, folder: str | Path, about: Mapping[str, Any] | None = None) -> None:
-        self._trainer, self._folder, self._about = trainer, Path(folder), dict(about or {})
+    def __init__(
+        self, trainer: Any, folder: str | Path, about: Mapping[str, Any] | None = None, *, overwrite: bool = False
+    ) -> None:
+        self._trainer, self._folder, self._about, self._overwrite = trainer, Path(folder), dict(about or {}), overwrite
         self._steps = count_steps(trainer.args)
         _check_reward_names(trainer.reward_func_names)
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
         self._directory: RunDirectory | None = None
+        self._checkpoint: Path | None = None
+
+    def find_checkpoint(self) -> Path | None:
+        """Return the run's last whole checkpoint."""
+        if not (self._folder / "config.json").exists():
+            return None
+        run_id = RunDirectory.open(self._folder).notes.get(_RUN_ID, "")
+        return find_checkpoint(self._trainer.args.output_dir, run_id, self._steps)
+
+    def choose_checkpoint(self, resume: str | Path | bool | None) -> Path | None:
+        """Return the checkpoint to go on from, or None; nothing is changed. Call it in every process.
+
+        Args:
+            resume: `resume_from_checkpoint` of Transformers: a checkpoint's folder; True: the last whole one.
+
+        Raises:
+            RunDirectoryError: the directory holds a run of another configuration, or finished rounds that this training
+                would delete; or there is no checkpoint.
+        """
+        args = self._trainer.args
+        run = RunDirectory.open(self._folder) if (self._folder / "config.json").exists() else None
+        rows = 0 if run is None else run.table("metrics").height
+        last = self.find_checkpoint() if resume or not self._overwrite else None
+        self._checkpoint = last if resume is True else Path(resume) if isinstance(resume, str | Path) else None
+        if resume is True and last is None:
+            raise RunDirectoryError(
+                f"{args.output_dir} holds no whole checkpoint of the run in {self._folder}. Train without "
+                "resume_from_checkpoint; if the directory holds a run, pass overwrite=True to replace it."
+            )
+        done = self._count_done(self._checkpoint)
+        if run is not None and rows and (done or not self._overwrite):
+            run.check_same(self._describe(run.config.get("rounds", 0)), but=_MAY_CHANGE)
+            if rows > done and not self._overwrite and (last is None or self._checkpoint != last):
+                raise self._refuse(rows, done, last)
+        return self._checkpoint
+
+    def _refuse(self, rows: int, done: int, last: Path | None) -> RunDirectoryError:
+        start = f"after round {done}" if done else "at the first round"
+        go_on = "to go on with it, call trainer.train(resume_from_checkpoint=True)"
+        if last is None:
+            go_on = "it has no whole checkpoint that resume_from_checkpoint=True could go on from"
+        return RunDirectoryError(
+            f"{self._folder} holds a run with {rows} finished rounds, and this training starts {start}: {go_on}. To "
+            "delete what comes later, pass overwrite=True (--overwrite); to keep it, choose another run directory."
+        )
+
+    def _count_done(self, checkpoint: Path | None) -> int:
+        """Return the number of rounds before a checkpoint."""
+        if checkpoint is None:
+            return 0
+        step = int(read_progress(checkpoint)["global_step"])
+        if step % self._steps:
+            log.warning("%s lies within a round, whose responses are drawn again.", checkpoint)
+        return step // self._steps
+
+    def is_finished(self, checkpoint: Path) -> bool:
+        """Return whether a checkpoint is that of a training's last step."""
+        progress, args = read_progress(checkpoint), self._trainer.args
+        same_epochs = progress.get("num_train_epochs") == args.num_train_epochs
+        total = args.max_steps if args.max_steps > 0 else progress["max_steps"] if same_epochs else math.inf
+        if finished := progress["global_step"] >= total:
+            log.warning("%s holds this run, finished: nothing is trained.", self._folder)
+        return bool(finished)
+
+    def release(self) -> None:
+        """Let others write the directory."""
+        if self._directory is not None:
+            self._directory.release()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Open the directory."""
+        """Open the directory, and put back what Transformers' checkpoint does not hold."""
+        if self._checkpoint is not None:
+            self._load_state(read_state(self._checkpoint), state.global_step)
+        self._trainer._processes.wait()  # until all have read what the first one may change
         if not state.is_world_process_zero:
             return
         done, description = state.global_step // self._steps, self._describe(-(-state.max_steps // self._steps))
+        shared = Path(args.output_dir).resolve().is_relative_to(self._folder.resolve())
         if done and (self._folder / "config.json").exists():
-            self._directory = RunDirectory.resume(self._folder, description, rounds=done, may_change=("rounds",))
+            self._directory = RunDirectory.resume(self._folder, description, rounds=done, may_change=_MAY_CHANGE)
+            log.warning("%s: going on after round %d of %d.", self._folder, done, description["rounds"])
+            delete_later(args.output_dir, state.global_step)
+            note_changed_versions(self._directory, _LIBRARIES, done)
         else:
-            versions = {name: version(name) for name in _LIBRARIES}
-            shared = Path(args.output_dir).resolve().is_relative_to(self._folder.resolve())
-            self._directory = RunDirectory.create(self._folder, description, versions=versions, shared=shared)
+            self._directory = RunDirectory.create(
+                self._folder,
+                description,
+                versions=read_versions(_LIBRARIES),
+                shared=shared,
+                overwrite=self._overwrite,
+            )
+            if shared and not state.global_step:
+                delete_later(args.output_dir, 0)  # those of the run that was here before
+        if _RUN_ID not in self._directory.notes:
+            self._directory.note(**{_RUN_ID: uuid.uuid4().hex})
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Complete a checkpoint that Transformers has written; one without an optimiser cannot be gone on from."""
+        if args.save_only_model:
+            return
+        own = [self._read_state()]
+        states = own if args.world_size == 1 else gather_object(own)  # all processes have written their files now
+        if self._directory is not None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            seal_checkpoint(folder, self._directory.notes[_RUN_ID], {"processes": states})
+
+    def _read_state(self) -> dict[str, Any]:
+        """Return the state that Transformers does not keep: of rule and rewards, and of a reference that changes."""
+        trainer = self._trainer
+        reference = trainer.accelerator.unwrap_model(trainer.ref_model) if self._moves_reference() else None
+        return {
+            "user": [part.state_dict() for part in self._stateful_parts()],
+            "reference": None if reference is None else dict(reference.state_dict()),
+        }
+
+    def _load_state(self, content: Mapping[str, Any], step: int) -> None:
+        trainer = self._trainer
+        # TRL draws a new generation batch at multiples of a round's passes, which it counts anew in each process.
+        trainer._step, trainer._buffered_inputs = step * trainer.args.gradient_accumulation_steps, None
+        if not content:
+            return
+        state = content["processes"][trainer.args.process_index]
+        for part, stored in zip(self._stateful_parts(), state["user"], strict=True):
+            part.load_state_dict(stored)
+        if state["reference"] is not None and self._moves_reference():
+            trainer.accelerator.unwrap_model(trainer.ref_model).load_state_dict(state["reference"])
+
+    def _moves_reference(self) -> bool:
+        return getattr(self._trainer.args, "sync_ref_model", False) and self._trainer.ref_model is not None
+
+    def _stateful_parts(self) -> list[Any]:
+        """Return the rule and the rewards that have a state of their own to keep; a reward model has none."""
+        parts = (self._trainer.rule, *self._trainer.reward_funcs)
+        return [part for part in parts if hasattr(part, "load_state_dict") and not isinstance(part, torch.nn.Module)]
 
     def note_batch(self) -> None:
         """Take a generation batch from TRL's table of completions, of which an evaluation would soon leave nothing."""

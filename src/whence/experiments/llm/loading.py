@@ -36,7 +36,7 @@ def load_function(name: str) -> Any:
         if is_file:
             module = _run_file(Path(source).resolve(), Path(source).stat().st_mtime_ns)
         else:
-            with _search_first(Path.cwd()):
+            with search_first(Path.cwd()):
                 module = importlib.import_module(source)
     except ModuleNotFoundError as error:
         raise WhenceError(
@@ -61,13 +61,13 @@ def _run_file(path: Path, modified: int) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
-    with _search_first(path.parent):
+    with search_first(path.parent):
         spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def _search_first(folder: Path) -> Iterator[None]:
+def search_first(folder: Path) -> Iterator[None]:
     """Look for modules in a folder first."""
     sys.path.insert(0, str(folder))
     try:

@@ -1,6 +1,5 @@
 """The contents of a post-training run's directory: a description, the trained model, a learning curve."""
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from whence.errors import RunDirectoryError
 from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.identity import identify_function
 from whence.metrics import Curve, make_curve
 from whence.runs import RunDirectory
 
@@ -27,28 +27,28 @@ def save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
 
 
 def describe(config: LanguageConfig) -> dict[str, Any]:
-    """Return the description of a run for its directory, in JSON types, with digests of the rewards' files."""
-    files = {name: (getattr(config, name) or "").rpartition(":")[0] for name in ("reward", "test_reward")}
-    contents = {
-        name: hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        for name, file in files.items()
-        if file.endswith(".py") and Path(file).exists()
-    }
+    """Return the description of a run for its directory, in JSON types, with the identities of its rewards' code."""
+    rewards = {name: getattr(config, name) for name in ("reward", "test_reward") if getattr(config, name)}
+    identities = {name: identify_function(reward) for name, reward in rewards.items()}
+    contents = {name: identity for name, identity in identities.items() if identity is not None}
     return {"arm": config.arm, "env": config.env, "experiment": config.to_json(), "contents": contents}
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:
-    """Tell whether a directory holds this run, with its trained model.
+    """Tell whether a directory holds this run, with all rounds and its trained model.
 
     Raises:
-        RunDirectoryError: it holds another run.
+        RunDirectoryError: it holds another run, with finished rounds.
     """
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
+    rounds = directory.table("metrics").height
+    if not rounds:
+        return False
     description = describe(config)
     RunDirectory(path, {name: directory.config.get(name) for name in description}, {}).check_same(description)
-    return (path / "model").is_dir()
+    return rounds >= config.rounds and (path / "model").is_dir()
 
 
 def read_curve(config: LanguageConfig, path: Path) -> Curve:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from whence.checkpoints import checkpoint_path
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.loading import load_pretrained
@@ -18,7 +19,7 @@ from whence.experiments.llm.tasks import Task, load_task, make_validation_target
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.guards import preserve_rng_state
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, WithValueHead, make_rows
-from whence.llm.checkpoints import checkpoint_path, load_parameters
+from whence.llm.checkpoints import load_parameters
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Responses
 from whence.llm.model import Reference

@@ -77,6 +77,8 @@ def _make_trl_config(config: LanguageConfig, output_dir: str) -> Any:
         "use_cpu": not on_gpu,
         "dataloader_pin_memory": on_gpu,
     }
+    if not {"save_strategy", "save_steps"} & settings.keys():
+        defaults["save_total_limit"] = 2  # the run itself says when checkpoints are due
     # Under the name that this version of Transformers has; TRL's default is the older name, which gives a warning.
     checkpointing = [name for name in ("activation_checkpointing", "gradient_checkpointing") if name in known]
     if not any(name in settings for name in checkpointing):

@@ -34,21 +34,22 @@ def prepare(config: LanguageConfig) -> None:
     make_laboratory(config)
 
 
-def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round) -> None:
+def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round, *, overwrite: bool = False) -> None:
     """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
 
-    An interrupted run continues from its last checkpoint if there is one (the setting `save_every`).
+    An interrupted run goes on after its last checkpoint.
 
     Args:
         config: the run's configuration.
         path: the run's directory.
         on_round: called after every round.
+        overwrite: delete the run that the directory holds, and start anew.
 
     Raises:
         RunDirectoryError: the directory holds another run.
         WhenceError, Unsupported: the settings, the model or the data are refused; nothing was trained.
     """
-    if is_finished(config, path):
+    if not overwrite and is_finished(config, path):
         on_round(config.rounds, {})
         return
     check_settings(config)
@@ -56,12 +57,12 @@ def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round) ->
     if config.algorithm != "ppo":
         from whence.experiments.llm.trl import run_trl  # TRL takes seconds to import
 
-        run_trl(config, path, on_round)
+        run_trl(config, path, on_round, overwrite=overwrite)
         return
     with hide_progress_bars():
         trainer = make_trainer(config, load_task(config), path, on_round)
     on_round(0, {})
-    trainer.train(resume=True)
+    trainer.train(overwrite=overwrite)
     with hide_progress_bars():
         # The model is saved last, since a run with its model counts as finished.
         save_atomically(path / "model", trainer.save_model)

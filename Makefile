@@ -39,7 +39,7 @@ mutants: .venv/dev.stamp
 	$(BIN)/python tests/try_mutants.py
 
 # As everywhere, but for these libraries and what follows from their versions. An older torch is not here: its wheels on
-# the package index need gigabytes of CUDA libraries.
+# the package index need gigabytes of CUDA libraries. Box2D comes by itself: old Gymnasiums ask for one that is compiled.
 OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==2.7.0 gymnasium==1.1.0 polars==1.30.0 \
 	safetensors==0.5.0 filelock==3.16.0
 
@@ -48,7 +48,8 @@ OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==
 	grep -Ev '^(transformers|trl|tokenizers|huggingface[-_]hub|httpx|stable[-_]baselines3|sb3[-_]contrib|gymnasium|polars.*|safetensors|filelock|minigrid|highway[-_]env)==' \
 		constraints.txt > .venv-oldest/constraints.txt
 	printf '%s\n' $(OLDEST) >> .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable '.[dev]'
+	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt \
+		--editable '.[cli,contrib,fast,llm]' Box2D minigrid pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 ## Tests against the oldest SB3, Gymnasium, Polars, Transformers and TRL that are supported; `make test` has the newest.

@@ -49,6 +49,10 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
     return sorted(advice, key=lambda each: each.round)
 
 
+_READ = "round", "dropped_share", "train/entropy_loss", "ended_share", "episode_return", "kl", "length", "mean"
+"""The columns that the rules read."""
+
+
 def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], logged: set[str]) -> None:
     """Log advice on the rounds so far to the logger "whence", each kind once.
 
@@ -57,7 +61,9 @@ def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, An
         config: see `give_advice`.
         logged: the kinds that were logged before; new ones are added.
     """
-    for advice in give_advice(pl.DataFrame(metrics, infer_schema_length=None), config):
+    columns = [name for name in _READ if any(name in row for row in metrics)]
+    table = pl.DataFrame({name: [row.get(name) for row in metrics] for name in columns}, strict=False)
+    for advice in give_advice(table, config):
         if advice.kind not in logged:
             logged.add(advice.kind)
             log.warning("round %d: %s", advice.round, advice.text)

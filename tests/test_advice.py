@@ -37,13 +37,17 @@ def test_scores_under_an_adaptive_optimiser(optimizer: str) -> None:
 
 
 def test_a_page_knows_an_arms_method() -> None:
-    def list_kinds(config: dict[str, Any]) -> list[str]:
+    def list_kinds(config: dict[str, Any], **notes: Any) -> list[str]:
         table = pl.DataFrame({"round": [1], "mean": [0.1]})
-        return list(gather_advice({("arm", 0): SimpleNamespace(config=config, table=lambda name: table)}))  # type: ignore[dict-item]
+        run: Any = SimpleNamespace(config=config, table=lambda name: table, notes=notes)
+        return list(gather_advice({("arm", 0): run}))
 
     assert list_kinds({"arm": "iif", "optimizer": "Adam"}) == ["adaptive optimiser"]
     assert list_kinds({"arm": "iif-smoothed", "optimizer": "Adam"}) == []
     assert list_kinds({"method": "unrolled", "optimizer": "Adam"}) == []
+    assert list_kinds({}, resumed=[{"after_round": 3, "reason": "other episodes"}]) == ["interrupted"]
+    for crafted in (7, [7], [{"after_round": "x"}], {"after_round": 1}):
+        assert list_kinds({}, resumed=crafted) == []
 
 
 def test_nearly_all_dropped() -> None:

@@ -106,13 +106,13 @@ class Bench:
             path.write_bytes(damage_parquet(data, rng, self.work))
         elif path.suffix == ".safetensors":
             path.write_bytes(damage_safetensors(data, rng))
-        elif path.suffix == ".json":
-            path.write_bytes(damage_json(data, rng))
-        elif path.suffix == ".jsonl":
+        elif path.suffix == ".jsonl" or name.startswith("prompts"):
             lines = data.splitlines()
             at = rng.randrange(len(lines))
             lines[at] = damage_json(lines[at], rng).replace(b"\n", b" " if rng.random() < 0.9 else b"\n")
             path.write_bytes(b"\n".join([*lines, b""]))
+        elif path.suffix == ".json":
+            path.write_bytes(damage_json(data, rng))
         else:
             path.write_bytes(damage_bytes(data, rng))
 

@@ -314,7 +314,7 @@ def call_command(arguments: Sequence[str]) -> None:
         raise Finding(f"exit code {code}: {text[-300:]}")
     if "This is no error that whence expects" in text:
         raise Finding(f"an error that whence does not expect: {text[-500:]}")
-    if code and not err.getvalue().strip():
+    if code and not text.strip():
         raise Finding(f"exit code {code} without a message: {out.getvalue()[-200:]}")
     if controls := {char for char in text if ord(char) < 32 or 127 <= ord(char) < 160} - {"\n", "\t", "\r"}:
         raise Finding(f"control characters {controls} in what is printed: {text[:300]!r}")

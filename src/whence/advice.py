@@ -7,6 +7,9 @@ from typing import Any
 
 import polars as pl
 
+from whence.columns import is_number
+from whence.errors import InvalidRecords
+
 log = logging.getLogger("whence")
 
 _WINDOW = 10
@@ -34,9 +37,13 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
     Args:
         metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
         config: the run's configuration; `optimizer` and `method` are read, by default "snapshot".
+
+    Raises:
+        InvalidRecords: the rounds are not numbered, or a column that is read holds no numbers.
     """
     if metrics.is_empty():
         return []
+    _check_metrics(metrics)
     advice = [
         *_adaptive_optimizer(metrics, config),
         *_drops_nearly_all(metrics),
@@ -61,6 +68,25 @@ def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, An
         if advice.kind not in logged:
             logged.add(advice.kind)
             log.warning("round %d: %s", advice.round, advice.text)
+
+
+_READ = ("mean", "dropped_share", "train/entropy_loss", "length", "kl", "ended_share", "episode_return")
+"""Columns that the rules read."""
+
+
+def _check_metrics(metrics: pl.DataFrame) -> None:
+    rounds = metrics["round"] if "round" in metrics.columns else None
+    if rounds is None or not rounds.dtype.is_integer() or rounds.null_count():
+        raise InvalidRecords(
+            f"The table of metrics has {'no column `round`' if rounds is None else f'{rounds.dtype} in `round`'}; a "
+            'whole number in each row is needed. Pass what a run stores: RunDirectory.open(path).table("metrics").'
+        )
+    for name in _READ:
+        if name in metrics.columns and metrics[name].count() and not is_number(metrics.schema[name]):
+            raise InvalidRecords(
+                f"The column `{name}` of the table of metrics holds {metrics.schema[name]}; numbers are needed. Pass "
+                'what a run stores: RunDirectory.open(path).table("metrics").'
+            )
 
 
 def _column(metrics: pl.DataFrame, name: str) -> list[float | None]:

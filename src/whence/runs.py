@@ -13,11 +13,13 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 
 import polars as pl
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from whence.columns import check_columns
 from whence.errors import RunDirectoryError, first_line
 from whence.guards import write_atomically
+from whence.tensorfiles import read_tensor_file
 
 FORMAT, VERSION = "whence-run", 1
 
@@ -154,7 +156,7 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{path / 'config.json'} cannot be read: {_system_reason(refusal)}. Give yourself the right to read it."
             ) from refusal
-        except (json.JSONDecodeError, UnicodeDecodeError) as broken:
+        except (RecursionError, ValueError) as broken:
             raise RunDirectoryError(
                 f"{path / 'config.json'} is not readable as JSON: {broken}. whence writes this file whole, so "
                 "something else changed it: restore it, or run again into a new directory."
@@ -216,8 +218,17 @@ class RunDirectory:
         return self._read(self.path / f"{name}.parquet", missing_ok=True)
 
     def round(self, name: PerRound, number: int) -> pl.DataFrame:
-        """Read one round's records, episodes or answers."""
-        return self._read(self._round_path(name, number, "parquet"))
+        """Read one round's records, episodes or answers.
+
+        Raises:
+            RunDirectoryError: the round is not there, cannot be read, or has columns of other types than whence writes.
+        """
+        path = self._round_path(name, number, "parquet")
+        table = self._read(path)
+        check_columns(
+            table, str(path), needed=("record_id",) if name == "records" else (), error=RunDirectoryError
+        )
+        return table
 
     def round_path(self, name: PerRound, number: int) -> Path:
         """Return the path of one round's records, episodes or answers, whether it is there or not."""
@@ -231,10 +242,7 @@ class RunDirectory:
         """Read the policy that collected round `number`."""
         path = self.policy_path(number)
         self._check_exists(path)
-        try:
-            return load_file(path)
-        except SafetensorError as broken:
-            raise RunDirectoryError(f"{path} cannot be read as safetensors: {broken}") from None
+        return read_tensor_file(path, RunDirectoryError)[1]
 
     def rounds(self) -> list[int]:
         """List the rounds whose records were written."""
@@ -265,7 +273,7 @@ class RunDirectory:
         self._check_exists(path)
         try:
             return pl.read_parquet(path, glob=False)
-        except pl.exceptions.PolarsError as broken:
+        except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
             raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
 
     def _check_exists(self, path: Path) -> None:

@@ -70,8 +70,13 @@ def parse_json(option: str, text: str | None, example: str) -> Any:
         return None
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise WhenceError(f"{option} is {text!r}, which is not JSON ({error}). Write it as {example}.") from None
+    except (RecursionError, ValueError) as error:
+        raise WhenceError(f"{option} is {_quote(text)}, which is not JSON ({error}). Write it as {example}.") from None
+
+
+def _quote(text: str) -> str:
+    """Return a text in quotation marks, without its end if it is long."""
+    return repr(text) if len(text) <= 300 else f"{text[:300]!r} …"
 
 
 def parse_json_object(option: str, text: str | None, example: str) -> dict[str, Any] | None:
@@ -82,7 +87,7 @@ def parse_json_object(option: str, text: str | None, example: str) -> dict[str, 
     """
     value = parse_json(option, text, example)
     if value is not None and not isinstance(value, dict):
-        raise WhenceError(f"{option} is {text}; a JSON object is needed, such as {example}.")
+        raise WhenceError(f"{option} is {text if len(str(text)) <= 300 else f'{str(text)[:300]} …'}; a JSON object is needed, such as {example}.")
     return value
 
 

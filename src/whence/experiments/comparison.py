@@ -143,7 +143,7 @@ def _read_json(path: Path) -> Any:
         raise WhenceError(
             f"{path} is not there: {path.parent} holds no finished comparison. Run whence compare."
         ) from None
-    except (OSError, ValueError) as failure:
+    except (OSError, RecursionError, ValueError) as failure:
         raise _damaged(path, f"is not readable as JSON ({failure})") from None
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from whence.errors import RunDirectoryError
 from whence.guards import write_atomically
+from whence.tensorfiles import parse_document, read_tensor_file
 
 FORMAT, VERSION = "whence-llm-checkpoint", "1"
 
@@ -63,7 +63,12 @@ def load(path: Path, model: nn.Module, optimizer: Any) -> tuple[Any, dict[str, T
     for name, tensor in tensors.items():
         if name.startswith("optimizer/"):
             parameter_name, _, key = name.removeprefix("optimizer/").rpartition("/")
-            parameter = parameters[parameter_name]
+            parameter = parameters.get(parameter_name)
+            if parameter is None or (tensor.numel() > 1 and tensor.shape != parameter.shape):
+                raise RunDirectoryError(
+                    f"{path} holds {name} of shape {tuple(tensor.shape)}, which belongs to no parameter that trains. "
+                    "Restore the checkpoint, or choose another output_dir."
+                )
             value = tensor if key == "step" else tensor.to(parameter.device)
             optimizer.state.setdefault(parameter, {})[key] = value
     generators = {name.removeprefix("generators/"): t for name, t in tensors.items() if name.startswith("generators/")}
@@ -76,15 +81,10 @@ def load_parameters(path: Path, model: nn.Module) -> tuple[Any, dict[str, Tensor
     Raises:
         RunDirectoryError: the file is not a checkpoint of this version, or belongs to another model.
     """
-    try:
-        checkpoint = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise RunDirectoryError(f"{path} cannot be read as safetensors: {error}") from None
-    with checkpoint as file:
-        metadata = file.metadata() or {}
-        if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
-            raise RunDirectoryError(f"{path} is no checkpoint of this version ({FORMAT}, version {VERSION}).")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata, tensors = read_tensor_file(path, RunDirectoryError)
+    if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION) or "about" not in metadata:
+        raise RunDirectoryError(f"{path} is no checkpoint of this version ({FORMAT}, version {VERSION}).")
+    about = parse_document(path, metadata["about"], RunDirectoryError)
     parameters = dict(_trained_parameters(model))
     saved = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
     if _list_shapes(parameters) != _list_shapes(saved):
@@ -95,7 +95,7 @@ def load_parameters(path: Path, model: nn.Module) -> tuple[Any, dict[str, Tensor
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
-    return json.loads(metadata["about"]), tensors
+    return about, tensors
 
 
 def _list_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

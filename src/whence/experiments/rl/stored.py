@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whence.attribution import attribute
 from whence.counterfactual.outcomes import Evaluate
-from whence.errors import InvalidRecords, RunDirectoryError
+from whence.errors import InvalidRecords, RunDirectoryError, WhenceError
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_evaluation_env, make_model_env, measure_return
 from whence.experiments.rl.rebuilding import AnyEnv, build_model, make_replay_env, reads_raw_observations
@@ -156,7 +156,10 @@ def load_policy(run: RunDirectory, number: int, model: Any) -> None:
         RunDirectoryError: there is no such policy, or the model has other tensors.
     """
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
-    if differing := sorted(tensors.keys() ^ stored_tensors.keys()):
+    shapes, stored_shapes = ({name: each.shape for name, each in of.items()} for of in (tensors, stored_tensors))
+    if differing := sorted(
+        name for name in shapes.keys() | stored_shapes.keys() if shapes.get(name) != stored_shapes.get(name)
+    ):
         raise RunDirectoryError(
             f"The policy of round {number} in {run.path} does not fit the one its configuration builds: "
             f"{', '.join(differing[:3])}. Has the policy's code changed since?"
@@ -180,14 +183,19 @@ def read_run_config(run: RunDirectory) -> RunConfig:
     """Return the configuration of a run that whence's own commands made.
 
     Raises:
-        RunDirectoryError: the run was made in a script.
+        RunDirectoryError: the run was made in a script, or its configuration was changed.
     """
-    try:
-        return RunConfig.from_json(run.config)
-    except TypeError:
+    if "algorithm" in run.config:
         raise RunDirectoryError(
             f"{run.path} was written by an InfluenceCallback in a script, and this needs a run of `whence train`. Its "
             "rounds can be scored (whence attribute) and shown (whence view)."
+        )
+    try:
+        return RunConfig.from_json(run.config)
+    except WhenceError as wrong:
+        raise RunDirectoryError(
+            f"{run.path / 'config.json'} does not hold the configuration of an agent's run: {wrong} Restore it, or "
+            "train again into a new directory."
         ) from None
 
 

@@ -112,7 +112,11 @@ def share_inputs(inputs: int) -> dict[str, int]:
 
 def prepare_process(root: Path) -> None:
     """Keep caches below a directory, stay off the network, and limit memory."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "work-caches"), "MPLCONFIGDIR": str(root / "work-caches")}
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(root / "work-caches"),
+        "MPLCONFIGDIR": str(root / "work-caches"),
+    }
     os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "COLUMNS": "200", "POLARS_PANIC_ON_ERR": "0"}
     sys.dont_write_bytecode = True
     with suppress(ValueError, OSError):
@@ -184,7 +188,10 @@ def main(
         readers[name] = run_in_process(name, seed, first, count)
         readers[name]["seconds"] = round(time.perf_counter() - began, 1)
         findings = readers[name]["findings"]
-        print(f"{name}: {readers[name]['inputs']} inputs, {len(findings)} findings, {readers[name]['seconds']} s", flush=True)
+        print(
+            f"{name}: {readers[name]['inputs']} inputs, {len(findings)} findings, {readers[name]['seconds']} s",
+            flush=True,
+        )
         for finding in findings[:SHOWN]:
             print(f"  {finding['input']}: {finding['what']}", flush=True)
     if reader is None:

@@ -141,7 +141,9 @@ class Bench:
     def check_around(self) -> None:
         """Raise `Escaped` if anything outside the stage and the working directory has changed."""
         if (now := self._list_around()) != self._around:
-            changed = sorted(name for name in now.keys() | self._around.keys() if now.get(name) != self._around.get(name))
+            changed = sorted(
+                name for name in now.keys() | self._around.keys() if now.get(name) != self._around.get(name)
+            )
             raise Escaped(f"changed outside of the run: {', '.join(changed[:3])}")
 
     def _list_around(self) -> dict[str, tuple[int, int]]:
@@ -180,7 +182,9 @@ def make_files(base: Path, model: nn.Module) -> None:
 
 def _write_results(base: Path, configs: list[RunConfig]) -> None:
     """Write what a comparison and a sweep leave of these runs."""
-    files = CurveFiles(results=base / "sweep" / "curves" / "lake.jsonl", timings=base / "sweep" / "timings" / "lake.jsonl")
+    files = CurveFiles(
+        results=base / "sweep" / "curves" / "lake.jsonl", timings=base / "sweep" / "timings" / "lake.jsonl"
+    )
     for config in configs:
         files.write(config.arm, config, RunDirectory.open(base / "comparison" / "runs" / config.arm / "seed_0"))
     summary = summarise_sweep(load_sweep(base / "sweep"))

@@ -17,9 +17,29 @@ MARKUP = "</script><script>whence_was_here()</script>"
 """Text that a page must escape."""
 
 HOSTILE = (
-    *("", " ", "\x00", "\x1b]8;;http://example.invalid\x1b\\link\x1b]8;;\x1b\\", "\x1b[2J\x07", "[link=http://a]b[/link]"),
+    *(
+        "",
+        " ",
+        "\x00",
+        "\x1b]8;;http://example.invalid\x1b\\link\x1b]8;;\x1b\\",
+        "\x1b[2J\x07",
+        "[link=http://a]b[/link]",
+    ),
     *("[/]", "[bold", MARKUP, "<img src=x onerror=whence_was_here()>", "{{ 7 * 7 }}", "../../sentinel", "/etc/passwd"),
-    *("nan", "inf", "-inf", "1e999", "null", "None", "é\u202e", "\U0001f600", "a" * 5000, "%s%n", "'; DROP TABLE", "`rm`"),
+    *(
+        "nan",
+        "inf",
+        "-inf",
+        "1e999",
+        "null",
+        "None",
+        "é\u202e",
+        "\U0001f600",
+        "a" * 5000,
+        "%s%n",
+        "'; DROP TABLE",
+        "`rm`",
+    ),
     *("os:system", "__import__('os')", "round_00001", "record_id", "score", "..", "~", "C:\\", "file:///etc/passwd"),
 )
 """Texts that a reader might take for something else."""
@@ -29,7 +49,19 @@ NUMBERS: tuple[Any, ...] = (
     *(0.0, -0.0, 0.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"), float("-inf"), 1.5),
 )
 
-VALUES: tuple[Any, ...] = (None, True, False, [], {}, [[]], [None], {"": None}, {"a": [1, {"b": 2}]}, *NUMBERS, *HOSTILE)
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    {"a": [1, {"b": 2}]},
+    *NUMBERS,
+    *HOSTILE,
+)
 """Values that may stand where another was."""
 
 NAMES = (
@@ -133,7 +165,9 @@ def damage_json(text: bytes, rng: random.Random) -> bytes:
         opening = rng.choice(("[", '{"a":'))
         return (opening * rng.choice((50, 2000, 100_000))).encode()
     if kind < 0.78:
-        return rng.choice((b"", b"\xff\xfe\x00", b"null", b"[]", b"{}", b"0", b'""', b"NaN", b"1" * 5000, b"\xef\xbb\xbf{}"))
+        return rng.choice(
+            (b"", b"\xff\xfe\x00", b"null", b"[]", b"{}", b"0", b'""', b"NaN", b"1" * 5000, b"\xef\xbb\xbf{}")
+        )
     return damage_bytes(text, rng)
 
 
@@ -188,7 +222,9 @@ def _set_numbers(table: pl.DataFrame, name: str, rng: random.Random) -> pl.DataF
     value = rng.choice([number for number in NUMBERS if isinstance(number, float) or abs(number) < 2**63])
     row = rng.randrange(max(1, len(table)))
     at = pl.int_range(pl.len()) == row
-    return table.with_columns(pl.when(at).then(pl.lit(value).cast(kind, strict=False)).otherwise(pl.col(name)).alias(name))
+    return table.with_columns(
+        pl.when(at).then(pl.lit(value).cast(kind, strict=False)).otherwise(pl.col(name)).alias(name)
+    )
 
 
 def _set_null(table: pl.DataFrame, name: str, rng: random.Random) -> pl.DataFrame:
@@ -284,7 +320,9 @@ def _damage_tensors(header: Mapping[str, Any], body: bytes, rng: random.Random) 
         if kind == 0:
             del tensors[name]
         elif kind == 1:
-            tensors[rng.choice((draw_text(rng), "../../sentinel/escaped", "optimizer/none/step", "x/y"))] = tensors.pop(name)
+            tensors[rng.choice((draw_text(rng), "../../sentinel/escaped", "optimizer/none/step", "x/y"))] = tensors.pop(
+                name
+            )
         elif kind == 2:
             tensors[name] = tensor.to(rng.choice((torch.float64, torch.int64, torch.bool, torch.uint8, torch.bfloat16)))
         elif kind == 3:
@@ -331,7 +369,9 @@ def damage_toml(text: str, rng: random.Random) -> bytes:
         elif kind == 2 and equals:
             lines[at] = f"{rng.choice((draw_text(rng), *NAMES, 'seed', 'rounds', 'device'))} = 1"
         elif kind == 3:
-            lines.insert(at, rng.choice(("[[experiment]]", "[experiment]", "[a.b.c]", "experiment = 3", "a." * 500 + "b = 1")))
+            lines.insert(
+                at, rng.choice(("[[experiment]]", "[experiment]", "[a.b.c]", "experiment = 3", "a." * 500 + "b = 1"))
+            )
         elif equals:
             lines[at] = f"{key}= {draw_toml(rng)}"
         if not lines:
@@ -341,8 +381,34 @@ def damage_toml(text: str, rng: random.Random) -> bytes:
 
 def draw_toml(rng: random.Random) -> str:
     """Return a value as TOML writes it, or nearly."""
-    simple = ("1", "-1", "0", "0.5", "nan", "inf", "-inf", "true", "[]", "{}", "[1, 'a']", "{a = {b = 1}}", "1979-05-27")
-    strange = ("07:32:00", "9" * 40, "1e400", "'x", "[[[[[[1]]]]]]", "[" * 3000, "{a=" * 500, "0x10", "1_000", "''", "[{}]")
+    simple = (
+        "1",
+        "-1",
+        "0",
+        "0.5",
+        "nan",
+        "inf",
+        "-inf",
+        "true",
+        "[]",
+        "{}",
+        "[1, 'a']",
+        "{a = {b = 1}}",
+        "1979-05-27",
+    )
+    strange = (
+        "07:32:00",
+        "9" * 40,
+        "1e400",
+        "'x",
+        "[[[[[[1]]]]]]",
+        "[" * 3000,
+        "{a=" * 500,
+        "0x10",
+        "1_000",
+        "''",
+        "[{}]",
+    )
     if rng.random() < 0.3:
         return json.dumps(draw_text(rng))
     return rng.choice((*simple, *strange))

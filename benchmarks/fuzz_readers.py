@@ -7,7 +7,6 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import polars as pl
@@ -39,8 +38,8 @@ from whence.experiments.llm.loading import load_data, load_function
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.stored import load_model, read_run_config
 from whence.llm import checkpoints
-from whence.llm.prompts import list_columns
 from whence.llm.model import VALUE_HEAD, WithValueHead
+from whence.llm.prompts import list_columns
 from whence.moments import By, find_moment, find_moments, group_scores, read_axes
 from whence.report import write_report, write_run_report
 from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
@@ -231,7 +230,10 @@ def read_run_configs(bench: Bench, rng: random.Random) -> None:
         values = {"arm": "iif", "seed": 0} | {key: value for key, value in preset.items() if key != "base"}
     damaged = damage_value(values, rng)
     config = attempt(lambda: RunConfig.from_json(damaged))
-    if config is not None and RunConfig.from_json(json.loads(json.dumps(config.to_json()))).to_json() != config.to_json():
+    if (
+        config is not None
+        and RunConfig.from_json(json.loads(json.dumps(config.to_json()))).to_json() != config.to_json()
+    ):
         raise Finding("a configuration that is not what it was written as")
     attempt(lambda: read_config(damaged))
 
@@ -251,7 +253,15 @@ def read_language_configs(bench: Bench, rng: random.Random) -> None:
         attempt(lambda: (config.rounds, config.target, config.env, config.all_settings, config.make_rule()))
 
 
-_KEYS = ("rounds", "hyperparameters.n_steps", "env_kwargs.map_name", "policy_kwargs.net_arch", "device", "observe", "warmup")
+_KEYS = (
+    "rounds",
+    "hyperparameters.n_steps",
+    "env_kwargs.map_name",
+    "policy_kwargs.net_arch",
+    "device",
+    "observe",
+    "warmup",
+)
 
 
 def read_set(bench: Bench, rng: random.Random) -> None:
@@ -260,7 +270,9 @@ def read_set(bench: Bench, rng: random.Random) -> None:
     for _ in range(rng.choice((1, 1, 2, 3))):
         key = rng.choice((*_KEYS, draw_text(rng), "a." * rng.choice((2, 500)) + "b", "hyperparameters.learning_rate"))
         value = rng.choice((draw_toml(rng), draw_toml(rng), draw_text(rng)))
-        texts.append(rng.choice((f"{key}={value}", f"{key}={value}", key, f"{key} == {value}", f"={value}", draw_text(rng))))
+        texts.append(
+            rng.choice((f"{key}={value}", f"{key}={value}", key, f"{key} == {value}", f"={value}", draw_text(rng)))
+        )
     preset = rng.choice((None, *presets(), draw_text(rng)))
     attempt(lambda: collect_overrides(texts, preset, {"hyperparameters": {"gamma": 0.9}}))
 
@@ -268,7 +280,9 @@ def read_set(bench: Bench, rng: random.Random) -> None:
 def read_options(bench: Bench, rng: random.Random) -> None:
     """JSON of options, lists of rounds, targets."""
     text = json.dumps(draw_value(rng))
-    text = rng.choice((text, text[: rng.randrange(len(text) + 1)], draw_text(rng), "[" * 100_000, "9" * 5000, '{"a":' * 9999))
+    text = rng.choice(
+        (text, text[: rng.randrange(len(text) + 1)], draw_text(rng), "[" * 100_000, "9" * 5000, '{"a":' * 9999)
+    )
     attempt(lambda: parse_json("--x", text, "1"))
     attempt(lambda: parse_json_object("--x", text, "{}"))
     attempt(lambda: parse_action(text, rng.choice((None, text))))
@@ -321,14 +335,37 @@ def call_command(arguments: Sequence[str]) -> None:
 
 
 _OF_RUNS: Sequence[tuple[str, ...]] = (
-    *(("show", "RUN"), ("show", "RUN", "--record", "40", "--json"), ("show", "RUN", "--changed", "--continuations", "0")),
+    *(
+        ("show", "RUN"),
+        ("show", "RUN", "--record", "40", "--json"),
+        ("show", "RUN", "--changed", "--continuations", "0"),
+    ),
     *(("show", "RUN", "--bottom", "3", "--by", "reward", "--continuations", "0"), ("show", "RUN", "--round", "1")),
-    *(("diagnose", "RUN", "--measure", "visits"), ("diagnose", "RUN", "--rounds", "1,2"), ("attribute", "RUN", "--top", "3")),
+    *(
+        ("diagnose", "RUN", "--measure", "visits"),
+        ("diagnose", "RUN", "--rounds", "1,2"),
+        ("attribute", "RUN", "--top", "3"),
+    ),
     *(("attribute", "RUN", "--target", "action", "--record", "40"), ("why", "RUN", "--record", "40"), ("why", "RUN")),
-    *(("phases", "RUN", "--record", "40", "--neighbours", "5"), ("phases", "RUN"), ("report", "RUN", "--out", "p.html")),
-    *(("export", "RUN", "--to", "jsonl", "--out", "o.jsonl"), ("export", "RUN", "--to", "parquet", "--out", "o.parquet")),
-    *(("llm", "why", "RUN", "--round", "1"), ("llm", "why", "RUN", "--record", "5"), ("counterfactual", "RUN", "--round", "2")),
-    *(("intervene", "RUN", "--rounds", "2"), ("why", "RUN", "--by", "similar", "--record", "40", "--json"), ("view", "RUN")),
+    *(
+        ("phases", "RUN", "--record", "40", "--neighbours", "5"),
+        ("phases", "RUN"),
+        ("report", "RUN", "--out", "p.html"),
+    ),
+    *(
+        ("export", "RUN", "--to", "jsonl", "--out", "o.jsonl"),
+        ("export", "RUN", "--to", "parquet", "--out", "o.parquet"),
+    ),
+    *(
+        ("llm", "why", "RUN", "--round", "1"),
+        ("llm", "why", "RUN", "--record", "5"),
+        ("counterfactual", "RUN", "--round", "2"),
+    ),
+    *(
+        ("intervene", "RUN", "--rounds", "2"),
+        ("why", "RUN", "--by", "similar", "--record", "40", "--json"),
+        ("view", "RUN"),
+    ),
 )
 """Commands that read a run."""
 
@@ -338,7 +375,9 @@ def read_by_command(bench: Bench, rng: random.Random) -> None:
     name = damage_run(bench, rng, ("agent", "agent", "script", "language"))
     arguments = rng.choice(_OF_RUNS)
     if arguments[0] == "llm" or name == "language":
-        arguments = rng.choice([line for line in _OF_RUNS if line[0] in ("llm", "show", "report", "export", "attribute")])
+        arguments = rng.choice(
+            [line for line in _OF_RUNS if line[0] in ("llm", "show", "report", "export", "attribute")]
+        )
     call_command([str(bench.stage / name) if word == "RUN" else word for word in arguments])
 
 
@@ -347,20 +386,87 @@ _LINES: Sequence[tuple[str, ...]] = (
     *(("train", "CartPole-v1", "--rounds", "2", "--run", "runs/new"), ("train", "--preset", "lda-code/frozenlake")),
     *(("train", "FrozenLake-v1", "--target", "action", "--observation", "3", "--action", "1", "--drop", "0.5"),),
     *(("train", "CartPole-v1", "--set", "hyperparameters.n_steps=8", "--policy-kwargs", '{"net_arch": [4]}'),),
-    *(("compare", "CartPole-v1", "--arms", "ppo,iif", "--seeds", "2", "--out", "out"), ("sweep", "SWEEP", "--out", "out")),
+    *(
+        ("compare", "CartPole-v1", "--arms", "ppo,iif", "--seeds", "2", "--out", "out"),
+        ("sweep", "SWEEP", "--out", "out"),
+    ),
     *(("sweep", "SWEEP", "--only", "lake/iif"), ("table", "RESULTS", "--no-pictures"), ("diff", "RESULTS", "RESULTS")),
     *(("list",), ("list", "arms", "--all"), ("--version",), ("--help",), ("train", "--help"), ("llm", "--help"), ()),
-    *(("llm", "train", "--task", "arithmetic", "--size", "tiny"), ("llm", "train", "--selection", "iif", "--lora", "2")),
-    *(("llm", "train", "--model", "absent", "--dataset", "absent", "--reward", "absent.py:f"), ("report", "COMPARISON")),
-    *(("llm", "compare", "--task", "civility", "--arms", "none,iif", "--seeds", "2"), ("view", "COMPARISON", "--port", "0")),
+    *(
+        ("llm", "train", "--task", "arithmetic", "--size", "tiny"),
+        ("llm", "train", "--selection", "iif", "--lora", "2"),
+    ),
+    *(
+        ("llm", "train", "--model", "absent", "--dataset", "absent", "--reward", "absent.py:f"),
+        ("report", "COMPARISON"),
+    ),
+    *(
+        ("llm", "compare", "--task", "civility", "--arms", "none,iif", "--seeds", "2"),
+        ("view", "COMPARISON", "--port", "0"),
+    ),
 )
 """Command lines that are changed."""
 
 _WORDS = (
-    *("--help", "--json", "--seed", "--rounds", "--round", "--record", "--top", "--set", "--arms", "--env", "--drop", "--"),
-    *("-1", "0", "1", "1e9", "nan", "inf", "ppo,iif", "ppo,ppo", "return", "action", "{}", "[1, 2]", "true", "--nope", "-x"),
-    *("train", "show", "llm", "iif", "CartPole-v1", "FrozenLake-v1", "a=b", "rounds=3", "5-1", "1-3", ",", "9" * 30, "0x1"),
-    *("--observation", "--action", "--by", "--to", "--engine", "loop", "--target", "--bottom", "--episode", "--device", "gpu"),
+    *(
+        "--help",
+        "--json",
+        "--seed",
+        "--rounds",
+        "--round",
+        "--record",
+        "--top",
+        "--set",
+        "--arms",
+        "--env",
+        "--drop",
+        "--",
+    ),
+    *(
+        "-1",
+        "0",
+        "1",
+        "1e9",
+        "nan",
+        "inf",
+        "ppo,iif",
+        "ppo,ppo",
+        "return",
+        "action",
+        "{}",
+        "[1, 2]",
+        "true",
+        "--nope",
+        "-x",
+    ),
+    *(
+        "train",
+        "show",
+        "llm",
+        "iif",
+        "CartPole-v1",
+        "FrozenLake-v1",
+        "a=b",
+        "rounds=3",
+        "5-1",
+        "1-3",
+        ",",
+        "9" * 30,
+        "0x1",
+    ),
+    *(
+        "--observation",
+        "--action",
+        "--by",
+        "--to",
+        "--engine",
+        "loop",
+        "--target",
+        "--bottom",
+        "--episode",
+        "--device",
+        "gpu",
+    ),
 )
 
 

@@ -211,7 +211,7 @@ def _check_stored(path: str | Path, about: Mapping[str, Any], tensors: Mapping[s
         ("record_ids", lambda tensor: tensor.dtype == torch.int64, "int64"),
         ("errors", torch.is_floating_point, "floating-point numbers"),
     ):
-        if name in tensors and not is_right(tensors[name]) or name != "errors" and name not in tensors:
+        if (name in tensors and not is_right(tensors[name])) or (name != "errors" and name not in tensors):
             came = tensors[name].dtype if name in tensors else "missing"
             raise InvalidInfluence(f"`{name}` is {came} in {path}, and {kind} are needed. Restore it, or score again.")
 

@@ -225,9 +225,7 @@ class RunDirectory:
         """
         path = self._round_path(name, number, "parquet")
         table = self._read(path)
-        check_columns(
-            table, str(path), needed=("record_id",) if name == "records" else (), error=RunDirectoryError
-        )
+        check_columns(table, str(path), needed=("record_id",) if name == "records" else (), error=RunDirectoryError)
         return table
 
     def round_path(self, name: PerRound, number: int) -> Path:

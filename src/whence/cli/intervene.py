@@ -198,7 +198,7 @@ def _intervene(
 def _read_content(file: Path) -> Mapping[str, Any] | None:
     try:
         content = json_module.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # a damaged file is replaced, like one with other settings
+    except (FileNotFoundError, RecursionError, ValueError):  # a damaged file is replaced, like one with other settings
         return None
     return content if isinstance(content, dict) else None
 

@@ -228,7 +228,10 @@ class RoundRecording:
                 ),
                 ("the policy before and after the round differ in tensors", self.start.keys() != self.end.keys()),
                 ("a name is no text", not isinstance(self.optimizer.name, str) or type(self.stopped) is not bool),
-                ("settings are no tables", not all(isinstance(t, dict) for t in (self.optimizer.settings, self.versions))),
+                (
+                    "settings are no tables",
+                    not all(isinstance(t, dict) for t in (self.optimizer.settings, self.versions)),
+                ),
             )
             if is_wrong
         ]

@@ -42,6 +42,7 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
 )
 """For each hyper-parameter, the allowed range; values outside it would fail in training, or train nothing."""
 
+
 @dataclass(frozen=True)
 class RunConfig:
     """One training run; everything its results depend on.

@@ -17,7 +17,14 @@ from whence.counterfactual.outcomes import Evaluate
 from whence.errors import InvalidRecords, RunDirectoryError, WhenceError
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_evaluation_env, make_model_env, measure_return
-from whence.experiments.rl.rebuilding import AnyEnv, build_model, make_replay_env, reads_raw_observations
+from whence.experiments.rl.rebuilding import (
+    AnyEnv,
+    build_model,
+    check_env_module,
+    list_wrappers,
+    make_replay_env,
+    reads_raw_observations,
+)
 from whence.experiments.rl.training import make_model
 from whence.folds import usable_folds
 from whence.guards import preserve_rng_state
@@ -94,7 +101,7 @@ def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influe
 
 def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
     """Return a round's table with its observations, by playing its episodes again."""
-    if any(name.startswith("VecFrameStack") for name in run.config.get("vec_wrappers", ())):
+    if any(name.startswith("VecFrameStack") for name in list_wrappers(run)):
         raise RunDirectoryError(
             f"The observations of {run.path} were too large to store, and stacks of frames are not rebuilt. Score in "
             "the run itself, or collect anew with whence.sb3.collect(model)."
@@ -171,6 +178,7 @@ def _build_like_trained(run: RunDirectory, env: AnyEnv) -> Any:
     if "algorithm" in run.config:  # a callback wrote it
         return build_model(run, env)
     config = read_run_config(run)
+    check_env_module(run, config.env)
     vec_env = make_model_env(config)
     try:
         with preserve_rng_state():  # PPO seeds the generators

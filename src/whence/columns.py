@@ -41,12 +41,12 @@ _TEXTS: _Check = ("text", lambda kind: kind == pl.String)
 _CHECKS: Mapping[str, _Check] = {
     **dict.fromkeys(("record_id", "env_index", "episode_id", "step", "tokens"), _WHOLE),
     **dict.fromkeys(("score", "error", "weight", "value", "advantage", "return", "reward", "log_prob"), _NUMBERS),
-    **dict.fromkeys(("prompt", "response", "reason", "generator_state", "observation_digest"), _TEXTS),
+    **dict.fromkeys(("prompt", "response", "reason", "generator_state"), _TEXTS),
     **dict.fromkeys(("prompt_ids", "response_ids"), ("lists of whole numbers", _is_list_of(_is_whole))),
     "token_parts": ("lists of numbers", _is_list_of(is_number)),
     "token_texts": ("lists of text", _is_list_of(lambda kind: kind == pl.String)),
     "keep": ("true or false", lambda kind: kind == pl.Boolean),
-    "divergence": _NUMBERS,
+    **dict.fromkeys(("divergence", "observation_digest"), _NUMBERS),
     "action": _ARRAYS,
 }
 

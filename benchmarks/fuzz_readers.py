@@ -334,7 +334,7 @@ def call_command(arguments: Sequence[str]) -> None:
         raise Finding(f"control characters {controls} in what is printed: {text[:300]!r}")
 
 
-_OF_RUNS: Sequence[tuple[str, ...]] = (
+OF_RUNS: Sequence[tuple[str, ...]] = (
     *(
         ("show", "RUN"),
         ("show", "RUN", "--record", "40", "--json"),
@@ -373,16 +373,16 @@ _OF_RUNS: Sequence[tuple[str, ...]] = (
 def read_by_command(bench: Bench, rng: random.Random) -> None:
     """Commands that read a damaged run."""
     name = damage_run(bench, rng, ("agent", "agent", "script", "language"))
-    arguments = rng.choice(_OF_RUNS)
+    arguments = rng.choice(OF_RUNS)
     if arguments[0] == "llm" or name == "language":
         arguments = rng.choice(
-            [line for line in _OF_RUNS if line[0] in ("llm", "show", "report", "export", "attribute")]
+            [line for line in OF_RUNS if line[0] in ("llm", "show", "report", "export", "attribute")]
         )
     call_command([str(bench.stage / name) if word == "RUN" else word for word in arguments])
 
 
 _LINES: Sequence[tuple[str, ...]] = (
-    *_OF_RUNS,
+    *OF_RUNS,
     *(("train", "CartPole-v1", "--rounds", "2", "--run", "runs/new"), ("train", "--preset", "lda-code/frozenlake")),
     *(("train", "FrozenLake-v1", "--target", "action", "--observation", "3", "--action", "1", "--drop", "0.5"),),
     *(("train", "CartPole-v1", "--set", "hyperparameters.n_steps=8", "--policy-kwargs", '{"net_arch": [4]}'),),

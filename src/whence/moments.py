@@ -336,8 +336,9 @@ def _name_regions(records: pl.DataFrame, names: Sequence[str] | None) -> pl.Seri
     axes = read_axes(records, names)
     if not axes or "score" not in records.columns:
         return None
-    if len(axes) == 1 and records["observation"].dtype.is_integer():
-        return pl.Series("group", [f"state {state}" for state in records["observation"].to_list()])
+    ((name, values), *others) = axes.items()
+    if not others and values.dtype.kind in "iu":
+        return pl.Series("group", [f"state {state}" for state in values.tolist()])
     scores = records["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
     binned = {name: _cut_in_thirds(name, values) for name, values in axes.items()}
     chosen = sorted(binned, key=lambda name: _explained(scores, binned[name][1]), reverse=True)[:2]

@@ -23,7 +23,7 @@ from whence.tensorfiles import read_tensor_file
 
 FORMAT, VERSION = "whence-run", 1
 
-_ROUND = re.compile(r"round_(\d+)")
+_ROUND = re.compile(r"round_([0-9]{5,18})")
 
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
 """Tables with one row a round. Timings have a table of their own, because only they differ between equal runs."""
@@ -92,6 +92,7 @@ class RunDirectory:
             ) from None
         with _explain_write_errors(path):
             if (path / "config.json").exists():
+                check_links(path)
                 cls.open(path).check_same(plain)
                 _remove_rounds(path)
             elif path.exists() and (not path.is_dir() or not (shared or _is_empty(path))):
@@ -119,6 +120,7 @@ class RunDirectory:
             RunDirectoryError: the directory holds no run, or one of another configuration; or it cannot be written.
         """
         old = cls.open(path)
+        check_links(old.path)
         old.check_same(config, but=may_change)
         run = cls(old.path, json.loads(json.dumps(config)), old.versions)
         run._write_config()
@@ -260,7 +262,8 @@ class RunDirectory:
 
     def _numbers(self, folder: str, suffix: str) -> list[int]:
         matches = (_ROUND.fullmatch(file.stem) for file in (self.path / folder).glob(f"*.{suffix}"))
-        return sorted(int(match[1]) for match in matches if match)
+        numbers = [int(match[1]) for match in matches if match]
+        return sorted({number for number in numbers if self._round_path(folder, number, suffix).is_file()})
 
     def _round_path(self, folder: str, number: int, suffix: str) -> Path:
         return self.path / folder / f"round_{number:05d}.{suffix}"
@@ -279,6 +282,22 @@ class RunDirectory:
             rounds = self.rounds()
             written = f"rounds {rounds[0]} to {rounds[-1]}" if rounds else "no rounds"
             raise RunDirectoryError(f"{path} is not there; {self.path} holds {written}.")
+
+
+def check_links(path: Path) -> None:
+    """Refuse to write into a run directory of which a folder is a link that leads elsewhere.
+
+    whence deletes and replaces files in a run's folders; those of another directory are not a run's.
+
+    Raises:
+        RunDirectoryError: names the link and where it leads.
+    """
+    for folder in path.iterdir():
+        if folder.is_symlink() and folder.is_dir() and not folder.resolve().is_relative_to(path.resolve()):
+            raise RunDirectoryError(
+                f"{folder} is a link to {folder.resolve()}, outside of the run, and whence would write and delete files "
+                "there. Put the folder itself in its place; the run directory as a whole may be a link."
+            )
 
 
 def strip_addresses(text: str) -> str:

@@ -31,7 +31,7 @@ from whence.influence import Influence
 from whence.report.figures import interventions_box
 from whence.report.pictures import write_svg
 from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, check_links
 from whence.sb3 import model_objective
 from whence.targets import Target
 
@@ -83,6 +83,7 @@ def intervene(
     Example: whence intervene runs/lander --rounds 10-50
     """
     directory = open_agent_run(run)
+    check_links(directory.path)
     config = read_run_config(directory)
     numbers = _choose_rounds(directory, rounds)
     if method not in _METHODS:

@@ -120,8 +120,7 @@ def test_every_reader_reads_without_pickle(bench: Bench, stage: Path, monkeypatc
     with fuzz_readers.stop_before_training():
         for name, (_, read) in fuzz_readers.READERS.items():
             if name not in ("command lines", "prompts"):
-                for number in range(3):
-                    read(bench, random.Random(number))
+                read(bench, random.Random(1))
         for arguments in fuzz_readers.OF_RUNS[:8]:
             fuzz_readers.call_command([str(stage / "agent") if word == "RUN" else word for word in arguments])
 
@@ -169,7 +168,11 @@ class TestLanguageModels:
     def test_code_that_comes_with_a_model_is_not_run(self, marker: Path, tmp_path: Path) -> None:
         folder = tmp_path / "model"
         folder.mkdir()
-        classes = {"AutoConfig": "evil.Settings", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.Words", None]}
+        classes = {
+            "AutoConfig": "evil.Settings",
+            "AutoModelForCausalLM": "evil.Model",
+            "AutoTokenizer": ["evil.Words", None],
+        }
         (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": classes}), encoding="utf-8")
         (folder / "evil.py").write_text(EVIL.format(marker=str(marker)), encoding="utf-8")

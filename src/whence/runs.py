@@ -262,8 +262,7 @@ class RunDirectory:
 
     def _numbers(self, folder: str, suffix: str) -> list[int]:
         matches = (_ROUND.fullmatch(file.stem) for file in (self.path / folder).glob(f"*.{suffix}"))
-        numbers = [int(match[1]) for match in matches if match]
-        return sorted({number for number in numbers if self._round_path(folder, number, suffix).is_file()})
+        return sorted(int(match[1]) for match in matches if match and match[0] == f"round_{int(match[1]):05d}")
 
     def _round_path(self, folder: str, number: int, suffix: str) -> Path:
         return self.path / folder / f"round_{number:05d}.{suffix}"

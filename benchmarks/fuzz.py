@@ -4,7 +4,7 @@
 
 A reader may raise whence's own errors, the command may end with exit code 1 or 2 and a message. Everything else is a
 finding: another error, more than ten seconds, a change outside of the run, a process that dies. An input is drawn from
-the seed, the reader's name and the input's number; `--reader NAME --first N --inputs 1` reads one again.
+the seed, the reader's name and the input's number. `--reader NAME` reads one reader's inputs again.
 """
 
 import json
@@ -117,7 +117,9 @@ def prepare_process(root: Path) -> None:
         "HF_HOME": str(root / "work-caches"),
         "MPLCONFIGDIR": str(root / "work-caches"),
     }
-    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "COLUMNS": "200", "POLARS_PANIC_ON_ERR": "0"}
+    caches = root / "work-caches"
+    caches.mkdir(exist_ok=True)
+    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "COLUMNS": "200", "TMPDIR": str(caches)}
     sys.dont_write_bytecode = True
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -173,17 +175,20 @@ def main(
     out: Annotated[Path, typer.Argument(help="The directory of fuzz.json and fuzz.md.")],
     inputs: Annotated[int, typer.Option(help="Inputs of all readers together.", min=1)] = 100_000,
     seed: Annotated[int, typer.Option(help="Of all inputs.")] = 0,
-    reader: Annotated[str | None, typer.Option(help="This reader alone gets all inputs; nothing is written.")] = None,
+    reader: Annotated[
+        str | None, typer.Option(help="This reader alone is read, its share of the inputs; the others' results stay.")
+    ] = None,
     first: Annotated[int, typer.Option(help="The number of the first input.", min=0)] = 0,
     root: Annotated[Path | None, typer.Option(help="The directory of a reader's process.", hidden=True)] = None,
 ) -> None:
     """Read damaged and hostile inputs with every reader and the command, and write what went wrong."""
-    if root is not None and reader is not None:
+    if root is not None and reader is not None:  # in a reader's own process, which reads just so many
         part = run_reader(reader, seed, first, inputs, root)
         (root / "done.json").write_text(json.dumps(part), encoding="utf-8")
         return
-    start, readers = time.perf_counter(), {}
-    for name, count in (share_inputs(inputs) if reader is None else {reader: inputs}).items():
+    readers = read_results(out) if reader is not None else {}
+    shares = share_inputs(inputs)
+    for name, count in (shares if reader is None else {reader: shares[reader]}).items():
         began = time.perf_counter()
         readers[name] = run_in_process(name, seed, first, count)
         readers[name]["seconds"] = round(time.perf_counter() - began, 1)
@@ -194,18 +199,30 @@ def main(
         )
         for finding in findings[:SHOWN]:
             print(f"  {finding['input']}: {finding['what']}", flush=True)
-    if reader is None:
-        write_results(out, readers, seed, time.perf_counter() - start)
+        write_results(out, readers, seed, inputs)
     raise typer.Exit(int(any(part["findings"] for part in readers.values())))
 
 
-def write_results(out: Path, readers: dict[str, Any], seed: int, seconds: float) -> None:
+def read_results(out: Path) -> dict[str, Any]:
+    """Return what a directory's fuzz.json has of each reader; nothing if it is not there."""
+    file = out / "fuzz.json"
+    if not file.exists():
+        return {}
+    readers = json.loads(file.read_text(encoding="utf-8"))["readers"]
+    return {
+        name: {**part, "slowest": part["slowest_input"], "findings": part.get("findings", [])}
+        for name, part in readers.items()
+    }
+
+
+def write_results(out: Path, readers: dict[str, Any], seed: int, asked: int) -> None:
     """Write fuzz.json, and put its figures into fuzz.md if that is there."""
     content = {
         "inputs": sum(part["inputs"] for part in readers.values()),
+        "asked": asked,
         "failures": sum(len(part["findings"]) for part in readers.values()),
         "seed": seed,
-        "seconds": round(seconds, 1),
+        "seconds": round(sum(part["seconds"] for part in readers.values()), 1),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "readers": {
             name: {

@@ -97,6 +97,8 @@ class Bench:
     def damage(self, name: str, rng: random.Random) -> None:
         """Damage a file of the stage, as its kind suggests."""
         path, data = self.stage / name, self._contents[name]
+        remove(path)  # the link that it may be by now leads to a file that is to stay
+        path.write_bytes(data)
         kind = rng.random()
         if kind < 0.04:
             replace_file(path, rng, self.root / "sentinel" / "one.txt")

@@ -45,9 +45,9 @@ _CHECKS: Mapping[str, _Check] = {
     **dict.fromkeys(("prompt_ids", "response_ids"), ("lists of whole numbers", _is_list_of(_is_whole))),
     "token_parts": ("lists of numbers", _is_list_of(is_number)),
     "token_texts": ("lists of text", _is_list_of(lambda kind: kind == pl.String)),
-    "keep": ("true or false", lambda kind: kind == pl.Boolean),
+    **dict.fromkeys(("keep", "episode_start"), ("true or false", lambda kind: kind == pl.Boolean)),
     **dict.fromkeys(("divergence", "observation_digest"), _NUMBERS),
-    "action": _ARRAYS,
+    **dict.fromkeys(("action", "action_mask"), _ARRAYS),
 }
 
 
@@ -56,7 +56,7 @@ def check_columns(
 ) -> None:
     """Refuse a table of a run with a column of another type than whence writes, or without a column that is needed.
 
-    Columns of other names may hold anything. A column of nulls alone may have any type.
+    Columns of other names may hold anything. One of nulls alone has no type, and is taken as one that is not known.
 
     Args:
         table: a round's records, episodes or answers.
@@ -76,7 +76,7 @@ def check_columns(
     for name, kind in table.schema.items():
         is_observation = name.split(".")[0] == "observation"
         check = _CHECKS.get(name, _ARRAYS if is_observation else None)
-        if check is None or check[1](kind) or (kind == pl.Null and name not in needed):
+        if check is None or check[1](kind) or (kind == pl.Null and name not in (*needed, "keep", "action")):
             continue
         raise error(
             f"{source} holds {kind} in the column `{name}`, which needs {check[0]}. whence writes them so, and "

@@ -269,7 +269,9 @@ def _name_actions(records: pl.DataFrame, labels: Sequence[str] | None) -> pl.Ser
     if "action" not in records.columns:
         return None
     actions = records["action"]
-    if not actions.dtype.is_numeric():
+    if actions.null_count():
+        return pl.Series("group", ["unknown" if a is None else name_action(a, labels) for a in actions.to_list()])
+    if isinstance(actions.dtype, pl.Array):
         rows = actions.to_list()
         return pl.Series("group", [", ".join(f"a{i} {'<' if x < 0 else '≥'} 0" for i, x in enumerate(a)) for a in rows])
     if actions.dtype.is_float():

@@ -247,6 +247,11 @@ class RecordBatch:
             if singular in table.columns:
                 column = table[singular]
                 columns[name] = (column.fill_null(UNKNOWN) if name in _INTEGER else column).to_numpy()
+                if columns[name].dtype.kind not in "biuf":
+                    raise InvalidRecords(
+                        f"The column `{singular}` of the table holds {column.dtype} with {column.null_count()} nulls; a "
+                        "number, or numbers of one shape, in each row is needed."
+                    )
         needed = {"action": "actions", "log_prob": "log_probs", "advantage": "advantages"}
         if missing := [singular for singular, name in needed.items() if name not in columns]:
             raise InvalidRecords(f"The table has no column `{missing[0]}`, which records need; it has {table.columns}.")
@@ -258,6 +263,8 @@ def _read_observations(table: "pl.DataFrame", space: Any, name: str) -> Tree:
     """Return the observations of a table's column, or of its columns NAME.KEY as a nested dict."""
     if name in table.columns:
         array = np.asarray(table[name].to_numpy())
+        if array.dtype.kind not in "biuf":
+            raise InvalidRecords(f"The column `{name}` holds {table[name].dtype}; numbers of one shape are needed.")
         shape = getattr(space, "shape", None)
         # SB3 gives a Discrete observation no axis of its own, except inside a Dict.
         if shape is None or (shape == () and name == "observation"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.preprocessing import is_image_space
@@ -160,7 +161,7 @@ def load_policy(run: RunDirectory, number: int, model: Any) -> None:
         model: from `load_model`.
 
     Raises:
-        RunDirectoryError: there is no such policy, or the model has other tensors.
+        RunDirectoryError: there is no such policy, it is not finite, or the model has other tensors.
     """
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
     shapes, stored_shapes = ({name: each.shape for name, each in of.items()} for of in (tensors, stored_tensors))
@@ -170,6 +171,11 @@ def load_policy(run: RunDirectory, number: int, model: Any) -> None:
         raise RunDirectoryError(
             f"The policy of round {number} in {run.path} does not fit the one its configuration builds: "
             f"{', '.join(differing[:3])}. Has the policy's code changed since?"
+        )
+    if diverged := [name for name, each in stored_tensors.items() if not bool(torch.isfinite(each).all())]:
+        raise RunDirectoryError(
+            f"The policy of round {number} in {run.path} is not finite in {diverged[0]}: training diverged before that "
+            "round, or the file was changed. Take an earlier round."
         )
     load_tensors(tensors, stored_tensors)
 

@@ -1,5 +1,6 @@
 """Damaged inputs: bytes, JSON, tables, tensors and files, each drawn from a seeded generator."""
 
+import copy
 import json
 import random
 import shutil
@@ -91,7 +92,7 @@ def draw_value(rng: random.Random, depth: int = 0) -> Any:
         if rng.random() < 0.5:
             return [draw_value(rng, depth + 1) for _ in range(rng.randrange(4))]
         return {draw_text(rng): draw_value(rng, depth + 1) for _ in range(rng.randrange(4))}
-    return rng.choice(VALUES)
+    return copy.deepcopy(rng.choice(VALUES))  # what is damaged next must not change them
 
 
 def damage_bytes(data: bytes, rng: random.Random) -> bytes:

@@ -497,7 +497,7 @@ def tame(word: str) -> str:
     return re.sub(r"[/\\~]|\.\.", "_", word.replace("\x00", ""))
 
 
-READERS: Mapping[str, tuple[int, Read]] = {
+READERS: dict[str, tuple[float, Read]] = {
     "config.json": (14, read_config_json),
     "tables": (8, read_tables),
     "policies": (8, read_policy),

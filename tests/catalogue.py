@@ -25,7 +25,7 @@ GROUPS = {
     "Comparing": "Of `whence compare` and `whence sweep`.",
     "Sweep files": "The files of `whence sweep`.",
     "Environments": "Environments that are wrong while a run trains.",
-    "Language models": "Of `whence llm`.",
+    "Language models": "Of `whence llm train`, `whence llm compare` and `whence llm why`.",
     "Reading runs": "Commands that read a run or a comparison.",
     "Python": "Calls of the library: `view` is a policy's view, `records` are its records.",
 }

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-
 from benchmarks import fuzz
 from benchmarks.fuzz_bench import Bench, Escaped
 from benchmarks.fuzz_readers import READERS, Finding, Trained, attempt, call_command, stop_before_training
+
 from whence import WhenceError
 
 ROOT = Path(__file__).parent.parent

@@ -338,8 +338,8 @@ def _name_regions(records: pl.DataFrame, names: Sequence[str] | None) -> pl.Seri
     axes = read_axes(records, names)
     if not axes or "score" not in records.columns:
         return None
-    ((name, values), *others) = axes.items()
-    if not others and values.dtype.kind in "iu":
+    values = next(iter(axes.values()))
+    if len(axes) == 1 and values.dtype.kind in "iu":
         return pl.Series("group", [f"state {state}" for state in values.tolist()])
     scores = records["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
     binned = {name: _cut_in_thirds(name, values) for name, values in axes.items()}

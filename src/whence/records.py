@@ -249,8 +249,8 @@ class RecordBatch:
                 columns[name] = (column.fill_null(UNKNOWN) if name in _INTEGER else column).to_numpy()
                 if columns[name].dtype.kind not in "biuf":
                     raise InvalidRecords(
-                        f"The column `{singular}` of the table holds {column.dtype} with {column.null_count()} nulls; a "
-                        "number, or numbers of one shape, in each row is needed."
+                        f"The column `{singular}` of the table holds {column.dtype}, with {column.null_count()} "
+                        "nulls; a number, or numbers of one shape, in each row is needed."
                     )
         needed = {"action": "actions", "log_prob": "log_probs", "advantage": "advantages"}
         if missing := [singular for singular, name in needed.items() if name not in columns]:

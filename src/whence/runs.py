@@ -294,8 +294,8 @@ def check_links(path: Path) -> None:
     for folder in path.iterdir():
         if folder.is_symlink() and folder.is_dir() and not folder.resolve().is_relative_to(path.resolve()):
             raise RunDirectoryError(
-                f"{folder} is a link to {folder.resolve()}, outside of the run, and whence would write and delete files "
-                "there. Put the folder itself in its place; the run directory as a whole may be a link."
+                f"{folder} is a link to {folder.resolve()}, outside of the run, and whence would write and delete "
+                "files there. Put the folder itself in its place; the run directory as a whole may be a link."
             )
 
 

@@ -32,9 +32,7 @@ def judge(packages: list[dict[str, Any]]) -> tuple[int, list[str]]:
         reason = packages[0]["skip_reason"] if packages else "there are no pins"
         return 0, [f"pip-audit: not run: none of {len(packages)} packages could be looked up ({reason})."]
     holes = [(f"{package['name']} {package['version']}", hole) for package in asked for hole in package["vulns"]]
-    lines = [
-        f"{name}: {hole['id']}, fixed in {', '.join(hole['fix_versions']) or 'no version'}" for name, hole in holes
-    ]
+    lines = [f"{name}: {hole['id']}, fixed in {', '.join(hole['fix_versions']) or 'none'}" for name, hole in holes]
     skipped = len(packages) - len(asked)
     tail = f"; {skipped} could not be looked up" if skipped else ""
     return int(bool(lines)), [*lines, f"pip-audit: {len(lines)} known vulnerabilities in {len(asked)} packages{tail}."]

@@ -70,10 +70,9 @@ def stage(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def marker(tmp_path: Path) -> Any:
-    """A file that evil code writes; it must not be there after the test."""
-    yield tmp_path / "marker"
-    assert not (tmp_path / "marker").exists()
+def marker(tmp_path: Path) -> Path:
+    """A file that evil code writes; it must not be there at the end of a test."""
+    return tmp_path / "marker"
 
 
 def rewrite(path: Path, change: Any) -> None:
@@ -140,6 +139,7 @@ class TestModulesOfEnvironments:
             make_replay_env(run)
         with pytest.raises(RunDirectoryError, match="imports no code that came with a run"):
             load_agent(run, 1)
+        assert not marker.exists()
 
     @pytest.mark.parametrize("module", ["antigravity", "os", "a b", "..x"])
     def test_pythons_own_modules_and_odd_names_are_not_imported(self, stage: Path, module: str) -> None:
@@ -166,6 +166,7 @@ class TestLanguageModels:
         rewrite(stage / "language" / "config.json", lambda document: document["config"].update(experiment=experiment))
         with pytest.raises(WhenceError, match="absent cannot be loaded"):
             rebuild_round(RunDirectory.open(stage / "language"), 1)
+        assert not marker.exists()
 
     def test_code_that_comes_with_a_model_is_not_run(self, marker: Path, tmp_path: Path) -> None:
         folder = tmp_path / "model"
@@ -182,6 +183,7 @@ class TestLanguageModels:
             for weights in (True, False):
                 with pytest.raises(WhenceError, match="Python code of its own, and whence runs none"):
                     load_pretrained(kind, str(folder), weights=weights)
+        assert not marker.exists()
 
     def test_pickled_weights_are_refused_in_words(self, marker: Path, tmp_path: Path) -> None:
         settings = GPT2Config(n_layer=1, n_embd=4, n_head=1, n_positions=4, vocab_size=5)
@@ -190,6 +192,7 @@ class TestLanguageModels:
         (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(marker))))
         with pytest.raises(WhenceError, match=r"safetensors alone: other formats are pickles.*save_pretrained"):
             load_model(str(tmp_path / "model"), "float32")
+        assert not marker.exists()
 
     def test_a_data_sets_script_is_not_run(self, marker: Path, tmp_path: Path) -> None:
         folder = tmp_path / "prompts"
@@ -197,6 +200,7 @@ class TestLanguageModels:
         (folder / "prompts.py").write_text(EVIL.format(marker=str(marker)), encoding="utf-8")
         with pytest.raises(WhenceError, match="cannot be loaded"):
             load_data(str(folder))
+        assert not marker.exists()
 
 
 class Evil:
@@ -254,7 +258,7 @@ class TestDirectories:
         assert not list(stage.rglob("escaped*"))
 
     def test_odd_names_of_rounds_are_no_rounds(self, stage: Path) -> None:
-        for name in ("round_1", "round_-0001", "round_", "round_00001 ", "round_٣", "round_00001.old"):
+        for name in ("round_1", "round_000001", "round_-0001", "round_", "round_00001 ", "round_٣", "round_00001.old"):
             (stage / "agent" / "records" / f"{name}.parquet").write_bytes(b"")
         assert RunDirectory.open(stage / "agent").rounds() == [1, 2]
 

@@ -47,7 +47,8 @@ def check_field_names(config: Any, values: Any, *, but: Collection[str] = ()) ->
         raise WhenceError(f"A run has no {unknown[0]!r}.{suggest(str(unknown[0]), known)}")
     required = [each.name for each in fields(config) if each.default is MISSING and each.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
-        raise WhenceError(f"A run's configuration lacks {missing[0]!r}; it needs {', '.join(required)}.")
+        names = " and ".join(map(repr, missing))
+        raise WhenceError(f"A run's configuration lacks {names}; it needs {', '.join(required)}.")
 
 
 def check_field_types(config: Any, values: Mapping[str, Any]) -> None:

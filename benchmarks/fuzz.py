@@ -58,7 +58,8 @@ def limit_seconds(seconds: float) -> Iterator[None]:
 
 def read_input(bench: Any, name: str, seed: int, number: int) -> tuple[float, str | None]:
     """Read one input; return its seconds, and what went wrong, or None."""
-    from benchmarks.fuzz_readers import READERS, Trained
+    from benchmarks.fuzz_commands import Trained
+    from benchmarks.fuzz_readers import READERS
 
     random_numbers, start = random.Random(f"{seed}/{name}/{number}"), time.perf_counter()
     try:
@@ -129,7 +130,7 @@ def run_reader(name: str, seed: int, first: int, count: int, root: Path) -> dict
     """Read a reader's inputs in this process, and note which input is read, for the case that the process dies."""
     prepare_process(root)
     from benchmarks.fuzz_bench import Bench, watch
-    from benchmarks.fuzz_readers import stop_before_training
+    from benchmarks.fuzz_commands import stop_before_training
 
     bench = Bench.create(root / "bench")
     os.chdir(bench.work)

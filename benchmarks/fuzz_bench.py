@@ -16,7 +16,8 @@ import torch
 from stable_baselines3 import PPO
 from torch import nn
 
-from benchmarks.fuzz_damage import damage_bytes, damage_json, damage_parquet, damage_safetensors, remove, replace_file
+from benchmarks.fuzz_damage import damage_bytes, damage_json, damage_parquet, remove, replace_file
+from benchmarks.fuzz_tensors import damage_safetensors
 from whence import IIF, Return, RunDirectory, attribute
 from whence.experiments import RunConfig, configure, run, summarise_sweep
 from whence.experiments.rl.curves import CurveFiles

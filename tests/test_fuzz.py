@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from benchmarks import fuzz
 from benchmarks.fuzz_bench import Bench, Escaped
-from benchmarks.fuzz_readers import READERS, Finding, Trained, attempt, call_command, stop_before_training
+from benchmarks.fuzz_commands import Finding, Trained, call_command, stop_before_training
+from benchmarks.fuzz_readers import READERS, attempt
 
 from whence import WhenceError
 

@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from benchmarks import fuzz_readers
+from benchmarks import fuzz_commands, fuzz_readers
 from benchmarks.fuzz_bench import Bench
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -118,12 +118,12 @@ def test_every_reader_reads_without_pickle(bench: Bench, stage: Path, monkeypatc
     for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load"), (np, "load")):
         monkeypatch.setattr(owner, name, refuse)
     monkeypatch.setattr(bench, "damage", lambda name, rng: None)
-    with fuzz_readers.stop_before_training():
+    with fuzz_commands.stop_before_training():
         for name, (_, read) in fuzz_readers.READERS.items():
             if name not in ("command lines", "prompts"):
                 read(bench, random.Random(1))
-        for arguments in fuzz_readers.OF_RUNS[:8]:
-            fuzz_readers.call_command([str(stage / "agent") if word == "RUN" else word for word in arguments])
+        for arguments in fuzz_commands.OF_RUNS[:8]:
+            fuzz_commands.call_command([str(stage / "agent") if word == "RUN" else word for word in arguments])
 
 
 class TestModulesOfEnvironments:

@@ -1,6 +1,7 @@
 """The records of one round as columns; each record has an id that never changes."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -246,12 +247,7 @@ class RecordBatch:
         for name, singular in {"record_ids": "record_id", **_IN_TABLES}.items():
             if singular in table.columns:
                 column = table[singular]
-                columns[name] = (column.fill_null(UNKNOWN) if name in _INTEGER else column).to_numpy()
-                if columns[name].dtype.kind not in "biuf":
-                    raise InvalidRecords(
-                        f"The column `{singular}` of the table holds {column.dtype}, with {column.null_count()} "
-                        "nulls; a number, or numbers of one shape, in each row is needed."
-                    )
+                columns[name] = _read_numbers(singular, column.fill_null(UNKNOWN) if name in _INTEGER else column)
         needed = {"action": "actions", "log_prob": "log_probs", "advantage": "advantages"}
         if missing := [singular for singular, name in needed.items() if name not in columns]:
             raise InvalidRecords(f"The table has no column `{missing[0]}`, which records need; it has {table.columns}.")
@@ -259,16 +255,24 @@ class RecordBatch:
         return cls(observations=observations, **columns, gamma=gamma, gae_lambda=gae_lambda)
 
 
+def _read_numbers(name: str, column: "pl.Series") -> NDArray[Any]:
+    array = np.asarray(column.to_numpy())
+    if array.dtype.kind not in "biuf":
+        raise InvalidRecords(f"The column `{name}` holds {column.dtype} or nulls; numbers of one shape are needed.")
+    # torch computes with unsigned numbers of one byte only.
+    return array.astype(np.int64) if array.dtype.kind == "u" and array.dtype.itemsize > 1 else array
+
+
 def _read_observations(table: "pl.DataFrame", space: Any, name: str) -> Tree:
     """Return the observations of a table's column, or of its columns NAME.KEY as a nested dict."""
     if name in table.columns:
-        array = np.asarray(table[name].to_numpy())
-        if array.dtype.kind not in "biuf":
-            raise InvalidRecords(f"The column `{name}` holds {table[name].dtype}; numbers of one shape are needed.")
+        array = _read_numbers(name, table[name])
         shape = getattr(space, "shape", None)
         # SB3 gives a Discrete observation no axis of its own, except inside a Dict.
         if shape is None or (shape == () and name == "observation"):
             return array
+        if array.size != len(array) * math.prod(shape or (1,)):
+            raise InvalidRecords(f"The column `{name}` holds {table[name].dtype}; observations of {space} are needed.")
         return array.reshape(len(array), *(shape or (1,)))
     keys = dict.fromkeys(
         column.removeprefix(f"{name}.").split(".")[0] for column in table.columns if column.startswith(f"{name}.")

@@ -72,14 +72,31 @@ def read_records(run: RunDirectory, table: pl.DataFrame, model: Any, *, env: Any
 
     Raises:
         ReplayError: observations are not stored, and cannot be observed again.
+        RunDirectoryError: an observation or an action is none of the environment's.
     """
     options: dict[str, Any] = {"space": model.observation_space, "gamma": model.gamma, "gae_lambda": model.gae_lambda}
     try:
-        return RecordBatch.from_polars(table, **options)
+        records = RecordBatch.from_polars(table, **options)
     except InvalidRecords:
         if any(name.split(".")[0] == "observation" for name in table.columns):
             raise
-    return RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
+        records = RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
+    _check_discrete(run, "observation", records, records.observations, model.observation_space)
+    _check_discrete(run, "action", records, records.actions, model.action_space)
+    return records
+
+
+def _check_discrete(run: RunDirectory, what: str, records: RecordBatch, values: Any, space: spaces.Space[Any]) -> None:
+    """Refuse numbers of discrete observations or actions that a policy's space does not have."""
+    if not isinstance(space, spaces.Discrete):
+        return
+    outside = ((values < 0) | (values >= space.n)).reshape(len(records), -1).any(dim=1)
+    if outside.any():
+        place = int(outside.nonzero()[0])
+        raise RunDirectoryError(
+            f"The {what} of record {int(records.ids[place])} of {run.path} is {values[place].tolist()}, which is not "
+            f"in {space}. The run's records were changed, or its environment: restore them, or take another round."
+        )
 
 
 def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influence:
@@ -106,6 +123,11 @@ def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: s
         raise RunDirectoryError(
             f"The observations of {run.path} were too large to store, and stacks of frames are not rebuilt. Score in "
             "the run itself, or collect anew with whence.sb3.collect(model)."
+        )
+    if missing := [name for name in ("record_id", "episode_id", "step") if name not in table.columns]:
+        raise RunDirectoryError(
+            f"The records of {run.path} hold neither their observations nor {missing[0]}, by which they would be "
+            "observed again. Restore the round's file, or take another round."
         )
     observed: dict[int, Any] = {}
     for (episode,), rows in table.group_by("episode_id", maintain_order=True):

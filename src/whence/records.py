@@ -241,7 +241,7 @@ class RecordBatch:
             gae_lambda: lambda of the advantage estimator, or None.
 
         Raises:
-            InvalidRecords: a column that records need is missing; the message says which.
+            InvalidRecords: a column is missing, or holds no numbers; the message says which.
         """
         columns: dict[str, Any] = {}
         for name, singular in {"record_ids": "record_id", **_IN_TABLES}.items():
@@ -259,8 +259,7 @@ def _read_numbers(name: str, column: "pl.Series") -> NDArray[Any]:
     array = np.asarray(column.to_numpy())
     if array.dtype.kind not in "biuf":
         raise InvalidRecords(f"The column `{name}` holds {column.dtype} or nulls; numbers of one shape are needed.")
-    # torch computes with unsigned numbers of one byte only.
-    return array.astype(np.int64) if array.dtype.kind == "u" and array.dtype.itemsize > 1 else array
+    return array.astype(np.int64) if array.dtype in (np.uint16, np.uint32, np.uint64) else array  # torch has few
 
 
 def _read_observations(table: "pl.DataFrame", space: Any, name: str) -> Tree:

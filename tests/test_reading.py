@@ -16,12 +16,13 @@ from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, Run
 from whence.advice import give_advice
 from whence.cli.console import make_table, parse_json
 from whence.columns import check_columns
-from whence.errors import InvalidRecords, RunDirectoryError
+from whence.errors import InvalidRecords, NonFinite, ReplayError, RunDirectoryError
 from whence.experiments import LanguageConfig, RunConfig
 from whence.experiments.kinds import read_config
-from whence.experiments.rl.stored import load_policy
+from whence.experiments.rl.stored import load_policy, read_records
 from whence.moments import find_moment, find_moments, group_scores, read_axes
-from whence.sb3 import InfluenceCallback
+from whence.sb3 import InfluenceCallback, collect
+from whence.sb3.episode_replay import read_episode
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +184,34 @@ def test_tables_show_text_as_it_is():
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b" not in text
     assert "[link=http://a]c[/link]" in text
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pl.lit(9).alias("action"), r"action of record 0 of .* is 9, which is not in Discrete\(3\)"),
+        (pl.lit(1.0).alias("observation"), r"`observation` holds Float64; observations of Box.* are needed"),
+        (pl.lit(None).cast(pl.Boolean).alias("episode_start"), "`episode_start` holds Boolean or nulls"),
+    ],
+)
+def test_records_of_another_environment(run, toy, column, message):
+    with pytest.raises(WhenceError, match=message):
+        read_records(run, run.round("records", 1).with_columns(column), toy)
+
+
+def test_a_policy_whose_outputs_overflow():
+    toy = model()
+    records = collect(toy)
+    with torch.no_grad():
+        toy.policy.action_net.weight.fill_(torch.inf)
+    with pytest.raises(NonFinite, match="distribution of actions is not finite"):
+        attribute(toy.policy, records, target=Return(), engine="loop")
+
+
+def test_an_episode_without_its_generators_state(run):
+    episode = run.round("episodes", 1)["episode_id"][0]
+    for column, message in ((pl.lit("[").alias("generator_state"), "not readable as JSON"), (None, "no column")):
+        table = run.round("episodes", 1)
+        run.write_round("episodes", 1, table.drop("generator_state") if column is None else table.with_columns(column))
+        with pytest.raises(ReplayError, match=message):
+            read_episode(run, episode)

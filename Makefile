@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check mutants oldest benchmark clean
+.PHONY: demo test check audit mutants oldest benchmark clean
 
 # Each stamp stands for one set of extras; `dev` holds all that `demo` needs.
 .venv/bin/python:
@@ -26,13 +26,17 @@ demo: .venv/demo.stamp
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-## Static checks, and the documentation into out/site.
-check: .venv/dev.stamp
+## Static checks, known vulnerabilities of the pins, and the documentation into out/site.
+check: .venv/dev.stamp audit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+## Known vulnerabilities of the pinned versions, by pip-audit; "not run" where it cannot ask, which is no error.
+audit: .venv/dev.stamp
+	$(BIN)/python tests/run_audit.py
 
 ## Put every fault of tests/mutants/ into a copy of the sources; a named test must catch each.
 mutants: .venv/dev.stamp

@@ -55,7 +55,8 @@ def join_names(arguments):
 
 def quoted_commands(page):
     """The arguments of every `whence ...` in the page's text."""
-    return [join_names(shlex.split(code)) for code in re.findall(r"`whence ([^`\n]+)`", PAGES[page])]
+    text = re.sub(r"^```text\n.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)  # what goes wrong
+    return [join_names(shlex.split(code)) for code in re.findall(r"`whence ([^`\n]+)`", text)]
 
 
 def option_names(command):

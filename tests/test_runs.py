@@ -502,7 +502,7 @@ import numpy as np, polars as pl, torch
 from whence.runs import RunDirectory
 
 run = RunDirectory.create(sys.argv[1], {"a": 1})
-table = pl.DataFrame({"x": np.random.default_rng(0).random(400_000)})
+table = pl.DataFrame({"record_id": np.random.default_rng(0).integers(2**62, size=400_000)})
 tensors = {"w": torch.arange(1_000_000.0)}
 while True:
     for number in (1, 2, 3):

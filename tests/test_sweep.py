@@ -399,7 +399,7 @@ class TestRunning:
         ):
             run_sweep(runs, finished_sweep, Recorder())
         assert run_sweep(runs, finished_sweep, Recorder()) == {}
-        with pytest.raises(RunDirectoryError, match=r"sweep\.toml cannot be written to"):
+        with pytest.raises(RunDirectoryError, match=r"sweep\.toml cannot be written"):
             run_sweep(runs, tmp_path / "sweep.toml", Recorder())
 
     def test_what_cannot_be_kept_is_that_runs_failure(

@@ -7,6 +7,9 @@ from typing import Any
 
 import polars as pl
 
+from whence.columns import is_number
+from whence.errors import InvalidRecords
+
 log = logging.getLogger("whence")
 
 _WINDOW = 10
@@ -34,9 +37,13 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
     Args:
         metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
         config: the run's configuration; `optimizer` and `method` are read, by default "snapshot".
+
+    Raises:
+        InvalidRecords: the rounds are not numbered, or a column that is read holds no numbers.
     """
     if metrics.is_empty():
         return []
+    _check_metrics(metrics)
     advice = [
         *_adaptive_optimizer(metrics, config),
         *_drops_nearly_all(metrics),
@@ -49,10 +56,6 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
     return sorted(advice, key=lambda each: each.round)
 
 
-_READ = "round", "dropped_share", "train/entropy_loss", "ended_share", "episode_return", "kl", "length", "mean"
-"""The columns that the rules read."""
-
-
 def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], logged: set[str]) -> None:
     """Log advice on the rounds so far to the logger "whence", each kind once.
 
@@ -61,12 +64,31 @@ def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, An
         config: see `give_advice`.
         logged: the kinds that were logged before; new ones are added.
     """
-    columns = [name for name in _READ if any(name in row for row in metrics)]
+    columns = [name for name in ("round", *_READ) if any(name in row for row in metrics)]
     table = pl.DataFrame({name: [row.get(name) for row in metrics] for name in columns}, strict=False)
     for advice in give_advice(table, config):
         if advice.kind not in logged:
             logged.add(advice.kind)
             log.warning("round %d: %s", advice.round, advice.text)
+
+
+_READ = ("mean", "dropped_share", "train/entropy_loss", "length", "kl", "ended_share", "episode_return")
+"""Columns that the rules read."""
+
+
+def _check_metrics(metrics: pl.DataFrame) -> None:
+    rounds = metrics["round"] if "round" in metrics.columns else None
+    if rounds is None or not rounds.dtype.is_integer() or rounds.null_count():
+        raise InvalidRecords(
+            f"The table of metrics has {'no column `round`' if rounds is None else f'{rounds.dtype} in `round`'}; a "
+            'whole number in each row is needed. Pass what a run stores: RunDirectory.open(path).table("metrics").'
+        )
+    for name in _READ:
+        if name in metrics.columns and metrics[name].count() and not is_number(metrics.schema[name]):
+            raise InvalidRecords(
+                f"The column `{name}` of the table of metrics holds {metrics.schema[name]}; numbers are needed. Pass "
+                'what a run stores: RunDirectory.open(path).table("metrics").'
+            )
 
 
 def _column(metrics: pl.DataFrame, name: str) -> list[float | None]:

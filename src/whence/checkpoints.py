@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.errors import RunDirectoryError, WhenceError
-from whence.run_files import system_reason, write_run_file
+from whence.errors import RunDirectoryError, WhenceError, first_line
+from whence.run_files import write_run_file
+from whence.tensorfiles import CHANGED, parse_document, read_tensor_file
 
 FORMAT, VERSION = "whence-checkpoint", "1"
 
@@ -86,8 +87,8 @@ def checkpoint_path(folder: str | Path, number: int) -> Path:
 def list_checkpoints(folder: str | Path) -> list[int]:
     """List the rounds after which a run directory has a checkpoint."""
     files = (Path(folder) / "checkpoints").glob("round_*.safetensors")
-    numbers = (file.stem.removeprefix("round_") for file in files)
-    return sorted(int(number) for number in numbers if number.isdecimal())
+    matches = (re.fullmatch(r"round_([0-9]{5,18})", file.stem) for file in files)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def read_latest(folder: str | Path) -> Checkpoint | None:
@@ -148,23 +149,21 @@ def load_tree(path: Path) -> dict[str, Any]:
     Raises:
         RunDirectoryError: the file is missing, damaged, or of another version.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            marks = metadata.get("format"), metadata.get("version")
-            if marks != (FORMAT, VERSION):
-                raise RunDirectoryError(
-                    f"{path} is marked {marks[0]!r}, version {marks[1]!r}; this version of whence reads {FORMAT!r}, "
-                    f"version {VERSION!r}. Finish the run with the version that wrote it, or start it over "
-                    "(overwrite=True, --overwrite)."
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as damage:
-        raise RunDirectoryError(f"{path} cannot be read: {system_reason(damage)}.") from None
+    metadata, tensors = read_tensor_file(path, RunDirectoryError)
+    marks = metadata.get("format"), metadata.get("version")
+    if marks != (FORMAT, VERSION):
+        raise RunDirectoryError(
+            f"{path} is marked {marks[0]!r}, version {marks[1]!r}; this version of whence reads {FORMAT!r}, version "
+            f"{VERSION!r}. Finish the run with the version that wrote it, or start it over (overwrite=True, "
+            "--overwrite)."
+        )
     about = metadata.get("about", "")
     if _checksum(about, tensors) != metadata.get("checksum"):
         raise RunDirectoryError(f"{path} is damaged: its contents do not have the checksum that was written with them.")
-    tree: dict[str, Any] = _decode(json.loads(about), tensors)
+    try:
+        tree: dict[str, Any] = _decode(parse_document(path, about, RunDirectoryError), tensors)
+    except CHANGED as crafted:
+        raise RunDirectoryError(f"{path} holds what whence does not write ({first_line(crafted)}).") from None
     return tree
 
 

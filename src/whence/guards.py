@@ -99,7 +99,8 @@ def write_atomically(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.touch()
+        temporary.unlink(missing_ok=True)
+        temporary.touch(exist_ok=False)  # a link of this name, which someone put there, is not followed
         mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
         temporary.chmod(mode)  # safetensors makes its files readable by their owner only

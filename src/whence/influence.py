@@ -2,13 +2,13 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from whence.errors import InvalidInfluence
 from whence.guards import write_atomically
 from whence.notebook import Bar, Cell, format_table
 from whence.records import to_numpy
+from whence.tensorfiles import parse_document, read_tensor_file
 
 if TYPE_CHECKING:
     import polars as pl
@@ -154,22 +155,17 @@ class Influence:
         Raises:
             InvalidInfluence: the file is damaged, or `save` did not write it.
         """
-        try:
-            reader = safe_open(path, framework="pt")
-        except SafetensorError as broken:
-            raise InvalidInfluence(f"{path} cannot be read as safetensors: {broken}") from None
-        with reader as file:
-            metadata = file.metadata() or {}
-            marks = metadata.get("format"), metadata.get("version")
-            if marks != ("whence-influence", "1") or "provenance" not in metadata:
-                raise InvalidInfluence(
-                    f"{path} is marked {marks[0]!r}, version {marks[1]!r}; a file written by Influence.save "
-                    "(whence-influence, version 1, with its provenance) is needed."
-                )
-            provenance = json.loads(metadata["provenance"])
-            provenance["parameters"] = tuple(provenance["parameters"])
-            errors = file.get_tensor("errors") if "errors" in set(file.keys()) else None
-            return cls(file.get_tensor("scores"), file.get_tensor("record_ids"), Provenance(**provenance), errors)
+        metadata, tensors = read_tensor_file(path, InvalidInfluence)
+        marks = metadata.get("format"), metadata.get("version")
+        if marks != ("whence-influence", "1") or "provenance" not in metadata:
+            raise InvalidInfluence(
+                f"{path} is marked {marks[0]!r}, version {marks[1]!r}; a file written by Influence.save "
+                "(whence-influence, version 1, with its provenance) is needed."
+            )
+        about = parse_document(path, metadata["provenance"], InvalidInfluence)
+        _check_stored(path, about, tensors)
+        provenance = Provenance(**{**about, "parameters": tuple(about["parameters"])})
+        return cls(tensors["scores"], tensors["record_ids"], provenance, tensors.get("errors"))
 
     def __repr__(self) -> str:
         about = self.provenance
@@ -193,6 +189,31 @@ class Influence:
         error = "" if self.errors is None else f" ± {float(self.errors[position]):.2g}"
         share = score / max(float(self.scores.abs().max()), 1e-300)
         return [int(self.record_ids[position]), f"{score:.4g}{error}", Bar(share)]
+
+
+def _check_stored(path: str | Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a file's provenance and tensors that `Influence.save` would not have written."""
+    needed = {each.name for each in fields(Provenance)}
+    texts, named = ("target", "objective", "engine", "engine_reason"), about.get("parameters")
+    if (
+        about.keys() != needed
+        or not all(isinstance(about[name], str) for name in texts)
+        or not (isinstance(named, list) and all(isinstance(name, str) for name in named))
+        or not isinstance(about["records"], str | None)
+        or not isinstance(about["versions"], dict)
+    ):
+        raise InvalidInfluence(
+            f"The provenance in {path} is not one that Influence.save writes: it needs {', '.join(sorted(needed))}. "
+            "Restore the file, or score again."
+        )
+    for name, is_right, kind in (
+        ("scores", torch.is_floating_point, "floating-point numbers"),
+        ("record_ids", lambda tensor: tensor.dtype == torch.int64, "int64"),
+        ("errors", torch.is_floating_point, "floating-point numbers"),
+    ):
+        if (name in tensors and not is_right(tensors[name])) or (name != "errors" and name not in tensors):
+            came = tensors[name].dtype if name in tensors else "missing"
+            raise InvalidInfluence(f"`{name}` is {came} in {path}, and {kind} are needed. Restore it, or score again.")
 
 
 def is_significant(score: float | None, error: float | None) -> bool | None:

@@ -9,12 +9,15 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from whence.columns import check_columns
 from whence.errors import WhenceError, suggest
 
 By: TypeAlias = Literal["action", "episode", "region", "reward", "step"]
 
 ALIKE = 0.5
 """The share of its face's score that a record of a moment has at least."""
+
+_TABLE = "The table of records"
 
 _GROUPED = {"group": pl.String, "records": pl.Int64, "mean": pl.Float64, "error": pl.Float64} | dict.fromkeys(
     ("share_negative", "total", "dropped_share"), pl.Float64
@@ -74,9 +77,13 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
         records: a round's table, as in a run directory; without scores there are no moments.
         lowest: True: moments below 0, the most harmful first; False: moments above 0, the most helpful first.
         most: the largest number of moments.
+
+    Raises:
+        InvalidRecords: the table has no ids, or a column of another type than whence writes.
     """
     if "score" not in records.columns or records.is_empty() or most < 1:
         return []
+    check_columns(records, _TABLE, needed=("record_id",))
     ordered = sort_by_time(records)
     scores = ordered["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
     keys = scores if lowest else -scores
@@ -104,7 +111,9 @@ def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
 
     Raises:
         WhenceError: the round does not hold the record.
+        InvalidRecords: see `find_moments`.
     """
+    check_columns(records, _TABLE, needed=("record_id",))
     ordered = sort_by_time(records)
     if "score" not in ordered.columns:
         ordered = ordered.with_columns(score=pl.lit(float("nan")))
@@ -212,6 +221,7 @@ def group_scores(
 
     Raises:
         WhenceError: `by` is unknown.
+        InvalidRecords: a column has another type than whence writes.
     """
     groups = name_groups(records, by, labels=labels, names=names)
     if groups is None or records.is_empty() or "score" not in records.columns:
@@ -251,6 +261,7 @@ def name_groups(
     }
     if by not in groupings:
         raise WhenceError(f"by is {by!r}.{suggest(str(by), groupings)}")
+    check_columns(records, _TABLE)
     return groupings[by]()
 
 
@@ -258,7 +269,9 @@ def _name_actions(records: pl.DataFrame, labels: Sequence[str] | None) -> pl.Ser
     if "action" not in records.columns:
         return None
     actions = records["action"]
-    if not actions.dtype.is_numeric():
+    if actions.null_count():
+        return pl.Series("group", ["unknown" if a is None else name_action(a, labels) for a in actions.to_list()])
+    if isinstance(actions.dtype, pl.Array):
         rows = actions.to_list()
         return pl.Series("group", [", ".join(f"a{i} {'<' if x < 0 else '≥'} 0" for i, x in enumerate(a)) for a in rows])
     if actions.dtype.is_float():
@@ -325,8 +338,9 @@ def _name_regions(records: pl.DataFrame, names: Sequence[str] | None) -> pl.Seri
     axes = read_axes(records, names)
     if not axes or "score" not in records.columns:
         return None
-    if len(axes) == 1 and records["observation"].dtype.is_integer():
-        return pl.Series("group", [f"state {state}" for state in records["observation"].to_list()])
+    values = next(iter(axes.values()))
+    if len(axes) == 1 and values.dtype.kind in "iu":
+        return pl.Series("group", [f"state {state}" for state in values.tolist()])
     scores = records["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
     binned = {name: _cut_in_thirds(name, values) for name, values in axes.items()}
     chosen = sorted(binned, key=lambda name: _explained(scores, binned[name][1]), reverse=True)[:2]
@@ -341,8 +355,9 @@ def _name_regions(records: pl.DataFrame, names: Sequence[str] | None) -> pl.Seri
 def read_axes(records: pl.DataFrame, names: Mapping[str, str] | Sequence[str] | None = None) -> dict[str, NDArray[Any]]:
     """Return the numbers of the observations, (n,) each, by axis; "x0", "x1", … without names; none if not stored."""
     axes: dict[str, NDArray[Any]] = {}
+    check_columns(records, _TABLE)
     for column in records.columns:
-        if column.split(".")[0] != "observation":
+        if column.split(".")[0] != "observation" or records.is_empty() or records[column].null_count():
             continue
         values = np.asarray(records[column].to_numpy()).reshape(len(records), -1)
         prefix = column.partition(".")[2]

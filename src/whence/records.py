@@ -1,6 +1,7 @@
 """The records of one round as columns; each record has an id that never changes."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -240,13 +241,13 @@ class RecordBatch:
             gae_lambda: lambda of the advantage estimator, or None.
 
         Raises:
-            InvalidRecords: a column that records need is missing; the message says which.
+            InvalidRecords: a column is missing, or holds no numbers; the message says which.
         """
         columns: dict[str, Any] = {}
         for name, singular in {"record_ids": "record_id", **_IN_TABLES}.items():
             if singular in table.columns:
                 column = table[singular]
-                columns[name] = (column.fill_null(UNKNOWN) if name in _INTEGER else column).to_numpy()
+                columns[name] = _read_numbers(singular, column.fill_null(UNKNOWN) if name in _INTEGER else column)
         needed = {"action": "actions", "log_prob": "log_probs", "advantage": "advantages"}
         if missing := [singular for singular, name in needed.items() if name not in columns]:
             raise InvalidRecords(f"The table has no column `{missing[0]}`, which records need; it has {table.columns}.")
@@ -254,14 +255,23 @@ class RecordBatch:
         return cls(observations=observations, **columns, gamma=gamma, gae_lambda=gae_lambda)
 
 
+def _read_numbers(name: str, column: "pl.Series") -> NDArray[Any]:
+    array = np.asarray(column.to_numpy())
+    if array.dtype.kind not in "biuf":
+        raise InvalidRecords(f"The column `{name}` holds {column.dtype} or nulls; numbers of one shape are needed.")
+    return array.astype(np.int64) if array.dtype in (np.uint16, np.uint32, np.uint64) else array  # torch has few
+
+
 def _read_observations(table: "pl.DataFrame", space: Any, name: str) -> Tree:
     """Return the observations of a table's column, or of its columns NAME.KEY as a nested dict."""
     if name in table.columns:
-        array = np.asarray(table[name].to_numpy())
+        array = _read_numbers(name, table[name])
         shape = getattr(space, "shape", None)
         # SB3 gives a Discrete observation no axis of its own, except inside a Dict.
         if shape is None or (shape == () and name == "observation"):
             return array
+        if array.size != len(array) * math.prod(shape or (1,)):
+            raise InvalidRecords(f"The column `{name}` holds {table[name].dtype}; observations of {space} are needed.")
         return array.reshape(len(array), *(shape or (1,)))
     keys = dict.fromkeys(
         column.removeprefix(f"{name}.").split(".")[0] for column in table.columns if column.startswith(f"{name}.")

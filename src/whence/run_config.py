@@ -60,6 +60,11 @@ def read_parts(path: Path) -> dict[str, dict[str, Any]]:
             f"{path} needs the objects `config` and `versions`. whence writes both, so something else changed the "
             "file: restore it, or run again into a new directory."
         )
+    for name in ("save_every", "policies_every"):
+        if type(count := parts["notes"].get(name, 1)) is not int or count < 0:
+            raise RunDirectoryError(
+                f"{path} notes {count!r} as {name}; a number of rounds is needed. Restore the file."
+            )
     return parts
 
 

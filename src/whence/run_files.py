@@ -95,6 +95,22 @@ def _acquire(directory: Path, *, wait: bool) -> BaseFileLock:
     return lock
 
 
+def check_links(path: Path) -> None:
+    """Refuse to write into a run directory of which a folder is a link that leads elsewhere.
+
+    whence deletes and replaces files in a run's folders; those of another directory are not a run's.
+
+    Raises:
+        RunDirectoryError: names the link and where it leads.
+    """
+    for folder in path.iterdir():
+        if folder.is_symlink() and folder.is_dir() and not folder.resolve().is_relative_to(path.resolve()):
+            raise RunDirectoryError(
+                f"{folder} is a link to {folder.resolve()}, outside of the run, and whence would write and delete "
+                "files there. Put the folder itself in its place; the run directory as a whole may be a link."
+            )
+
+
 def is_empty(folder: Path) -> bool:
     """Return whether a directory holds nothing but leftovers."""
     return all(_is_leftover(file) or file.name == LOCK for file in folder.iterdir())
@@ -104,7 +120,7 @@ def remove_leftovers(path: Path) -> None:
     """Delete what processes left that were killed while they wrote."""
     with explain_write_errors(path):
         for file in (*path.glob(".*.tmp"), *path.glob("*/.*.tmp")):
-            if file.is_file() and not file.parent.is_symlink():
+            if file.is_file():
                 file.unlink()
 
 

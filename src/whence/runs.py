@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import polars as pl
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from whence.checkpoints import Checkpoint, list_checkpoints, read_latest
+from whence.columns import check_columns
 from whence.errors import RunDirectoryError
 from whence.run_config import FORMAT, VERSION, list_changes, read_document, read_parts, to_plain_json
-from whence.run_files import WriterLock, explain_write_errors, is_empty, remove_leftovers, write_run_file
+from whence.run_files import (
+    WriterLock,
+    check_links,
+    explain_write_errors,
+    is_empty,
+    remove_leftovers,
+    write_run_file,
+)
+from whence.tensorfiles import read_tensor_file
 
 POLICIES_EVERY = "policies_every"
 """The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
@@ -25,7 +33,7 @@ POLICIES_EVERY = "policies_every"
 _FOLDERS = "policies", "recordings", "nonfinite", "phases", "checkpoints", "model", "trl"
 """What a run may hold besides tables of rounds."""
 
-_ROUND = re.compile(r"round_(\d+)")
+_ROUND = re.compile(r"round_([0-9]{5,18})")
 
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
 """Tables with one row a round. Timings have a table of their own, because only they differ between equal runs."""
@@ -146,6 +154,7 @@ class RunDirectory:
             )
         if holds_run:
             read_document(path / "config.json")  # refuses a file that whence did not write
+            check_links(path)
         lock = WriterLock(path)
         try:
             if holds_run:
@@ -190,6 +199,7 @@ class RunDirectory:
                 another process does so.
         """
         old = cls.open(path)
+        check_links(old.path)
         old.check_same(config, but=may_change)
         run = cls(old.path, to_plain_json(config), old.versions, old.notes)
         run._lock = WriterLock(old.path)
@@ -200,7 +210,7 @@ class RunDirectory:
         remove_leftovers(run.path)
         for file in run.path.glob("*/round_*"):
             kept = rounds + (file.parent.name == "policies")  # the policy that collects the next round
-            if _round_number(file) > kept and not file.parent.is_symlink():
+            if _round_number(file) > kept:
                 with explain_write_errors(file):
                     file.unlink()
         return run
@@ -284,8 +294,15 @@ class RunDirectory:
         return self._read(self.path / f"{name}.parquet", missing_ok=True)
 
     def round(self, name: PerRound, number: int) -> pl.DataFrame:
-        """Read one round's records, episodes or answers."""
-        return self._read(self._round_path(name, number, "parquet"))
+        """Read one round's records, episodes or answers.
+
+        Raises:
+            RunDirectoryError: the round is not there, cannot be read, or has columns of other types than whence writes.
+        """
+        path = self._round_path(name, number, "parquet")
+        table = self._read(path)
+        check_columns(table, str(path), needed=("record_id",) if name == "records" else (), error=RunDirectoryError)
+        return table
 
     def round_path(self, name: PerRound, number: int) -> Path:
         """Return the path of one round's records, episodes or answers, whether it is there or not."""
@@ -304,10 +321,7 @@ class RunDirectory:
                 f"one of the rounds {', '.join(map(str, self.policies()[:4]))}, ..."
             )
         self._check_exists(path)
-        try:
-            return load_file(path)
-        except SafetensorError as broken:
-            raise RunDirectoryError(f"{path} cannot be read as safetensors: {broken}") from None
+        return read_tensor_file(path, RunDirectoryError)[1]
 
     def rounds(self) -> list[int]:
         """List the rounds whose records were written."""
@@ -338,7 +352,7 @@ class RunDirectory:
         self._check_exists(path)
         try:
             return pl.read_parquet(path, glob=False)
-        except pl.exceptions.PolarsError as broken:
+        except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
             raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
 
     def _write(self, table: pl.DataFrame, path: Path) -> None:
@@ -363,7 +377,7 @@ class RunDirectory:
 def _round_number(file: Path) -> int:
     """Return the round that a file's name gives; -1 if it gives none."""
     match = _ROUND.fullmatch(file.stem)
-    return int(match[1]) if match else -1
+    return int(match[1]) if match and match[0] == f"round_{int(match[1]):05d}" else -1
 
 
 def strip_addresses(text: str) -> str:

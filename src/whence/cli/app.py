@@ -12,7 +12,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from whence.cli.console import errors, print_line
+from whence.cli.console import errors, make_printable, print_line
 from whence.cli.failures import explain_failure
 from whence.errors import WhenceError
 
@@ -198,4 +198,4 @@ def main() -> None:
 
 
 def _print_error(message: str) -> None:
-    errors.print(f"[bold red]Error[/]: {escape(message)}", highlight=False, soft_wrap=True)
+    errors.print(f"[bold red]Error[/]: {escape(make_printable(message))}", highlight=False, soft_wrap=True)

@@ -5,8 +5,8 @@ from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from whence.cli.console import console, make_table, print_line
-from whence.cli.moment_tables import describe_moment, make_printable
+from whence.cli.console import console, make_printable, make_table, print_line
+from whence.cli.moment_tables import describe_moment
 from whence.moments import name_action
 
 if TYPE_CHECKING:

@@ -33,14 +33,19 @@ def _replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def make_printable(text: str) -> str:
+    """Return text without the control characters by which it could steer a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def print_line(text: str) -> None:
-    """Print one line of text as it is, without markup or line breaks."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    """Print one line of text as it is, without markup, line breaks or control characters."""
+    console.print(make_printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_error_line(text: str) -> None:
     """Print one line of text as it is to standard error."""
-    errors.print(text, markup=False, highlight=False, soft_wrap=True)
+    errors.print(make_printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_paths(paths: Mapping[str, Path]) -> None:
@@ -52,11 +57,11 @@ def print_paths(paths: Mapping[str, Path]) -> None:
 
 def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Return a table whose cells are text as it is; None is an empty cell."""
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=escape(make_printable(title)), title_justify="left")
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*("" if value is None else escape(str(value)) for value in row))
+        table.add_row(*("" if value is None else escape(make_printable(str(value))) for value in row))
     return table
 
 
@@ -70,8 +75,14 @@ def parse_json(option: str, text: str | None, example: str) -> Any:
         return None
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise WhenceError(f"{option} is {text!r}, which is not JSON ({error}). Write it as {example}.") from None
+    except (RecursionError, ValueError) as error:
+        raise WhenceError(
+            f"{option} is {_shorten(repr(text))}, which is not JSON ({error}). Write it as {example}."
+        ) from None
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]} …"
 
 
 def parse_json_object(option: str, text: str | None, example: str) -> dict[str, Any] | None:
@@ -82,7 +93,7 @@ def parse_json_object(option: str, text: str | None, example: str) -> dict[str, 
     """
     value = parse_json(option, text, example)
     if value is not None and not isinstance(value, dict):
-        raise WhenceError(f"{option} is {text}; a JSON object is needed, such as {example}.")
+        raise WhenceError(f"{option} is {_shorten(str(text))}; a JSON object is needed, such as {example}.")
     return value
 
 

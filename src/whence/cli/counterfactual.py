@@ -23,6 +23,7 @@ from whence.errors import WhenceError
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.guards import write_atomically
 from whence.rounds import DRAWS
+from whence.run_files import check_links
 
 
 def counterfactual(
@@ -56,6 +57,7 @@ def counterfactual(
     Example: whence counterfactual runs/lander --round 20 --test-episodes 200
     """
     directory = open_agent_run(run)
+    check_links(directory.path)
     config = read_run_config(directory)
     if test_episodes == 1:
         raise WhenceError("--test-episodes is 1; at least 2 are needed, or 0 to measure no test returns.")

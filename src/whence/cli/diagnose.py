@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import polars as pl
 import typer
 
-from whence.cli.console import console, make_table, print_json, print_line
-from whence.cli.moment_tables import make_printable
+from whence.cli.console import console, make_printable, make_table, print_json, print_line
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RecordBar
 from whence.cli.runs import open_agent_run

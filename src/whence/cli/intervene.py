@@ -31,6 +31,7 @@ from whence.influence import Influence
 from whence.report.figures import interventions_box
 from whence.report.pictures import write_svg
 from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
+from whence.run_files import check_links
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 from whence.targets import Target
@@ -83,6 +84,7 @@ def intervene(
     Example: whence intervene runs/lander --rounds 10-50
     """
     directory = open_agent_run(run)
+    check_links(directory.path)
     config = read_run_config(directory)
     numbers = _choose_rounds(directory, rounds)
     if method not in _METHODS:
@@ -198,7 +200,7 @@ def _intervene(
 def _read_content(file: Path) -> Mapping[str, Any] | None:
     try:
         content = json_module.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # a damaged file is replaced, like one with other settings
+    except (FileNotFoundError, RecursionError, ValueError):  # a damaged file is replaced, like one with other settings
         return None
     return content if isinstance(content, dict) else None
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from whence.cli.console import console, errors, make_table, print_json, print_line
-from whence.cli.moment_tables import make_printable, print_language_moment
+from whence.cli.console import console, errors, make_printable, make_table, print_json, print_line
+from whence.cli.moment_tables import print_language_moment
 from whence.cli.options import AsJson
 from whence.cli.response_tables import (
     check_by,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 from rich.table import Table
 
-from whence.cli.console import console, make_table, print_line
+from whence.cli.console import console, make_printable, make_table, print_line
 from whence.moments import Moment, name_action
 
 if TYPE_CHECKING:
@@ -200,11 +200,6 @@ def print_language_moment(row: Mapping[str, Any], number: int, response: Any = N
         elif row.get(name) is not None:
             table.add_row(name, _as_text(_format(row[name]) if isinstance(row[name], float) else str(row[name])))
     console.print(table)
-
-
-def make_printable(text: str) -> str:
-    """Return text without the control characters by which it could steer a terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _as_text(text: str) -> Any:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whence.cli import options
-from whence.cli.console import console, make_table, print_json, print_line
-from whence.cli.moment_tables import make_printable
+from whence.cli.console import console, make_printable, make_table, print_json, print_line
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
 

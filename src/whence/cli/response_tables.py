@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from whence.cli.cause_tables import print_strip
-from whence.cli.console import console, make_table, print_line
-from whence.cli.moment_tables import make_printable
+from whence.cli.console import console, make_printable, make_table, print_line
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError, suggest
 from whence.runs import RunDirectory

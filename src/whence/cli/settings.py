@@ -100,10 +100,12 @@ def _split_key(key: str) -> list[str]:
     """Return the parts of a dotted key; none if it is no key."""
     try:
         table: Any = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError:
+    except (RecursionError, ValueError):
         return []
     names = []
     while isinstance(table, Mapping):
+        if len(table) != 1:  # the key holds a line break, and with it other keys
+            return []
         ((name, table),) = table.items()
         names.append(name)
     return names
@@ -113,7 +115,7 @@ def _parse_value(text: str, value_text: str) -> Any:
     """Return a value as TOML reads it; words without quotes, which TOML does not have, are text."""
     try:
         document = tomllib.loads(f"value = {value_text}")
-    except tomllib.TOMLDecodeError as error:
+    except (RecursionError, ValueError) as error:
         if re.match(r"""["'\[{]""", value_text):
             raise WhenceError(
                 f"--set {text!r} has a value that is not TOML ({error}). Write it as 3, 0.5, true, word, "

@@ -6,7 +6,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from whence.cli.console import console, print_line
+from whence.cli.console import console, make_printable, print_line
 from whence.experiments import Comparison
 from whence.report.summary import READING, make_summary
 
@@ -18,12 +18,12 @@ def print_comparison(comparison: Comparison) -> None:
     seeds = len({config.seed for config in comparison.configs})
     for verdict in summary.verdicts:
         print_line(verdict)
-    table = Table(title=escape(f"{env}, {seeds} seeds, {comparison.configs[0].rounds} rounds"))
+    table = Table(title=escape(make_printable(f"{env}, {seeds} seeds, {comparison.configs[0].rounds} rounds")))
     table.add_column("metric")
     for heading in summary.headings:
-        table.add_column(escape(heading), justify="right")
+        table.add_column(escape(make_printable(heading)), justify="right")
     for metric, cells in summary.rows:
-        table.add_row(metric, *(escape(" ".join(cell).strip()) for cell in cells))
+        table.add_row(metric, *(escape(make_printable(" ".join(cell).strip())) for cell in cells))
     console.print(table)
     console.print(READING, style="dim", markup=False)
 

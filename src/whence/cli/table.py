@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.cli.console import console, print_json, print_line
+from whence.cli.console import console, make_printable, print_json, print_line
 from whence.cli.options import AsJson
 from whence.report import write_tables
 
@@ -28,6 +28,6 @@ def table(
     if json:
         print_json(summary)
         return
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(make_printable(text), markup=False, highlight=False, soft_wrap=True)
     for name, what in (("Text", "tables.md"), ("Numbers", "summary.json")):
         print_line(f"{name}: {out / what}")

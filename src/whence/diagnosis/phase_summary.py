@@ -11,7 +11,7 @@ import numpy as np
 
 from whence.diagnosis.phases import TOP, History, Phase
 from whence.moments import Moment, name_action
-from whence.run_files import write_run_file
+from whence.run_files import check_links, write_run_file
 from whence.runs import RunDirectory
 
 FORMAT, VERSION = "whence-phases", 1
@@ -134,6 +134,7 @@ def write_history(run: RunDirectory, history: History, content: Mapping[str, Any
     Raises:
         RunDirectoryError: the run cannot be written to.
     """
+    check_links(run.path)
     path = run.path / "phases" / f"{history.behaviour.key}.json"
     with write_run_file(path) as temporary:
         temporary.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")

@@ -85,12 +85,12 @@ def compare(
             f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
         )
     check_workers(workers)
+    todo = [each for each in configs if overwrite or not runner_of(each).is_finished(each, run_path(path, each))]
+    _prepare_each(todo)
     with lock_directory(path):
         if overwrite:
             for config in configs:
                 RunDirectory.create(run_path(path, config), config.to_json(), overwrite=True).release()
-        todo = [config for config in configs if not runner_of(config).is_finished(config, run_path(path, config))]
-        _prepare_each(todo)
         for config in configs:
             progress(config, 0 if config in todo else config.rounds)
         jobs = [(config, run_path(path, config)) for config in todo]
@@ -151,7 +151,7 @@ def _read_json(path: Path) -> Any:
         raise WhenceError(
             f"{path} is not there: {path.parent} holds no finished comparison. Run whence compare."
         ) from None
-    except (OSError, ValueError) as failure:
+    except (OSError, RecursionError, ValueError) as failure:
         raise _damaged(path, f"is not readable as JSON ({failure})") from None
 
 

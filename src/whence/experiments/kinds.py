@@ -1,5 +1,6 @@
 """One protocol for the two kinds of runs: reinforcement learning, and post-training of language models."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
@@ -36,5 +37,10 @@ def runner_of(config: AnyConfig) -> Runner:
 
 
 def read_config(values: Any) -> AnyConfig:
-    """Return the configuration that its `to_json` returned."""
-    return RunConfig.from_json(values) if "env" in values else LanguageConfig.from_json(values)
+    """Return the configuration that its `to_json` returned.
+
+    Raises:
+        WhenceError: the values are no configuration's.
+    """
+    is_agent = isinstance(values, Mapping) and "env" in values
+    return RunConfig.from_json(values) if is_agent else LanguageConfig.from_json(values)

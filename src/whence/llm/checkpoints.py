@@ -57,6 +57,13 @@ def check_model(model: nn.Module, content: Mapping[str, Any], path: Path) -> Non
             f"{path} belongs to another model: its parameters that train differ from this one's. Build the model as it "
             "was, with the same adapter, or choose another output_dir."
         )
+    for name, state in content.get("optimizer", {}).items():
+        shapes = [value.shape for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
+        if name not in parameters or any(shape != parameters[name].shape for shape in shapes):
+            raise RunDirectoryError(
+                f"{path} holds an optimiser's state of {name!r}, which belongs to no parameter that trains. Restore "
+                "the checkpoint, or choose another output_dir."
+            )
 
 
 def _copy_parameters(model: nn.Module, content: Mapping[str, Any]) -> None:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from whence.errors import WhenceError
 from whence.guards import write_atomically
+from whence.tensorfiles import read_tensor_file
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -88,12 +89,16 @@ class WithValueHead(nn.Module):
         path = Path(folder) / VALUE_HEAD
         if not path.exists():
             raise WhenceError(f"{folder} holds no {VALUE_HEAD}; WithValueHead.save_pretrained writes one.")
-        state = load_file(path)
-        if state["weight"].shape != self.value_head.weight.shape:
-            raise WhenceError(
-                f"The value head in {folder} reads {state['weight'].shape[1]} numbers, and this model's last layer has "
-                f"{self.value_head.weight.shape[1]}: it belongs to another model."
-            )
+        _, state = read_tensor_file(path, WhenceError)
+        needed = self.value_head.state_dict()
+        if state.keys() != needed.keys():
+            raise WhenceError(f"{path} holds {', '.join(state) or 'nothing'}; a value head is {', '.join(needed)}.")
+        for name, tensor in needed.items():
+            if state[name].shape != tensor.shape:
+                raise WhenceError(
+                    f"The value head in {folder} has a {name} of shape {tuple(state[name].shape)}, and this model's "
+                    f"last layer needs {tuple(tensor.shape)}: it belongs to another model."
+                )
         self.value_head.load_state_dict(state)
 
 

@@ -55,18 +55,31 @@ def export_table(run: RunDirectory, path: Path, kind: Format, *, rounds: Sequenc
     readable, notes = _check_rounds(run, rounds)
     if kind == "parquet":
         parts = [_scan(run, number) for number in readable]
-        with write_atomically(path) as temporary:
+        with _explain_columns(), write_atomically(path) as temporary:
             pl.concat(parts, how="diagonal_relaxed").sink_parquet(temporary, compression="zstd")
         records = int(pl.scan_parquet(path, glob=False).select(pl.len()).collect().item())
         return Exported(records, tuple(readable), tuple(notes))
-    schema = pl.concat([_scan(run, number).head(0) for number in readable], how="diagonal_relaxed").collect()
+    with _explain_columns():
+        schema = pl.concat([_scan(run, number).head(0) for number in readable], how="diagonal_relaxed").collect()
     records = 0
-    with write_atomically(path) as temporary, temporary.open("wb") as file:
+    with _explain_columns(), write_atomically(path) as temporary, temporary.open("wb") as file:
         for number in readable:
             table = pl.concat([schema, _scan(run, number).collect()], how="diagonal_relaxed")
             table.with_columns(pl.col(pl.Float32, pl.Float64).fill_nan(None)).write_ndjson(file)
             records += len(table)
     return Exported(records, tuple(readable), tuple(notes))
+
+
+@contextmanager
+def _explain_columns() -> Iterator[None]:
+    """Turn Polars' errors on rounds that do not fit together, or whose records are damaged, into a `WhenceError`."""
+    try:
+        yield
+    except (pl.exceptions.PanicException, pl.exceptions.PolarsError) as refusal:
+        raise WhenceError(
+            f"The rounds cannot be written to one file: {first_line(refusal)}. The file of one of them was changed: "
+            "name the others with --rounds."
+        ) from None
 
 
 def _scan(run: RunDirectory, number: int) -> pl.LazyFrame:
@@ -84,7 +97,7 @@ def _check_rounds(run: RunDirectory, rounds: Sequence[int]) -> tuple[list[int], 
     for number in rounds or stored:
         try:
             pl.read_parquet_schema(run.round_path("records", number))
-        except (pl.exceptions.PolarsError, OSError) as broken:
+        except (pl.exceptions.PanicException, pl.exceptions.PolarsError, OSError) as broken:
             notes.append(f"Round {number} is left out: it cannot be read as Parquet ({first_line(broken)}).")
         else:
             readable.append(number)

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, get_args
 
 import plotly.graph_objects as go
 import polars as pl
+import polars.selectors as cs
 from markupsafe import Markup, escape
 
 from whence.advice import Advice, give_advice
@@ -171,7 +172,11 @@ def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[
 def _concatenate(name: Table, runs: Runs, notes: list[str] | None) -> pl.DataFrame:
     tables = [(arm, read_table(run, name, notes)) for (arm, _), run in runs.items()]
     # Adding an arm to a table without columns would make a row.
-    parts = [table.with_columns(arm=pl.lit(arm)) for arm, table in tables if table.height]
+    parts = [
+        table.select(cs.numeric() | cs.boolean() | cs.string() | cs.by_dtype(pl.Null), arm=pl.lit(arm))
+        for arm, table in tables
+        if table.height
+    ]
     return pl.concat(parts, how="diagonal_relaxed") if parts else pl.DataFrame()
 
 

@@ -4,18 +4,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import torch
 from jaxtyping import Int
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.errors import RunDirectoryError
+from whence.errors import RunDirectoryError, first_line
 from whence.guards import write_atomically
 from whence.objectives import A2C, Objective, PPOClip
 from whence.records import RecordBatch
+from whence.tensorfiles import CHANGED, parse_document, read_tensor_file
 from whence.trees import Tree
 
 FORMAT, VERSION = "whence-round", "3"
@@ -162,25 +162,32 @@ class RoundRecording:
         Raises:
             RunDirectoryError: the file is missing, or this version cannot read it.
         """
-        try:
-            handle = safe_open(path, framework="pt")
-        except FileNotFoundError:
+        if not Path(path).exists():
             raise RunDirectoryError(
                 f"{path} is not there. Record rounds with InfluenceCallback(recordings=[5, 20]) or whence train "
                 "--record-rounds 5,20."
+            )
+        metadata, tensors = read_tensor_file(path, RunDirectoryError)
+        marks = metadata.get("format"), metadata.get("version")
+        if marks != (FORMAT, VERSION) or "about" not in metadata:
+            raise RunDirectoryError(
+                f"{path} is marked {marks[0]!r}, version {marks[1]!r}; a file written by RoundRecording.save "
+                f"({FORMAT}, version {VERSION}) is needed."
+            )
+        about = parse_document(path, metadata["about"], RunDirectoryError)
+        try:
+            recording = cls._build(about, tensors)
+            recording._check()
+        except CHANGED as changed:
+            raise RunDirectoryError(
+                f"{path} does not hold what RoundRecording.save writes ({type(changed).__name__}: "
+                f"{first_line(changed)}). Restore it, or record the round again."
             ) from None
-        except (SafetensorError, OSError) as broken:
-            raise RunDirectoryError(f"{path} cannot be read as safetensors: {broken}") from None
-        with handle as file:
-            metadata = file.metadata() or {}
-            marks = metadata.get("format"), metadata.get("version")
-            if marks != (FORMAT, VERSION) or "about" not in metadata:
-                raise RunDirectoryError(
-                    f"{path} is marked {marks[0]!r}, version {marks[1]!r}; a file written by RoundRecording.save "
-                    f"({FORMAT}, version {VERSION}) is needed."
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        about = json.loads(metadata["about"])
+        return recording
+
+    @classmethod
+    def _build(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        """Return the recording of a file's document and tensors."""
         state: dict[str, dict[str, Tensor]] = {}
         for name, tensor in _select_prefixed("optimizer/", tensors).items():
             parameter, _, key = name.rpartition("/")
@@ -203,6 +210,33 @@ class RoundRecording:
             generator=tensors["generator"],
             versions=about["versions"],
         )
+
+    def _check(self) -> None:
+        """Raise `RunDirectoryError` if the parts do not fit together."""
+        numbers = [self.number, *self.epochs, self.records.gamma or 0, self.records.gae_lambda or 0]
+        positions = torch.cat([*self.minibatches, torch.zeros(0, dtype=torch.int64)])
+        wrong = [
+            text
+            for text, is_wrong in (
+                ("a number is none", not all(type(value) in (int, float) for value in numbers)),
+                ("the algorithm is unknown", self.update.algorithm not in get_args(Algorithm)),
+                ("epochs and minibatches differ in number", len(self.epochs) != len(self.minibatches)),
+                ("minibatches are no positions", positions.dtype != torch.int64 or positions.ndim != 1),
+                (
+                    "a minibatch names a record that is not there",
+                    len(positions) > 0 and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.records),
+                ),
+                ("the policy before and after the round differ in tensors", self.start.keys() != self.end.keys()),
+                ("a name is no text", not isinstance(self.optimizer.name, str) or type(self.stopped) is not bool),
+                (
+                    "settings are no tables",
+                    not all(isinstance(t, dict) for t in (self.optimizer.settings, self.versions)),
+                ),
+            )
+            if is_wrong
+        ]
+        if wrong:
+            raise RunDirectoryError(wrong[0])
 
     def __repr__(self) -> str:
         return (

@@ -97,12 +97,12 @@ def _read_number(value: Any) -> Any:
 
 
 def _look_up(run: RunDirectory, what: str, name: object, known: Mapping[str, Any], remedy: str) -> Any:
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise RunDirectoryError(
             f"{run.path} was trained with the {what} {name!r}, which cannot be built by its name; {', '.join(known)} "
             f"can. {remedy}"
         )
-    return known[str(name)]
+    return known[name]
 
 
 def _resolve(

@@ -86,7 +86,10 @@ def read_episode(run: RunDirectory, episode: int, *, near: int | None = None) ->
     """
     numbers = run.rounds()
     for number in numbers if near is None else [each for each in reversed(numbers) if each <= near]:
-        began = run.round("episodes", number).filter(pl.col("episode_id") == episode)
+        table = run.round("episodes", number)
+        if missing := [name for name in ("episode_id", "generator_state") if name not in table.columns]:
+            raise ReplayError(f"{run.round_path('episodes', number)} has no column {missing[0]}. Restore the file.")
+        began = table.filter(pl.col("episode_id") == episode)
         if not began.is_empty():
             break
     else:
@@ -96,15 +99,33 @@ def read_episode(run: RunDirectory, episode: int, *, near: int | None = None) ->
         )
     parts: list[pl.DataFrame] = []
     for later in (each for each in numbers if each >= number):
-        rows = run.round("records", later).filter(pl.col("episode_id") == episode)
+        table = run.round("records", later)
+        if missing := [name for name in ("record_id", "episode_id", "step") if name not in table.columns]:
+            raise ReplayError(f"{run.round_path('records', later)} has no column {missing[0]}. Restore the file.")
+        rows = table.filter(pl.col("episode_id") == episode)
         if rows.is_empty():
             break
         parts.append(rows)
+    if not parts:
+        raise ReplayError(f"Episode {episode} of {run.path} has no records in the round in which it began.")
     records = pl.concat(parts, how="diagonal_relaxed").sort("step")
     if records["step"].to_list() != list(range(len(records))):
         raise ReplayError(f"Episode {episode} of {run.path} has records without a place in it.")
     state = began["generator_state"][0]
-    return StoredEpisode(episode, records, None if state is None else json.loads(state))
+    return StoredEpisode(episode, records, None if state is None else _parse_state(run, episode, state))
+
+
+def _parse_state(run: RunDirectory, episode: int, text: str) -> Mapping[str, Any]:
+    try:
+        state = json.loads(text)
+    except (RecursionError, ValueError):
+        state = None
+    if not isinstance(state, dict):
+        raise ReplayError(
+            f"The generator's state of episode {episode} of {run.path} is not readable as JSON. Restore the round's "
+            "file in episodes/, or take another episode."
+        )
+    return state
 
 
 def play_again(

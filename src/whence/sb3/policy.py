@@ -14,7 +14,7 @@ from stable_baselines3.common.preprocessing import preprocess_obs
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from whence.errors import Unsupported
+from whence.errors import InvalidRecords, NonFinite, Unsupported, first_line
 from whence.policies import LazyOutputs, ModuleView
 from whence.records import RecordBatch
 from whence.sb3.contrib import MaskableActorCriticPolicy
@@ -60,7 +60,14 @@ def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
     def value() -> Tensor:
         return _predict_values(policy, observations, pi_features)
 
-    return LazyOutputs(distribution.log_prob(inputs["actions"]), value, distribution.entropy)
+    try:
+        log_prob = distribution.log_prob(inputs["actions"])
+    except ValueError as refusal:
+        raise InvalidRecords(
+            f"An action of the records is none of {policy.action_space}: {first_line(refusal)}. Pass records of this "
+            "policy's environment."
+        ) from refusal
+    return LazyOutputs(log_prob, value, distribution.entropy)
 
 
 def predict(policy: Any, inputs: Tree) -> tuple[Distribution, Tensor]:
@@ -88,6 +95,18 @@ def _make_distribution(policy: Any, latent: Tensor, masks: Tensor | None) -> Dis
     # A copy, since deepcopy(policy) raises while the policy's own distribution holds tensors of a graph.
     distribution = copy.copy(policy.action_dist)
     parameters = policy.action_net(latent)
+    try:
+        return _set_parameters(policy, distribution, parameters, latent, masks)
+    except ValueError as refusal:  # of torch, which checks them
+        raise NonFinite(
+            f"The policy's distribution of actions is not finite: {first_line(refusal)}. Its weights have grown too "
+            "large, or an observation has; find where, or take an earlier round."
+        ) from refusal
+
+
+def _set_parameters(
+    policy: Any, distribution: Any, parameters: Tensor, latent: Tensor, masks: Tensor | None
+) -> Distribution:
     if isinstance(distribution, DiagGaussianDistribution):
         return distribution.proba_distribution(parameters, policy.log_std)
     if isinstance(distribution, StateDependentNoiseDistribution):

@@ -8,7 +8,7 @@ from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
 from whence.experiments.llm.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, split_arm
 from whence.experiments.llm.settings import DEFAULT_ROUNDS, TASKS, task_settings
-from whence.experiments.shared import STANDARD
+from whence.experiments.shared import STANDARD, check_field_names, check_field_types, check_type
 
 if TYPE_CHECKING:
     from whence.selection import SelectionRule
@@ -73,6 +73,8 @@ class LanguageConfig:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_field_types(type(self), vars(self))
+        check_type("rounds", self.all_settings.get("rounds", DEFAULT_ROUNDS), int)
         selection, target = split_arm(self.arm)
         if selection not in LANGUAGE_ARMS:
             raise WhenceError(f"The selection {selection!r} is unknown.{suggest(selection, LANGUAGE_ARMS)}")
@@ -181,7 +183,12 @@ class LanguageConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration that `to_json` returned."""
+        """Return the configuration that `to_json` returned.
+
+        Raises:
+            WhenceError: a field is missing, unknown, or has a value that no run has.
+        """
+        check_field_names(cls, values)
         return cls(**values)
 
 

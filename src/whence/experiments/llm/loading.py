@@ -123,14 +123,35 @@ def load_model(name: str, dtype: str, *, weights: bool = True) -> tuple[Any, Any
 def load_pretrained(kind: Any, name: str, *, weights: bool = True, **options: Any) -> Any:
     """Return the model or tokenizer that one of Transformers' Auto classes loads from a directory or id.
 
+    Weights are read from safetensors alone, since other formats are pickles, and no code that comes with a model runs.
+
     Raises:
         WhenceError: it cannot be loaded.
     """
     try:
-        if weights or kind is AutoTokenizer:
-            return kind.from_pretrained(name, **options)
+        if kind is AutoTokenizer:
+            return kind.from_pretrained(name, trust_remote_code=False, **options)
+        if weights:
+            return kind.from_pretrained(name, trust_remote_code=False, use_safetensors=True, **options)
         with skip_weights():
-            return kind.from_config(AutoConfig.from_pretrained(name), **options)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            return kind.from_config(config, trust_remote_code=False, **options)
     except Exception as error:
         what = "tokenizer" if kind is AutoTokenizer else "model"
-        raise WhenceError(f"The {what} {name} cannot be loaded: {first_line(error)}") from error
+        raise WhenceError(f"The {what} {name} cannot be loaded: {_explain_refusal(error)}") from error
+
+
+def _explain_refusal(error: Exception) -> str:
+    """Return why Transformers refuses a model, in words; and what to do if it would have to run code."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it comes with Python code of its own, and whence runs none. Load it in a script, if you trust the code, "
+            "and pass the model to the trainer; or choose a model of an architecture that Transformers has."
+        )
+    if "safetensors" in str(error):
+        return (
+            f"{first_line(error)} whence reads weights from safetensors alone: other formats are pickles, which may "
+            "run code. Convert weights that you trust: AutoModelForCausalLM.from_pretrained(NAME)"
+            ".save_pretrained(FOLDER), and give FOLDER."
+        )
+    return first_line(error)

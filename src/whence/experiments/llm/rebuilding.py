@@ -7,7 +7,6 @@ from typing import Any
 
 import polars as pl
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -30,6 +29,7 @@ from whence.objectives import Objective
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.targets import Target
+from whence.tensorfiles import read_tensor_file
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ def rebuild_round(
     policy = _locate_policy(run, config, settings, number)
     with preserve_rng_state(), hide_progress_bars():
         torch.manual_seed(config.seed)  # for the weights of an adapter, as `training.run` does
-        task = load_task(config)
+        task = load_task(config, rewards=False)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         responses = _read_responses(table, task.tokenizer, device)
         rebuild = _rebuild_ppo if config.algorithm == "ppo" else _rebuild_trl
@@ -194,7 +194,7 @@ def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
     if not folder.is_dir():
         return None
     with preserve_rng_state(), hide_progress_bars():
-        task = load_task(config)
+        task = load_task(config, rewards=False)
         task = replace(task, model=_load_trained_model(task.model, folder))
     return task, float(make_trainer_config(config, str(run.path)).temperature)
 
@@ -286,5 +286,6 @@ def _load_trained_model(model: Any, folder: Path) -> Any:
         return load_pretrained(AutoModelForCausalLM, str(folder), dtype=model.dtype).to(model.device)
     from peft import set_peft_model_state_dict
 
-    set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    _, tensors = read_tensor_file(folder / "adapter_model.safetensors", RunDirectoryError)
+    set_peft_model_state_dict(model, tensors)
     return model

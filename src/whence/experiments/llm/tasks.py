@@ -1,7 +1,7 @@
 """What a run trains on: a laboratory, or a user's model and data."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,13 +50,14 @@ class Task:
     held_out: Any | None = None
 
 
-def load_task(config: LanguageConfig, *, weights: bool = True, progress: bool = False) -> Task:
+def load_task(config: LanguageConfig, *, weights: bool = True, progress: bool = False, rewards: bool = True) -> Task:
     """Return the task of a run; a laboratory that is not on disk is made.
 
     Args:
         config: the run's configuration.
         weights: False loads models without weights, with shapes alone, for an estimate.
         progress: show progress bars while a laboratory is made.
+        rewards: False loads no reward of the user's, and runs no code that the configuration names: a task to look at.
 
     Raises:
         WhenceError: a model, data set or function cannot be loaded.
@@ -66,7 +67,7 @@ def load_task(config: LanguageConfig, *, weights: bool = True, progress: bool = 
     elif config.task == "civility":
         task = _load_civility(config, weights, progress)
     else:
-        task = _load_user_task(config, weights)
+        task = _load_user_task(config, weights) if rewards else _load_without_rewards(config)
     if not config.lora:
         return task
     with nullcontext() if weights else skip_weights():
@@ -126,6 +127,18 @@ def _load_user_task(config: LanguageConfig, weights: bool) -> Task:
         evaluate_model = partial(_measure_reward, make_sampling_config(config), test, test_reward)
     model, tokenizer = load_model(str(config.model), config.dtype, weights=weights)
     return Task(model, tokenizer, prompts, reward, demonstrations, test, evaluate_model)
+
+
+def _load_without_rewards(config: LanguageConfig) -> Task:
+    """Return a user's task whose reward refuses to be called."""
+    prompts = check_prompts(load_data(str(config.dataset)), str(config.dataset))
+    demonstrations = None if config.demonstrations is None else load_data(config.demonstrations)
+    model, tokenizer = load_model(str(config.model), config.dtype)
+    return Task(model, tokenizer, prompts, _refuse_reward, demonstrations, None, None)
+
+
+def _refuse_reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    raise WhenceError("A stored run's reward is not loaded: reading a run runs no code that the run names.")
 
 
 def make_sampling_config(config: LanguageConfig) -> PPOConfig:

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.distributions import Categorical, Normal, kl_divergence
 
 from whence.experiments.rl.rebuilding import AnyEnv
-from whence.experiments.rl.stored import load_round
+from whence.experiments.rl.stored import load_policy, load_round
 from whence.guards import eval_mode
 from whence.records import RecordBatch, to_numpy
 from whence.runs import RunDirectory
 from whence.sb3.policy import actor_critic_view, predict
-from whence.sb3.state import load_tensors, named_tensors
 
 CHUNK = 4096
 """Records that the policy reads at a time."""
@@ -41,11 +40,9 @@ def compare_policies(run: RunDirectory | str | Path, number: int, *, env: AnyEnv
     """
     directory = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     model, records = load_round(directory, number, env=env)
-    after = directory.policy(number + 1)
-    tensors = named_tensors(model.policy)
     with torch.no_grad(), eval_mode(model.policy.modules()):
         past, value_before = _predict(model.policy, records)
-        load_tensors(tensors, after)
+        load_policy(directory, number + 1, model)
         present, value_after = _predict(model.policy, records)
         divergence = [_divergence(old, new) for old, new in zip(past, present, strict=True)]
     columns = {

@@ -1,11 +1,10 @@
 """What one training run is, and how it follows from a preset or an environment's name."""
 
 import math
-import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from types import MappingProxyType, UnionType
-from typing import Any, Self, get_args, get_origin
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any, Self
 
 from stable_baselines3 import PPO
 
@@ -13,6 +12,7 @@ from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
 from whence.experiments.rl.arms import ARMS, unknown_arm
 from whence.experiments.rl.scoring import Scoring
+from whence.experiments.shared import check_field_names, check_field_types, check_type
 from whence.sb3.description import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.selection import IIF, SelectionRule
 from whence.targets import Action, Return, Target
@@ -41,15 +41,6 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
     }
 )
 """For each hyper-parameter, the allowed range; values outside it would fail in training, or train nothing."""
-
-_KINDS = {
-    str: "text",
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    Mapping: "a table of settings",
-    type(None): "nothing",
-}
 
 
 @dataclass(frozen=True)
@@ -159,7 +150,12 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration of which `to_json` returned these values; those under `EFFECTIVE` are ignored."""
+        """Return the configuration of which `to_json` returned these values; those under `EFFECTIVE` are ignored.
+
+        Raises:
+            WhenceError: a field is missing, unknown, or has a value that no run has.
+        """
+        check_field_names(cls, values, but=(EFFECTIVE,))
         return cls(**_from_json({name: value for name, value in values.items() if name != EFFECTIVE}))
 
 
@@ -174,26 +170,15 @@ def check_types(values: Mapping[str, Any]) -> None:
     Raises:
         WhenceError: names the first such field.
     """
-    for run_field in fields(RunConfig):
-        if run_field.name in values:
-            kinds = get_args(run_field.type) if isinstance(run_field.type, UnionType) else (run_field.type,)
-            _check_type(run_field.name, values[run_field.name], *(get_origin(kind) or kind for kind in kinds))
+    check_field_types(RunConfig, values)
 
 
 def _check_hyperparameter(name: str, value: Any) -> None:
     default = HYPERPARAMETERS[name]
-    _check_type(name, value, *((float, type(None)) if default is None else (type(default),)))
+    check_type(name, value, *((float, type(None)) if default is None else (type(default),)))
     needed, is_met = _RANGES.get(name, ("", lambda value: True))
     if value is not None and not is_met(value):
         raise WhenceError(f"{name} is {value}; {needed} is needed.")
-
-
-def _check_type(name: str, value: Any, *kinds: Any) -> None:
-    """Refuse a value of another type than `kinds`. An int passes for a float; a bool passes for nothing else."""
-    accepted = {bool} & {*kinds} if isinstance(value, bool) else {*kinds, *([int] if float in kinds else [])}
-    if not isinstance(value, tuple(accepted)):
-        needed = " or ".join(_KINDS[kind] for kind in kinds)
-        raise WhenceError(f"{name} is {reprlib.repr(value)}; {needed} is needed.")
 
 
 def _to_json(value: Any) -> Any:

@@ -219,8 +219,11 @@ class _ObservePart(gym.ObservationWrapper[Any, Any, Any]):
 
     def __init__(self, env: gym.Env[Any, Any], key: str) -> None:
         super().__init__(env)
-        assert isinstance(env.observation_space, gym.spaces.Dict)
-        self.observation_space, self._key = env.observation_space[key], key
+        space = env.observation_space
+        if not isinstance(space, gym.spaces.Dict) or key not in space.spaces:
+            parts = ", ".join(space) if isinstance(space, gym.spaces.Dict) else f"a {type(space).__name__}"
+            raise WhenceError(f"There is no part {key!r} to observe; the observations are {parts}.")
+        self.observation_space, self._key = space[key], key
 
     def observation(self, observation: Any) -> Any:
         """Return the part."""

@@ -1,12 +1,18 @@
 """The environments and the policy of a run, made again from its configuration."""
 
-from collections.abc import Callable
+import importlib.util
+import re
+import reprlib
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import gymnasium as gym
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
 
-from whence.errors import ReplayError, RunDirectoryError, WhenceError
+from whence.errors import ReplayError, RunDirectoryError, WhenceError, first_line
 from whence.experiments.rl import networks
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_env
@@ -18,6 +24,8 @@ from whence.sb3.episode_replay import MakeEnv
 
 AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
 """An environment's id, module:Id, or a function that makes one; None: what the run's configuration names."""
+
+_FRAME_STACK = re.compile(r"VecFrameStack\(([1-9][0-9]{0,2})\)")
 
 _REMEDY = "Build the model as the script does, and score its policy with RecordBatch.from_polars(...)."
 
@@ -36,29 +44,105 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
     if env is None and "algorithm" not in config:
         try:
             settings = RunConfig.from_json(config)
-        except (TypeError, WhenceError) as wrong:
+        except WhenceError as wrong:
             raise ReplayError(
                 f"The configuration of {run.path} names no environment that can be made: {wrong}"
             ) from None
+        check_env_module(run, settings.env)
         return lambda: make_env(settings, render_mode="rgb_array", disable_env_checker=True)
-    name, kwargs = (env, {}) if env is not None else (config.get("env"), config.get("env_kwargs") or {})
+    name, kwargs = (env, {}) if env is not None else (config.get("env"), _read_settings(run, "env_kwargs"))
     if not isinstance(name, str):
         raise ReplayError(
             f"{run.path} was trained in an environment that Gymnasium has no id for. Pass env= (or --env): an id, "
             "module:Id, or a function that makes one like those that were trained in."
         )
+    if env is None:
+        check_env_module(run, name)
     options = {**kwargs, "render_mode": "rgb_array", "disable_env_checker": True}
-    return lambda: gym.make(name, **options)
+    return partial(_make_gymnasium, name, options)
+
+
+def _make_gymnasium(name: str, options: Mapping[str, Any]) -> gym.Env[Any, Any]:
+    try:
+        return gym.make(name, **options)
+    except Exception as failure:  # an environment's constructor may raise anything
+        raise ReplayError(
+            f"The environment {name!r} cannot be made: {type(failure).__name__}: {first_line(failure)}"
+        ) from failure
+
+
+def check_env_module(run: RunDirectory, name: str) -> None:
+    """Refuse to import what a run's configuration names as the module of its environment, but is none.
+
+    Gymnasium imports the module of `module:Id`. An installed package is code that its user chose; a file that came
+    with the run is not, and Python finds it there if the run lies below the working directory.
+
+    Args:
+        run: the run.
+        name: the environment, as the configuration names it.
+
+    Raises:
+        RunDirectoryError: the module lies in the run directory or around it, is one of Python's own, or has a name
+            that no module has.
+    """
+    module, colon, _ = name.partition(":")
+    top = module.partition(".")[0]
+    if not colon or module in sys.modules:
+        return
+    if not all(part.isidentifier() for part in module.split(".")) or top in sys.stdlib_module_names:
+        reason = "which holds no environment"
+    elif (spec := importlib.util.find_spec(top)) is None:
+        return  # Gymnasium says that it is not there
+    else:
+        path = run.path.resolve()
+        places = [Path(place).resolve() for place in (*(spec.submodule_search_locations or ()), spec.origin or path)]
+        if not any(place.is_relative_to(path) or path.is_relative_to(place) for place in places):
+            return
+        reason = "which lies in the run's directory, or around it"
+    raise RunDirectoryError(
+        f"{run.path / 'config.json'} names an environment of the module {module!r}, {reason}. whence imports no code "
+        "that came with a run. If you know this module, name the environment yourself: env= or --env."
+    )
+
+
+def _read_settings(run: RunDirectory, name: str) -> Mapping[str, Any]:
+    """Return a table of settings in a run's configuration; empty if it has none.
+
+    Raises:
+        RunDirectoryError: what stands there is no table.
+    """
+    settings = run.config.get(name) or {}
+    if not isinstance(settings, Mapping):
+        raise RunDirectoryError(
+            f"{name} is {reprlib.repr(settings)} in {run.path / 'config.json'}; a table of settings is needed. Restore "
+            "the file."
+        )
+    return settings
+
+
+def list_wrappers(run: RunDirectory) -> list[str]:
+    """Return the names of the wrappers around a run's environments, the outermost first.
+
+    Raises:
+        RunDirectoryError: they are no list of names.
+    """
+    names = run.config.get("vec_wrappers") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RunDirectoryError(
+            f"vec_wrappers is {reprlib.repr(names)} in {run.path / 'config.json'}; a list of names is needed. Restore "
+            "the file."
+        )
+    return names
 
 
 def reads_raw_observations(run: RunDirectory) -> bool:
     """Return whether a run's stored observations are those of its environment."""
-    return not any(name.startswith(("VecNormalize", "VecFrameStack")) for name in run.config.get("vec_wrappers", ()))
+    return not any(name.startswith(("VecNormalize", "VecFrameStack")) for name in list_wrappers(run))
 
 
 def is_squashed(run: RunDirectory) -> bool:
     """Return whether a run's policy squashes its actions."""
-    return bool((run.config.get("policy_kwargs") or {}).get("squash_output", False))
+    return bool(_read_settings(run, "policy_kwargs").get("squash_output", False))
 
 
 def build_model(run: RunDirectory, env: AnyEnv = None) -> Any:
@@ -67,6 +151,8 @@ def build_model(run: RunDirectory, env: AnyEnv = None) -> Any:
     Raises:
         RunDirectoryError: the configuration names an algorithm, a policy or a class that is not known here.
     """
+    for name in ("hyperparameters", "policy_kwargs"):
+        _read_settings(run, name)
     vec_env = _make_vec_env(run, env)
     try:
         with preserve_rng_state():
@@ -81,7 +167,13 @@ def _make_vec_env(run: RunDirectory, env: AnyEnv) -> VecEnv:
         vec_env: VecEnv = DummyVecEnv([make_replay_env(run, env)])
     except (ReplayError, gym.error.Error) as failure:
         raise RunDirectoryError(f"The environment of {run.path} cannot be made: {failure}") from failure
-    for name in reversed(run.config.get("vec_wrappers", ())):
-        if name.startswith("VecFrameStack("):
-            vec_env = VecFrameStack(vec_env, int(name.removeprefix("VecFrameStack(").rstrip(")")))
+    for name in reversed(list_wrappers(run)):
+        if name.startswith("VecFrameStack"):
+            frames = _FRAME_STACK.fullmatch(name)
+            if frames is None:
+                raise RunDirectoryError(
+                    f"vec_wrappers names {name!r} in {run.path / 'config.json'}; VecFrameStack(N) with a number of "
+                    "frames from 1 to 999 is needed. Restore the file."
+                )
+            vec_env = VecFrameStack(vec_env, int(frames[1]))
     return vec_env

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.preprocessing import is_image_space
@@ -14,10 +15,17 @@ from torch import Tensor
 
 from whence.attribution import attribute
 from whence.counterfactual.outcomes import Evaluate
-from whence.errors import InvalidRecords, RunDirectoryError
+from whence.errors import InvalidRecords, RunDirectoryError, WhenceError
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_evaluation_env, make_model_env, measure_return
-from whence.experiments.rl.rebuilding import AnyEnv, build_model, make_replay_env, reads_raw_observations
+from whence.experiments.rl.rebuilding import (
+    AnyEnv,
+    build_model,
+    check_env_module,
+    list_wrappers,
+    make_replay_env,
+    reads_raw_observations,
+)
 from whence.experiments.rl.training import make_model
 from whence.folds import usable_folds
 from whence.guards import preserve_rng_state
@@ -65,14 +73,31 @@ def read_records(run: RunDirectory, table: pl.DataFrame, model: Any, *, env: Any
 
     Raises:
         ReplayError: observations are not stored, and cannot be observed again.
+        RunDirectoryError: an observation or an action is none of the environment's.
     """
     options: dict[str, Any] = {"space": model.observation_space, "gamma": model.gamma, "gae_lambda": model.gae_lambda}
     try:
-        return RecordBatch.from_polars(table, **options)
+        records = RecordBatch.from_polars(table, **options)
     except InvalidRecords:
         if any(name.split(".")[0] == "observation" for name in table.columns):
             raise
-    return RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
+        records = RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
+    _check_discrete(run, "observation", records, records.observations, model.observation_space)
+    _check_discrete(run, "action", records, records.actions, model.action_space)
+    return records
+
+
+def _check_discrete(run: RunDirectory, what: str, records: RecordBatch, values: Any, space: spaces.Space[Any]) -> None:
+    """Refuse numbers of discrete observations or actions that a policy's space does not have."""
+    if not isinstance(space, spaces.Discrete):
+        return
+    outside = ((values < 0) | (values >= space.n)).reshape(len(records), -1).any(dim=1)
+    if outside.any():
+        place = int(outside.nonzero()[0])
+        raise RunDirectoryError(
+            f"The {what} of record {int(records.ids[place])} of {run.path} is {values[place].tolist()}, which is not "
+            f"in {space}. The run's records were changed, or its environment: restore them, or take another round."
+        )
 
 
 def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influence:
@@ -95,10 +120,15 @@ def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influe
 
 def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
     """Return a round's table with its observations, by playing its episodes again."""
-    if any(name.startswith("VecFrameStack") for name in run.config.get("vec_wrappers", ())):
+    if any(name.startswith("VecFrameStack") for name in list_wrappers(run)):
         raise RunDirectoryError(
             f"The observations of {run.path} were too large to store, and stacks of frames are not rebuilt. Score in "
             "the run itself, or collect anew with whence.sb3.collect(model)."
+        )
+    if missing := [name for name in ("record_id", "episode_id", "step") if name not in table.columns]:
+        raise RunDirectoryError(
+            f"The records of {run.path} hold neither their observations nor {missing[0]}, by which they would be "
+            "observed again. Restore the round's file, or take another round."
         )
     observed: dict[int, Any] = {}
     for (episode,), rows in table.group_by("episode_id", maintain_order=True):
@@ -154,13 +184,21 @@ def load_policy(run: RunDirectory, number: int, model: Any) -> None:
         model: from `load_model`.
 
     Raises:
-        RunDirectoryError: there is no such policy, or the model has other tensors.
+        RunDirectoryError: there is no such policy, it is not finite, or the model has other tensors.
     """
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
-    if differing := sorted(tensors.keys() ^ stored_tensors.keys()):
+    shapes, stored_shapes = ({name: each.shape for name, each in of.items()} for of in (tensors, stored_tensors))
+    if differing := sorted(
+        name for name in shapes.keys() | stored_shapes.keys() if shapes.get(name) != stored_shapes.get(name)
+    ):
         raise RunDirectoryError(
             f"The policy of round {number} in {run.path} does not fit the one its configuration builds: "
             f"{', '.join(differing[:3])}. Has the policy's code changed since?"
+        )
+    if diverged := [name for name, each in stored_tensors.items() if not bool(torch.isfinite(each).all())]:
+        raise RunDirectoryError(
+            f"The policy of round {number} in {run.path} is not finite in {diverged[0]}: training diverged before that "
+            "round, or the file was changed. Take an earlier round."
         )
     load_tensors(tensors, stored_tensors)
 
@@ -169,6 +207,7 @@ def _build_like_trained(run: RunDirectory, env: AnyEnv) -> Any:
     if "algorithm" in run.config:  # a callback wrote it
         return build_model(run, env)
     config = read_run_config(run)
+    check_env_module(run, config.env)
     vec_env = make_model_env(config)
     try:
         with preserve_rng_state():  # PPO seeds the generators
@@ -181,14 +220,19 @@ def read_run_config(run: RunDirectory) -> RunConfig:
     """Return the configuration of a run that whence's own commands made.
 
     Raises:
-        RunDirectoryError: the run was made in a script.
+        RunDirectoryError: the run was made in a script, or its configuration was changed.
     """
-    try:
-        return RunConfig.from_json(run.config)
-    except TypeError:
+    if "algorithm" in run.config:
         raise RunDirectoryError(
             f"{run.path} was written by an InfluenceCallback in a script, and this needs a run of `whence train`. Its "
             "rounds can be scored (whence attribute) and shown (whence view)."
+        )
+    try:
+        return RunConfig.from_json(run.config)
+    except WhenceError as wrong:
+        raise RunDirectoryError(
+            f"{run.path / 'config.json'} does not hold the configuration of an agent's run: {wrong} Restore it, or "
+            "train again into a new directory."
         ) from None
 
 

@@ -126,7 +126,7 @@ def measure_answers(lab: CivilityLab, texts: Sequence[str]) -> dict[str, float]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     with hide_progress_bars():
-        judge = AutoModelForSequenceClassification.from_pretrained(lab.judge_path)
+        judge = AutoModelForSequenceClassification.from_pretrained(lab.judge_path, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(lab.judge_path)
     neutral, toxic = (
         torch.tensor(list(classifier(judge, tokenizer, label=label)([""] * len(texts), texts)))

@@ -55,7 +55,7 @@ def _salvage_config(path: Path) -> dict[str, Any]:
     """Return the configuration in a file of another format or version, as far as it is one."""
     try:
         document = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return {}
     config = document.get("config") if isinstance(document, dict) else None
     return config if isinstance(config, dict) else {}
@@ -138,7 +138,7 @@ def explain_parquet(path: Path) -> Iterator[None]:
     """Turn Polars' errors on a file into a `RunDirectoryError` that names it."""
     try:
         yield
-    except (pl.exceptions.PolarsError, OSError) as broken:
+    except (pl.exceptions.PanicException, pl.exceptions.PolarsError, OSError) as broken:
         raise RunDirectoryError(f"{path} cannot be read as Parquet: {first_line(broken)}") from None
 
 

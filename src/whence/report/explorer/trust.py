@@ -56,7 +56,7 @@ def _describe_lds(run: RunDirectory, number: int) -> tuple[str, str]:
         row = _choose_row(content["rows"])
         lds, low, high = (None if row[name] is None else float(row[name]) for name in ("lds", "low", "high"))
         outcome = str(row["outcome"])
-    except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as broken:
+    except (AttributeError, IndexError, KeyError, OSError, RecursionError, TypeError, ValueError) as broken:
         return "unknown", f"{file} does not hold the results of whence counterfactual: {first_line(broken)}"
     if lds is None or not math.isfinite(lds):
         return "unknown", f"Trained again on subsets of this round, the {outcome} did not vary, so there is no LDS."

@@ -1,0 +1,357 @@
+"""Nothing that is read runs code, leaves its directory, or is more than text on a page or in a terminal."""
+
+import ast
+import json
+import pickle
+import random
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from benchmarks import fuzz_commands, fuzz_readers
+from benchmarks.fuzz_bench import Bench
+from starlette.testclient import TestClient
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+import run_audit
+from run_audit import judge
+from whence import RunDirectory, WhenceError, cli
+from whence.errors import ReplayError, RunDirectoryError
+from whence.experiments import load_comparison
+from whence.experiments.llm.loading import load_data, load_model, load_pretrained
+from whence.experiments.llm.rebuilding import rebuild_round
+from whence.experiments.rl.rebuilding import make_replay_env
+from whence.experiments.rl.stored import load_model as load_agent
+from whence.guards import write_atomically
+from whence.report import write_run_report
+from whence.report.explorer import ExploredRun
+from whence.viewer import make_app
+
+SOURCES = Path(__file__).parent.parent / "src" / "whence"
+
+MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "yaml", "code", "runpy"}
+"""Modules that run what they read, or that read objects of any class."""
+
+CALLS = {
+    *("torch.load", "torch.jit.load", "torch.hub.load", "np.load", "numpy.load", "np.fromfile", "torch.package"),
+    *("eval", "exec", "compile", "os.system", "os.popen", "__import__", "pl.DataFrame.deserialize"),
+    *("subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_output"),
+}
+
+EVIL = """
+from pathlib import Path
+Path({marker!r}).write_text("code of a file ran")
+def reward(prompts, responses):
+    return [0.0] * len(responses)
+"""
+
+ESCAPES = "\x1b]8;;http://example.invalid\x1b\\here\x1b]8;;\x1b\\ \x1b[2J\x07 [link=http://example.invalid]there[/link]"
+MARKUP = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Small real runs and files of every kind."""
+    return Bench.create(tmp_path_factory.mktemp("safety"))
+
+
+@pytest.fixture
+def stage(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A copy of them to change."""
+    monkeypatch.chdir(bench.work)
+    yield bench.stage
+    bench.restore()
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """A file that evil code writes; it must not be there at the end of a test."""
+    return tmp_path / "marker"
+
+
+def rewrite(path: Path, change: Any) -> None:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    change(document)
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+class TestSources:
+    @pytest.mark.parametrize("file", sorted(SOURCES.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCES)))
+    def test_no_module_reads_objects_or_runs_text(self, file: Path) -> None:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                assert not {name.name.split(".")[0] for name in node.names} & MODULES
+            elif isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] not in MODULES
+            elif isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                assert name not in CALLS
+                assert not any(word.arg == "allow_pickle" for word in node.keywords)
+                for word in node.keywords:
+                    if word.arg in ("trust_remote_code", "weights_only", "shell"):
+                        assert ast.unparse(word.value) == ("True" if word.arg == "weights_only" else "False")
+                if re.match(r"(pl|polars)\.(read|scan)_", name):
+                    assert not re.search(r"https?:|s3:|hf:|gs:", ast.unparse(node))
+                if name.endswith(".from_pretrained") and "AutoModel" in name:
+                    assert "use_safetensors=True" in ast.unparse(node)
+
+    def test_the_page_makes_no_markup_of_data(self) -> None:
+        scripts = [*SOURCES.rglob("*.js"), *SOURCES.rglob("*.html")]
+        assert len(scripts) > 5
+        for file in (script for script in scripts if "vendor" not in script.parts):
+            assert not re.search(
+                r"\b(inner|outer)HTML\b|insertAdjacentHTML|document\.write|\beval\(|new Function|ContextualFragment",
+                file.read_text(encoding="utf-8"),
+            )
+
+
+def test_every_reader_reads_without_pickle(bench: Bench, stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("an object was unpickled")
+
+    for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load"), (np, "load")):
+        monkeypatch.setattr(owner, name, refuse)
+    monkeypatch.setattr(bench, "damage", lambda name, rng: None)
+    with fuzz_commands.stop_before_training():
+        for name, (_, read) in fuzz_readers.READERS.items():
+            if name not in ("command lines", "prompts"):
+                read(bench, random.Random(1))
+        for arguments in fuzz_commands.OF_RUNS[:8]:
+            fuzz_commands.call_command([str(stage / "agent") if word == "RUN" else word for word in arguments])
+
+
+class TestModulesOfEnvironments:
+    @pytest.mark.parametrize("name", ["agent", "script"])
+    def test_code_in_a_run_directory_is_not_imported(
+        self, stage: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.syspath_prepend(str(stage))  # as `python -m` has the working directory
+        (stage / name / "evil.py").write_text(EVIL.format(marker=str(marker)), encoding="utf-8")
+        rewrite(stage / name / "config.json", lambda document: document["config"].update(env=f"{name}.evil:Lake-v1"))
+        run = RunDirectory.open(stage / name)
+        with pytest.raises(WhenceError, match=r"imports no code that came with a run.*--env"):
+            make_replay_env(run)
+        with pytest.raises(RunDirectoryError, match="imports no code that came with a run"):
+            load_agent(run, 1)
+        assert not marker.exists()
+
+    @pytest.mark.parametrize("module", ["antigravity", "os", "a b", "..x"])
+    def test_pythons_own_modules_and_odd_names_are_not_imported(self, stage: Path, module: str) -> None:
+        rewrite(stage / "agent" / "config.json", lambda document: document["config"].update(env=f"{module}:Lake-v1"))
+        sys.modules.pop("antigravity", None)
+        if module != "os":  # it is imported already, which changes nothing
+            with pytest.raises(WhenceError, match="holds no environment"):
+                make_replay_env(RunDirectory.open(stage / "agent"))
+        assert "antigravity" not in sys.modules
+
+    def test_an_installed_module_is(self, stage: Path) -> None:
+        rewrite(stage / "script" / "config.json", lambda document: document["config"].update(env="minigrid:Absent-v0"))
+        with pytest.raises(ReplayError, match="Absent"):
+            make_replay_env(RunDirectory.open(stage / "script"))()
+
+
+class TestLanguageModels:
+    def test_a_stored_reward_is_not_run(self, stage: Path, marker: Path, tmp_path: Path) -> None:
+        evil = tmp_path / "evil.py"
+        evil.write_text(EVIL.format(marker=str(marker)), encoding="utf-8")
+        own = {"task": None, "model": str(tmp_path / "absent"), "dataset": str(stage / "prompts.jsonl")}
+        experiment = {"arm": "iif", "seed": 0, **own, "reward": f"{evil}:reward"}
+        experiment |= {"test_reward": f"{evil}:reward", "test_dataset": own["dataset"]}
+        rewrite(stage / "language" / "config.json", lambda document: document["config"].update(experiment=experiment))
+        with pytest.raises(WhenceError, match="absent cannot be loaded"):
+            rebuild_round(RunDirectory.open(stage / "language"), 1)
+        assert not marker.exists()
+
+    def test_code_that_comes_with_a_model_is_not_run(self, marker: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        classes = {
+            "AutoConfig": "evil.Settings",
+            "AutoModelForCausalLM": "evil.Model",
+            "AutoTokenizer": ["evil.Words", None],
+        }
+        (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": classes}), encoding="utf-8")
+        (folder / "evil.py").write_text(EVIL.format(marker=str(marker)), encoding="utf-8")
+        for kind in (AutoModelForCausalLM, AutoTokenizer):
+            for weights in (True, False):
+                with pytest.raises(WhenceError, match="Python code of its own, and whence runs none"):
+                    load_pretrained(kind, str(folder), weights=weights)
+        assert not marker.exists()
+
+    def test_pickled_weights_are_refused_in_words(self, marker: Path, tmp_path: Path) -> None:
+        settings = GPT2Config(n_layer=1, n_embd=4, n_head=1, n_positions=4, vocab_size=5)
+        GPT2LMHeadModel(settings).save_pretrained(tmp_path / "model")
+        (tmp_path / "model" / "model.safetensors").unlink()
+        (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(marker))))
+        with pytest.raises(WhenceError, match=r"safetensors alone: other formats are pickles.*save_pretrained"):
+            load_model(str(tmp_path / "model"), "float32")
+        assert not marker.exists()
+
+    def test_a_data_sets_script_is_not_run(self, marker: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "prompts"
+        folder.mkdir()
+        (folder / "prompts.py").write_text(EVIL.format(marker=str(marker)), encoding="utf-8")
+        with pytest.raises(WhenceError, match="cannot be loaded"):
+            load_data(str(folder))
+        assert not marker.exists()
+
+
+class Evil:
+    """What writes the marker when it is unpickled."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (Path(self.marker), "unpickled")
+
+
+class TestDirectories:
+    def test_nothing_is_written_or_deleted_through_a_link(self, stage: Path, tmp_path: Path) -> None:
+        precious = tmp_path / "precious"
+        (stage / "agent" / "records").rename(precious)
+        (stage / "agent" / "records").symlink_to(precious)
+        before = {file.name: file.read_bytes() for file in precious.iterdir()}
+        run = RunDirectory.open(stage / "agent")
+        for begin in (RunDirectory.create, lambda path, config: RunDirectory.resume(path, config, rounds=0)):
+            with pytest.raises(RunDirectoryError, match=r"records is a link to .*precious, outside of the run"):
+                begin(run.path, run.config)
+        assert run.rounds() == [1, 2]  # and it can be read
+        assert {file.name: file.read_bytes() for file in precious.iterdir()} == before
+
+    def test_a_link_in_place_of_a_temporary_file_is_not_followed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("os.getpid", lambda: 7)
+        (tmp_path / "precious").write_text("mine")
+        (tmp_path / ".metrics.7.tmp").symlink_to(tmp_path / "precious")
+        with write_atomically(tmp_path / "metrics") as temporary:
+            temporary.write_text("new")
+        assert (tmp_path / "precious").read_text() == "mine"
+        assert (tmp_path / "metrics").read_text() == "new"
+
+    def test_a_link_to_a_run_is_a_run(self, stage: Path, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to(stage / "agent")
+        run = RunDirectory.open(tmp_path / "link")
+        RunDirectory.resume(run.path, run.config, rounds=1)
+        assert run.rounds() == [1]
+
+    @pytest.mark.parametrize("arm", ["../../../elsewhere", "/elsewhere", "iif/../../.."])
+    def test_no_name_in_a_file_leads_out_of_a_comparison(self, stage: Path, arm: str) -> None:
+        rewrite(stage / "comparison" / "comparison.json", lambda configs: configs[0].update(arm=arm))
+        with pytest.raises(WhenceError, match="does not list the runs of a comparison"):
+            load_comparison(stage / "comparison")
+
+    def test_names_of_tensors_are_no_paths(self, stage: Path, tmp_path: Path) -> None:
+        run = RunDirectory.open(stage / "agent")
+        run.write_policy(9, {"../../../escaped": torch.zeros(1), "/escaped": torch.zeros(1)})
+        assert set(run.policy(9)) == {"../../../escaped", "/escaped"}
+        with pytest.raises(RunDirectoryError, match=r"does not fit.*\.\./escaped"):
+            load_agent(run, 9)
+        assert not list(stage.rglob("escaped*"))
+
+    def test_odd_names_of_rounds_are_no_rounds(self, stage: Path) -> None:
+        for name in ("round_1", "round_000001", "round_-0001", "round_", "round_00001 ", "round_٣", "round_00001.old"):
+            (stage / "agent" / "records" / f"{name}.parquet").write_bytes(b"")
+        assert RunDirectory.open(stage / "agent").rounds() == [1, 2]
+
+
+class Elements(HTMLParser):
+    """Counts elements, and keeps attributes that run code."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.count: dict[str, int] = {}
+        self.handlers: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+
+def poison(run: RunDirectory, text: str) -> None:
+    """Put a text wherever a run's files hold text."""
+    rewrite(
+        run.path / "config.json",
+        lambda document: document.update(
+            config={**document["config"], "rule": text, text: text, "hyperparameters": {text: text}},
+            versions={text: text},
+        ),
+    )
+    for table in ("records", "answers"):
+        for number in (1, 2):
+            if run.round_path(table, number).exists():  # type: ignore[arg-type]
+                rows = run.round(table, number)  # type: ignore[arg-type]
+                names = [name for name in ("reason", "prompt", "response") if name in rows.columns]
+                run.write_round(table, number, rows.with_columns(pl.lit(text).alias(name) for name in names))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["script", "language"])
+def test_a_page_shows_text_as_text(stage: Path, tmp_path: Path, name: str) -> None:
+    pages = {}
+    for text in ("plain", MARKUP):
+        poison(RunDirectory.open(stage / name), text)
+        write_run_report(RunDirectory.open(stage / name), tmp_path / "page.html")
+        served = TestClient(make_app([ExploredRun(stage / name)]), base_url="http://127.0.0.1:8000").get("/").text
+        pages[text] = [Elements((tmp_path / "page.html").read_text(encoding="utf-8")), Elements(served)]
+        assert MARKUP not in served
+    for plain, marked in zip(*pages.values(), strict=True):
+        assert marked.count.get("script") == plain.count.get("script")
+        assert marked.count.get("img") == plain.count.get("img")
+        assert not marked.handlers
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["show", "language"], ["show", "language", "--bottom", "2"], ["show", "script", "--by", "reward"]),
+        *(["llm", "why", "language", "--round", "1", "--no-pulls"], ["show", "absent" + ESCAPES], ["llm", ESCAPES]),
+        *(["train", ESCAPES], ["show", "script", "--by", ESCAPES], ["attribute", "script", "--env", ESCAPES]),
+        ["train", "CartPole-v1", "--set", f"device={ESCAPES}"],
+    ],
+    ids=lambda words: " ".join(words[:2]).split("\x1b")[0],
+)
+def test_the_terminal_gets_text_alone(
+    stage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    for name in ("script", "language"):
+        poison(RunDirectory.open(stage / name), ESCAPES)
+    path = [str(stage / word) if word in ("script", "language") else word for word in arguments]
+    monkeypatch.setattr(sys, "argv", ["whence", *path])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code in (0, 2)
+    out, err = capsys.readouterr()
+    assert out + err
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out + err)
+    assert "there" not in out + err or "[link=" in out + err  # Rich's markup is text, too
+
+
+class TestAudit:
+    def test_a_known_vulnerability_ends_with_an_error(self) -> None:
+        hole = {"id": "PYSEC-1", "fix_versions": ["2.0"]}
+        packages = [{"name": "a", "version": "1.0", "vulns": [hole]}, {"name": "b", "version": "1", "vulns": []}]
+        code, lines = judge(packages)
+        assert code == 1
+        assert lines == ["a 1.0: PYSEC-1, fixed in 2.0", "pip-audit: 1 known vulnerabilities in 2 packages."]
+        assert judge(packages[1:]) == (0, ["pip-audit: 0 known vulnerabilities in 1 packages."])
+
+    def test_what_cannot_be_asked_is_not_run_and_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        code, lines = judge([{"name": "a", "skip_reason": "not found"}])
+        assert code == 0
+        assert "not run: none of 1 packages could be looked up (not found)" in lines[0]
+
+        def hang() -> Any:
+            raise run_audit.subprocess.TimeoutExpired("pip-audit", 20)
+
+        monkeypatch.setattr(run_audit.importlib.util, "find_spec", lambda name: True)
+        monkeypatch.setattr(run_audit, "run_audit", hang)
+        assert run_audit.main() == 0

@@ -92,7 +92,7 @@ def interrupt(
     kind: str,
 ) -> str | None:
     """Send a signal at a random instant; return the stage that it fell in, or None if the training had ended."""
-    if draw.random() < 0.5:
+    if draw.random() < 0.5 or not visits:
         process.join(draw.uniform(0, seconds))
     else:
         stage = draw.choice([name for name in STAGES if name in visits and name != "end"])

@@ -13,9 +13,11 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
 import whence.experiments.rl.training as training
+from benchmarks import kills_language
 from whence import IIF
 from whence.checkpoints import list_checkpoints, read_latest
 from whence.experiments import configure, run
+from whence.experiments.rl.research_callback import ResearchCallback
 from whence.report import write_run_report
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
@@ -44,6 +46,11 @@ def train(world: str, path: Path, enter: Callable[[str], None]) -> None:
         path: the run's directory.
         enter: called with the name of each stage as it begins.
     """
+    if world in LANGUAGE:
+        enter("collection")
+        kills_language.start(path, LANGUAGE[world])
+        enter("end")
+        return
     _report_stages(enter)
     if world == _VECTOR:
         _train_vector(path)
@@ -59,8 +66,11 @@ def train(world: str, path: Path, enter: Callable[[str], None]) -> None:
 
 _VECTOR = "CartPole, 8 environments, VecNormalize"
 
-WORLDS = (*CONFIGS, _VECTOR)
-"""The names of all trainings of agents."""
+LANGUAGE: Mapping[str, Any] = {f"language model, {kind.upper()}": kind for kind in ("ppo", "grpo", "rloo")}
+"""Trainings of language models; their stages are not told apart."""
+
+WORLDS = (*CONFIGS, _VECTOR, *LANGUAGE)
+"""The names of all trainings."""
 
 
 def _train_vector(path: Path) -> None:
@@ -87,7 +97,8 @@ def _report_stages(enter: Callable[[str], None]) -> None:
         setattr(owner, name, call)
 
     announce(InfluenceCallback, "_on_rollout_start", "collection")
-    announce(InfluenceCallback, "choose", "scoring")
+    for callback in (InfluenceCallback, ResearchCallback):
+        announce(callback, "choose", "scoring")
     announce(TrainingRun, "write_round", "records", after="optimisation")
     announce(TrainingRun, "end_round", "records")
     announce(TrainingRun, "_save_checkpoint", "checkpoint")
@@ -127,6 +138,8 @@ def find_differences(path: Path, reference: Path) -> list[str]:
 
     Timings, and clocks inside checkpoints, differ between any two runs, and are left out.
     """
+    if (path / "trl").exists() or RunDirectory.open(path).config.get("kind") == "language":
+        return kills_language.find_differences(path, reference)
     names = {
         file.relative_to(root).as_posix()
         for root in (path, reference)

@@ -514,3 +514,10 @@ class TestDiagnosis:
         verdicts = [tables.is_confirmed({"low": low, "high": high}) for low, high in ((0.1, 1), (-0.1, 1), (-1, -0.1))]
         assert verdicts == ["yes", "unclear", "no"]
         assert tables.is_confirmed({"low": None, "high": None}) == "unclear"
+
+
+def test_the_table_of_kills_is_of_the_stored_kills() -> None:
+    from benchmarks.kills_tables import describe_kills
+
+    folder = Path(__file__).parent.parent / "results" / "reliability"
+    assert describe_kills(folder / "kills.jsonl") in (folder / "README.md").read_text(encoding="utf-8")

@@ -88,4 +88,4 @@ def test_the_oldest_that_is_supported_is_the_one_that_is_tested():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     oldest = dict(one.split(">=") for one in project["project"]["optional-dependencies"]["llm"])
     for name in ("transformers", "trl"):
-        assert f"{name}=={oldest[name]}\\n" in makefile, name
+        assert f" {name}=={oldest[name]} " in makefile, name

@@ -157,8 +157,7 @@ class TestTheSameScript:
     @pytest.mark.parametrize("name", MODELS)
     def test_it_ends_with_the_same_bits(self, tmp_path, name, caplog):
         whole = train(MODELS[name], tmp_path / "whole")
-        for until in (0.5, 0.9):
-            train(MODELS[name], tmp_path / "parts", until=until)
+        train(MODELS[name], tmp_path / "parts", until=0.9)
         assert list_checkpoints(tmp_path / "parts")[-1] == 4
         model = train(MODELS[name], tmp_path / "parts")
         assert_same_model(model, whole)
@@ -315,7 +314,7 @@ class TestFinished:
 
 
 class TestResume:
-    @pytest.mark.parametrize("name", ["walk", "normalised", "a2c", "sgd", "gsde", "masked"])
+    @pytest.mark.parametrize("name", ["normalised", "a2c", "masked"])
     def test_from_the_directory_alone(self, tmp_path, name):
         whole = train(MODELS[name], tmp_path / "whole")
         train(MODELS[name], tmp_path / "parts", until=0.7)
@@ -500,7 +499,7 @@ class TestFiles:
             ),
         )
     )
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=25, deadline=None)
     def test_trees_come_back(self, value):
         path = Path(f"/tmp/whence-tree-{multiprocessing.current_process().pid}.safetensors")
         try:

@@ -330,7 +330,8 @@ def raise_on_divergence(round: SteppedRound) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if isinstance(error, WhenceError) or "to satisfy the constraint" not in str(error):
+        is_other = isinstance(error, WhenceError) and not isinstance(error, NonFinite)
+        if is_other or "to satisfy the constraint" not in str(error):
             raise
         raise NonFinite(
             f"Training round {round.recording.number} diverged: the policy's outputs no longer form a distribution. "

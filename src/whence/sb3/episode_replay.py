@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from whence.errors import ReplayError, WhenceError
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
-from whence.sb3.episodes import DIGEST, RecordResets
+from whence.sb3.episodes import DIGEST, RecordResets, set_generator
 
 MakeEnv: TypeAlias = Callable[[], gym.Env[Any, Any]]
 """Makes one environment like those that were trained in, with render_mode "rgb_array" if frames are wanted."""
@@ -228,11 +228,11 @@ def open_env(make_env: MakeEnv) -> Iterator[RecordResets]:
             env.close()
 
 
-def reset_to(env: RecordResets, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def reset_to(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Reset an environment with its generator in a stored state."""
     if "seed" in state:
         return env.reset(seed=state["seed"])
-    env.set_generator(state)
+    set_generator(env, state)
     return env.reset()
 
 

@@ -102,12 +102,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         Raises:
             ReplayError: NumPy does not have this kind of generator.
         """
-        kind = getattr(np.random, str(state.get("bit_generator")), None)
-        if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
-            raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")
-        bits = kind()
-        bits.state = dict(state)
-        self.env.unwrapped.np_random = np.random.Generator(bits)
+        set_generator(self.env, state)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; the info holds the observation's digest."""
@@ -116,6 +111,20 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
 
     def _digest(self, observation: Any) -> int:
         return digest_observation(observation, self.env.observation_space)
+
+
+def set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
+    """Put an environment's generator into a state that a reset's info held; not for one that is a seed.
+
+    Raises:
+        ReplayError: NumPy does not have this kind of generator.
+    """
+    kind = getattr(np.random, str(state.get("bit_generator")), None)
+    if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
+        raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")
+    bits = kind()
+    bits.state = dict(state)
+    env.unwrapped.np_random = np.random.Generator(bits)
 
 
 def reuses_world(env: Any) -> bool:

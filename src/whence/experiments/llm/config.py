@@ -74,6 +74,8 @@ class LanguageConfig:
 
     def __post_init__(self) -> None:
         check_field_types(type(self), vars(self))
+        if self.task is not None and self.task not in TASKS:
+            raise WhenceError(f"The task {self.task!r} is unknown.{suggest(self.task, TASKS)}")
         check_type("rounds", self.all_settings.get("rounds", DEFAULT_ROUNDS), int)
         selection, target = split_arm(self.arm)
         if selection not in LANGUAGE_ARMS:
@@ -82,8 +84,6 @@ class LanguageConfig:
             raise WhenceError(f"The target {target!r} is unknown.{suggest(target, LANGUAGE_TARGETS)}")
         if target is not None and LANGUAGE_ARMS[selection].target is None:
             raise WhenceError(f"The target {target!r} has no effect: {selection} scores nothing. Leave it out.")
-        if self.task is not None and self.task not in TASKS:
-            raise WhenceError(f"The task {self.task!r} is unknown.{suggest(self.task, TASKS)}")
         if self.dtype not in DTYPES:
             raise WhenceError(f"The dtype {self.dtype!r} is unknown.{suggest(self.dtype, DTYPES)}")
         if self.dtype == "bfloat16" and not self.lora:

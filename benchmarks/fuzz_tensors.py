@@ -76,7 +76,6 @@ def _damage_tensors(header: Mapping[str, Any], body: bytes, rng: random.Random) 
 def load_tensors(header: Mapping[str, Any], body: bytes) -> dict[str, torch.Tensor]:
     """Return the tensors of a whole safetensors file."""
     kinds = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_, "I32": np.int32}
-    kinds["U32"] = np.uint32
     tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -202,13 +203,17 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.ndarray):
         # The layout in memory comes back, too: on images, convolutions round otherwise if channels lie otherwise.
         axes = sorted(range(value.ndim), key=lambda axis: -abs(value.strides[axis]))
-        stored = torch.from_numpy(
-            np.ascontiguousarray(value.transpose(axes)).reshape([value.shape[axis] for axis in axes])
-        )
-        return {_TAG: "array", "name": _add(stored, tensors), "axes": axes}
+        stored = _to_tensor(np.array(value.transpose(axes), order="C"))
+        return {_TAG: "array", "name": _add(stored, tensors), "axes": axes, "dtype": value.dtype.name}
     if isinstance(value, np.generic):
-        return {_TAG: "number", "name": _add(torch.from_numpy(np.array(value)), tensors)}
+        return {_TAG: "number", "name": _add(_to_tensor(np.array(value)), tensors), "dtype": value.dtype.name}
     raise TypeError(f"A checkpoint holds plain values, arrays and tensors, and no {type(value).__name__}: {value!r}.")
+
+
+def _to_tensor(array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor; unsigned numbers, which older versions of safetensors lack, as signed ones."""
+    is_unsigned = array.dtype.kind == "u" and array.dtype.itemsize > 1
+    return torch.from_numpy(array.view(f"i{array.dtype.itemsize}") if is_unsigned else array)
 
 
 def _add(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
@@ -233,5 +238,5 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensor
     if kind == "numbers":
         return tensor.tolist()
-    array = tensor.numpy()
+    array = tensor.numpy().view(np.dtype(value["dtype"]))
     return array.transpose(np.argsort(value["axes"])) if kind == "array" else array[()]

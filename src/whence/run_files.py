@@ -50,8 +50,8 @@ def _system_error_number(error: Exception) -> int | None:
     """Return the system's number of an error; safetensors and Polars mention it in the text of their own errors."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    return int(match[1]) if match else None
+    match = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))
+    return int(match[1] or match[2]) if match else None
 
 
 def system_reason(error: Exception) -> str:

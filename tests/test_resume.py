@@ -206,6 +206,16 @@ class TestTheSameScript:
         model.learn(total(model), callback=callback)
         assert [row["round"] for row in callback.metrics] == [1, 2, 3, 4, 5]
 
+    def test_episodes_that_wait_for_their_round_are_kept(self):
+        env = monitored(lambda: RecordResets(Walk()))
+        env.reset()
+        tracker, other = ResetTracker(env), ResetTracker(env)
+        tracker.start(np.array([True]))
+        other.load_state(tracker.read_state())
+        state = tracker.take_state(0)
+        assert state is not None
+        assert other.take_state(0) == state
+
     def test_environments_in_processes(self, tmp_path):
         def make():
             env = SubprocVecEnv([lambda: RecordResets(gymnasium_env())] * 2, start_method="fork")

@@ -377,7 +377,7 @@ class TestResume:
         "text",
         [
             *("", "3", "IIF(", "IIF(drop=open('x'))", "IIF(drop=7)", "IIF(**{})"),
-            *("os.system('x')", "__import__('os')", "Selection()", "SelectionRule()", "np()"),
+            *("os.system('x')", "__import__('os')", "Selection()", "SelectionRule()", "np()", "Progress(1, 0.5)"),
         ],
     )
     def test_nothing_else_is_built_from_text(self, text):

@@ -549,6 +549,18 @@ class TestRunning:
         assert [file for file in (sweep_copy / "runs").rglob("*") if not file.is_dir()] == []
         assert not path.exists()
 
+    def test_an_interrupted_run_goes_on(self, in_process, tmp_path, caplog):
+        runs = read_sweep(write_sweep(tmp_path, LAKE))
+
+        def interrupt(number, metrics):
+            if number == 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), preserve_rng_state():
+            run(runs[0].config, runs[0].run_path(tmp_path / "out"), interrupt)
+        assert run_sweep(runs, tmp_path / "out", Recorder()) == {}
+        assert "going on after round 1" in caplog.text
+
     def test_a_kill_while_another_run_is_discarded_stands_in_no_way(self, in_process, tmp_path, monkeypatch):
         runs = read_sweep(write_sweep(tmp_path, LAKE))
         path = runs[0].run_path(tmp_path / "out")

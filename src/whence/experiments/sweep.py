@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from whence.errors import RunDirectoryError
 from whence.experiments.rl.arms import ARMS
-from whence.experiments.rl.config import RunConfig
+from whence.experiments.rl.config import EFFECTIVE, RunConfig
 from whence.experiments.rl.curves import CurveFiles, KeptRun
 from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import Planned, find_differences, make_label
@@ -123,7 +123,8 @@ def _remove_other_run(planned: Planned, out: Path) -> None:
         config = RunDirectory.open(planned.run_path(out)).config
     except RunDirectoryError:
         return
-    if "arm" in config and config != planned.config.to_json():
+    settings = {name: value for name, value in config.items() if name != EFFECTIVE}
+    if "arm" in config and settings != planned.config.to_json():
         with suppress(OSError):
             _remove_run(planned.run_path(out))
 

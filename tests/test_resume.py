@@ -556,7 +556,7 @@ class TestFiles:
         every = -(-size * ROUNDS // 1500)
         assert run.notes["policies_every"] == every > 1
         assert run.policies() == [*range(1, ROUNDS + 1, every), ROUNDS + 1]
-        with pytest.raises(RunDirectoryError, match=rf"keeps the policy of every {every}th round only"):
+        with pytest.raises(RunDirectoryError, match=rf"keeps the policy of one round in {every}, to save space"):
             run.policy(2)
 
 

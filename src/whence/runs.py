@@ -317,7 +317,7 @@ class RunDirectory:
         path, every = self.policy_path(number), self.notes.get(POLICIES_EVERY, 1)
         if every > 1 and not path.exists():
             raise RunDirectoryError(
-                f"{path} is not there: {self.path} keeps the policy of every {every}th round only, to save space. Take "
+                f"{path} is not there: {self.path} keeps the policy of one round in {every}, to save space. Take "
                 f"one of the rounds {', '.join(map(str, self.policies()[:4]))}, ..."
             )
         self._check_exists(path)

@@ -1,7 +1,7 @@
 """A stopwatch for CPU and wall time."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -33,3 +33,8 @@ def time_stage(seconds: dict[str, dict[str, float]], stage: str) -> Iterator[Non
     yield
     total, inner = watch.seconds(), [clocks for name, clocks in seconds.items() if name not in before]
     seconds[stage] = {clock: value - sum(clocks[clock] for clocks in inner) for clock, value in total.items()}
+
+
+def flatten_seconds(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return seconds by stage and clock as one row, with names such as `scoring_cpu`."""
+    return {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}

@@ -14,6 +14,7 @@ from whence.llm.checkpoints import check_model
 from whence.llm.processes import Processes
 from whence.llm.versions import note_changed_versions, read_versions
 from whence.runs import RunDirectory
+from whence.stopwatch import flatten_seconds
 
 log = logging.getLogger("whence")
 
@@ -123,8 +124,7 @@ class TrainingRun:
         assert self.directory is not None
         self.directory.write_round("records", row["round"], table)
         self.directory.append("metrics", row)
-        flat = {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}
-        self.directory.append("timings", {"round": row["round"], **flat})
+        self.directory.append("timings", {"round": row["round"], **flatten_seconds(seconds)})
 
     def save_if_due(self, number: int, read: Callable[[], Mapping[str, Any]], *, last: bool) -> None:
         """Write the checkpoint after a round if one is due; call it in every process.

@@ -25,6 +25,7 @@ from whence.llm.trl_checkpoints import (
 from whence.llm.versions import note_changed_versions, read_versions
 from whence.runs import RunDirectory, strip_addresses
 from whence.selection import Selection
+from whence.stopwatch import flatten_seconds
 from whence.tables import add_selection, summarise_selection
 from whence.targets import target_name
 
@@ -250,8 +251,7 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
         self._directory.write_round("records", number, table.select(ids, pl.all()))
         self._directory.append("metrics", {"round": number, **metrics})
         seconds = self._trainer.seconds
-        flat = {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}
-        self._directory.append("timings", {"round": number, **flat})
+        self._directory.append("timings", {"round": number, **flatten_seconds(seconds)})
         seconds.clear()
 
     def _describe(self, rounds: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from whence.sb3.going_on import check_goes_on, read_training, restore_training, 
 from whence.sb3.reset_tracker import ResetTracker
 from whence.sb3.round_files import note_policy_interval, write_round
 from whence.sb3.state import named_tensors
-from whence.stopwatch import Stopwatch
+from whence.stopwatch import Stopwatch, flatten_seconds
 
 
 class TrainingRun:
@@ -119,10 +119,7 @@ class TrainingRun:
         number = metrics["round"]
         self.directory.append("metrics", metrics)
         all_seconds = {**seconds, "checkpoint": self._seconds or dict.fromkeys(("cpu", "wall"), 0.0)}
-        columns = {
-            f"{stage}_{clock}": value for stage, clocks in all_seconds.items() for clock, value in clocks.items()
-        }
-        self.directory.append("timings", {"round": number, **columns})
+        self.directory.append("timings", {"round": number, **flatten_seconds(all_seconds)})
         self._seconds = {}
         if self._clock.is_due(number):
             self._save_checkpoint(number, model, callback)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.errors import RunDirectoryError, WhenceError, suggest
+from whence.errors import RunDirectoryError, WhenceError, first_line, suggest
 from whence.guards import write_atomically
 from whence.records import UNKNOWN, RecordBatch
 from whence.trees import map_tree, named_leaves
@@ -227,6 +227,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     return value if isinstance(value, bool | int | float | str | list | tuple | None) else repr(value)
+
+
+def try_saving(path: Path, what: str, **content: Any) -> tuple[str, Path | None]:
+    """Save a minibatch, and say where it is or why it is not: a full disk must not hide what happened.
+
+    Args:
+        path: the file.
+        what: what is saved, for the sentence.
+        content: see `save_nonfinite`.
+
+    Returns:
+        The sentence, and the path; None: nothing was saved.
+    """
+    try:
+        save_nonfinite(path, **content)
+    except Exception as refusal:
+        return f"{path} could not be written: {first_line(refusal)}.", None
+    return f"{what} are in {path}; whence.load_nonfinite reads it.", path
 
 
 def load_nonfinite(path: str | Path) -> SavedMinibatch:

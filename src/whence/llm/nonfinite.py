@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from whence.culprits import Culprits, find_culprits, first_broken_layer
-from whence.errors import NonFinite, first_line
+from whence.errors import NonFinite
 from whence.guards import eval_mode
 from whence.influence import Influence
 from whence.llm.config import PPOConfig
@@ -27,7 +27,7 @@ from whence.nonfinite import (
     count_reasons,
     measure_norms,
     nonfinite_path,
-    save_nonfinite,
+    try_saving,
 )
 from whence.records import RecordBatch
 from whence.selection import Selection
@@ -248,21 +248,17 @@ class RowGuard:
         message, path, ids = f"Round {self._number}: {text}", None, list(culprits)
         if rows is None or self._processes.rank != 0:
             return NonFinite(message, record_ids=ids, parameter=parameter)
-        path = nonfinite_path(Path(self._config.output_dir), self._number)
-        try:
-            save_nonfinite(
-                path,
-                number=self._number,
-                message=message,
-                records=rows,
-                policy={name: p for name, p in self._model.named_parameters() if p.requires_grad},
-                optimizer=self._optimizer,
-                parameter=parameter,
-                culprits=ids,
-            )
-            saved = f"Rows, trained parameters and optimiser are in {path}; whence.load_nonfinite reads it."
-        except Exception as refusal:  # a full disk must not hide what happened
-            saved, path = f"{path} could not be written: {first_line(refusal)}.", None
+        saved, path = try_saving(
+            nonfinite_path(Path(self._config.output_dir), self._number),
+            "Rows, trained parameters and optimiser",
+            number=self._number,
+            message=message,
+            records=rows,
+            policy={name: p for name, p in self._model.named_parameters() if p.requires_grad},
+            optimizer=self._optimizer,
+            parameter=parameter,
+            culprits=ids,
+        )
         return NonFinite(f"{message} {saved}", record_ids=ids, parameter=parameter, path=path)
 
 

@@ -9,9 +9,9 @@ import torch
 from stable_baselines3.common.utils import obs_as_tensor
 
 from whence.culprits import first_broken_layer
-from whence.errors import NonFinite, first_line
+from whence.errors import NonFinite
 from whence.guards import eval_mode
-from whence.nonfinite import nonfinite_path, save_nonfinite
+from whence.nonfinite import nonfinite_path, try_saving
 from whence.records import RecordBatch
 from whence.sb3.recorder import current_records
 from whence.sb3.state import named_tensors
@@ -46,21 +46,17 @@ class ErrorWriter:
         if self.folder is None:
             saved = "With InfluenceCallback(run=...) the records are saved."
         else:
-            path, policy = nonfinite_path(self.folder, self.number), self.model.policy
-            try:
-                save_nonfinite(
-                    path,
-                    number=self.number,
-                    message=message,
-                    records=records,
-                    policy=named_tensors(policy),
-                    optimizer=policy.optimizer,
-                    parameter=parameter,
-                    culprits=ids,
-                )
-                saved = f"The records, the policy and its optimiser are in {path}; whence.load_nonfinite reads it."
-            except Exception as refusal:  # a full disk must not hide what happened
-                saved, path = f"{path} could not be written: {first_line(refusal)}.", None
+            saved, path = try_saving(
+                nonfinite_path(self.folder, self.number),
+                "The records, the policy and its optimiser",
+                number=self.number,
+                message=message,
+                records=records,
+                policy=named_tensors(self.model.policy),
+                optimizer=self.model.policy.optimizer,
+                parameter=parameter,
+                culprits=ids,
+            )
         return NonFinite(f"{message} {saved}", record_ids=ids, parameter=parameter, path=path)
 
 

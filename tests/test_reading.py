@@ -20,6 +20,7 @@ from whence.errors import InvalidRecords, NonFinite, ReplayError, RunDirectoryEr
 from whence.experiments import LanguageConfig, RunConfig
 from whence.experiments.kinds import read_config
 from whence.experiments.rl.stored import load_policy, read_records
+from whence.llm.checkpoints import check_model, read_model
 from whence.moments import find_moment, find_moments, group_scores, read_axes
 from whence.sb3 import InfluenceCallback, collect
 from whence.sb3.episode_replay import read_episode
@@ -206,6 +207,24 @@ def test_a_policy_whose_outputs_overflow():
         toy.policy.action_net.weight.fill_(torch.inf)
     with pytest.raises(NonFinite, match="distribution of actions is not finite"):
         attribute(toy.policy, records, target=Return(), engine="loop")
+
+
+def test_a_language_models_checkpoint_that_holds_something_else():
+    toy = model()
+    toy.learn(32)
+    optimizer = toy.policy.optimizer
+    content = read_model(toy.policy, optimizer)
+    check_model(toy.policy, content, Path("here"))
+    name = next(iter(content["model"]))
+    for wrong, message in (
+        ({**content, "model": {**content["model"], name: {}}}, "parameters that train differ"),
+        ({**content, "model": 3}, "parameters that train differ"),
+        ({**content, "optimizer": {name: 3}}, "belongs to no parameter"),
+        ({**content, "optimizer": [3]}, "belongs to no parameter"),
+        ({**content, "optimizer": {name: {"exp_avg": torch.zeros(2)}}}, "belongs to no parameter"),
+    ):
+        with pytest.raises(RunDirectoryError, match=f"here .*{message}"):
+            check_model(toy.policy, wrong, Path("here"))
 
 
 def test_an_episode_without_its_generators_state(run):

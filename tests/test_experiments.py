@@ -190,6 +190,7 @@ class TestPlan:
             **{
                 "policy_kwargs": {},
                 "warmup": 0,
+                "kl_per_round": None,
                 "target": "return",
                 "target_args": {},
                 "engine": "auto",

@@ -78,7 +78,7 @@ def test_it_goes_on_until_the_policy_diverges_as_far():
 def divergence(model, records):
     with torch.no_grad():
         _, log_probs, _ = model.policy.evaluate_actions(records.observations, records.actions)
-    ratio = log_probs - records.log_probs
+    ratio = (log_probs - records.log_probs).double()
     return float((ratio.exp() - 1 - ratio).mean())
 
 

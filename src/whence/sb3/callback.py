@@ -27,6 +27,7 @@ from whence.sb3.nonfinite import NumberGuard
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups, check_recordings
 from whence.sb3.results import Choice, RoundResult, check_selection
+from whence.sb3.steering import check_recorded_rate
 from whence.sb3.train_hook import cancel_hook, wrap_next_train
 from whence.sb3.training_run import TrainingRun
 from whence.selection import Progress, Selection, SelectionRule
@@ -226,9 +227,13 @@ class InfluenceCallback(BaseCallback):
             self._checkpoint = self._run.begin(self.model, self.settings())
 
     def _on_training_start(self) -> None:
+        if self.recordings:
+            check_recorded_rate(self.model)
         if self._checkpoint is not None:
             self._load_state(self._checkpoint)
             return
+        if self._run is not None:
+            self._run.note_steering(self.model)
         # learn() resets the environments, or continues where it stopped. Then the ongoing episodes continue, too,
         # unless steps were taken that no rollout of this callback holds.
         starts = self.locals["self"]._last_episode_starts
@@ -306,7 +311,8 @@ class InfluenceCallback(BaseCallback):
         if self._run is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
             self._run.write_round(self.round.number, self._numbers.add_dropped(table), self.model)
-        wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
+        wrap_next_train(self.model, self._train_round, "selection")
+        wrap_next_train(self.model, lambda train: self._finish_round(train, metrics, seconds), "rows")
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
         """Add errors to snapshot scores that a run directory will hold, if they can be had."""
@@ -336,17 +342,21 @@ class InfluenceCallback(BaseCallback):
             )
         self.skipped_rounds += kept < 2
 
-    def _train_round(
+    def _train_round(self, train: Callable[[], None]) -> None:
+        """Train on the round's selection, unless it keeps fewer than two records."""
+        assert self.round is not None
+        if int(self.round.selection.keep.sum()) >= 2:
+            with self._numbers.watch_training(self.round.records):
+                self.train_selected(train, self.round.selection)
+
+    def _finish_round(
         self,
         train: Callable[[], None],
         metrics: Mapping[str, Any],
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
-        assert self.round is not None
         self.optimisation_clock = Stopwatch()
-        if not metrics["skipped"]:
-            with self._numbers.watch_training(self.round.records):
-                self.train_selected(train, self.round.selection)
+        train()
         self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
 
     def _on_training_end(self) -> None:

@@ -21,6 +21,7 @@ from whence.sb3.environments import (
 from whence.sb3.model_state import load_model, read_model
 from whence.sb3.reset_tracker import ResetTracker
 from whence.sb3.state import named_tensors
+from whence.sb3.steering import check_steering
 
 log = logging.getLogger("whence")
 
@@ -87,8 +88,12 @@ def restore_training(model: Any, tracker: ResetTracker, run: RunDirectory, check
 
     Returns:
         Whether the ongoing episodes go on.
+
+    Raises:
+        RunDirectoryError: a `KLController` steered the run, and the same does not steer this model; or the reverse.
     """
     content = checkpoint.content
+    check_steering(run.path, content["model"]["steering"], model)
     reason = explain_inexact(model.env)
     if reason is None:
         reason = restore_environments(

@@ -1,54 +1,79 @@
-"""A hook around one call of `model.train()`, which leaves no trace on the model."""
+"""Hooks around one call of `model.train()`, which leave no trace on the model."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
 
 from whence.errors import WhenceError
 
+Place: TypeAlias = Literal["selection", "control", "rows"]
+"""What a hook does, from the innermost to the outermost: trains, steers the learning rate, writes the round's rows."""
 
-def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None]) -> None:
-    """Let the next `model.train()` of this rollout run as `around(train)`, with SB3's own `train`.
+_OWNERS = {"selection": "InfluenceCallback", "control": "KLController", "rows": "InfluenceCallback"}
+
+
+def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None], place: Place) -> None:
+    """Let the next `model.train()` on this rollout run as `around(train)`, with SB3's own `train` at the centre.
 
     Until then the model has a subclass of its class: an attribute on the model would end up in `model.save()`. If
-    another rollout is collected first (the training was interrupted), `train()` is SB3's own again.
+    another rollout is collected first (the training was interrupted), `train()` is SB3's own again. So it is while
+    another buffer stands in for the model's, as in a trial of the round.
 
     Args:
         model: a model whose rollout is collected.
-        around: called in place of `train()`, with SB3's own `train` as its argument.
+        around: called in place of `train()`. Its argument trains: it is SB3's own `train`, or the hook further in.
+        place: which of several hooks it is; each place has one.
 
     Raises:
-        WhenceError: there is a hook around the training on this rollout already; it is cancelled.
+        WhenceError: there is a hook in this place around the training on this rollout already; all are cancelled.
     """
-    rollout = model.rollout_buffer.rewards  # a new array for each rollout
-    is_hooked = vars(type(model)).get(_MARK) is rollout
-    cancel_hook(model)
-    if is_hooked:
+    buffer = model.rollout_buffer
+    rollout = buffer.rewards  # a new array for each rollout
+    hooks = vars(type(model)).get(_HOOKS, {})
+    if hooks.get("rollout") is not rollout:
+        cancel_hook(model)
+        hooks = {"rollout": rollout}
+        _insert_class(model, hooks, buffer)
+    if place in hooks:
+        cancel_hook(model)
+        owner = _OWNERS[place]
+        does = "select from" if owner == "InfluenceCallback" else "steer"
         raise WhenceError(
-            "Two InfluenceCallbacks in one learn() select from the same rollout, and only one selection can train. "
-            "Pass one; a rule of your own can combine two."
+            f"Two {owner}s in one learn() {does} the same round, and only one can. Pass one"
+            f"{'; a rule of your own can combine two' if place == 'selection' else ''}."
         )
+    hooks[place] = around
+
+
+def _insert_class(model: Any, hooks: dict[str, Any], buffer: Any) -> None:
+    """Give the model a subclass of its class, whose `train` calls the hooks."""
     model_class = type(model)
 
     def train(self: Any) -> None:
+        if self.rollout_buffer is not buffer:
+            model_class.train(self)
+            return
         cancel_hook(self)
-        if self.rollout_buffer.rewards is rollout:
-            around(self.train)
-        else:
-            self.train()
+        run = self.train
+        if buffer.rewards is hooks["rollout"]:
+            for place in get_args(Place):
+                if place in hooks:
+                    run = partial(hooks[place], run)
+        run()
 
-    namespace = {"train": train, "__module__": model_class.__module__, "__doc__": model_class.__doc__, _MARK: rollout}
+    namespace = {"train": train, "__module__": model_class.__module__, "__doc__": model_class.__doc__, _HOOKS: hooks}
     model.__class__ = type(model_class.__name__, (model_class,), namespace)
 
 
 def original_class(model: Any) -> Any:
     """Return the model's class, even while a hook replaces it."""
-    return type(model).__mro__[1] if _MARK in vars(type(model)) else type(model)
+    return type(model).__mro__[1] if _HOOKS in vars(type(model)) else type(model)
 
 
 def cancel_hook(model: Any) -> None:
     """Give the model its own class back if `wrap_next_train` replaced it."""
-    if _MARK in vars(type(model)):
+    if _HOOKS in vars(type(model)):
         model.__class__ = type(model).__base__
 
 
-_MARK = "_whence_around_train"
+_HOOKS = "_whence_around_train"

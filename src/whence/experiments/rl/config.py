@@ -58,6 +58,8 @@ class RunConfig:
         arm: a key of `ARMS`.
         drop: the share to drop of the records that score below 0.
         warmup: rounds at the start in which nothing is dropped.
+        kl_per_round: the divergence that a `KLController` steers each round to, in nats; None: the learning rate is
+            that of the hyper-parameters.
         target: a key of `TARGETS`.
         target_args: passed to the target.
         engine: see `whence.attribute`.
@@ -83,6 +85,7 @@ class RunConfig:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     drop: float = 0.5
     warmup: int = 0
+    kl_per_round: float | None = None
     target: str = "return"
     target_args: Mapping[str, Any] = field(default_factory=dict)
     engine: str = "auto"
@@ -119,6 +122,8 @@ class RunConfig:
         bits = 31 if self.collect_with == "envpool" else 32  # EnvPool's seeds, and NumPy's
         if self.seed >= 2**bits:
             raise WhenceError(f"seed is {self.seed}; less than {2**bits} is needed, since seeds have {bits} bits here.")
+        if self.kl_per_round is not None and not 0 < self.kl_per_round < math.inf:
+            raise WhenceError(f"kl_per_round is {self.kl_per_round}; a finite number above 0 is needed, such as 0.015.")
         if self.eval_episodes == 1:
             raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
         self.rule()

@@ -25,7 +25,7 @@ KEYS = ("label", "seed")
 
 STANDARD_COLUMNS = (
     *("round", "dropped_share", "negative_share", "held_out_gain", "fell_back"),
-    *("episode_return", "train/approx_kl", "train/update_scale"),
+    *("episode_return", "train/approx_kl", "train/kl", "train/learning_rate", "train/update_scale"),
 )
 """Columns of a run's metrics that its results have, as far as the run has them."""
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from whence.errors import NonFinite, WhenceError, suggest
 from whence.guards import preserve_rng_state
 from whence.policies import as_view, find_acting_parameters
-from whence.records import RecordBatch
 from whence.sb3 import InfluenceCallback
+from whence.sb3.divergence import measure_divergence
 from whence.sb3.state import preserve_model
 from whence.selection import Selection, SelectionRule
 
@@ -67,15 +67,15 @@ class MatchedUpdate(InfluenceCallback):
         with self.optimisation_clock.paused(), preserve_rng_state(), preserve_model(self.model):
             super().train_selected(train, selection)
             norms = {names: _measure_update(policy, start, names) for names in (acting, others)}
-            divergence = _estimate_divergence(policy, records)
+            divergence = measure_divergence(self.model)
         train()
         if self.by == "norm":
             scale = _scale_to_norm(policy, start, acting, norms[acting])
         else:
-            scale = _scale_to_divergence(policy, start, acting, records, divergence)
+            scale = _scale_to_divergence(self.model, start, acting, divergence)
         self.logger.record("train/update_scale", scale)
         self.logger.record("train/update_scale_value", _scale_to_norm(policy, start, others, norms[others]))
-        self.logger.record("train/approx_kl", _estimate_divergence(policy, records))
+        self.logger.record("train/approx_kl", measure_divergence(self.model))
 
 
 def _measure_update(policy: Any, start: Mapping[str, Tensor], names: Collection[str]) -> float:
@@ -95,15 +95,13 @@ def _scale_to_norm(policy: Any, start: Mapping[str, Tensor], names: Collection[s
     return scale
 
 
-def _scale_to_divergence(
-    policy: Any, start: Mapping[str, Tensor], names: Collection[str], records: RecordBatch, divergence: float
-) -> float:
+def _scale_to_divergence(model: Any, start: Mapping[str, Tensor], names: Collection[str], divergence: float) -> float:
     """Move the named parameters along their update until the policy has this divergence; return the factor."""
-    update = _read_update(policy, start, names)
+    update = _read_update(model.policy, start, names)
     scale = 1.0
     for _ in range(20):
-        _move(policy, start, update, scale)
-        present = _estimate_divergence(policy, records)
+        _move(model.policy, start, update, scale)
+        present = measure_divergence(model)
         if math.isnan(present) or math.isnan(divergence):
             raise NonFinite(
                 f"An update diverges by {present}, and was to diverge by {divergence}: training has diverged."
@@ -126,11 +124,3 @@ def _move(policy: Any, start: Mapping[str, Tensor], update: Mapping[str, Tensor]
         params = dict(policy.named_parameters())
         for name, step in update.items():
             params[name].copy_(start[name] + scale * step)
-
-
-def _estimate_divergence(policy: Any, records: RecordBatch) -> float:
-    """Return the approximate KL divergence from the policy that collected the records, as SB3 estimates it."""
-    view = as_view(policy)
-    with torch.no_grad():
-        log_ratio = view(view.parameters(), view.prepare(records)).log_prob.cpu() - records.log_probs.cpu()
-    return float((log_ratio.exp() - 1 - log_ratio).mean())

@@ -1,0 +1,126 @@
+"""Does it pay to choose records with the PPO that people use, and at the same divergence a round?
+
+Run: `python -m benchmarks.practice results/practice [--seeds 0,1] [--only cartpole] [--workers 2]`. Runs are made seed
+by seed, all environments before the next seed; a finished run is not made again, an interrupted one goes on. Tables:
+`python -m benchmarks.practice_tables`.
+
+Each run has SB3's default settings, Adam and one environment. It trains
+
+- at a fixed learning rate: SB3's default, 3e-4, and three others; or
+- at a target: a `KLController` steers the rate, from the default, so that each round has the same divergence; or
+- with SB3's own `target_kl`, which ends a round early.
+
+Arms: `ppo`; `iif`, which drops an eighth of the records that score below 0; the same with one half; `random`, which
+drops as many as `iif`, at random.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from whence.cli.sweep_table import SweepTable
+from whence.experiments import configure
+from whence.experiments.sweep import run_sweep
+from whence.experiments.sweepfile import Planned, make_label
+
+DROP = 0.125
+"""The usual share to drop."""
+
+
+@dataclass(frozen=True)
+class World:
+    """An environment of the study, and how long it is trained in."""
+
+    env: str
+    rounds: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_POOL = {"evaluate_with": "envpool"}
+_GRID = _POOL | {
+    "observe": "image",
+    "policy": "CnnPolicy",
+    "policy_kwargs": {"features_extractor_class": "MiniGridCNN"},
+}
+_MUJOCO = _POOL | {"collect_with": "envpool"}
+
+WORLDS: Mapping[str, World] = {
+    "cartpole": World("CartPole-v1", 20, _POOL),
+    "acrobot": World("Acrobot-v1", 25, _POOL),
+    "lunarlander": World("LunarLander-v3", 60, _POOL),
+    "halfcheetah": World("HalfCheetah-v5", 50, _MUJOCO),
+    "minigrid-empty": World("minigrid:MiniGrid-Empty-8x8-v0", 15, _GRID),
+    "hopper": World("Hopper-v5", 50, _MUJOCO),
+    "walker2d": World("Walker2d-v5", 50, _MUJOCO),
+    "bipedalwalker": World("BipedalWalker-v3", 60, _POOL),
+    "minigrid-doorkey": World("minigrid:MiniGrid-DoorKey-5x5-v0", 40, _GRID),
+}
+"""The environments, in the order in which each seed is trained."""
+
+RATES = (3e-4, 1e-3, 3e-3, 1e-4)
+TARGETS = (0.02, 0.01, 0.04, 0.005)
+DEFAULT_RATE, USUAL_TARGET = RATES[0], TARGETS[0]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How large steps are: what a group of runs shares."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+def list_steps() -> list[Steps]:
+    """Return the ways to set the size of a step, those that answer most first."""
+    rates = [Steps(f"lr{rate:g}", {"hyperparameters": {"learning_rate": rate}}) for rate in RATES]
+    targets = [Steps(f"kl{target:g}", {"kl_per_round": target}) for target in TARGETS]
+    early = Steps("early0.02", {"hyperparameters": {"target_kl": 0.02}})
+    return [rates[0], targets[0], rates[1], targets[1], targets[2], rates[2], early, rates[3], targets[3]]
+
+
+def plan_runs(name: str, seed: int) -> Iterator[Planned]:
+    """Yield the runs of an environment and a seed."""
+    world = WORLDS[name]
+    base = configure(
+        env=world.env,
+        **world.settings,
+        rounds=world.rounds,
+        eval_every=max(1, world.rounds // 5),
+        eval_episodes=50,
+        drop=DROP,
+    )
+    for steps in list_steps():
+        config = replace(base, seed=seed, **steps.settings)
+        usual = steps.name in (f"lr{DEFAULT_RATE:g}", f"kl{USUAL_TARGET:g}")
+        arms = [("ppo", DROP)] if steps.name.startswith("early") else [("ppo", DROP), ("iif", DROP)]
+        if usual:
+            arms += [("random", DROP), ("iif", 0.5)]
+        for arm, drop in arms:
+            run = replace(config, arm=arm, drop=drop)
+            yield Planned(f"{name}-{steps.name}", make_label(run, DROP), run, metrics=("train/clip_fraction",))
+
+
+def plan_study(names: Iterable[str], seeds: Iterable[int]) -> list[Planned]:
+    """Return the runs of some environments, seed by seed."""
+    return [planned for seed in seeds for name in names for planned in plan_runs(name, seed)]
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/practice"),
+    only: Annotated[str, typer.Option(help="Environments, separated by commas.")] = ",".join(WORLDS),
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2,3,4,5,6,7,8,9",
+    workers: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
+) -> None:
+    """Train what is not there yet."""
+    runs = plan_study(only.split(","), [int(seed) for seed in seeds.split(",")])
+    with SweepTable(runs, workers) as table:
+        failures = run_sweep(runs, out, table, workers=workers)
+    for name, failure in failures.items():
+        print(f"{name} failed: {failure}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,189 @@
+"""Steer the learning rate, so that a round takes the policy a given divergence."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, TypeAlias, get_args
+
+from stable_baselines3.common.callbacks import BaseCallback
+
+from whence.errors import WhenceError, suggest
+from whence.sb3.buffer import check_model, replace_samples
+from whence.sb3.divergence import measure_divergence, measure_sample_divergence
+from whence.sb3.steering import SteeredSchedule, original_schedule
+from whence.sb3.train_hook import cancel_hook, wrap_next_train
+
+Every: TypeAlias = Literal["round", "minibatch"]
+
+FACTOR = 1.5
+"""The most by which the learning rate changes at a time."""
+
+RANGE = 30.0
+"""By default, the highest learning rate over the one at the start, and that over the lowest."""
+
+
+class KLController(BaseCallback):
+    """Steer the learning rate, so that each round takes the policy a given KL divergence.
+
+    After each round's training the divergence of the policy from the one that collected the rollout is measured, over
+    all of its records. The learning rate is multiplied by the root of target over divergence, by at most 1.5 and at
+    least 1/1.5: a divergence grows about with the square of the step. The rate is the model's own, or its schedule's,
+    times a scale; the scale is all that changes.
+
+    With `every="minibatch"` the rate is steered before each step of the optimiser, as rsl_rl does: divided by 1.5 if
+    the policy has diverged by more than twice the target on the step's minibatch, multiplied by 1.5 if by less than
+    half. That costs a forward pass a step.
+
+    The model's logger gets `train/kl`, the round's divergence in nats; SB3 logs `train/learning_rate`. The model gets
+    its own schedule back when `learn()` ends. With an `InfluenceCallback`, in any order, `train/kl` is in the run's
+    metrics, and an interrupted training goes on at the scale where it was.
+
+    Args:
+        target_kl: the divergence of a round, in nats; .01 to .02 is usual. SB3's own `target_kl` ends a round early
+            instead.
+        every: when the rate is steered: after each "round", or before each "minibatch".
+        bounds: the lowest and the highest learning rate; None: a thirtieth and thirty times the model's at the start.
+        verbose: 1 prints a line a round.
+
+    Raises:
+        WhenceError: an argument is not what it should be; or, raised by `learn()`, the model's learning rate is outside
+            the bounds.
+        Unsupported: raised by `learn()` for a model whose rounds whence cannot read.
+
+    Sources: Schulman et al. (2017), §4 (adaptive KL); rsl_rl, `PPO.update`.
+
+    Example:
+        ```
+        model = PPO("MlpPolicy", "LunarLander-v3")
+        model.learn(200_000, callback=KLController(target_kl=0.015))
+        ```
+    """
+
+    def __init__(
+        self,
+        target_kl: float = 0.015,
+        *,
+        every: Every = "round",
+        bounds: tuple[float, float] | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(verbose)
+        if isinstance(target_kl, bool) or not isinstance(target_kl, int | float) or not 0 < target_kl < math.inf:
+            raise WhenceError(f"target_kl is {target_kl!r}; a finite number above 0 is needed, such as 0.015.")
+        if every not in get_args(Every):
+            raise WhenceError(f"every is {every!r}.{suggest(str(every), get_args(Every))}")
+        if bounds is not None and not 0 < bounds[0] <= bounds[1] < math.inf:
+            raise WhenceError(f"bounds are {bounds!r}; two finite numbers above 0 are needed, the lower one first.")
+        self.target_kl, self.every, self.bounds = float(target_kl), every, bounds
+        self._schedule: SteeredSchedule | None = None
+
+    def __repr__(self) -> str:
+        every = "" if self.every == "round" else f", every={self.every!r}"
+        bounds = "" if self.bounds is None else f", bounds={self.bounds!r}"
+        return f"KLController({self.target_kl!r}{every}{bounds})"
+
+    @property
+    def scale(self) -> float:
+        """The learning rate over the schedule's."""
+        return 1.0 if self._schedule is None else self._schedule.scale
+
+    def _init_callback(self) -> None:
+        cancel_hook(self.model)  # left by a learn() that was interrupted
+        check_model(self.model)
+        base, scale = original_schedule(self.model), self.scale
+        start = float(base(1.0))
+        if not start > 0:
+            raise WhenceError(f"The model's learning rate is {start:g} at the start; KLController needs one above 0.")
+        low, high = (start / RANGE, start * RANGE) if self.bounds is None else self.bounds
+        if not low <= start <= high:
+            raise WhenceError(
+                f"The model's learning rate is {start:g}, and the bounds of KLController are {low:g} and {high:g}. "
+                "Pass bounds=(lowest, highest) around it."
+            )
+        self._schedule = SteeredSchedule(base, scale, (low, high), repr(self))
+        self.model.lr_schedule = self._schedule
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        wrap_next_train(self.model, self._train_round, "control")
+
+    def _on_training_end(self) -> None:
+        self.model.lr_schedule = original_schedule(self.model)
+
+    def _train_round(self, train: Callable[[], None]) -> None:
+        """Train a round, measure its divergence and, with `every="round"`, steer the rate of the next."""
+        model: Any = self.model
+        updates = model._n_updates
+        with self._steer_steps() if self.every == "minibatch" else nullcontext():
+            train()
+        if model._n_updates == updates:
+            return  # the round was skipped
+        kl = measure_divergence(model)
+        self.logger.record("train/kl", kl)
+        rate = model.lr_schedule(model._current_progress_remaining)
+        if self.every == "round":
+            self._multiply_rate(choose_factor(kl, self.target_kl))
+        if self.verbose:
+            print(f"whence: a round at the learning rate {rate:.3g} took the policy {kl:.3g} nats")
+
+    @contextmanager
+    def _steer_steps(self) -> Iterator[None]:
+        """Steer the rate before each step of `train()` but the first, when the policy is still where it was."""
+        model: Any = self.model
+        optimizer, get_samples = model.policy.optimizer, model.rollout_buffer._get_samples
+        samples: Any = None
+        steps = 0
+
+        def note_samples(indices: Any, *rest: Any, **options: Any) -> Any:
+            nonlocal samples
+            samples = get_samples(indices, *rest, **options)
+            return samples
+
+        def steer(*_: Any) -> None:
+            nonlocal steps
+            steps += 1
+            if steps > 1:
+                kl = measure_sample_divergence(model, samples)
+                rate = self._multiply_rate(choose_step_factor(kl, self.target_kl))
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+
+        handle = optimizer.register_step_pre_hook(steer)
+        try:
+            with replace_samples(model.rollout_buffer, note_samples):
+                yield
+        finally:
+            handle.remove()
+
+    def _multiply_rate(self, factor: float) -> float:
+        """Multiply the learning rate by a factor, within the bounds; return the new one."""
+        assert self._schedule is not None
+        progress = self.model._current_progress_remaining
+        self._schedule.multiply(factor, progress)
+        return self._schedule(progress)
+
+
+def choose_factor(kl: float, target: float) -> float:
+    """Return the factor of the learning rate after a round: sqrt(target / kl), within 1/1.5 and 1.5.
+
+    Args:
+        kl: the round's divergence, 0 or more; NaN counts as infinite.
+        target: the divergence to reach.
+    """
+    if not kl > 0:
+        return 1 / FACTOR if math.isnan(kl) else FACTOR
+    return min(max(math.sqrt(target / kl), 1 / FACTOR), FACTOR)
+
+
+def choose_step_factor(kl: float, target: float) -> float:
+    """Return the factor of the learning rate before a step (rsl_rl's rule).
+
+    Args:
+        kl: the divergence on the step's minibatch; NaN counts as infinite.
+        target: the divergence to reach.
+    """
+    if kl > 2 * target or math.isnan(kl):
+        return 1 / FACTOR
+    return FACTOR if kl < target / 2 else 1.0

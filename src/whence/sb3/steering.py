@@ -1,0 +1,92 @@
+"""A learning rate that a `KLController` steers: the model's schedule times a scale, and what checkpoints hold of it."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from whence.errors import RunDirectoryError, Unsupported
+
+
+class SteeredSchedule:
+    """A model's learning-rate schedule while a `KLController` steers it: its own schedule, times a scale.
+
+    Args:
+        base: the model's own schedule.
+        scale: the scale.
+        bounds: the lowest and the highest learning rate.
+        controller: the controller's text.
+    """
+
+    def __init__(
+        self, base: Callable[[float], float], scale: float, bounds: tuple[float, float], controller: str
+    ) -> None:
+        self.base, self.scale, self.bounds, self.controller = base, scale, bounds, controller
+
+    def __call__(self, progress_remaining: float) -> float:
+        """Return the learning rate, for progress from 1 to 0."""
+        base = float(self.base(progress_remaining))
+        low, high = self.bounds
+        # A scale of 1 is the model's own rate, bit for bit; a rate of 0 is the end of a schedule.
+        return base if base <= 0 or self.scale == 1 else min(max(base * self.scale, low), high)
+
+    def multiply(self, factor: float, progress_remaining: float) -> None:
+        """Multiply the learning rate by a factor, within the bounds."""
+        base = float(self.base(progress_remaining))
+        if base > 0:
+            low, high = self.bounds
+            self.scale = min(max(self(progress_remaining) * factor, low), high) / base
+
+
+def original_schedule(model: Any) -> Callable[[float], float]:
+    """Return a model's own learning-rate schedule, even while it is steered."""
+    schedule = model.lr_schedule
+    return schedule.base if isinstance(schedule, SteeredSchedule) else schedule
+
+
+def read_steering(model: Any) -> dict[str, Any] | None:
+    """Return what steers a model's learning rate, `controller` and `scale`; None if nothing does."""
+    schedule = model.lr_schedule
+    if not isinstance(schedule, SteeredSchedule):
+        return None
+    return {"controller": schedule.controller, "scale": schedule.scale}
+
+
+def load_steering(model: Any, steering: Mapping[str, Any] | None) -> None:
+    """Give a model's steered learning rate the scale that `read_steering` returned."""
+    if isinstance(model.lr_schedule, SteeredSchedule) and steering is not None:
+        model.lr_schedule.scale = steering["scale"]
+
+
+def check_steering(run: Path, steering: Mapping[str, Any] | None, model: Any) -> None:
+    """Refuse a model whose learning rate is steered otherwise than a run's.
+
+    Args:
+        run: the run's directory.
+        steering: what `read_steering` returned for the run.
+        model: the model that goes on with it.
+
+    Raises:
+        RunDirectoryError: it is.
+    """
+    present = read_steering(model)
+    before, now = (None if each is None else each["controller"] for each in (steering, present))
+    if before == now:
+        return
+    raise RunDirectoryError(
+        f"{run} was trained with {before or 'no KLController'}, and this learn() has {now or 'none'}. "
+        f"{f'Pass {before} as a callback' if before else 'Leave it out'}, or overwrite=True to replace the run."
+    )
+
+
+def check_recorded_rate(model: Any) -> None:
+    """Refuse to record rounds of a model whose learning rate changes inside of a round.
+
+    Raises:
+        Unsupported: it does.
+    """
+    steering = read_steering(model)
+    if steering is not None and "minibatch" in steering["controller"]:
+        raise Unsupported(
+            f"{steering['controller']} changes the learning rate at each step, and a recording holds one rate a round. "
+            "Leave recordings out, or steer after each round: KLController(every='round')."
+        )

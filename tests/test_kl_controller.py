@@ -1,0 +1,286 @@
+"""The controller of the learning rate: what it measures, what it sets, and what it leaves as it was."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from sb3_contrib import MaskablePPO
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback
+
+from toys import model
+from whence import IIF, KeepAll, RunDirectory, Selection, Unsupported, WhenceError
+from whence.errors import RunDirectoryError
+from whence.experiments import RunConfig, run
+from whence.guards import read_rng_state
+from whence.sb3 import InfluenceCallback, KLController, resume
+from whence.sb3.divergence import measure_divergence
+from whence.sb3.kl_controller import choose_factor, choose_step_factor
+from whence.sb3.train_hook import original_class
+
+STEPS = 32
+
+
+class Watch(BaseCallback):
+    """Record the learning rate and the divergence of each round's training, and of each step's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self.divergences: list[float] = []
+        self.steps: list[list[float]] = []
+
+    def _on_training_start(self) -> None:
+        optimizer = self.model.policy.optimizer
+        optimizer.register_step_post_hook(lambda *_: self.steps[-1].append(optimizer.param_groups[0]["lr"]))
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        self.steps.append([])
+
+    def _on_rollout_start(self) -> None:
+        self._read()
+
+    def _on_training_end(self) -> None:
+        self._read()
+
+    def _read(self) -> None:
+        logged = self.model.logger.name_to_value
+        if "train/kl" in logged:
+            self.rates.append(logged["train/learning_rate"])
+            self.divergences.append(logged["train/kl"])
+
+
+class Interrupt(BaseCallback):
+    """Raise KeyboardInterrupt at a time step."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def _on_step(self) -> bool:
+        if self.num_timesteps >= self.at:
+            raise KeyboardInterrupt
+        return True
+
+
+def parameters(toy: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in toy.policy.parameters()])
+
+
+def test_factor_after_a_round():
+    assert choose_factor(0.01, 0.01) == 1
+    assert choose_factor(0.0121, 0.01) == pytest.approx(1 / 1.1)
+    assert choose_factor(0.01, 0.0144) == pytest.approx(1.2)
+    assert choose_factor(10.0, 0.01) == choose_factor(math.inf, 0.01) == choose_factor(math.nan, 0.01) == 1 / 1.5
+    assert choose_factor(1e-9, 0.01) == choose_factor(0.0, 0.01) == choose_factor(-1e-12, 0.01) == 1.5
+
+
+def test_factor_before_a_step():
+    assert choose_step_factor(0.0201, 0.01) == choose_step_factor(math.nan, 0.01) == 1 / 1.5
+    assert choose_step_factor(0.02, 0.01) == choose_step_factor(0.01, 0.01) == choose_step_factor(0.005, 0.01) == 1
+    assert choose_step_factor(0.0049, 0.01) == choose_step_factor(0.0, 0.01) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        (PPO, {}),
+        (PPO, {"observation": "dict", "n_envs": 3}),
+        (PPO, {"observation": "discrete"}),
+        (PPO, {"action": "box"}),
+        (PPO, {"action": "squashed"}),
+        (PPO, {"action": "multibinary"}),
+        (A2C, {"action": "multidiscrete"}),
+        (MaskablePPO, {"observation": "image"}),
+        (MaskablePPO, {"action": "multidiscrete", "n_envs": 2}),
+    ],
+)
+def test_divergence_is_that_of_each_record_in_turn(algorithm, settings):
+    toy = model(algorithm, **settings)
+    toy.learn(STEPS * toy.n_envs)
+    buffer = toy.rollout_buffer
+    before = read_rng_state()
+    by_record = []
+    for position in range(STEPS * toy.n_envs):
+        samples = buffer._get_samples(np.array([position]))
+        actions = samples.actions.long().flatten() if settings.get("action") is None else samples.actions
+        masks = {"action_masks": samples.action_masks} if algorithm is MaskablePPO else {}
+        log_prob = toy.policy.evaluate_actions(samples.observations, actions, **masks)[1]
+        log_ratio = float(log_prob.detach()) - float(samples.old_log_prob)
+        by_record.append(math.exp(log_ratio) - 1 - log_ratio)
+    toy.policy.train()
+    assert measure_divergence(toy) == pytest.approx(np.mean(by_record), rel=1e-4, abs=1e-9)
+    assert np.mean(by_record) > 1e-6
+    assert toy.policy.training
+    assert str(read_rng_state()) == str(before)
+
+
+@pytest.mark.parametrize("learning_rate", [2e-5, 2e-2])
+def test_rounds_reach_the_target_from_any_rate(learning_rate):
+    target, watch = 0.005, Watch()
+    env = gym.make("CartPole-v1")
+    ppo = PPO("MlpPolicy", env, learning_rate=learning_rate, n_steps=256, batch_size=64, n_epochs=4, seed=0)
+    ppo.learn(60 * 256, callback=[KLController(target, bounds=(1e-6, 1.0)), watch])
+    late = watch.divergences[20:]
+    assert len(late) == 40
+    assert target / 1.5 < np.median(late) < 1.5 * target
+    assert not target / 1.5 < watch.divergences[0] < 1.5 * target
+    for rate, following, kl in zip(watch.rates, watch.rates[1:], watch.divergences, strict=False):
+        assert following == pytest.approx(rate * choose_factor(kl, target), rel=1e-12)
+
+
+def test_a_scale_of_one_is_the_models_own_training():
+    plain = model(learning_rate=0.007)
+    plain.learn(4 * STEPS)
+    controller, steered = KLController(0.01, bounds=(0.007, 0.007)), model(learning_rate=0.007)
+    steered.learn(4 * STEPS, callback=controller)
+    assert parameters(plain).equal(parameters(steered))
+    assert controller.scale == 1
+
+
+def test_keeping_all_with_it_is_ppo_with_it():
+    def train(*callbacks: BaseCallback) -> torch.Tensor:
+        toy = model()
+        toy.learn(5 * STEPS, callback=list(callbacks))
+        return parameters(toy)
+
+    plain = train(KLController(0.003))
+    assert plain.equal(train(InfluenceCallback(KeepAll()), KLController(0.003)))
+    assert plain.equal(train(KLController(0.003), InfluenceCallback(KeepAll())))
+    assert not plain.equal(train())
+
+
+def test_a_schedule_is_scaled():
+    watch, controller = Watch(), KLController(1e9)  # every round multiplies by 1.5, up to thirty times the start's
+    toy = model(learning_rate=lambda remaining: 1e-4 * remaining)
+    own = toy.lr_schedule
+    toy.learn(12 * STEPS, callback=[controller, watch])
+    progress = [1 - number / 12 for number in range(1, 13)]
+    expected = [min(1e-4 * left * 1.5**number, 3e-3) for number, left in enumerate(progress)]
+    assert watch.rates[:5] == pytest.approx(expected[:5])
+    assert max(watch.rates) <= 3e-3 * (1 + 1e-9)
+    assert watch.rates[-1] == 0  # the schedule's end
+    assert toy.lr_schedule is own
+
+
+def test_steps_are_steered_as_rsl_rl_does():
+    watch = Watch()
+    toy = model(n_steps=64, batch_size=16, learning_rate=1e-3)
+    toy.learn(2 * 64, callback=[KLController(1e9, every="minibatch"), watch])
+    first, second = watch.steps
+    assert first == pytest.approx([1e-3 * 1.5**step for step in range(8)])  # the first step's rate is the schedule's
+    assert second[0] == pytest.approx(first[-1])
+    assert second[1] == pytest.approx(min(first[-1] * 1.5, 3e-2))
+    down = Watch()
+    toy = model(n_steps=64, batch_size=16, learning_rate=1e-3)
+    toy.learn(64, callback=[KLController(1e-9, every="minibatch"), down])
+    assert down.steps[0] == pytest.approx([max(1e-3 / 1.5**step, 1e-3 / 30) for step in range(8)])
+
+
+def test_skipped_rounds_change_nothing():
+    class Nothing:
+        needs_influence = False
+
+        def select(self, records, influence, progress):
+            return Selection.dropping(torch.zeros(len(records), dtype=torch.bool), "all")
+
+    toy, controller = model(), KLController()
+    toy.learn(2 * STEPS, callback=[InfluenceCallback(Nothing()), controller])
+    assert controller.scale == 1
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("every", ["round", "minibatch"])
+def test_an_interrupted_training_goes_on_at_its_scale(tmp_path, every, order):
+    def train(name: str, *more: BaseCallback) -> Any:
+        toy = model()
+        steering = [InfluenceCallback(IIF(0.5), run=tmp_path / name, save_every=1), KLController(0.002, every=every)]
+        toy.learn(6 * STEPS, callback=[*steering[::order], *more])
+        return toy
+
+    whole = train("whole")
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", Interrupt(at=4 * STEPS + 5))
+    cut = train("cut")
+    assert parameters(whole).equal(parameters(cut))
+    one, other = (RunDirectory.open(tmp_path / name) for name in ("whole", "cut"))
+    assert one.table("metrics").equals(other.table("metrics"))
+    assert one.table("metrics")["train/kl"].null_count() == 0
+    assert one.table("metrics")["train/learning_rate"].n_unique() > 3
+    assert one.notes["kl_controller"] == repr(KLController(0.002, every=every))
+
+
+def test_a_run_goes_on_with_its_own_controller_only(tmp_path):
+    def start(path: Path, *callbacks: BaseCallback) -> None:
+        model().learn(3 * STEPS, callback=[InfluenceCallback(KeepAll(), run=path, save_every=1), *callbacks])
+
+    for name, callbacks in (("steered", [KLController(0.002)]), ("plain", [])):
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / name, *callbacks, Interrupt(at=STEPS + 5))
+    with pytest.raises(RunDirectoryError, match=r"with KLController\(0.002\), and this .* has none. Pass"):
+        start(tmp_path / "steered")
+    with pytest.raises(RunDirectoryError, match=r"has KLController\(0.003\). Pass KLController\(0.002\)"):
+        start(tmp_path / "steered", KLController(0.003))
+    with pytest.raises(RunDirectoryError, match=r"with no KLController, .*\(0.003\). Leave it out"):
+        start(tmp_path / "plain", KLController(0.003))
+    toy, callback = resume(tmp_path / "steered", model().get_env(), rule=KeepAll())
+    toy.learn(3 * STEPS, callback=[callback, KLController(0.002)])
+    assert RunDirectory.open(tmp_path / "steered").table("metrics").height == 3
+
+
+def test_what_stays_of_it():
+    toy = model()
+    toy.learn(STEPS)
+    own, attributes = toy.lr_schedule, set(vars(toy))
+    controller = KLController(1e9)
+    toy.learn(2 * STEPS, callback=controller, reset_num_timesteps=False)
+    assert toy.lr_schedule is own
+    assert set(vars(toy)) == attributes
+    assert type(toy) is original_class(toy) is PPO
+    toy.learn(STEPS, callback=controller, reset_num_timesteps=False)
+    assert controller.scale == pytest.approx(1.5**3)  # it goes on where it was
+
+
+def test_wrong_arguments():
+    for target in (0, -0.01, math.inf, math.nan, "0.01", True, None):
+        with pytest.raises(WhenceError, match=r"target_kl is .*; a finite number above 0"):
+            KLController(target)
+    with pytest.raises(WhenceError, match=r"every is 'rounds'. Did you mean round"):
+        KLController(every="rounds")
+    for bounds in ((1e-2, 1e-5), (0, 1), (1e-5, math.inf)):
+        with pytest.raises(WhenceError, match=r"bounds are .*the lower one first"):
+            KLController(bounds=bounds)
+    with pytest.raises(WhenceError, match=r"learning rate is 0.1, and the bounds .* are 1e-05 and 0.01. Pass bounds"):
+        model(learning_rate=0.1).learn(STEPS, callback=KLController(bounds=(1e-5, 1e-2)))
+    with pytest.raises(WhenceError, match="learning rate is 0 at the start"):
+        model(learning_rate=0.0).learn(STEPS, callback=KLController())
+    with pytest.raises(WhenceError, match=r"Two KLControllers.*Pass one"):
+        model().learn(STEPS, callback=[KLController(), KLController()])
+    with pytest.raises(Unsupported, match="changes the learning rate at each step"):
+        model().learn(STEPS, callback=[InfluenceCallback(KeepAll(), recordings=[1]), KLController(every="minibatch")])
+    with pytest.raises(WhenceError, match="kl_per_round is -1"):
+        RunConfig(env="CartPole-v1", arm="ppo", seed=0, kl_per_round=-1)
+
+
+def test_whence_train_steers_each_round(tmp_path):
+    config = RunConfig(
+        env="CartPole-v1",
+        arm="iif",
+        seed=0,
+        kl_per_round=0.005,
+        rounds=3,
+        eval_episodes=0,
+        hyperparameters={"n_steps": 64},
+    )
+    run(config, tmp_path / "run")
+    metrics = RunDirectory.open(tmp_path / "run").table("metrics")
+    rates = metrics["train/learning_rate"].to_list()
+    assert rates[0] == 3e-4
+    assert rates[1] == pytest.approx(3e-4 * choose_factor(metrics["train/kl"][0], 0.005))

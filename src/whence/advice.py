@@ -1,6 +1,8 @@
 """Advice on a run while it trains: rules that read its metrics, each reported once."""
 
 import logging
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +51,7 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
         *_drops_nearly_all(metrics),
         *_kept_share_collapses(metrics),
         *(_responses_become_alike(metrics) if "length" in metrics.columns else _entropy_collapses(metrics)),
+        *_steps_are_short_or_long(metrics),
         *_leaves_start_model(metrics),
         *_responses_do_not_end(metrics),
         *_does_not_improve(metrics),
@@ -72,7 +75,10 @@ def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, An
             log.warning("round %d: %s", advice.round, advice.text)
 
 
-_READ = ("mean", "dropped_share", "train/entropy_loss", "length", "kl", "ended_share", "episode_return")
+_READ = (
+    *("mean", "dropped_share", "train/entropy_loss", "train/approx_kl", "train/kl"),
+    *("length", "kl", "ended_share", "episode_return"),
+)
 """Columns that the rules read."""
 
 
@@ -164,6 +170,32 @@ def _entropy_collapses(metrics: pl.DataFrame) -> Iterator[Advice]:
                 "lower `drop`, or raise `ent_coef`.",
             )
             return
+
+
+_SHORT, _USUAL, _LONG = 0.005, 0.015, 0.05
+"""Divergence of a round, in nats: below the first and above the last, a step of another size mostly trains faster."""
+
+
+def _steps_are_short_or_long(metrics: pl.DataFrame) -> Iterator[Advice]:
+    """Look at the rounds after the first; later ones may be short because the policy has converged."""
+    divergences = _known(metrics, "train/approx_kl")[1 : 1 + _WINDOW]
+    is_steered = bool(_known(metrics, "train/kl"))  # a KLController's
+    if len(divergences) < _WINDOW or is_steered or "length" in metrics.columns:
+        return
+    kl = statistics.median(value for _, value in divergences)
+    if _SHORT <= kl <= _LONG:
+        return
+    first, last = divergences[0][0], divergences[-1][0]
+    change = "Raise" if kl < _SHORT else "Lower"
+    factor = math.sqrt(max(_USUAL / max(kl, 1e-9), kl / _USUAL))
+    times = f"{min(factor, 10):.1g}"
+    yield Advice(
+        f"steps are {'short' if kl < _SHORT else 'long'}",
+        last,
+        f"A round takes the policy {kl:.2g} nats from where it was (median of rounds {first} to {last}); 0.01 to 0.02 "
+        f"is usual. {change} `learning_rate` about {times} times, or let `KLController` set it (--kl-per-round "
+        f"{_USUAL:g}).",
+    )
 
 
 _MOST_NATS_PER_TOKEN, _MOST_NATS = 1.0, 20.0

@@ -474,7 +474,7 @@ class TestRunning:
         runs = read_sweep(write_sweep(tmp_path, text))
         assert run_sweep(runs, out, Recorder(), keep_runs=True) == {}
         found = {label: runs[0].tables["rounds"] for label, runs in load_sweep(out)["lake"].items()}
-        always = ["round", "dropped_share", "episode_return", "train/approx_kl"]
+        always = ["round", "dropped_share", "episode_return", "train/approx_kl", "train/learning_rate"]
         assert {*found["ppo"].columns} == {*always, *metrics}
         assert {*found["iif"].columns} == {*always, *metrics, "negative_share"}
         assert {*found["iif-guarded"].columns} == {*found["iif"].columns, "held_out_gain", "fell_back"}

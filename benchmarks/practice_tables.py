@@ -1,0 +1,279 @@
+"""The tables of `benchmarks.practice`: tables.md and summary.json, from the runs that are there.
+
+Run: `python -m benchmarks.practice_tables results/practice`. A run's result is its last test return, or the mean of its
+evaluations after the start. Each is scaled in its environment: 0 is the untrained policy, 1 the best mean of a group of
+runs. Figures over environments are rliable's (Agarwal et al., 2021): the interquartile mean, and the probability that a
+run of one arm is better than one of the other; intervals by 5,000 bootstraps of the seeds of each environment.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import polars as pl
+import typer
+from numpy.typing import NDArray
+from scipy.stats import mannwhitneyu, trim_mean
+
+from benchmarks.markdown import cell, table
+from benchmarks.practice import DEFAULT_RATE, RATES, TARGETS, USUAL_TARGET, WORLDS
+from whence.experiments.rl.curves import KeptRun
+from whence.experiments.sweep import load_sweep
+from whence.guards import write_atomically
+from whence.intervals import t_interval
+
+REPEATS = 5000
+RESULTS = {"last": "last return", "mean": "mean return"}
+ARMS = ("ppo", "iif", "iif-drop0.5", "random")
+DEFAULT, USUAL = f"lr{DEFAULT_RATE:g}", f"kl{USUAL_TARGET:g}"
+RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
+TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
+
+Scores = list[NDArray[np.float64]]
+"""The scaled results of some runs, an array for each environment."""
+
+
+def read_runs(out: Path) -> pl.DataFrame:
+    """Return a row for each finished run: environment, steps, arm, seed, results and divergence."""
+    rows = []
+    for group, arms in load_sweep(out).items():
+        env, _, steps = group.rpartition("-")
+        rows += [
+            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run)}
+            for arm, runs in arms.items()
+            for seed, run in runs.items()
+        ]
+    return pl.DataFrame(rows)
+
+
+def _measure(run: KeptRun) -> dict[str, float]:
+    returns = run.tables["evaluations"]["test_return"].to_list()
+    rounds = run.tables["rounds"]
+    name = "train/kl" if "train/kl" in rounds.columns else "train/approx_kl"
+    late = rounds[name].to_numpy()[len(rounds) // 10 :]
+    late = late[np.isfinite(late)]
+    target = run.config.kl_per_round or float("nan")
+    return {
+        "first": returns[0],
+        "last": returns[-1],
+        "mean": float(np.mean(returns[1:])),
+        "kl": float(np.median(late)),
+        "mean_kl": float(np.mean(late)),
+        "held": float(np.mean((late > target / 1.5) & (late < target * 1.5))),
+        "rate": float(rounds["train/learning_rate"].drop_nulls().median() or 0),
+    }
+
+
+def scale_results(runs: pl.DataFrame) -> pl.DataFrame:
+    """Return the runs with each result scaled in its environment."""
+    scaled = runs
+    for name in RESULTS:
+        best = (
+            runs.group_by("env", "steps", "arm").agg(pl.col(name).mean()).group_by("env").agg(best=pl.col(name).max())
+        )
+        zero = runs.group_by("env").agg(zero=pl.col("first").mean())
+        scaled = scaled.join(best, on="env").join(zero, on="env")
+        scaled = scaled.with_columns(((pl.col(name) - pl.col("zero")) / (pl.col("best") - pl.col("zero"))).alias(name))
+        scaled = scaled.drop("best", "zero")
+    return scaled
+
+
+def choose_best(runs: pl.DataFrame, arm: str, name: str) -> pl.DataFrame:
+    """Return each seed's run of an arm at the learning rate whose mean over the other seeds is the best."""
+    arm_runs = runs.filter(pl.col("arm") == arm, pl.col("steps").is_in(RATE_STEPS))
+    chosen = []
+    for (env, seed), own in arm_runs.group_by("env", "seed", maintain_order=True):
+        others = arm_runs.filter(pl.col("env") == env, pl.col("seed") != seed)
+        if others.is_empty():
+            continue
+        best = others.group_by("steps").agg(pl.col(name).mean()).sort(name, "steps", descending=True)["steps"][0]
+        chosen.append(own.filter(pl.col("steps") == best))
+    return pl.concat(chosen) if chosen else arm_runs.clear()
+
+
+def average_steps(runs: pl.DataFrame, arm: str, steps: Sequence[str]) -> pl.DataFrame:
+    """Return each seed's mean result of an arm over several sizes of step; seeds that lack one are left out."""
+    some = runs.filter(pl.col("arm") == arm, pl.col("steps").is_in(steps))
+    means = some.group_by("env", "seed").agg(*(pl.col(name).mean() for name in RESULTS), count=pl.len())
+    return means.filter(pl.col("count") == len(steps))
+
+
+def pick(runs: pl.DataFrame, arm: str, steps: str) -> pl.DataFrame:
+    """Return the runs of an arm at one size of step."""
+    return runs.filter(pl.col("arm") == arm, pl.col("steps") == steps)
+
+
+def list_scores(runs: pl.DataFrame, other: pl.DataFrame, name: str) -> tuple[Scores, Scores]:
+    """Return the results of both, an array for each environment, of the seeds that both have."""
+    both = runs.join(other.select("env", "seed", pl.col(name).alias("other")), on=["env", "seed"], how="inner")
+    parts = [part for _, part in both.sort("env", "seed").group_by("env", maintain_order=True)]
+    return [part[name].to_numpy() for part in parts], [part["other"].to_numpy() for part in parts]
+
+
+def interquartile_mean(scores: Scores) -> float:
+    """Return the mean of the middle half of all results."""
+    return float(trim_mean(np.concatenate(scores), 0.25))
+
+
+def probability_of_improvement(one: Scores, other: Scores) -> float:
+    """Return how probably a run of one is better than one of the other, averaged over the environments."""
+    parts = [mannwhitneyu(a, b).statistic / (len(a) * len(b)) for a, b in zip(one, other, strict=True)]
+    return float(np.mean(parts))
+
+
+def bootstrap(one: Scores, other: Scores, statistic: Callable[[Scores, Scores], float]) -> dict[str, float]:
+    """Return a statistic with its 95% interval; seeds are drawn again within each environment, in pairs."""
+    rng = np.random.default_rng(0)
+    values = []
+    for _ in range(REPEATS):
+        places = [rng.integers(len(scores), size=len(scores)) for scores in one]
+        drawn = ([s[p] for s, p in zip(scores, places, strict=True)] for scores in (one, other))
+        values.append(statistic(*drawn))
+    low, high = np.quantile(values, [0.025, 0.975])
+    return {"mean": statistic(one, other), "low": float(low), "high": float(high)}
+
+
+def compare(one: pl.DataFrame, other: pl.DataFrame, name: str = "last") -> dict[str, Any] | None:
+    """Return the difference of interquartile means and the probability of improvement; None without runs."""
+    a, b = list_scores(one, other, name)
+    if not a or min(map(len, a)) < 2:
+        return None
+    return {
+        "environments": len(a),
+        "runs": sum(map(len, a)),
+        "difference": bootstrap(a, b, lambda x, y: interquartile_mean(x) - interquartile_mean(y)),
+        "improves": bootstrap(a, b, probability_of_improvement),
+    }
+
+
+def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] | None]:
+    """Return the comparisons that answer the study's questions, for one kind of result."""
+    answers: dict[str, dict[str, Any] | None] = {}
+    for arm in ARMS[1:]:
+        for steps in (DEFAULT, USUAL):
+            answers[f"{arm} less ppo, {steps}"] = compare(pick(scaled, arm, steps), pick(scaled, "ppo", steps), name)
+    for steps in (*RATE_STEPS, *TARGET_STEPS):
+        answers[f"iif less ppo, {steps}"] = compare(pick(scaled, "iif", steps), pick(scaled, "ppo", steps), name)
+    best = {arm: choose_best(scaled, arm, name) for arm in ("ppo", "iif")}
+    answers["iif less ppo, each at its own best rate"] = compare(best["iif"], best["ppo"], name)
+    for about, steps_list in (("mean of the rates", RATE_STEPS), ("mean of the targets", TARGET_STEPS)):
+        parts = [average_steps(scaled, arm, steps_list) for arm in ("iif", "ppo")]
+        answers[f"iif less ppo, {about}"] = compare(parts[0], parts[1], name)
+    for steps in TARGET_STEPS:
+        answers[f"ppo at {steps} less ppo at its own best rate"] = compare(
+            pick(scaled, "ppo", steps), best["ppo"], name
+        )
+    answers[f"ppo at {USUAL} less ppo at the default rate"] = compare(
+        pick(scaled, "ppo", USUAL), pick(scaled, "ppo", DEFAULT), name
+    )
+    answers[f"ppo at {USUAL} less ppo with SB3's target_kl"] = compare(
+        pick(scaled, "ppo", USUAL), pick(scaled, "ppo", "early0.02"), name
+    )
+    return answers
+
+
+def tabulate_questions(answers: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """Return the comparisons as a table."""
+    head = ["compared", "environments", "runs", "difference of IQM", "P(improvement)"]
+    rows = [
+        [
+            what,
+            str(each["environments"]),
+            str(each["runs"]),
+            cell(each["difference"], digits=2),
+            cell(each["improves"], digits=2),
+        ]
+        for what, each in answers.items()
+        if each is not None
+    ]
+    return table([head, *rows])
+
+
+def tabulate_world(runs: pl.DataFrame) -> str:
+    """Return an environment's last returns by size of step and arm, with the seeds."""
+    head = ["step", *ARMS, "seeds"]
+    rows = []
+    for steps in (*RATE_STEPS, *TARGET_STEPS, "early0.02"):
+        cells = [
+            t_interval(pick(runs, arm, steps)["last"].to_list()) if len(pick(runs, arm, steps)) else None
+            for arm in ARMS
+        ]
+        seeds = len(pick(runs, "ppo", steps))
+        if seeds:
+            rows.append([steps, *(cell(each, digits=_digits(runs)) for each in cells), str(seeds)])
+    return table([head, *rows])
+
+
+def _digits(runs: pl.DataFrame) -> int:
+    return 2 if float(runs["last"].abs().max() or 0) < 5 else 0
+
+
+def tabulate_control(runs: pl.DataFrame) -> str:
+    """Return how well the controller holds its target: medians over the last nine tenths of each run's rounds."""
+    head = [
+        "environment",
+        "arm",
+        *(f"KL at {target:g}" for target in sorted(TARGETS)),
+        "median rate",
+        "rounds within 1.5",
+    ]
+    rows = []
+    for env in dict.fromkeys(runs["env"]):
+        for arm in ("ppo", "iif"):
+            some = [pick(runs.filter(pl.col("env") == env), arm, steps) for steps in TARGET_STEPS]
+            if any(part.is_empty() for part in some):
+                continue
+            usual = pick(runs.filter(pl.col("env") == env), arm, USUAL)
+            held = pl.concat(some)["held"].mean()
+            rows.append(
+                [env, arm, *(f"{part['kl'].mean():.4f}" for part in some), f"{usual['rate'].mean():.2g}", f"{held:.0%}"]
+            )
+    return table([head, *rows])
+
+
+def tabulate_divergence(runs: pl.DataFrame) -> str:
+    """Return each arm's divergence a round at fixed learning rates: medians over rounds, means over seeds."""
+    head = ["environment", "arm", *RATE_STEPS]
+    rows = []
+    for env in dict.fromkeys(runs["env"]):
+        for arm in ARMS:
+            some = [pick(runs.filter(pl.col("env") == env), arm, steps) for steps in RATE_STEPS]
+            cells = [f"{part['kl'].mean():.4f}" if len(part) else "–" for part in some]
+            if any(len(part) for part in some):
+                rows.append([env, arm, *cells])
+    return table([head, *rows])
+
+
+def write_tables(out: Path) -> None:
+    """Write tables.md and summary.json."""
+    runs = read_runs(out)
+    order = {name: place for place, name in enumerate(WORLDS)}
+    runs = runs.sort(pl.col("env").replace_strict(order, return_dtype=pl.Int64), "steps", "arm", "seed")
+    scaled = scale_results(runs)
+    parts = ["# Practice: tables\n\nWritten by `python -m benchmarks.practice_tables results/practice`.\n"]
+    summary: dict[str, Any] = {"runs": len(runs)}
+    for name, about in RESULTS.items():
+        summary[name] = list_questions(scaled, name)
+        parts += [f"## By the {about}\n", tabulate_questions(summary[name]), ""]
+    parts += ["## Does the controller hold its target?\n", tabulate_control(runs), ""]
+    parts += ["## Divergence a round at fixed learning rates\n", tabulate_divergence(runs), ""]
+    for env in dict.fromkeys(runs["env"]):
+        parts += [f"## {env}: last test return\n", tabulate_world(runs.filter(pl.col("env") == env)), ""]
+    _write(out / "tables.md", "\n".join(parts))
+    _write(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    with write_atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def main(out: Annotated[Path, typer.Argument(help="Directory of the runs.")] = Path("results/practice")) -> None:
+    """Write the tables of the runs that are there."""
+    write_tables(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.wrappers import NormalizeObservation
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sb3_contrib import MaskablePPO
@@ -436,6 +438,15 @@ class TestWhereItCannotBeHad:
     def test_statistics_inside_an_environment(self, tmp_path, caplog):
         reason = "NormalizeObservation keeps statistics from episode to episode"
         self.check(tmp_path, lambda: small(monitored(lambda: NormalizeObservation(Walk()))), reason, caplog)
+
+    @pytest.mark.parametrize("wrapper", [NormalizeObservation, NormalizeReward])
+    def test_statistics_inside_an_environment_of_another_process(self, tmp_path, caplog, wrapper):
+        def make():
+            env = SubprocVecEnv([lambda: wrapper(RecordResets(gymnasium_env()))] * 2, start_method="fork")
+            env.seed(3)
+            return small(env)
+
+        self.check(tmp_path, make, f"{wrapper.__name__} keeps statistics from episode to episode", caplog)
 
     def test_randomness_that_nothing_shows_is_found_when_it_goes_on(self, tmp_path, caplog):
         class Hidden(Walk):

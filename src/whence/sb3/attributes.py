@@ -16,8 +16,8 @@ _LEFT_ALONE = frozenset({"env", "venv", "envs", "spec", "metadata", "render_mode
 def read_attributes(thing: Any) -> dict[str, Any]:
     """Return a wrapper's attributes of plain kinds, for a checkpoint: numbers, texts, arrays, generators.
 
-    Lists, tuples, dicts, counters and deques of these are read, too, and so are the attributes of small objects of SB3 and
-    Gymnasium, such as running statistics. What is wrapped, spaces and other objects are left out.
+    Lists, tuples, dicts, counters and deques of these are read, too, and so are the attributes of small objects of SB3
+    and Gymnasium, such as running statistics. What is wrapped, spaces and other objects are left out.
     """
     attributes = {name: _read(value) for name, value in vars(thing).items() if name not in _LEFT_ALONE}
     return {name: entry for name, entry in attributes.items() if entry is not None}

@@ -32,6 +32,7 @@ from whence.guards import eval_mode, preserve_rng_state, write_atomically
 from whence.influence import Influence, Provenance
 from whence.run_files import WriterLock
 from whence.runs import RunDirectory
+from whence.stopwatch import flatten_seconds, time_stage
 
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
 
@@ -783,3 +784,14 @@ def test_going_on_that_fails_keeps_no_lock(tmp_path, monkeypatch, place):
         RunDirectory.begin(tmp_path, {"seed": 1})
     with FileLock(tmp_path / ".lock", blocking=False):
         pass
+
+
+def test_seconds_of_a_stage_that_is_repeated_add_up(monkeypatch):
+    now, seconds = [0.0], {}
+    monkeypatch.setattr("whence.stopwatch.time", SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0))
+    with time_stage(seconds, "outer"):
+        for duration in (1.0, 2.0):
+            now[0] += 4.0
+            with time_stage(seconds, "inner"):
+                now[0] += duration
+    assert flatten_seconds(seconds) == {"inner_cpu": 0, "inner_wall": 3, "outer_cpu": 0, "outer_wall": 8}

@@ -62,8 +62,7 @@ def run_sweep(
         for planned in finished:
             watch.kept(planned)
             if not keep_runs and _discard_mark(planned.run_path(out)).exists():  # killed before it was discarded
-                with suppress(OSError):
-                    _discard(planned.run_path(out))
+                _discard(planned.run_path(out))
         for planned in todo:
             _remove_other_run(planned, out)
         failures = {}
@@ -148,8 +147,10 @@ def _discard_mark(path: Path) -> Path:
 
 
 def _discard(path: Path) -> None:
-    _remove_run(path)
-    _discard_mark(path).unlink()
+    """Remove a run whose results are there; what the system refuses to remove is left to the next sweep."""
+    with suppress(OSError):
+        _remove_run(path)
+        _discard_mark(path).unlink()
 
 
 def _remove_run(path: Path) -> None:

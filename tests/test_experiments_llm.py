@@ -536,6 +536,20 @@ class TestCommand:
         other.write_text(MINE.replace(before, after))
         assert (identify_function(f"{one}:reward") == identify_function(f"{other}:reward")) is same
 
+    @pytest.mark.parametrize("registration", ["@register\n{}", "{}register(vowels)\n", "@TABLE.append\n{}"])
+    def test_what_is_registered_is_part_of_a_rewards_identity(self, tmp_path, registration):
+        code = (
+            "from functools import cache\nTABLE = []\ndef register(function):\n    TABLE.append(function)\n"
+            + registration.format("def vowels(text):\n    return text.count('a')\n")
+            + "@cache\ndef other(text):\n    return 1\n"
+            + "def reward(prompts, responses):\n    return [sum(f(text) for f in TABLE) for text in responses]\n"
+        )
+        identities, texts = [], [code, code.replace("'a'", "'e'"), code.replace("return 1", "return 2")]
+        for number, text in enumerate(texts):
+            (tmp_path / f"{number}.py").write_text(text)
+            identities.append(identify_function(f"{tmp_path / str(number)}.py:reward"))
+        assert identities[1] != identities[0] == identities[2]
+
     def test_the_identity_of_a_reward_in_a_module(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "whence_local.py").write_text(MINE)

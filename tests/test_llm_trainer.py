@@ -471,6 +471,19 @@ class TestGoingOn:
             make_noisy_trainer(folder, model=make_model(hidden_size=32)).train()
         assert files == {file: file.read_bytes() for file in folder.rglob("*.*")}
 
+    def test_the_scale_of_gradients_goes_on(self, tmp_path):
+        def make(rounds):
+            trainer = make_trainer(tmp_path, rounds=rounds, save_every=1)
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+            trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer.optimizer)
+            return trainer
+
+        first, again = make(2), make(2)
+        first.train()
+        assert first.accelerator.scaler.get_scale() > 64
+        again.train()
+        assert again.accelerator.scaler.state_dict() == first.accelerator.scaler.state_dict()
+
     def test_overwriting_starts_anew(self, tmp_path):
         make_trainer(tmp_path, rounds=2, save_every=1).train()
         trainer = make_trainer(tmp_path, rounds=1, learning_rate=0.5)

@@ -430,6 +430,19 @@ class TestRunDirectory:
         with pytest.raises(WhenceError, match="is no run of whence's"):
             make_trainer("grpo", tmp_path / "trl", None, run=tmp_path / "other").train()
 
+    def test_dropping_is_part_of_the_configuration(self, tmp_path):
+        shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
+        make_trainer("grpo", tmp_path, NonPositive(), on_nonfinite="drop", **shared).train()
+        with pytest.raises(RunDirectoryError, match="on_nonfinite was 'drop', now None"):
+            make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, **shared).train(resume_from_checkpoint=True)
+
+    def test_records_are_numbered_by_generation_batches_of_several_steps(self, tmp_path):
+        trainer = make_trainer("grpo", tmp_path, None, run=tmp_path / "run", steps_per_generation=4, max_steps=4)
+        trainer.train()
+        assert RunDirectory.open(tmp_path / "run").rounds() == [1, 2]
+        size = trainer.args.generation_batch_size
+        assert trainer.rows.ids.tolist() == list(range(size, 2 * size))
+
 
 class NoisyReward(Noisy):
     __name__ = "noisy"
@@ -515,6 +528,19 @@ class TestGoingOn:
         run = RunDirectory.open(tmp_path / "run")
         assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2, 3]
         assert len(batches) == 5  # for the steps 1 and 2, 3, again 4, 5 and 6, 7
+
+    def test_a_checkpoint_within_the_first_round_is_gone_on_from(self, tmp_path, monkeypatch):
+        settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+        with monkeypatch.context() as patch:
+            break_off(patch, (trl_run, "seal_checkpoint"), 2)
+            with pytest.raises(Killed):
+                make_trainer("grpo", tmp_path, None, run=tmp_path / "run", **settings).train()
+        assert RunDirectory.open(tmp_path / "run").table("metrics")["round"].to_list() == [1]
+        make_trainer("grpo", tmp_path, None, run=tmp_path / "run", **settings).train(resume_from_checkpoint=True)
+        run = RunDirectory.open(tmp_path / "run")
+        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2]
+        again = make_trainer("grpo", tmp_path, None, run=tmp_path / "run", **settings)
+        assert again.find_checkpoint() == tmp_path / "checkpoint-4"
 
 
 def test_evaluation_is_trls_own(tmp_path):

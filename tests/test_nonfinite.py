@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 import torch
 from gymnasium import spaces
+from safetensors.torch import save_file
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
@@ -370,6 +371,23 @@ def test_starting_a_run_over_removes_the_minibatch(tmp_path: Path) -> None:
         load_nonfinite(nonfinite_path(tmp_path, 1))
     with pytest.raises(RunDirectoryError, match="is marked None"):
         load_nonfinite(tmp_path / "policies" / "round_00001.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        (None, "not readable as JSON"),
+        ("[]", "holds list, and an object is needed"),
+        ("{}", r"holds what whence does not write \('number'\)"),
+        ('{"number": 1, "message": "", "parameter": null, "culprits": 3, "settings": []}', "does not write"),
+        ('{"number": 1, "message": "", "parameter": null, "culprits": [], "settings": [3]}', "does not write"),
+    ],
+)
+def test_a_changed_minibatch_is_refused(tmp_path: Path, about: str | None, message: str) -> None:
+    metadata = {"format": "whence-nonfinite", "version": "1", **({} if about is None else {"about": about})}
+    save_file({"records/rewards": torch.zeros(2)}, tmp_path / "round_00001.safetensors", metadata)
+    with pytest.raises(RunDirectoryError, match=message):
+        load_nonfinite(tmp_path / "round_00001.safetensors")
 
 
 def test_norms() -> None:

@@ -1,5 +1,6 @@
 """Trainings that are interrupted and go on: to the same bits, or saying why not."""
 
+import enum
 import json
 import logging
 import multiprocessing
@@ -7,14 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.wrappers import NormalizeObservation
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sb3_contrib import MaskablePPO
@@ -68,6 +71,30 @@ class Walk(gym.Env):
         self.place = self.place + 0.1 * action + 0.1 * self.np_random.normal(size=3)
         done = bool(self.np_random.random() < 0.5 / STEPS)
         return self.place.astype(np.float32), -float(np.abs(self.place).sum()), done, False, {"is_success": done}
+
+
+class Mode(enum.StrEnum):
+    FAST = "fast"
+
+
+class Place(NamedTuple):
+    x: int
+    y: int
+
+
+class Keeping(gym.Wrapper):
+    """Keep values of many types from episode to episode."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.counts, self.by_kind, self.mode, self.place = Counter(), defaultdict(int), Mode.FAST, Place(1, 2)
+        self.label, self.long, self.marked = np.str_("x"), np.zeros(2, np.longdouble), {"whence": 1}
+
+    def step(self, action):
+        self.counts["up" if action[0] > 0 else "down"] += 1
+        self.by_kind["up" if action[1] > 0 else "down"] += 1
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward / self.counts.total(), terminated, truncated, info
 
 
 def monitored(make, n=1, seed=3):
@@ -230,6 +257,20 @@ class TestTheSameScript:
         assert_same_model(model, whole)
         assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
+    def test_what_a_wrapper_keeps_comes_back_in_the_same_type(self, tmp_path):
+        def make():
+            return small(monitored(lambda: Keeping(Walk())))
+
+        whole = train(make, tmp_path / "whole")
+        train(make, tmp_path / "parts", until=0.7)
+        model = train(make, tmp_path / "parts")
+        assert_same_model(model, whole)
+        before, after = (vars(each.env.envs[0].env) for each in (whole, model))
+        assert sum(before["counts"].values()) == sum(before["by_kind"].values()) == 5 * STEPS
+        for name in ("counts", "by_kind", "mode", "place", "label", "long", "marked"):
+            assert type(after[name]) is type(before[name])
+            assert np.array_equal(after[name], before[name])
+
     def test_killed_in_the_command(self, tmp_path):
         arguments = ["train", "CartPole-v1", "--rounds", "12", "--n-steps", "128", "--n-epochs", "2", "--seed", "3"]
         command = [sys.executable, "-m", "whence.cli", *arguments, "--run"]
@@ -334,6 +375,14 @@ class TestResume:
         assert_same_model(model, whole)
         assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
+    def test_what_is_dropped_stays_dropped(self, tmp_path):
+        whole = train(MODELS["walk"], tmp_path / "whole", on_nonfinite="drop")
+        train(MODELS["walk"], tmp_path / "parts", until=0.7, on_nonfinite="drop")
+        model, callback = resume(tmp_path / "parts", monitored(Walk))
+        model.learn(total(model), callback=callback)
+        assert_same_model(model, whole)
+        assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
     def test_schedules_are_asked_for(self, tmp_path):
         whole = train(MODELS["schedule"], tmp_path / "whole")
         train(MODELS["schedule"], tmp_path / "parts", until=0.7)
@@ -428,6 +477,15 @@ class TestWhereItCannotBeHad:
     def test_statistics_inside_an_environment(self, tmp_path, caplog):
         reason = "NormalizeObservation keeps statistics from episode to episode"
         self.check(tmp_path, lambda: small(monitored(lambda: NormalizeObservation(Walk()))), reason, caplog)
+
+    @pytest.mark.parametrize("wrapper", [NormalizeObservation, NormalizeReward])
+    def test_statistics_inside_an_environment_of_another_process(self, tmp_path, caplog, wrapper):
+        def make():
+            env = SubprocVecEnv([lambda: wrapper(RecordResets(gymnasium_env()))] * 2, start_method="fork")
+            env.seed(3)
+            return small(env)
+
+        self.check(tmp_path, make, f"{wrapper.__name__} keeps statistics from episode to episode", caplog)
 
     def test_randomness_that_nothing_shows_is_found_when_it_goes_on(self, tmp_path, caplog):
         class Hidden(Walk):

@@ -5,27 +5,34 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
+from filelock import FileLock
 from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
 from torch import nn
 
 import whence.influence
 import whence.runs
+from whence.checkpoints import list_checkpoints, save_checkpoint
 from whence.errors import InvalidInfluence, RunDirectoryError
 from whence.guards import eval_mode, preserve_rng_state, write_atomically
 from whence.influence import Influence, Provenance
+from whence.run_files import WriterLock
 from whence.runs import RunDirectory
+from whence.stopwatch import flatten_seconds, time_stage
 
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
 
@@ -685,3 +692,106 @@ def test_resume_forgets_what_came_later(tmp_path):
         RunDirectory.resume(tmp_path / "run", {**longer, "ppo": {"gamma": 0.6, "save_every": 2}}, rounds=2)
     with pytest.raises(RunDirectoryError, match="no run directory"):
         RunDirectory.resume(tmp_path / "none", longer, rounds=2)
+
+
+def test_resume_leaves_files_of_other_folders(tmp_path):
+    RunDirectory.create(tmp_path, {}).append("metrics", {"round": 1})
+    for folder in ("plots", "counterfactual"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "round_00002.json").write_text("{}")
+    RunDirectory.resume(tmp_path, {}, rounds=1)
+    assert (tmp_path / "plots" / "round_00002.json").exists()
+    assert not (tmp_path / "counterfactual" / "round_00002.json").exists()
+
+
+@pytest.mark.parametrize("folder", ["counterfactual", "interventions"])
+def test_a_run_that_is_started_over_has_no_results_of_the_one_before(tmp_path, folder):
+    RunDirectory.create(tmp_path, {})
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "round_00001.json").write_text("{}")
+    RunDirectory.create(tmp_path, {}, overwrite=True)
+    assert not (tmp_path / folder).exists()
+
+
+def write_rounds(path, checkpoint=2):
+    """Write a run of two rounds with a checkpoint after one of them, as a process does that then ends."""
+    run = RunDirectory.begin(path, {"seed": 1})
+    for number in (1, 2):
+        run.write_round("records", number, pl.DataFrame({"record_id": [number]}))
+        run.append("metrics", {"round": number})
+    save_checkpoint(path, checkpoint, {}, keep=2)
+    run.release()
+
+
+def test_an_interrupted_overwrite_is_not_gone_on_with(tmp_path, monkeypatch):
+    write_rounds(tmp_path)
+    with monkeypatch.context() as patch:
+        removed = []
+
+        def remove(folder, **options):
+            removed.append(folder)
+            if len(removed) == 2:
+                raise KeyboardInterrupt
+            shutil.rmtree(folder, **options)
+
+        patch.setattr("whence.runs.shutil", SimpleNamespace(rmtree=remove))
+        with pytest.raises(KeyboardInterrupt):
+            RunDirectory.begin(tmp_path, {"seed": 1}, overwrite=True)
+    run = RunDirectory.begin(tmp_path, {"seed": 1})
+    assert run.checkpoint is None
+    assert run.rounds() == list_checkpoints(tmp_path) == []
+
+
+def test_a_run_that_another_process_wrote_just_now_is_not_written_into(tmp_path, monkeypatch):
+    def lock(path):
+        if not (path / "config.json").exists():
+            with monkeypatch.context() as patch:
+                patch.setattr("whence.runs.WriterLock", WriterLock)
+                write_rounds(path)
+        return WriterLock(path)
+
+    monkeypatch.setattr("whence.runs.WriterLock", lock)
+    with pytest.raises(RunDirectoryError, match="a run with 2 finished rounds"):
+        RunDirectory.create(tmp_path, {"seed": 2})
+    assert RunDirectory.open(tmp_path).config == {"seed": 1}
+
+
+def test_a_checkpoint_is_read_under_the_lock(tmp_path, monkeypatch):
+    write_rounds(tmp_path)
+    monkeypatch.setattr("whence.runs.read_latest", lambda path: pytest.fail("read while another process writes"))
+    with FileLock(tmp_path / ".lock"), pytest.raises(RunDirectoryError, match="Another process is writing"):
+        RunDirectory.begin(tmp_path, {"seed": 1})
+
+
+@pytest.mark.parametrize("place", ["config.json", "metrics.parquet"])
+def test_going_on_that_fails_keeps_no_lock(tmp_path, monkeypatch, place):
+    write_rounds(tmp_path)
+
+    @contextmanager
+    def write(path):
+        if path.name == place:
+            raise RunDirectoryError("full")
+        yield tmp_path / "written"
+
+    with monkeypatch.context() as patch:
+        patch.setattr("whence.runs.write_run_file", write)
+        with pytest.raises(RunDirectoryError, match="full"):
+            RunDirectory.begin(tmp_path, {"seed": 1})
+    with FileLock(tmp_path / ".lock", blocking=False):
+        pass
+    (tmp_path / "checkpoints" / "round_00002.safetensors").write_text("damaged")
+    with pytest.raises(RunDirectoryError, match="cannot be read"):
+        RunDirectory.begin(tmp_path, {"seed": 1})
+    with FileLock(tmp_path / ".lock", blocking=False):
+        pass
+
+
+def test_seconds_of_a_stage_that_is_repeated_add_up(monkeypatch):
+    now, seconds = [0.0], {}
+    monkeypatch.setattr("whence.stopwatch.time", SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0))
+    with time_stage(seconds, "outer"):
+        for duration in (1.0, 2.0):
+            now[0] += 4.0
+            with time_stage(seconds, "inner"):
+                now[0] += duration
+    assert flatten_seconds(seconds) == {"inner_cpu": 0, "inner_wall": 3, "outer_cpu": 0, "outer_wall": 8}

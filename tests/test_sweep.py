@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 import torch
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from whence.cli import app
@@ -548,6 +549,30 @@ class TestRunning:
         assert run_sweep(runs, sweep_copy, Recorder()) == {}
         assert [file for file in (sweep_copy / "runs").rglob("*") if not file.is_dir()] == []
         assert not path.exists()
+
+    def test_a_run_directory_that_cannot_be_removed_is_no_failure(self, in_process, tmp_path, monkeypatch):
+        runs = read_sweep(write_sweep(tmp_path, LAKE))
+
+        def refuse(*_, **__):
+            raise PermissionError("not yours")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", refuse)
+            assert run_sweep(runs, tmp_path / "out", Recorder()) == {}
+        assert runs[0].run_path(tmp_path / "out").exists()
+        assert run_sweep(runs, tmp_path / "out", Recorder()) == {}
+        assert not runs[0].run_path(tmp_path / "out").exists()
+
+    def test_a_run_that_fails_keeps_no_lock(self, tmp_path):
+        planned = read_sweep(write_sweep(tmp_path, LAKE))[0]
+
+        def fail(number, metrics):
+            raise ValueError("nobody listens")
+
+        with pytest.raises(ValueError, match="nobody listens"), preserve_rng_state():
+            run(planned.config, tmp_path / "run", fail)
+        with FileLock(tmp_path / "run" / ".lock", blocking=False):
+            pass
 
     def test_an_interrupted_run_goes_on(self, in_process, tmp_path, caplog):
         runs = read_sweep(write_sweep(tmp_path, LAKE))

@@ -177,7 +177,7 @@ def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
     return state.hexdigest()
 
 
-_TAG = "whence"
+TAG = "whence"
 """The key that marks what JSON has no type for."""
 
 _LONG = 100
@@ -189,24 +189,24 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        if not all(type(key) is str and key != _TAG for key in value):
-            raise TypeError(f"A checkpoint's keys are text other than {_TAG!r}; these are {list(value)}.")
+        if not all(type(key) is str and key != TAG for key in value):
+            raise TypeError(f"A checkpoint's keys are text other than {TAG!r}; these are {list(value)}.")
         return {key: _encode(entry, tensors) for key, entry in value.items()}
     if isinstance(value, list):
         if len(value) > _LONG and all(type(entry) is float for entry in value):
-            return {_TAG: "numbers", "name": _add(torch.tensor(value, dtype=torch.float64), tensors)}
+            return {TAG: "numbers", "name": _add(torch.tensor(value, dtype=torch.float64), tensors)}
         return [_encode(entry, tensors) for entry in value]
     if isinstance(value, tuple):
-        return {_TAG: "tuple", "entries": [_encode(entry, tensors) for entry in value]}
+        return {TAG: "tuple", "entries": [_encode(entry, tensors) for entry in value]}
     if isinstance(value, Tensor):
-        return {_TAG: "tensor", "name": _add(value, tensors)}
+        return {TAG: "tensor", "name": _add(value, tensors)}
     if isinstance(value, np.ndarray):
         # The layout in memory comes back, too: on images, convolutions round otherwise if channels lie otherwise.
         axes = sorted(range(value.ndim), key=lambda axis: -abs(value.strides[axis]))
         stored = _to_tensor(np.array(value.transpose(axes), order="C"))
-        return {_TAG: "array", "name": _add(stored, tensors), "axes": axes, "dtype": value.dtype.name}
+        return {TAG: "array", "name": _add(stored, tensors), "axes": axes, "dtype": value.dtype.name}
     if isinstance(value, np.generic):
-        return {_TAG: "number", "name": _add(_to_tensor(np.array(value)), tensors), "dtype": value.dtype.name}
+        return {TAG: "number", "name": _add(_to_tensor(np.array(value)), tensors), "dtype": value.dtype.name}
     raise TypeError(f"A checkpoint holds plain values, arrays and tensors, and no {type(value).__name__}: {value!r}.")
 
 
@@ -228,7 +228,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [_decode(entry, tensors) for entry in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(_TAG)
+    kind = value.get(TAG)
     if kind is None:
         return {key: _decode(entry, tensors) for key, entry in value.items()}
     if kind == "tuple":

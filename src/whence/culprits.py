@@ -118,12 +118,12 @@ def _list_not_finite(gradient: Gradient) -> list[str]:
 
 def _find_layer(problem: Problem) -> str | None:
     """Return the first layer, in the order of the forward pass, with an output that is not finite."""
-    found: list[str] = []
+    names: list[str] = []
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.is_floating_point() and not torch.isfinite(output).all():
-                found.append(name)
+                names.append(name)
 
         return hook
 
@@ -135,7 +135,7 @@ def _find_layer(problem: Problem) -> str | None:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return names[0] if names else None
 
 
 def first_broken_layer(policy: object, records: RecordBatch) -> str | None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from whence.errors import RunDirectoryError, WhenceError, first_line, suggest
 from whence.guards import write_atomically
 from whence.records import UNKNOWN, RecordBatch
+from whence.tensorfiles import CHANGED, parse_document, read_tensor_file
 from whence.trees import map_tree, named_leaves
 
 FORMAT, VERSION = "whence-nonfinite", "1"
@@ -24,15 +24,15 @@ OnNonFinite: TypeAlias = Literal["stop", "drop"]
 NOT_FINITE = "not finite: "
 """How the reason of a record begins that was dropped because a number of it is not finite."""
 
-_OWN = {
+_OWN_LABELS = {
     "observations": "observation",
     "actions": "action",
     "values": "value",
     "log_probs": "log-prob",
     "rewards": "reward",
 }
-_FOLLOWING = {"advantages": "advantage", "returns": "return"}
-_NUMBERS = {**_OWN, **_FOLLOWING}
+_FOLLOWING_LABELS = {"advantages": "advantage", "returns": "return"}
+_LABELS = {**_OWN_LABELS, **_FOLLOWING_LABELS}
 
 
 def check_on_nonfinite(on_nonfinite: str) -> OnNonFinite:
@@ -52,8 +52,7 @@ def make_unchecked(columns: Mapping[str, Any]) -> RecordBatch:
     Args:
         columns: the arguments of `RecordBatch`; columns as tensors.
     """
-
-    numbers = {name: columns[name] for name in _NUMBERS if columns.get(name) is not None}
+    numbers = {name: columns[name] for name in _LABELS if columns.get(name) is not None}
     batch = RecordBatch(**{**columns, **map_tree(torch.zeros_like, numbers)})
     return batch.with_columns(map_tree(torch.clone, numbers))
 
@@ -69,7 +68,7 @@ def find_faults(records: RecordBatch) -> list[str | None]:
         records: n records; see `make_unchecked`.
     """
     faults: list[str | None] = [None] * len(records)
-    for name, label in _NUMBERS.items():
+    for name, label in _LABELS.items():
         for _, column in named_leaves(records.columns.get(name, {})):
             if column.is_floating_point():
                 _mark(faults, ~torch.isfinite(column).reshape(len(records), -1).all(dim=1), label)
@@ -98,7 +97,7 @@ def describe_number(records: RecordBatch, position: int, fault: str) -> str:
             f"the value loss (return {float(records.returns[position]):.3g}, value "
             f"{float(records.values[position]):.3g}) overflows"
         )
-    name = next(name for name, label in _NUMBERS.items() if label == fault)
+    name = next(name for name, label in _LABELS.items() if label == fault)
     for leaf, column in named_leaves(records.columns[name], fault):
         numbers = column[position].reshape(-1)
         if column.is_floating_point() and not torch.isfinite(numbers).all():
@@ -113,8 +112,8 @@ def describe_record(records: RecordBatch, position: int) -> str:
         "episode": records.episode_ids,
         "step": records.steps,
     }
-    known = {name: int(column[position]) for name, column in places.items() if column is not None}
-    text = ", ".join(f"{name} {number}" for name, number in known.items() if number != UNKNOWN)
+    numbers = {name: int(column[position]) for name, column in places.items() if column is not None}
+    text = ", ".join(f"{name} {number}" for name, number in numbers.items() if number != UNKNOWN)
     return f"record {int(records.ids[position])}{f' ({text})' if text else ''}"
 
 
@@ -256,24 +255,27 @@ def load_nonfinite(path: str | Path) -> SavedMinibatch:
     Raises:
         RunDirectoryError: the file is missing, or this version cannot read it.
     """
-    try:
-        handle = safe_open(path, framework="pt")
-    except FileNotFoundError:
+    if not Path(path).exists():
         raise RunDirectoryError(
             f"{path} is not there. A training with a run directory writes such a file when it stops with NonFinite."
+        )
+    metadata, tensors = read_tensor_file(path, RunDirectoryError)
+    marks = metadata.get("format"), metadata.get("version")
+    if marks != (FORMAT, VERSION):
+        raise RunDirectoryError(
+            f"{path} is marked {marks[0]!r}, version {marks[1]!r}; a minibatch that is not finite ({FORMAT}, "
+            f"version {VERSION}) is needed."
+        )
+    about = parse_document(path, metadata.get("about", ""), RunDirectoryError)
+    try:
+        return _restore_minibatch(about, tensors)
+    except CHANGED as changed:
+        raise RunDirectoryError(
+            f"{path} holds what whence does not write ({first_line(changed)}). Restore the file."
         ) from None
-    except (SafetensorError, OSError) as broken:
-        raise RunDirectoryError(f"{path} cannot be read as safetensors: {broken}") from None
-    with handle as file:
-        metadata = file.metadata() or {}
-        marks = metadata.get("format"), metadata.get("version")
-        if marks != (FORMAT, VERSION):
-            raise RunDirectoryError(
-                f"{path} is marked {marks[0]!r}, version {marks[1]!r}; a minibatch that is not finite ({FORMAT}, "
-                f"version {VERSION}) is needed."
-            )
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    about = json.loads(metadata["about"])
+
+
+def _restore_minibatch(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SavedMinibatch:
     parts: dict[str, dict[str, Tensor]] = {"records": {}, "policy": {}}
     optimizer: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -284,12 +286,12 @@ def load_nonfinite(path: str | Path) -> SavedMinibatch:
         else:
             parts[kind][rest] = tensor
     return SavedMinibatch(
-        number=about["number"],
-        message=about["message"],
-        parameter=about["parameter"],
-        culprits=tuple(about["culprits"]),
+        number=int(about["number"]),
+        message=str(about["message"]),
+        parameter=None if about["parameter"] is None else str(about["parameter"]),
+        culprits=tuple(map(int, about["culprits"])),
         records=parts["records"],
         policy=parts["policy"],
         optimizer=optimizer,
-        settings=about["settings"],
+        settings=[dict(group) for group in about["settings"]],
     )

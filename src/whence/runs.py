@@ -30,7 +30,10 @@ from whence.tensorfiles import read_tensor_file
 POLICIES_EVERY = "policies_every"
 """The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
 
-_FOLDERS = "policies", "recordings", "nonfinite", "phases", "checkpoints", "model", "trl"
+_FOLDERS = (
+    *("policies", "recordings", "nonfinite", "phases", "checkpoints", "model", "trl"),
+    *("counterfactual", "interventions"),
+)
 """What a run may hold besides tables of rounds."""
 
 _ROUND = re.compile(r"round_([0-9]{5,18})")
@@ -113,7 +116,12 @@ class RunDirectory:
         path, checkpoint = Path(path), None
         if not overwrite and cls._holds_work(path):
             cls.open(path).check_same(config, but=may_change)
-            checkpoint = read_latest(path)
+            lock = WriterLock(path)  # from now on, no other process trains on from that checkpoint
+            try:
+                checkpoint = read_latest(path)
+            except RunDirectoryError:
+                lock.release()
+                raise
         if checkpoint is None:
             run = cls.create(path, config, versions=versions, overwrite=overwrite, shared=shared)
         else:
@@ -157,7 +165,7 @@ class RunDirectory:
             check_links(path)
         lock = WriterLock(path)
         try:
-            if holds_run:
+            if (path / "config.json").exists():  # perhaps of a process that had the lock until now
                 if not overwrite and cls._holds_work(path):
                     remedy = "" if list_checkpoints(path) else " and no checkpoint to go on from"
                     raise RunDirectoryError(
@@ -203,17 +211,26 @@ class RunDirectory:
         old.check_same(config, but=may_change)
         run = cls(old.path, to_plain_json(config), old.versions, old.notes)
         run._lock = WriterLock(old.path)
-        run._write_config()
-        for name in get_args(Table):
-            if not (table := run.table(name)).is_empty():
-                run._write(table.filter(pl.col("round") <= rounds), run.path / f"{name}.parquet")
-        remove_leftovers(run.path)
-        for file in run.path.glob("*/round_*"):
-            kept = rounds + (file.parent.name == "policies")  # the policy that collects the next round
-            if _round_number(file) > kept:
-                with explain_write_errors(file):
-                    file.unlink()
+        try:
+            run._write_config()
+            run._remove_after(rounds)
+        except RunDirectoryError:
+            run.release()
+            raise
         return run
+
+    def _remove_after(self, rounds: int) -> None:
+        """Delete what rounds after the first `rounds` wrote."""
+        for name in get_args(Table):
+            if not (table := self.table(name)).is_empty():
+                self._write(table.filter(pl.col("round") <= rounds), self.path / f"{name}.parquet")
+        remove_leftovers(self.path)
+        for folder in (*get_args(PerRound), *_FOLDERS):
+            last = rounds + (folder == "policies")  # the policy that collects the next round
+            for file in (self.path / folder).glob("round_*"):
+                if _round_number(file) > last:
+                    with explain_write_errors(file):
+                        file.unlink()
 
     def hold(self) -> None:
         """Take the directory's lock, unless it is held already.
@@ -388,7 +405,7 @@ def strip_addresses(text: str) -> str:
 def _remove_rounds(path: Path) -> None:
     """Delete everything that a run wrote except its configuration."""
     remove_leftovers(path)
+    for name in get_args(Table):  # first, since a run without metrics is never gone on with, if this is interrupted
+        (path / f"{name}.parquet").unlink(missing_ok=True)
     for name in (*get_args(PerRound), *_FOLDERS):
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in get_args(Table):
-        (path / f"{name}.parquet").unlink(missing_ok=True)

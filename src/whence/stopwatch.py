@@ -29,10 +29,17 @@ class Stopwatch:
 @contextmanager
 def time_stage(seconds: dict[str, dict[str, float]], stage: str) -> Iterator[None]:
     """Add the seconds of a stage to `seconds`, without those of the stages within it."""
-    before, watch = dict(seconds), Stopwatch()
+    before, watch = _sum_by_clock(seconds), Stopwatch()
     yield
-    total, inner = watch.seconds(), [clocks for name, clocks in seconds.items() if name not in before]
-    seconds[stage] = {clock: value - sum(clocks[clock] for clocks in inner) for clock, value in total.items()}
+    after, stage_before = _sum_by_clock(seconds), seconds.get(stage, {})
+    seconds[stage] = {
+        clock: stage_before.get(clock, 0.0) + value - (after[clock] - before[clock])
+        for clock, value in watch.seconds().items()
+    }
+
+
+def _sum_by_clock(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {clock: sum(clocks[clock] for clocks in seconds.values()) for clock in ("cpu", "wall")}
 
 
 def flatten_seconds(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -42,9 +42,9 @@ def check_field_names(config: Any, values: Any, *, but: Collection[str] = ()) ->
     """
     if not isinstance(values, Mapping):
         raise WhenceError(f"A run's configuration is {reprlib.repr(values)}; a table of settings is needed.")
-    known = [each.name for each in fields(config)]
-    if unknown := [name for name in values if name not in (*known, *but)]:
-        raise WhenceError(f"A run has no {unknown[0]!r}.{suggest(str(unknown[0]), known)}")
+    field_names = [each.name for each in fields(config)]
+    if unknown := [name for name in values if name not in (*field_names, *but)]:
+        raise WhenceError(f"A run has no {unknown[0]!r}.{suggest(str(unknown[0]), field_names)}")
     required = [each.name for each in fields(config) if each.default is MISSING and each.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         names = " and ".join(map(repr, missing))

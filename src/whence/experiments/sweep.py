@@ -62,8 +62,7 @@ def run_sweep(
         for planned in finished:
             watch.kept(planned)
             if not keep_runs and _discard_mark(planned.run_path(out)).exists():  # killed before it was discarded
-                with suppress(OSError):
-                    _discard(planned.run_path(out))
+                _discard(planned.run_path(out))
         for planned in todo:
             _remove_other_run(planned, out)
         failures = {}
@@ -92,25 +91,25 @@ def _find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
     Raises:
         RunDirectoryError: the results are of a run with other settings, or lack columns that the sweep asks for.
     """
-    stored = {group: _curve_files(out, group).read() for group in dict.fromkeys(planned.group for planned in runs)}
+    stored_runs = {group: _curve_files(out, group).read() for group in dict.fromkeys(planned.group for planned in runs)}
     finished = []
     for planned in runs:
-        kept = stored[planned.group].get((planned.label, planned.config.seed))
-        if kept is not None:
-            _check_same_run(planned, kept, _curve_files(out, planned.group).results)
+        stored_run = stored_runs[planned.group].get((planned.label, planned.config.seed))
+        if stored_run is not None:
+            _check_same_run(planned, stored_run, _curve_files(out, planned.group).results)
             finished.append(planned)
     return finished
 
 
-def _check_same_run(planned: Planned, kept: KeptRun, path: Path) -> None:
-    before, now = kept.config.to_json(), planned.config.to_json()
+def _check_same_run(planned: Planned, stored_run: KeptRun, path: Path) -> None:
+    before, now = stored_run.config.to_json(), planned.config.to_json()
     name = f"{planned.label}/seed_{planned.config.seed}"
     if others := [field for field in now if before[field] != now[field]]:
         raise RunDirectoryError(
             f"{name} in {path} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
             f"{now[others[0]]!r}. Choose another directory, or delete its line."
         )
-    if missing := [column for column in planned.metrics if column not in kept.tables["rounds"].columns]:
+    if missing := [column for column in planned.metrics if column not in stored_run.tables["rounds"].columns]:
         raise RunDirectoryError(
             f"{name} in {path} has no {missing[0]}, which the sweep's `metrics` ask for, and its run is gone. Delete "
             "its line to have the run made again, choose another directory, or leave the name out."
@@ -148,8 +147,10 @@ def _discard_mark(path: Path) -> Path:
 
 
 def _discard(path: Path) -> None:
-    _remove_run(path)
-    _discard_mark(path).unlink()
+    """Remove a run whose results are there; what the system refuses to remove is left to the next sweep."""
+    with suppress(OSError):
+        _remove_run(path)
+        _discard_mark(path).unlink()
 
 
 def _remove_run(path: Path) -> None:
@@ -176,14 +177,14 @@ def load_sweep(out: Path) -> Results:
     for group in sorted(path.stem for path in (out / "curves").glob("*.jsonl")):
         files = _curve_files(out, group)
         settings: dict[str, Any] = {}
-        for (label, seed), kept in files.read().items():
-            _check_label(files.results, label, kept.config)
-            if others := find_differences(settings, label, kept.config):
+        for (label, seed), stored_run in files.read().items():
+            _check_label(files.results, label, stored_run.config)
+            if others := find_differences(settings, label, stored_run.config):
                 raise RunDirectoryError(
                     f"{label}/seed_{seed} in {files.results} differs from other runs there in {', '.join(others)}, and "
                     "cannot be compared with them. Move the one or the others to another directory."
                 )
-            results.setdefault(group, {}).setdefault(label, {})[seed] = kept
+            results.setdefault(group, {}).setdefault(label, {})[seed] = stored_run
     if not results:
         raise RunDirectoryError(f"{out} holds no finished run of a sweep. Run whence sweep FILE --out {out}.")
     order = {arm: place for place, arm in enumerate(ARMS)}
@@ -215,7 +216,7 @@ def summarise_sweep(results: Results) -> dict[str, Any]:
     """
     return {
         group: summarise(
-            {label: {seed: kept.curve for seed, kept in runs.items()} for label, runs in labels.items()},
+            {label: {seed: stored_run.curve for seed, stored_run in runs.items()} for label, runs in labels.items()},
             standard=STANDARD,
         )
         for group, labels in results.items()

@@ -186,8 +186,8 @@ class RowGuard:
 
     def _find_scored(self, rows: RecordBatch) -> list[int]:
         """Return the ids of the rows that make the gradient of a target over all rows not finite."""
-        found = self._find_culprits(rows)
-        return [] if found.is_policy else [int(rows.ids[position]) for position in found.positions]
+        culprits = self._find_culprits(rows)
+        return [] if culprits.is_policy else [int(rows.ids[position]) for position in culprits.positions]
 
     def _find_culprits(self, batch: RecordBatch) -> Culprits:
         config = self._config

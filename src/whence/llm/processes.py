@@ -132,8 +132,8 @@ class Processes:
         generators = read_rng_state()
         # The generators of other GPUs are other processes'.
         generators["cuda"] = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
-        own = [{**state, "generators": generators}]
-        return own if self.number == 1 else gather_object(own)
+        states = [{**state, "generators": generators}]
+        return states if self.number == 1 else gather_object(states)
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Put this process's generators where they were, and return its part of what `gather_states` returned."""

@@ -364,6 +364,7 @@ class PPOTrainer:
         """Return all that training needs to go on after a round, for a checkpoint; call it in every process."""
         return {
             **read_model(self.model, self.optimizer.optimizer),
+            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
             "kl_coef": self.kl.coefficient,
             "queue": self._prompt_queue,
             "generator": self._generator.get_state(),
@@ -376,6 +377,8 @@ class PPOTrainer:
         content = checkpoint.content
         self.metrics = self._run.read_metrics(checkpoint.round)
         load_model(self.model, self.optimizer.optimizer, content)
+        if self.accelerator.scaler is not None and content.get("scaler") is not None:
+            self.accelerator.scaler.load_state_dict(content["scaler"])  # of gradients in float16
         self.kl.coefficient, self._prompt_queue = content["kl_coef"], list(content["queue"])
         self._generator.set_state(content["generator"])
         self._kinds_of_advice = set(content["advice"])

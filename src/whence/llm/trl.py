@@ -83,7 +83,7 @@ class _SelectingTrainer:
             self.add_callback(self._run)  # type: ignore[attr-defined]
         self._epochs_before = 0
         self.seconds: dict[str, dict[str, float]] = {}
-        drops = on_nonfinite == "drop"
+        drops = self._numbers.drops
         if type(self.rule) is not KeepAll or run is not None or drops:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
         if type(self.rule) is not KeepAll or drops:
@@ -155,7 +155,9 @@ class _SelectingTrainer:
     @property
     def _batches_done(self) -> int:
         """The number of generation batches trained on, including those before a resumption."""
-        return int(self.state.global_step // self.num_iterations)  # type: ignore[attr-defined]
+        args: Any = self.args  # type: ignore[attr-defined]
+        passes = int(self.state.global_step) * args.gradient_accumulation_steps  # type: ignore[attr-defined]
+        return int(passes // (args.steps_per_generation * args.num_iterations))
 
     def _make_rows(self, output: Mapping[str, Any]) -> RecordBatch:
         """Return the completions of all processes as rows.

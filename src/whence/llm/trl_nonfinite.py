@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.errors import NonFinite, first_line
-from whence.nonfinite import NOT_FINITE, check_on_nonfinite, measure_norms, nonfinite_path, save_nonfinite
+from whence.errors import NonFinite
+from whence.nonfinite import NOT_FINITE, check_on_nonfinite, measure_norms, nonfinite_path, try_saving
 from whence.records import RecordBatch
 from whence.selection import Selection
 
@@ -40,6 +40,11 @@ class BatchGuard:
         self._folder = None if folder is None else Path(folder)
         self.infinite: Tensor | None = None
 
+    @property
+    def drops(self) -> bool:
+        """Whether completions and gradients are left out."""
+        return self.on_nonfinite == "drop"
+
     def check_rewards(self, rewards: Tensor, names: Sequence[str], number: int, texts: Sequence[Any]) -> Tensor:
         """Return rewards in which all those of a completion with an infinite one are NaN, by which TRL leaves it out.
 
@@ -60,7 +65,7 @@ class BatchGuard:
         row, column = infinite.nonzero()[0].tolist()
         first = (number - 1) * len(rewards)
         text = f", {str(texts[row])[:80]!r}" if row < len(texts) == len(rewards) else ""
-        if self.on_nonfinite == "stop":
+        if not self.drops:
             raise NonFinite(
                 f"Round {number}: the reward {names[column]} is {float(rewards[row, column])} for completion {row}"
                 f"{text}, record {first + row}. No step was taken. Return a finite number, or None where the function "
@@ -104,7 +109,7 @@ class BatchGuard:
             p.grad = None
         size = len(inputs["completion_ids"])
         text = f"round {number}: the {where} on a minibatch of {size} completions"
-        if self.on_nonfinite == "drop":
+        if self.drops:
             log.warning("%s: its gradient is left out, with those accumulated before it in the step", text)
             return
         parameter = broken[0] if broken else None
@@ -114,38 +119,25 @@ class BatchGuard:
         )
         path, saved = None, "With run=... the minibatch is saved."
         if self._folder is not None:
-            path = nonfinite_path(self._folder, number)
-            try:
-                _save(path, message, number, model, optimizer, inputs, parameter)
-                saved = (
-                    f"The minibatch, trained parameters and optimiser are in {path}; whence.load_nonfinite reads it."
-                )
-            except Exception as refusal:  # a full disk must not hide what happened
-                saved, path = f"{path} could not be written: {first_line(refusal)}.", None
+            saved, path = try_saving(
+                nonfinite_path(self._folder, number),
+                "The minibatch, trained parameters and optimiser",
+                number=number,
+                message=message,
+                records=_make_records(inputs),
+                policy={name: p for name, p in model.named_parameters() if p.requires_grad},
+                optimizer=optimizer,
+                parameter=parameter,
+            )
         raise NonFinite(f"{message} {saved}", parameter=parameter, path=path)
 
 
-def _save(
-    path: Path,
-    message: str,
-    number: int,
-    model: Any,
-    optimizer: torch.optim.Optimizer | None,
-    inputs: Mapping[str, Any],
-    parameter: str | None,
-) -> None:
+def _make_records(inputs: Mapping[str, Any]) -> RecordBatch:
+    """Return a minibatch's completions as records, with its columns as observations."""
     ids = inputs["completion_ids"]
     columns = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
     tensors = {name: value for name, value in columns.items() if len(value) == len(ids)}
     zeros = torch.zeros(len(ids))
     # RecordBatch refuses numbers that are not finite, so the minibatch's own columns are put in unchecked.
     records = RecordBatch(observations=torch.zeros(len(ids), 1), actions=ids, log_probs=zeros, advantages=zeros)
-    save_nonfinite(
-        path,
-        number=number,
-        message=message,
-        records=records.with_columns({"observations": tensors}),
-        policy={name: p for name, p in model.named_parameters() if p.requires_grad},
-        optimizer=optimizer,
-        parameter=parameter,
-    )
+    return records.with_columns({"observations": tensors})

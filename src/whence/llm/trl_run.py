@@ -157,7 +157,8 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
             return
         done, description = state.global_step // self._steps, self._describe(-(-state.max_steps // self._steps))
         shared = Path(args.output_dir).resolve().is_relative_to(self._folder.resolve())
-        if done and (self._folder / "config.json").exists():
+        goes_on = done or (self._checkpoint is not None and not self._overwrite)  # also from within the first round
+        if goes_on and (self._folder / "config.json").exists():
             self._directory = RunDirectory.resume(self._folder, description, rounds=done, may_change=_MAY_CHANGE)
             log.warning("%s: going on after round %d of %d.", self._folder, done, description["rounds"])
             delete_later(args.output_dir, state.global_step)
@@ -179,8 +180,9 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
         """Complete a checkpoint that Transformers has written; one without an optimiser cannot be gone on from."""
         if args.save_only_model:
             return
-        own = [self._read_state()]
-        states = own if args.world_size == 1 else gather_object(own)  # all processes have written their files now
+        states = [self._read_state()]
+        if args.world_size > 1:
+            states = gather_object(states)  # all processes have written their files now
         if self._directory is not None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             seal_checkpoint(folder, self._directory.notes[_RUN_ID], {"processes": states})
@@ -268,6 +270,7 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
             "target": strip_addresses(target_name(trainer.target)),
             "objective": strip_addresses(repr(trainer.influence_objective)),
             "engine": trainer.influence_engine,
+            **({"on_nonfinite": "drop"} if trainer._numbers.drops else {}),
             "processes": trainer.accelerator.num_processes,
             "device": str(trainer.accelerator.device),
             "rounds": rounds,

@@ -1,12 +1,14 @@
 """The plain attributes of wrappers: read for a checkpoint, and set again in wrappers that were made alike."""
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-_PLAIN = bool, int, float, str, np.generic, type(None)
+from whence.checkpoints import TAG
+
+_PLAIN = bool, int, float, str, type(None)
 _PACKAGES = "stable_baselines3.", "gymnasium.", "sb3_contrib."
 _LEFT_ALONE = frozenset({"env", "venv", "envs", "spec", "metadata", "render_mode", "results_writer", "t_start"})
 
@@ -14,8 +16,8 @@ _LEFT_ALONE = frozenset({"env", "venv", "envs", "spec", "metadata", "render_mode
 def read_attributes(thing: Any) -> dict[str, Any]:
     """Return a wrapper's attributes of plain kinds, for a checkpoint: numbers, texts, arrays, generators.
 
-    Lists, tuples, dicts and deques of these are read, too, and so are the attributes of small objects of SB3 and
-    Gymnasium, such as running statistics. What is wrapped, spaces and other objects are left out.
+    Lists, tuples, dicts, counters and deques of these are read, too, and so are the attributes of small objects of SB3
+    and Gymnasium, such as running statistics. What is wrapped, spaces and other objects are left out.
     """
     attributes = {name: _read(value) for name, value in vars(thing).items() if name not in _LEFT_ALONE}
     return {name: entry for name, entry in attributes.items() if entry is not None}
@@ -30,10 +32,12 @@ def load_attributes(thing: Any, attributes: Mapping[str, Any]) -> None:
 
 def _read(value: Any) -> dict[str, Any] | None:
     """Return a value with its kind; None if it is of no plain kind."""
-    if _is_plain(value):
+    if is_plain(value):
         return {"plain": value}
     if isinstance(value, deque):
-        return {"deque": list(value), "maxlen": value.maxlen} if _is_plain(list(value)) else None
+        return {"deque": list(value), "maxlen": value.maxlen} if is_plain(list(value)) else None
+    if isinstance(value, Counter | defaultdict):
+        return {"counts": dict(value)} if _is_plain_dict(value) else None
     if isinstance(value, np.random.Generator):
         return {"generator": value.bit_generator.state}
     if _is_readable_object(value):
@@ -54,18 +58,26 @@ def _load(thing: Any, name: str, entry: Mapping[str, Any]) -> None:
         present.bit_generator.state = entry["generator"]
     elif "deque" in entry:
         setattr(thing, name, deque(entry["deque"], maxlen=entry["maxlen"]))
+    elif "counts" in entry:
+        present.clear()
+        present.update(entry["counts"])
     else:
         setattr(thing, name, entry["plain"])
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biuf"
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, Mapping):
-        return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
-    return isinstance(value, _PLAIN)
+def is_plain(value: Any) -> bool:
+    """Return whether a checkpoint holds a value and gives it back in the same type, which no subclass would be."""
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        return value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 and value.dtype.isnative
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return _is_plain_dict(value)
+    return type(value) in _PLAIN
+
+
+def _is_plain_dict(value: Mapping[Any, Any]) -> bool:
+    return all(type(key) is str and key != TAG for key in value) and all(map(is_plain, value.values()))
 
 
 def _is_readable_object(value: Any) -> bool:

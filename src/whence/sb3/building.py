@@ -20,8 +20,8 @@ from whence.selection import SelectionRule
 _ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO}
 
 _POLICIES: Mapping[str, Any] = {
-    known.__name__: known
-    for known in (
+    policy_class.__name__: policy_class
+    for policy_class in (
         *(policies.ActorCriticPolicy, policies.ActorCriticCnnPolicy, policies.MultiInputActorCriticPolicy),
         MaskableActorCriticPolicy,
     )
@@ -96,13 +96,13 @@ def _read_number(value: Any) -> Any:
     return float(value) if value in ("inf", "-inf", "nan") else value
 
 
-def _look_up(run: RunDirectory, what: str, name: object, known: Mapping[str, Any], remedy: str) -> Any:
-    if not isinstance(name, str) or name not in known:
+def _look_up(run: RunDirectory, what: str, name: object, classes: Mapping[str, Any], remedy: str) -> Any:
+    if not isinstance(name, str) or name not in classes:
         raise RunDirectoryError(
-            f"{run.path} was trained with the {what} {name!r}, which cannot be built by its name; {', '.join(known)} "
+            f"{run.path} was trained with the {what} {name!r}, which cannot be built by its name; {', '.join(classes)} "
             f"can. {remedy}"
         )
-    return known[name]
+    return classes[name]
 
 
 def _resolve(

@@ -334,13 +334,13 @@ class InfluenceCallback(BaseCallback):
         )
 
     def _count_skipped(self, current: RoundResult) -> None:
-        kept = int(current.selection.keep.sum())
-        if kept < 2 and self.strict:
+        count = int(current.selection.keep.sum())
+        if count < 2 and self.strict:
             raise WhenceError(
-                f"Round {current.number} keeps {kept} of {len(current.records)} records, and training needs two. Drop "
+                f"Round {current.number} keeps {count} of {len(current.records)} records, and training needs two. Drop "
                 "less, or pass strict=False to skip such rounds."
             )
-        self.skipped_rounds += kept < 2
+        self.skipped_rounds += count < 2
 
     def _train_round(self, train: Callable[[], None]) -> None:
         """Train on the round's selection, unless it keeps fewer than two records."""

@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
 from whence.sb3.attributes import load_attributes, read_attributes
@@ -31,8 +32,9 @@ def explain_inexact(env: VecEnv) -> str | None:
             f"a {type(base).__name__} does not say how its episodes began. Wrap each environment in "
             "whence.sb3.RecordResets where it is made, if it is made by Gymnasium"
         )
-    if not isinstance(base, DummyVecEnv):
-        return None
+    if not isinstance(base, DummyVecEnv):  # in other processes, which can say of which classes their wrappers are
+        kinds = NormalizeObservation, NormalizeReward
+        return next((_explain_statistics(kind) for kind in kinds if any(base.env_is_wrapped(kind))), None)
     for single in base.envs:
         if reuses_world(single.unwrapped) and not any(_renews(each) for each in _iterate_wrappers(single)):
             return (
@@ -46,11 +48,15 @@ def explain_inexact(env: VecEnv) -> str | None:
                     "self.np_random, the environment's"
                 )
             if any(hasattr(part, name) for name in ("obs_rms", "return_rms")):
-                return (
-                    f"{type(part).__name__} keeps statistics from episode to episode inside an environment. Use SB3's "
-                    "VecNormalize around all of them"
-                )
+                return _explain_statistics(type(part))
     return None
+
+
+def _explain_statistics(kind: type) -> str:
+    return (
+        f"{kind.__name__} keeps statistics from episode to episode inside an environment. Use SB3's VecNormalize "
+        "around all of them"
+    )
 
 
 def read_environments(env: VecEnv, tracker: ResetTracker) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from whence.guards import load_rng_state, read_rng_state
+from whence.sb3.attributes import is_plain
 from whence.sb3.state import load_tensors, named_tensors
 from whence.sb3.steering import load_steering, read_steering
 
@@ -59,5 +59,4 @@ def load_model(model: Any, content: Mapping[str, Any]) -> None:
 
 def _to_plain_dict(episode: Mapping[str, Any]) -> dict[str, Any]:
     """Return an episode's statistics, with text in place of what a checkpoint does not hold."""
-    kinds = bool, int, float, str, np.generic, np.ndarray, type(None)
-    return {str(name): value if isinstance(value, kinds) else str(value) for name, value in episode.items()}
+    return {str(name): value if is_plain(value) else str(value) for name, value in episode.items()}

@@ -202,9 +202,9 @@ class NumberGuard:
         if error.record_ids:
             return torch.isin(records.ids, torch.tensor(error.record_ids))
         objective = model_objective(self._model)
-        found = find_culprits(self._model.policy, objective.prepare(records), objective)
+        culprits = find_culprits(self._model.policy, objective.prepare(records), objective)
         mask = torch.zeros(len(records), dtype=torch.bool)
-        mask[list(found.positions)] = not found.is_policy
+        mask[list(culprits.positions)] = not culprits.is_policy
         return mask
 
     def add_dropped(self, table: pl.DataFrame) -> pl.DataFrame:
@@ -276,13 +276,15 @@ class NumberGuard:
 
         Advantages are computed backwards. So if only they are wrong, or the loss, it is the latest.
         """
-        own = [position for position, fault in enumerate(faults) if fault not in (None, "advantage", "return", "loss")]
-        if not own:
+        origins = [
+            position for position, fault in enumerate(faults) if fault not in (None, "advantage", "return", "loss")
+        ]
+        if not origins:
             return max((p for p, fault in enumerate(faults) if fault is not None), key=lambda p: int(records.ids[p]))
         sources = self._reward_sources
         if sources and records.env_index is not None:  # VecNormalize spreads a reward over the environments
-            own = [p for p in own if faults[p] != "reward" or int(records.env_index[p]) in sources] or own
-        return min(own, key=lambda p: int(records.ids[p]))
+            origins = [p for p in origins if faults[p] != "reward" or int(records.env_index[p]) in sources] or origins
+        return min(origins, key=lambda p: int(records.ids[p]))
 
     def _explain_score(self, records: RecordBatch, culprits: Bool[Tensor, " n"], error: NonFinite) -> NonFinite:
         first = ""

@@ -3,7 +3,7 @@
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -62,18 +62,16 @@ def select_code(module: ast.Module, name: str) -> list[str]:
     """
     body = [_strip_docstrings(statement) for statement in module.body if not _is_script(statement)]
     statements = [part for statement in body for part in _split_import(statement)]
+    uses = _list_uses(statements)
+    touched = [_touched_names(statement) | _reached_names(statement, uses) for statement in statements]
     needed, chosen = {name}, set[int]()
-    if not any(name in _touched_names(statement) for statement in statements):
+    if not any(name in names for names in touched):
         needed.add("globals")
     while True:
         if needed & _REACH_ANYTHING:
             chosen = set(range(len(statements)))
             break
-        new = {
-            place
-            for place, statement in enumerate(statements)
-            if place not in chosen and not needed.isdisjoint(_touched_names(statement))
-        }
+        new = {place for place, names in enumerate(touched) if place not in chosen and not needed.isdisjoint(names)}
         if not new:
             break
         chosen |= new
@@ -123,6 +121,34 @@ def _list_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield (node.asname or node.name).partition(".")[0]
         elif isinstance(node, ast.Global):
             yield from node.names
+
+
+def _list_uses(statements: Iterable[ast.stmt]) -> dict[str, set[str]]:
+    """Return the names that a file defines, without imported ones, each with the names that its function uses."""
+    uses: dict[str, set[str]] = {}
+    for statement in statements:
+        if isinstance(statement, _Definition):
+            uses[statement.name] = _names(statement)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            uses |= {name: set() for target in targets for name in _names(target)}
+    return uses
+
+
+def _reached_names(statement: ast.stmt, uses: Mapping[str, set[str]]) -> set[str]:
+    """Return the file's names that a decorator, or a call whose value is not kept, may change by the file's functions.
+
+    So does a decorator that enters functions into a table.
+    """
+    if isinstance(statement, _Definition):
+        pending = {name for decorator in statement.decorator_list for name in _names(decorator)}
+    else:
+        pending = set() if isinstance(statement, ast.Assign | ast.AnnAssign) else _names(statement)
+    reached: set[str] = set()
+    while pending := (pending & uses.keys()) - reached:
+        reached |= pending
+        pending = {name for user in pending for name in uses[user]}
+    return reached
 
 
 def _touched_names(statement: ast.stmt) -> set[str]:

@@ -67,6 +67,7 @@ def run(
     env = make_training_env(config)
     on_gymnasium = config.eval_episodes and config.evaluate_with == "gymnasium"
     test_env = make_evaluation_env(config, config.eval_episodes) if on_gymnasium else None
+    directory: RunDirectory | None = None
     try:
         model = make_model(config, env, tensorboard=tensorboard)
         description = config.to_json() | {EFFECTIVE: describe_effective(model)}
@@ -90,6 +91,8 @@ def run(
         )
         evaluation.evaluate()  # last of all, since a run with its last evaluation counts as finished
     finally:
+        if directory is not None:
+            directory.release()
         env.close()
         if test_env is not None:
             test_env.close()

@@ -91,7 +91,7 @@ def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: di
     for callback in (None, InfluenceCallback(KeepAll()), InfluenceCallback(ScoreAndKeepAll())):
         evaluation = evaluating(algorithm, **kwargs)
         toy = model(algorithm, **kwargs)
-        for rounds in (3, 2):
+        for rounds in (2, 1):
             steps = rounds * toy.n_steps * toy.n_envs
             toy.learn(steps, callback=CallbackList([evaluation, *([callback] if callback else [])]))
         assert evaluation.n_calls > 0

@@ -35,6 +35,9 @@ COMMANDS = {name: load_command(name, home) for name, home in TOP_COMMANDS.items(
 LARGE = ("EleutherAI", "rho-math", "models/rho-gsm8k")
 """Models of commands that need the Hub; tests/test_recipes.py runs those on small models."""
 
+STEPS = 64
+"""Of an environment in a round, for the commands; rounds of the pages have 2048 records."""
+
 
 def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], flags=re.DOTALL | re.MULTILINE)
@@ -69,14 +72,18 @@ def shorten(name, arguments):
     if name == "train":
         line = re.sub(r"--rounds \d+", "--rounds 5", line).replace("--timesteps 500000", "--timesteps 512")
         line = line.replace("LunarLander-v3", "CartPole-v1")
-        is_asked_for_record = re.search(r"runs/(lake|lander|plain)\b", line)  # of round 5, by its id
-        line += " --n-epochs 1" + ("" if is_asked_for_record or "n_steps" in line else " --n-steps 64")
-        line += (
-            "" if re.search("--rounds|--timesteps", line) else " --rounds 5" if is_asked_for_record else " --rounds 1"
-        )
+        is_asked_for_round = re.search(r"runs/(lake|lander|plain)\b", line)  # 5
+        line += " --n-epochs 1" + ("" if "n_steps" in line else f" --n-steps {STEPS}")
+        line += "" if re.search("--rounds|--timesteps", line) else f" --rounds {5 if is_asked_for_round else 1}"
         line += " --eval-episodes 2" if "--eval-episodes" in line else ""
+    elif name == "attribute":
+        line = re.sub(
+            r"(?<=--round 5 --target action --record )\d+", lambda id: str(int(id[0]) - 4 * (2048 - STEPS)), line
+        )
     elif name == "compare":
-        line += " --arms ppo,iif --seeds 1 --rounds 1 --eval-episodes 2 --workers 1 --set hyperparameters.n_steps=64"
+        line += (
+            f" --arms ppo,iif --seeds 1 --rounds 1 --eval-episodes 2 --workers 1 --set hyperparameters.n_steps={STEPS}"
+        )
     elif name == "counterfactual":
         line += " --subsets 3 --orders 2 --draws 1" + (" --test-episodes 2" if "--test-episodes" in line else "")
     elif name == "intervene":

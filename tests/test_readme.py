@@ -1,9 +1,11 @@
 """What the README shows is what runs."""
 
 import re
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
+from stable_baselines3 import PPO
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -16,6 +18,8 @@ def blocks(language: str) -> list[str]:
 def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     (block,) = blocks("python")
     monkeypatch.chdir(tmp_path)
+    # Ten epochs of each round would show nothing more.
+    monkeypatch.setattr(PPO, "__init__", partialmethod(PPO.__init__, n_epochs=1))
     names: dict[str, object] = {}
     exec(compile(block, "README.md", "exec"), names)
     assert "record_id" in capsys.readouterr().out

@@ -397,7 +397,8 @@ STAGES = {
 DRIVER = """
 import importlib, json, os, signal, sys
 
-import whence.experiments.rl.training, whence.report  # once, for all the runs below
+# Once, for all the runs below: an optimiser's first step imports PyTorch's compiler.
+import torch._dynamo, whence.cli.train, whence.experiments.rl.training, whence.report
 from whence.cli import main
 
 def stop_at_second_call(module, owner, name, number):

@@ -13,8 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*command: object, cwd: Path) -> str:
-    # The environment of the test run must not leak in.
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    # The environment of the test run must not leak in; and what one command compiles, the next one reads.
+    leaking = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
+    clean = {name: value for name, value in os.environ.items() if name not in leaking}
     process = subprocess.run([str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout

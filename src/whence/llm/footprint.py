@@ -4,7 +4,7 @@ Models are made on the meta device and run on tensors that have shapes and no nu
 measured within seconds, by its own code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from whence.engines.memory import measure_bytes
 from whence.errors import Unsupported, first_line
@@ -100,11 +101,11 @@ def measure_generating_pass(model: Any, shape: BatchShape, autocast: torch.dtype
                 model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=True, **last)
             )
 
-    trace = _trace_bytes(model, BatchShape(shape.rows, shape.prompt, 0), run)
+    trace, _ = _trace(model, BatchShape(shape.rows, shape.prompt, 0), run)
     # After the pass there remain its logits, and keys and values, which grow with every token.
     growth = (trace[-1] - outputs[0].logits.nbytes) * shape.response / shape.prompt
     # Drawing token by token computes as many tokens and logits as reading the whole.
-    return Pass(max(trace) + round(growth), _count_flops(model, shape, _make_reading_run(model, autocast)))
+    return Pass(max(trace) + round(growth), measure_reading_pass(model, shape, autocast).flops)
 
 
 def _autocast(dtype: torch.dtype | None) -> Any:
@@ -112,20 +113,34 @@ def _autocast(dtype: torch.dtype | None) -> Any:
 
 
 def _measure(model: Any, shape: BatchShape, run: _Run) -> Pass:
-    return Pass(max(_trace_bytes(model, shape, run), default=0), _count_flops(model, shape, run))
+    trace, flops = _trace(model, shape, run)
+    return Pass(max(trace, default=0), flops)
 
 
-def _trace_bytes(model: Any, shape: BatchShape, run: _Run) -> list[int]:
-    """Run a pass on inputs without numbers; return the bytes in tensors after each allocation and release."""
+def _trace(model: Any, shape: BatchShape, run: _Run) -> tuple[list[int], float]:
+    """Run a pass on inputs without numbers; return the bytes after each allocation and release, and the operations."""
+    counter = _FlopCounter()
     with _make_inputs(model, shape) as inputs:
-        return measure_bytes(lambda: run(inputs))
+
+        def count() -> None:
+            with counter:
+                run(inputs)
+
+        return measure_bytes(count), float(counter.total)
 
 
-def _count_flops(model: Any, shape: BatchShape, run: _Run) -> float:
-    """Run a pass on inputs without numbers; return its operations. The counter keeps tensors, so bytes are apart."""
-    with _make_inputs(model, shape) as inputs, FlopCounterMode(display=False) as counter:
-        run(inputs)
-    return float(counter.get_total_flops())
+class _FlopCounter(TorchDispatchMode):
+    """Counts operations as PyTorch's `FlopCounterMode` does, which keeps tensors: bytes would take a second pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=output)
+        return output
 
 
 @contextmanager

@@ -177,16 +177,16 @@ def _seed_statistics(table: pl.DataFrame, column: str) -> Iterator[tuple[str, pl
 def make_figure(y_title: str) -> go.Figure:
     """Return an empty figure over rounds, with the title of its vertical axis."""
     axis: dict[str, Any] = {"automargin": True, "zeroline": False, "hoverformat": ".4~g"}
-    layout = go.Layout(
-        template="plotly_white",
-        height=_HEIGHT,
-        margin={"l": 56, "r": 12, "t": 12, "b": 44},
-        yaxis={**axis, "title": {"text": y_title, "standoff": 10}},
-        xaxis={**axis, "title": {"text": "round", "standoff": 8}},
+    layout = {  # no go.Layout, whose template the figure would copy
+        "template": "plotly_white",
+        "height": _HEIGHT,
+        "margin": {"l": 56, "r": 12, "t": 12, "b": 44},
+        "yaxis": {**axis, "title": {"text": y_title, "standoff": 10}},
+        "xaxis": {**axis, "title": {"text": "round", "standoff": 8}},
         # Above the plot; the margin grows with the rows of the legend.
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        hovermode="x unified",
-    )
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "hovermode": "x unified",
+    }
     return go.Figure(layout=layout)
 
 

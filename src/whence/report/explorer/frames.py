@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def encode_frames(
     for frame in frames:
         image = _shrink(frame, width)
         size = image.size
-        images.append(_as_uri(_encode_smallest(image, quality)))
+        images.append(_encode_smallest(image.tobytes(), size, quality))
     return images, *size
 
 
@@ -63,8 +64,13 @@ def _shrink(frame: NDArray[np.uint8], width: int) -> Any:
     return image
 
 
-def _encode_smallest(image: Any, quality: int) -> bytes:
-    return min(_encode(image, lossless=True, quality=40), _encode(image, lossless=False, quality=quality), key=len)
+@lru_cache(maxsize=64)  # moments overlap, and in a small world the same frames come again and again
+def _encode_smallest(pixels: bytes, size: tuple[int, int], quality: int) -> str:
+    from PIL import Image
+
+    image = Image.frombytes("RGB", size, pixels)
+    encodings = _encode(image, lossless=True, quality=40), _encode(image, lossless=False, quality=quality)
+    return _as_uri(min(encodings, key=len))
 
 
 def _encode(image: Any, *, lossless: bool, quality: int) -> bytes:

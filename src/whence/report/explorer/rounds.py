@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from whence.errors import WhenceError, first_line
+from whence.errors import RunDirectoryError, WhenceError, first_line
 from whence.influence import is_significant
 from whence.moments import Moment, find_moments, group_scores, read_axes
 from whence.report.explorer import opening, parts
@@ -169,10 +169,18 @@ def changes_of(run: ExploredRun, number: int) -> pl.DataFrame:
         WhenceError: the policies are not there or cannot be built again.
     """
     files = [run.directory.policy_path(each) for each in (number, number + 1)]
-    table: pl.DataFrame = run.remember(
-        ("changes", number), files, lambda: parts.compare_policies(run.directory, number, env=run.env)
-    )
+    table: pl.DataFrame | str = run.remember(("changes", number), files, lambda: _compare_or_refuse(run, number))
+    if isinstance(table, str):
+        raise RunDirectoryError(table)
     return table
+
+
+def _compare_or_refuse(run: ExploredRun, number: int) -> pl.DataFrame | str:
+    """Return what a round changed, or why that is not known, to be remembered: each record's details need it."""
+    try:
+        return parts.compare_policies(run.directory, number, env=run.env)
+    except WhenceError as refusal:
+        return str(refusal)
 
 
 def _build_groups(run: ExploredRun, records: Round) -> dict[str, list[dict[str, Any]]]:

@@ -44,17 +44,17 @@ def test_learns(ppo: Any, selection: bool) -> None:
 
 
 def test_selection_with_nothing_dropped_is_no_selection(ppo: Any) -> None:
-    without = ppo.train(rounds=4, selection=False)
+    without = ppo.train(rounds=3, selection=False)
     # Of at most 1,024 records, so small a share is not one.
-    assert ppo.train(rounds=4, drop=1e-6) == without
-    assert ppo.train(rounds=4, drop=0.5) != without
+    assert ppo.train(rounds=3, drop=1e-6) == without
+    assert ppo.train(rounds=3, drop=0.5) != without
 
 
 @pytest.mark.parametrize("selection", [False, True])
 def test_the_seed_decides_everything(ppo: Any, selection: bool) -> None:
-    one = ppo.train(rounds=3, selection=selection, seed=3)
-    assert ppo.train(rounds=3, selection=selection, seed=3) == one
-    assert ppo.train(rounds=3, selection=selection, seed=4) != one
+    one = ppo.train(rounds=2, selection=selection, seed=3)
+    assert ppo.train(rounds=2, selection=selection, seed=3) == one
+    assert ppo.train(rounds=2, selection=selection, seed=4) != one
 
 
 def test_minibatches_with_too_few_records_are_left_out(ppo: Any) -> None:

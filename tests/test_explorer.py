@@ -15,7 +15,7 @@ from whence.report import write_run_report
 from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, file, query_records, responses
 from whence.report.explorer import detail as details
 from whence.report.explorer.frames import BEFORE, WIDTH, choose_steps, encode_frames
-from whence.report.explorer.rounds import ROWS, build_strip, order_strip
+from whence.report.explorer.rounds import ROWS, build_strip, changes_of, order_strip
 from whence.report.explorer.trust import describe_trust
 from whence.runs import RunDirectory
 from whence.sb3.episode_replay import EpisodeReplay
@@ -186,6 +186,19 @@ class TestRound:
             *("group", "records", "mean", "error", "share_negative", "dropped_share")
         }
 
+    def test_policies_that_cannot_be_compared_are_not_compared_for_each_record(self, lake, monkeypatch):
+        calls = []
+
+        def refuse(run, number, env):
+            calls.append(number)
+            raise WhenceError("no such environment")
+
+        monkeypatch.setattr("whence.report.explorer.parts.compare_policies", refuse)
+        for _ in range(2):
+            with pytest.raises(RunDirectoryError, match=r"^no such environment$"):
+                changes_of(lake, 1)
+        assert calls == [1]
+
     def test_a_state_that_changed_is_listed_once(self, lake, monkeypatch):
         numbers = {"divergence": [0.3, 0.3000001, 0.2], "value_before": [1.0, 1.0, 1.0], "value_after": [2.0, 2.0, 2.0]}
         changes = pl.DataFrame(
@@ -353,6 +366,15 @@ class TestFrames:
         import io
 
         assert Image.open(io.BytesIO(data)).size == (WIDTH, 200)
+
+    def test_the_same_frame_may_be_wanted_smaller(self):
+        frame = np.random.default_rng(0).integers(0, 255, (200, 300, 3), dtype=np.uint8)
+        (one, again), *_ = encode_frames([frame, frame])
+        (poorer,), *_ = encode_frames([frame], quality=20)
+        (narrower,), *size = encode_frames([frame], width=150, quality=20)
+        assert one == again
+        assert len(narrower) < len(poorer) < len(one)
+        assert size == [150, 100]
 
     def test_each_episode_is_replayed_once_for_all_its_moments(self, tmp_path, monkeypatch):
         scores = np.zeros(60, dtype=np.float32)

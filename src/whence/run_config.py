@@ -1,6 +1,7 @@
 """The config.json of run directories: read, and compared."""
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,8 @@ def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str
         nested = isinstance(value, Mapping) and value
         flat |= _flatten_settings(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
+
+
+def strip_addresses(text: str) -> str:
+    """Return an object's text without memory addresses, which differ from run to run."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)

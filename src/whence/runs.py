@@ -397,11 +397,6 @@ def _round_number(file: Path) -> int:
     return int(match[1]) if match and match[0] == f"round_{int(match[1]):05d}" else -1
 
 
-def strip_addresses(text: str) -> str:
-    """Return an object's text without memory addresses, which differ from run to run."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
-
-
 def _remove_rounds(path: Path) -> None:
     """Delete everything that a run wrote except its configuration."""
     remove_leftovers(path)

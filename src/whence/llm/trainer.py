@@ -37,7 +37,7 @@ from whence.llm.training_run import TrainingRun
 from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
-from whence.runs import strip_addresses
+from whence.run_config import strip_addresses
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import time_stage
 from whence.targets import Target, as_target, target_name

@@ -19,7 +19,8 @@ from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.runs import RunDirectory, strip_addresses
+from whence.run_config import strip_addresses
+from whence.runs import RunDirectory
 from whence.sb3.buffer import Last, check_last, check_model, select_from
 from whence.sb3.episodes import Ongoing
 from whence.sb3.moment_log import check_can_draw, log_moments

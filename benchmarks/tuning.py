@@ -1,0 +1,200 @@
+"""How long should a step have been? Recorded rounds are trained on half of their episodes, judged by the other half.
+
+Run: `python -m benchmarks.tuning RUN [--orders 2]` on a run directory with recorded rounds (`whence train
+--record-rounds`). Each round is trained on one half of its episodes under each candidate: the settings of the run, or
+fewer or more epochs. Then the policy moves along that update by a factor s, and the other half judges it by the
+pessimistic surrogate mean(min(rho A, clip(rho, 1/2, 2) A)); A are the advantages less their mean, over their deviation
+in the whole rollout. The gain is that less the one before the update. Means are over both halves, orders and rounds;
+intervals by 5,000 bootstraps of the rounds.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import polars as pl
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.markdown import cell, table
+from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
+from whence.crossfitting import assign_folds
+from whence.experiments import load_recording
+from whence.guards import eval_mode, preserve_rng_state
+from whence.policies import find_acting_parameters
+from whence.records import RecordBatch
+from whence.rounds import RoundRecording
+from whence.rounds.replay import open_round
+from whence.runs import RunDirectory
+
+SCALES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+LOW, HIGH = 0.5, 2.0
+"""The ratios beyond which the judge no longer credits a gain."""
+
+REPEATS = 5000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings to train a round with; None: as recorded."""
+
+    name: str
+    n_epochs: int | None = None
+    batch_size: int | None = None
+
+
+AS_RECORDED = Candidate("as recorded")
+
+
+def train_halves(
+    policy: Any, recording: RoundRecording, candidate: Candidate, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Train a round on each half of its episodes.
+
+    Returns:
+        The parameters, each (2, ...), and the half of each record, (n,).
+    """
+    half = assign_folds(recording.records, 2)
+    kept = torch.stack([half == 0, half == 1])
+    update = replace(
+        recording.update,
+        n_epochs=candidate.n_epochs or recording.update.n_epochs,
+        batch_size=candidate.batch_size or read_batch_size(recording),
+    )
+    changed = replace(recording, update=update)
+    orders = reshuffle(kept, read_batch_size(changed), update.n_epochs, generator)
+    return retrain(policy, changed, kept, orders=orders), half
+
+
+def judge(log_ratio: Tensor, advantages: Tensor) -> tuple[float, float, float]:
+    """Return the pessimistic surrogate, the plain one, and the divergence.
+
+    Args:
+        log_ratio: (k,) of records, from the policy that collected them.
+        advantages: (k,) centred and scaled.
+    """
+    ratio = log_ratio.exp()
+    pessimistic = torch.minimum(ratio * advantages, ratio.clamp(LOW, HIGH) * advantages).mean()
+    return float(pessimistic), float((ratio * advantages).mean()), float((ratio - 1 - log_ratio).mean())
+
+
+def measure_round(
+    policy: Any,
+    recording: RoundRecording,
+    candidates: Sequence[Candidate] = (AS_RECORDED,),
+    *,
+    scales: Sequence[float] = SCALES,
+    orders: int = 1,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Return a row for each candidate, scale, half and order: `gain`, `plain` (by the unclipped judge) and `kl`."""
+    round = open_round(policy, recording)
+    records = round.records
+    advantages = records.advantages.double()
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    start = round.unflatten(round.start.params)
+    acting = find_acting_parameters(round.view, records)
+    rows = []
+    generator = torch.Generator().manual_seed(seed)
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.no_grad():
+        for order in range(orders):
+            for candidate in candidates:
+                trained, half = train_halves(policy, recording, candidate, generator)
+                for trainee in (0, 1):
+                    judges = half != trainee
+                    before = judge(torch.zeros(int(judges.sum())), advantages[judges])
+                    for scale in scales:
+                        moved = {n: start[n] + scale * (trained[n][trainee] - start[n]) for n in acting}
+                        log_ratio = _read_log_ratio(round, {**start, **moved}, records.take(judges))
+                        after = judge(log_ratio, advantages[judges])
+                        rows.append(
+                            {
+                                **{"round": recording.number, "order": order, "half": trainee, "scale": scale},
+                                **{"candidate": candidate.name, "gain": after[0] - before[0]},
+                                **{"plain": after[1] - before[1], "kl": after[2]},
+                            }
+                        )
+    return rows
+
+
+def _read_log_ratio(round: Any, params: Any, records: RecordBatch) -> Tensor:
+    log_probs = round.view(params, round.view.prepare(records)).log_prob.cpu().double()
+    return log_probs - records.log_probs.cpu().double()  # type: ignore[no-any-return]
+
+
+def summarise(rows: Iterable[dict[str, Any]], name: str = "gain") -> pl.DataFrame:
+    """Return each candidate's and scale's mean over rounds with its interval, and the mean divergence."""
+    by_round = (
+        pl.DataFrame(list(rows))
+        .group_by("candidate", "scale", "round", maintain_order=True)
+        .agg(pl.col(name, "kl").mean())
+    )
+    lines = []
+    for (candidate, scale), part in by_round.group_by("candidate", "scale", maintain_order=True):
+        low, high = _bootstrap(part[name].to_numpy())
+        lines.append(
+            {
+                "candidate": candidate,
+                "scale": scale,
+                "mean": part[name].mean(),
+                "low": low,
+                "high": high,
+                "kl": part["kl"].mean(),
+            }
+        )
+    return pl.DataFrame(lines)
+
+
+def _bootstrap(values: Any) -> tuple[float, float]:
+    rng = np.random.default_rng(0)
+    means = values[rng.integers(len(values), size=(REPEATS, len(values)))].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def recommend_scale(rows: Sequence[dict[str, Any]], candidate: str = AS_RECORDED.name) -> float | None:
+    """Return the factor by which steps should have been longer; 1 if none is measurably better; None: cannot tell.
+
+    It cannot be told if no factor gains anything measurably.
+    """
+    trials = pl.DataFrame(list(rows)).filter(pl.col("candidate") == candidate)
+    by_round = trials.group_by("round", "scale").agg(pl.col("gain").mean()).pivot("scale", index="round", values="gain")
+    gains = {scale: by_round[str(scale)].to_numpy() for scale in trials["scale"].unique().sort()}
+    best = max(gains, key=lambda scale: gains[scale].mean())
+    if _bootstrap(gains[best])[0] <= 0:
+        return None
+    if best == 1 or _bootstrap(gains[best] - gains[1.0])[0] <= 0:
+        return 1.0
+    return float(best)
+
+
+def main(
+    run: Annotated[Path, typer.Argument(help="A run directory with recorded rounds.")],
+    orders: Annotated[int, typer.Option(help="Trainings of each half.")] = 1,
+) -> None:
+    """Print how long the steps of a run's recorded rounds should have been."""
+    directory = RunDirectory.open(run)
+    rows: list[dict[str, Any]] = []
+    for number in directory.recorded_rounds():
+        model, recording = load_recording(directory, number)
+        epochs = recording.update.n_epochs
+        candidates = [AS_RECORDED, *(Candidate(f"{n} epochs", n_epochs=n) for n in (max(1, epochs // 2), 2 * epochs))]
+        rows += measure_round(model.policy, recording, candidates, orders=orders, seed=number)
+        print(f"round {number} done", flush=True)
+    summary = summarise(rows)
+    head = ["candidate", "step times", "gain", "KL"]
+    lines = [[r["candidate"], f"{r['scale']:g}", cell(r), f"{r['kl']:.4f}"] for r in summary.to_dicts()]
+    print(table([head, *lines]))
+    factor = recommend_scale(rows)
+    print(
+        "Cannot tell: no step gains measurably."
+        if factor is None
+        else f"Steps should have been {factor:g} times as long."
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,104 @@
+"""The judge of steps, on a bandit whose best step follows on paper."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.tuning import AS_RECORDED, SCALES, judge, measure_round, recommend_scale, summarise
+
+from toys import Softmax, softmax_view
+from whence import RecordBatch
+from whence.rounds import OptimizerState, RoundRecording, Update
+
+SHARE = 0.2
+"""How probable the good action is before the round."""
+
+FULL = Update(
+    algorithm="ppo", clip_range=10.0, clip_range_vf=None, normalize_advantage=True, ent_coef=0.0, vf_coef=0.0,
+    max_grad_norm=math.inf, target_kl=None, n_epochs=1, batch_size=None,
+)  # fmt: skip
+
+
+def logits() -> torch.Tensor:
+    return torch.tensor([math.log(SHARE), math.log(1 - SHARE)])
+
+
+def bandit(learning_rate: float, number: int = 1, shuffled: int | None = None) -> tuple[object, RoundRecording]:
+    """Return one full-batch step: a good action whose advantage is +5 or -3, a bad one whose is 0; halves are equal."""
+    n = 400
+    actions = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 1, 1] * (n // 10)).repeat_interleave(2)
+    advantages = torch.tensor([5.0, -3.0, *[0.0] * 8] * (n // 10)).repeat_interleave(2)
+    if shuffled is not None:
+        advantages = advantages[torch.randperm(2 * n, generator=torch.Generator().manual_seed(shuffled))]
+    log_probs = logits().log_softmax(-1)[actions]
+    records = RecordBatch(
+        observations=torch.ones(2 * n), actions=actions, log_probs=log_probs, advantages=advantages,
+        values=torch.zeros(2 * n), returns=torch.zeros(2 * n), episode_ids=torch.arange(2 * n),
+        episode_starts=torch.ones(2 * n, dtype=torch.bool), env_index=torch.zeros(2 * n, dtype=torch.long),
+        record_ids=torch.arange(2 * n),
+    )  # fmt: skip
+    policy = Softmax()
+    with torch.no_grad():
+        policy.theta.copy_(logits())
+    settings = {"lr": learning_rate, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False,
+                "maximize": False}  # fmt: skip
+    recording = RoundRecording(
+        number=number, records=records, start={"theta": logits()}, end={"theta": logits()},
+        optimizer=OptimizerState("SGD", settings, {}), minibatches=(torch.arange(2 * n),), epochs=(0,), stopped=False,
+        update=FULL, generator=torch.get_rng_state(), versions={},
+    )  # fmt: skip
+    return softmax_view(policy), recording
+
+
+def test_the_judge_by_hand():
+    log_ratio = torch.tensor([3.0, 3.0, 0.25, 0.25, 1.0]).log().double()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0]).double()
+    # A ratio of 3 counts as 2 where it helps, and as 3 where it harms; one of 1/4 as 1/4, and as 1/2.
+    pessimistic, plain, kl = judge(log_ratio, advantages)
+    assert pessimistic == pytest.approx((2 - 3 + 0.25 - 0.5 + 2) / 5)
+    assert plain == pytest.approx((3 - 3 + 0.25 - 0.25 + 2) / 5)
+    assert kl == pytest.approx((2 * (2 - math.log(3)) + 2 * (-0.75 + math.log(4))) / 5)
+
+
+def gain_on_paper(step: float) -> float:
+    """Return the judged gain of moving the logits apart by `step` in all."""
+    probability = 1 / (1 + (1 - SHARE) / SHARE * math.exp(-step))
+    ratio, other = probability / SHARE, (1 - probability) / (1 - SHARE)
+    mean, deviation = 0.2, math.sqrt((0.1 * 4.8**2 + 0.1 * 3.2**2 + 0.8 * 0.2**2) * 800 / 799)
+    good = 0.1 * (min(ratio, 2) * 4.8 - ratio * 3.2)
+    bad = 0.8 * -mean * max(other, 0.5)
+    return (good + bad) / deviation
+
+
+STEP_TO_TWICE = math.log(0.4 / 0.6) - math.log(0.2 / 0.8)
+"""How far the logits move apart until the good action is twice as probable; a longer step only loses."""
+
+
+@pytest.mark.parametrize("best", [0.5, 1.0, 2.0, 3.0])
+def test_the_best_step_is_the_one_on_paper(best):
+    # One step moves the logits apart by twice the rate times mean(A (1[good] - SHARE)), A normalised.
+    deviation = math.sqrt((0.1 * 4.8**2 + 0.1 * 3.2**2 + 0.8 * 0.2**2) * 400 / 399)
+    slope = 2 * (0.1 * 4.8 * 0.8 - 0.1 * 3.2 * 0.8 + 0.8 * -0.2 * -0.2) / deviation
+    learning_rate = STEP_TO_TWICE / best / slope
+    rows = [row for number in range(1, 5) for row in measure_round(*bandit(learning_rate, number))]
+    assert recommend_scale(rows) == best
+    on_paper = {scale: gain_on_paper(STEP_TO_TWICE * scale / best) - gain_on_paper(0) for scale in SCALES}
+    assert max(on_paper, key=lambda scale: on_paper[scale]) == best
+    for row in summarise(rows).to_dicts():
+        assert row["mean"] == pytest.approx(on_paper[row["scale"]], rel=1e-3, abs=1e-6)
+        assert row["candidate"] == AS_RECORDED.name
+
+
+def test_shuffled_advantages_tell_nothing():
+    rows = [row for number in range(1, 11) for row in measure_round(*bandit(2.0, number, shuffled=number))]
+    assert recommend_scale(rows) is None
+
+
+def test_a_policy_is_left_as_it_is():
+    view, recording = bandit(1.0)
+    before = {name: value.clone() for name, value in view.parameters().items()}
+    state = torch.get_rng_state()
+    measure_round(view, replace(recording), orders=2)
+    assert all(value.equal(before[name]) for name, value in view.parameters().items())
+    assert torch.get_rng_state().equal(state)

@@ -44,6 +44,7 @@ mutants: .venv/dev.stamp
 
 # As everywhere, but for these libraries and what follows from their versions. An older torch is not here: its wheels on
 # the package index need gigabytes of CUDA libraries. Box2D comes by itself: old Gymnasiums ask for one that is compiled.
+# TRL 1.13 imports requests and does not ask for it.
 OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==2.7.0 gymnasium==1.1.0 polars==1.30.0 \
 	safetensors==0.5.0 filelock==3.16.0
 
@@ -53,12 +54,13 @@ OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==
 		constraints.txt > .venv-oldest/constraints.txt
 	printf '%s\n' $(OLDEST) >> .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt \
-		--editable '.[cli,contrib,fast,llm]' Box2D minigrid pytest pytest-timeout pytest-xdist hypothesis
+		--editable '.[cli,contrib,fast,llm]' Box2D minigrid requests pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 ## Tests against the oldest SB3, Gymnasium, Polars, Transformers and TRL that are supported; `make test` has the newest.
 oldest: .venv-oldest/stamp
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/test_sb3.py tests/test_callback.py tests/test_resume.py \
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --numprocesses 2 --dist loadfile \
+		tests/test_sb3.py tests/test_callback.py tests/test_kl_controller.py tests/test_resume.py \
 		tests/test_runs.py tests/test_rounds.py tests/test_episode_replay.py tests/test_moments.py \
 		tests/test_llm_contract.py tests/test_llm_trl.py tests/test_llm_engines.py tests/test_llm_trainer.py \
 		tests/test_llm_footprint.py tests/test_experiments_llm.py

@@ -234,3 +234,12 @@ def test_an_episode_without_its_generators_state(run):
         run.write_round("episodes", 1, table.drop("generator_state") if column is None else table.with_columns(column))
         with pytest.raises(ReplayError, match=message):
             read_episode(run, episode)
+
+
+def test_a_moment_of_records_without_a_score():
+    records = pl.DataFrame({"record_id": [3, 4], "episode_id": [0, 0], "score": [None, None]})
+    assert records.schema["score"] == pl.Null
+    moment = find_moment(records, 4)
+    assert (moment.total, moment.records) == (0.0, 1)
+    assert moment.score != moment.score
+    assert find_moments(records, lowest=True, most=3) == []

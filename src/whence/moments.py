@@ -185,7 +185,7 @@ def _make_moment(ordered: pl.DataFrame, face: int, first: int, last: int) -> Mom
         dropped=int((~stretch["keep"]).sum()) if "keep" in ordered.columns else 0,
         score=float("nan") if row["score"] is None else float(row["score"]),
         error=row.get("error"),
-        total=float(stretch["score"].sum()),
+        total=float(stretch["score"].cast(pl.Float64).sum()),  # a column of nulls alone has no number for a sum
         action=row.get("action"),
         advantage=row.get("advantage"),
         value=row.get("value"),

@@ -389,12 +389,13 @@ class TestWrittenAtomically:
         run.write_round("records", 1, records())
         before = files(run.path)
 
-        def write_half(table, target, **options):
-            target.write_bytes(b"PAR1 and then the disk was full")
+        def write_half(target, content):
+            with target.open("wb") as file:
+                file.write(content[: len(content) // 2])
             raise failure("No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(pl.DataFrame, "write_parquet", write_half)
+            patch.setattr(Path, "write_bytes", write_half)
             for write in (
                 lambda: run.append("metrics", {"round": 2}),
                 lambda: run.write_round("records", 1, records(2)),

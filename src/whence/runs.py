@@ -1,5 +1,6 @@
 """A run on disk: typed, versioned files, each written atomically, no pickles."""
 
+import io
 import json
 import re
 import shutil
@@ -374,7 +375,9 @@ class RunDirectory:
 
     def _write(self, table: pl.DataFrame, path: Path) -> None:
         with self._write_file(path) as temporary:
-            table.write_parquet(temporary, compression="zstd")
+            content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
+            table.write_parquet(content, compression="zstd")
+            temporary.write_bytes(content.getbuffer())
 
     def _write_file(self, path: Path) -> AbstractContextManager[Path]:
         """See `write_run_file`; refuses if a later writer of this process has taken the directory over."""

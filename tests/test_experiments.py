@@ -855,6 +855,15 @@ class TestComparison:
         with pytest.raises(WhenceError, match=rf"{name} {message}.*give the same whence compare again"):
             load_comparison(tmp_path)
 
+    def test_figures_are_numbers(self, two_workers, tmp_path):
+        shutil.copy(two_workers.path / "comparison.json", tmp_path / "comparison.json")
+        for name, value in (("per_seed", ["1", "2"]), ("mean", "3"), ("high", True)):
+            summary = json.loads((two_workers.path / "summary.json").read_text())
+            summary["FrozenLake-v1"]["iif"]["final_return"][name] = value
+            (tmp_path / "summary.json").write_text(json.dumps(summary))
+            with pytest.raises(WhenceError, match=r"summary\.json does not hold the figures"):
+                load_comparison(tmp_path)
+
     def test_figures_of_another_comparison_are_refused(self, two_workers, tmp_path):
         listed = [config.to_json() for config in two_workers.configs]
         (tmp_path / "summary.json").write_text(json.dumps(two_workers.summary))

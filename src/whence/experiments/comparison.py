@@ -160,10 +160,16 @@ def _is_summary(value: Any, configs: Sequence[AnyConfig]) -> bool:
     try:
         ((env, arms),) = value.items()
         entries = [metrics[name] for metrics in arms.values() for name in names]
-        complete = all({"mean", "low", "high"} <= entry.keys() for entry in entries)
+        complete = all(_is_interval(entry) for entry in entries)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
     return complete and {env} == {config.env for config in configs} and set(arms) == {config.arm for config in configs}
+
+
+def _is_interval(entry: Mapping[str, Any]) -> bool:
+    """Return whether a figure has a mean and an interval, and these and the figures of seeds are numbers or null."""
+    values = [entry["mean"], entry["low"], entry["high"], *entry.get("per_seed", ())]
+    return all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
 
 
 def _damaged(path: Path, fault: str) -> WhenceError:

@@ -18,8 +18,11 @@ Every: TypeAlias = Literal["round", "minibatch"]
 FACTOR = 1.5
 """The most by which the learning rate changes at a time."""
 
-RANGE = 30.0
-"""By default, the highest learning rate over the one at the start, and that over the lowest."""
+RANGE = 10.0
+"""By default, the highest learning rate over the one at the start, and that over the lowest.
+
+PPO's clip may keep a round below the target whatever the rate, and then the rate goes to its bound.
+"""
 
 
 class KLController(BaseCallback):
@@ -42,7 +45,7 @@ class KLController(BaseCallback):
         target_kl: the divergence of a round, in nats; .01 to .02 is usual. SB3's own `target_kl` ends a round early
             instead.
         every: when the rate is steered: after each "round", or before each "minibatch".
-        bounds: the lowest and the highest learning rate; None: a thirtieth and thirty times the model's at the start.
+        bounds: the lowest and the highest learning rate; None: a tenth and ten times the model's at the start.
         verbose: 1 prints a line a round.
 
     Raises:

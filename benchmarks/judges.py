@@ -13,7 +13,6 @@ last two show what better advantages could do: fitting them to the rollout alone
 not done again.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.faithfulness import RUNS, Job, Only, Out, Runs, Workers, at_once, trained
-from benchmarks.selections import STEPS, Elsewhere
-from benchmarks.stored import read_round, write_round
+from benchmarks.faithfulness import RUNS, Job, Only, Out, Runs, Workers, at_once
+from benchmarks.selections import STEPS, Elsewhere, study_rounds
 from whence import IIF, Return, attribute
 from whence.advantages import continues
 from whence.counterfactual import measure_gains
@@ -49,14 +47,7 @@ def main(out: Out, runs: Runs = RUNS, only: Only = "lunarlander", workers: Worke
 
 def study_run(job: Job, out: Path, runs: Path) -> float:
     """Train a run where that is not done, and compare judges in its rounds; return the seconds it took."""
-    began = time.perf_counter()
-    torch.set_num_threads(1)
-    run = trained(job, runs)
-    for number in job.setup.recorded:
-        about = job.describe_round(number)
-        if read_round(out, "judge", about) is None:
-            write_round(out, "judge", about | {"judges": compare_judges(run, number).to_dicts()})
-    return time.perf_counter() - began
+    return study_rounds(job, out, runs, "judge", compare_judges)
 
 
 def compare_judges(run: RunDirectory, number: int, steps: int = STEPS) -> pl.DataFrame:

@@ -83,14 +83,14 @@ def scale_results(runs: pl.DataFrame) -> pl.DataFrame:
 def choose_best(runs: pl.DataFrame, arm: str, name: str) -> pl.DataFrame:
     """Return each seed's run of an arm at the learning rate whose mean over the other seeds is the best."""
     arm_runs = runs.filter(pl.col("arm") == arm, pl.col("steps").is_in(RATE_STEPS))
-    chosen = []
-    for (env, seed), own in arm_runs.group_by("env", "seed", maintain_order=True):
+    best_runs = []
+    for (env, seed), seed_runs in arm_runs.group_by("env", "seed", maintain_order=True):
         others = arm_runs.filter(pl.col("env") == env, pl.col("seed") != seed)
         if others.is_empty():
             continue
         best = others.group_by("steps").agg(pl.col(name).mean()).sort(name, "steps", descending=True)["steps"][0]
-        chosen.append(own.filter(pl.col("steps") == best))
-    return pl.concat(chosen) if chosen else arm_runs.clear()
+        best_runs.append(seed_runs.filter(pl.col("steps") == best))
+    return pl.concat(best_runs) if best_runs else arm_runs.clear()
 
 
 def average_steps(runs: pl.DataFrame, arm: str, steps: Sequence[str]) -> pl.DataFrame:
@@ -129,8 +129,8 @@ def bootstrap(one: Scores, other: Scores, statistic: Callable[[Scores, Scores], 
     values = []
     for _ in range(REPEATS):
         places = [rng.integers(len(scores), size=len(scores)) for scores in one]
-        drawn = ([s[p] for s, p in zip(scores, places, strict=True)] for scores in (one, other))
-        values.append(statistic(*drawn))
+        samples = ([s[p] for s, p in zip(scores, places, strict=True)] for scores in (one, other))
+        values.append(statistic(*samples))
     low, high = np.quantile(values, [0.025, 0.975])
     return {"mean": statistic(one, other), "low": float(low), "high": float(high)}
 

@@ -22,7 +22,7 @@ A finished round is not done again. Training runs are shared with `benchmarks.fa
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,20 @@ def main(out: Out, runs: Runs = RUNS, only: Only = "", workers: Workers = 2) -> 
 
 def study_run(job: Job, out: Path, runs: Path) -> float:
     """Train a run where that is not done, and judge selections in its rounds; return the seconds it took."""
+    return study_rounds(job, out, runs, "selection", judged)
+
+
+def study_rounds(
+    job: Job, out: Path, runs: Path, kind: str, measure: Callable[[RunDirectory, int], pl.DataFrame]
+) -> float:
+    """Train a run where that is not done, and write what `measure` says of its recorded rounds; return the seconds."""
     began = time.perf_counter()
     torch.set_num_threads(1)
     run = trained(job, runs)
     for number in job.setup.recorded:
         about = job.describe_round(number)
-        if read_round(out, "selection", about) is None:
-            write_round(out, "selection", about | {"selections": judged(run, number).to_dicts()})
+        if read_round(out, kind, about) is None:
+            write_round(out, kind, about | {f"{kind}s": measure(run, number).to_dicts()})
     return time.perf_counter() - began
 
 

@@ -58,15 +58,15 @@ def train_halves(
         The parameters, each (2, ...), and the half of each record, (n,).
     """
     half = assign_folds(recording.records, 2)
-    kept = torch.stack([half == 0, half == 1])
+    masks = torch.stack([half == 0, half == 1])
     update = replace(
         recording.update,
         n_epochs=candidate.n_epochs or recording.update.n_epochs,
         batch_size=candidate.batch_size or read_batch_size(recording),
     )
     changed = replace(recording, update=update)
-    orders = reshuffle(kept, read_batch_size(changed), update.n_epochs, generator)
-    return retrain(policy, changed, kept, orders=orders), half
+    orders = reshuffle(masks, read_batch_size(changed), update.n_epochs, generator)
+    return retrain(policy, changed, masks, orders=orders), half
 
 
 def judge(log_ratio: Tensor, advantages: Tensor) -> tuple[float, float, float]:

@@ -160,13 +160,13 @@ def test_keeping_all_with_it_is_ppo_with_it():
 def test_a_schedule_is_scaled():
     watch, controller = Watch(), KLController(1e9)  # every round multiplies by 1.5, up to ten times the start's
     toy = model(learning_rate=lambda remaining: 1e-4 * remaining)
-    own = toy.lr_schedule
+    schedule = toy.lr_schedule
     toy.learn(12 * STEPS, callback=[controller, watch])
     progress = [1 - number / 12 for number in range(1, 13)]
     expected = [min(1e-4 * left * 1.5**number, 1e-3) for number, left in enumerate(progress)]
     assert watch.rates[:11] == pytest.approx(expected[:11])
     assert watch.rates[-1] == 0  # the schedule's end
-    assert toy.lr_schedule is own
+    assert toy.lr_schedule is schedule
 
 
 def test_steps_are_steered_as_rsl_rl_does():
@@ -242,10 +242,10 @@ def test_a_run_goes_on_with_its_own_controller_only(tmp_path):
 def test_what_stays_of_it():
     toy = model()
     toy.learn(STEPS)
-    own, attributes = toy.lr_schedule, set(vars(toy))
+    schedule, attributes = toy.lr_schedule, set(vars(toy))
     controller = KLController(1e9)
     toy.learn(2 * STEPS, callback=controller, reset_num_timesteps=False)
-    assert toy.lr_schedule is own
+    assert toy.lr_schedule is schedule
     assert set(vars(toy)) == attributes
     assert type(toy) is original_class(toy) is PPO
     toy.learn(STEPS, callback=controller, reset_num_timesteps=False)

@@ -24,6 +24,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from benchmarks.advantages import accumulate_errors
 from benchmarks.faithfulness import RUNS, Job, Only, Out, Runs, Workers, at_once
 from benchmarks.selections import STEPS, Elsewhere, study_rounds
 from whence import IIF, Return, attribute
@@ -93,9 +94,8 @@ def fit_advantages(records: RecordBatch, judging: RecordBatch, *, seed: int) -> 
     cut = np.append(env_index[1:] != env_index[:-1], True)
     last = (records.advantages + records.values).double().numpy()
     errors = np.where(cut, last, rewards + records.gamma * following) - values
-    for at in range(len(errors) - 2, -1, -1):
-        errors[at] += records.gamma * records.gae_lambda * continued[at] * errors[at + 1]
-    return records.with_columns({"advantages": torch.from_numpy(errors).to(records.advantages)})
+    advantages = accumulate_errors(errors, continued, records.gamma * records.gae_lambda)
+    return records.with_columns({"advantages": torch.from_numpy(advantages).to(records.advantages)})
 
 
 @dataclass(frozen=True, eq=False)

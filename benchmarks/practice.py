@@ -8,13 +8,13 @@ Each run has SB3's default settings, Adam and one environment. It trains
 
 - at a fixed learning rate: SB3's default, 3e-4, and three others; or
 - at a target: a `KLController` steers the rate, from the default, so that each round has the same divergence; or
-- with SB3's own `target_kl`, which ends a round early.
+- with SB3's own `target_kl`, which ends a round early, or with other epochs or another lambda of GAE (`ppo` alone).
 
 Arms: `ppo`; `iif`, which drops an eighth of the records that score below 0; the same with one half; `random`, which
 drops as many as `iif`, at random.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,7 @@ import typer
 
 from whence.cli.sweep_table import SweepTable
 from whence.experiments import configure
+from whence.experiments.rl.config import RunConfig
 from whence.experiments.sweep import run_sweep
 from whence.experiments.sweepfile import Planned, make_label
 
@@ -63,6 +64,16 @@ WORLDS: Mapping[str, World] = {
 RATES = (3e-4, 1e-3, 3e-3, 1e-4)
 TARGETS = (0.02, 0.01, 0.04, 0.005)
 DEFAULT_RATE, USUAL_TARGET = RATES[0], TARGETS[0]
+DEFAULT, USUAL = f"lr{DEFAULT_RATE:g}", f"kl{USUAL_TARGET:g}"
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "early0.02": {"target_kl": 0.02},
+    "epochs5": {"n_epochs": 5},
+    "epochs20": {"n_epochs": 20},
+    "lambda0.9": {"gae_lambda": 0.9},
+    "lambda1": {"gae_lambda": 1.0},
+}
+"""Other hyper-parameters than SB3's defaults, for `ppo` alone."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +82,23 @@ class Steps:
 
     name: str
     settings: Mapping[str, Any]
+    arms: Sequence[tuple[str, float]] = (("ppo", DROP), ("iif", DROP))
 
 
 def list_steps() -> list[Steps]:
     """Return the ways to set the size of a step, those that answer most first."""
+    more = (("ppo", DROP), ("iif", DROP), ("random", DROP), ("iif", 0.5))
     rates = [Steps(f"lr{rate:g}", {"hyperparameters": {"learning_rate": rate}}) for rate in RATES]
     targets = [Steps(f"kl{target:g}", {"kl_per_round": target}) for target in TARGETS]
-    early = Steps("early0.02", {"hyperparameters": {"target_kl": 0.02}})
-    return [rates[0], targets[0], rates[1], targets[1], targets[2], rates[2], early, rates[3], targets[3]]
+    others = [Steps(name, {"hyperparameters": {**each}}, arms=[("ppo", DROP)]) for name, each in SETTINGS.items()]
+    usual = [replace(rates[0], arms=more), replace(targets[0], arms=more)]
+    return [*usual, rates[1], targets[1], targets[2], rates[2], others[0], rates[3], targets[3], *others[1:]]
 
 
-def plan_runs(name: str, seed: int) -> Iterator[Planned]:
-    """Yield the runs of an environment and a seed."""
+def configure_world(name: str) -> RunConfig:
+    """Return the settings of an environment, at SB3's defaults."""
     world = WORLDS[name]
-    base = configure(
+    return configure(
         env=world.env,
         **world.settings,
         rounds=world.rounds,
@@ -92,14 +106,14 @@ def plan_runs(name: str, seed: int) -> Iterator[Planned]:
         eval_episodes=50,
         drop=DROP,
     )
+
+
+def plan_runs(name: str, seed: int) -> Iterator[Planned]:
+    """Yield the runs of an environment and a seed."""
+    base = configure_world(name)
     for steps in list_steps():
-        config = replace(base, seed=seed, **steps.settings)
-        usual = steps.name in (f"lr{DEFAULT_RATE:g}", f"kl{USUAL_TARGET:g}")
-        arms = [("ppo", DROP)] if steps.name.startswith("early") else [("ppo", DROP), ("iif", DROP)]
-        if usual:
-            arms += [("random", DROP), ("iif", 0.5)]
-        for arm, drop in arms:
-            run = replace(config, arm=arm, drop=drop)
+        for arm, drop in steps.arms:
+            run = replace(base, seed=seed, arm=arm, drop=drop, **steps.settings)
             yield Planned(f"{name}-{steps.name}", make_label(run, DROP), run, metrics=("train/clip_fraction",))
 
 

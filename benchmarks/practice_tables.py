@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.stats import mannwhitneyu, trim_mean
 
 from benchmarks.markdown import cell, table
-from benchmarks.practice import DEFAULT_RATE, RATES, TARGETS, USUAL_TARGET, WORLDS
+from benchmarks.practice import DEFAULT, RATES, SETTINGS, TARGETS, USUAL, WORLDS
 from whence.experiments.rl.curves import KeptRun
 from whence.experiments.sweep import load_sweep
 from whence.guards import write_atomically
@@ -27,7 +27,6 @@ from whence.intervals import t_interval
 REPEATS = 5000
 RESULTS = {"last": "last return", "mean": "mean return"}
 ARMS = ("ppo", "iif", "iif-drop0.5", "random")
-DEFAULT, USUAL = f"lr{DEFAULT_RATE:g}", f"kl{USUAL_TARGET:g}"
 RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
 TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
 
@@ -195,7 +194,7 @@ def tabulate_world(runs: pl.DataFrame) -> str:
     """Return an environment's last returns by size of step and arm, with the seeds."""
     head = ["step", *ARMS, "seeds"]
     rows = []
-    for steps in (*RATE_STEPS, *TARGET_STEPS, "early0.02"):
+    for steps in (*RATE_STEPS, *TARGET_STEPS, *SETTINGS):
         cells = [
             t_interval(pick(runs, arm, steps)["last"].to_list()) if len(pick(runs, arm, steps)) else None
             for arm in ARMS

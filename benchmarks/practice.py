@@ -8,12 +8,16 @@ Each run has SB3's default settings, Adam and one environment. It trains
 
 - at a fixed learning rate: SB3's default, 3e-4, and three others; or
 - at a target: a `KLController` steers the rate, from the default, so that each round has the same divergence; or
-- with SB3's own `target_kl`, which ends a round early, or with other epochs or another lambda of GAE (`ppo` alone).
+- with SB3's own `target_kl`, which ends a round early, or with other epochs or another lambda of GAE (`ppo` alone); or
+- with RL Baselines3 Zoo's hyper-parameters, at their rate and at a target, for as many steps (its linear
+  schedules are constants here, and observations and rewards are not normalised); or
+- as LDA's published script does on LunarLander: Adam at 1e-3, 100 rounds, gradients not clipped.
 
 Arms: `ppo`; `iif`, which drops an eighth of the records that score below 0; the same with one half; `random`, which
 drops as many as `iif`, at random.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +42,14 @@ class World:
     env: str
     rounds: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other people's settings of the environment, by name."""
+
+
+def zoo(rounds: int, n_envs: int, kl_per_round: float = 0.02, **hyperparameters: Any) -> dict[str, Any]:
+    """Return the zoo's settings at their rate and at a target."""
+    settings = {"rounds": rounds, "n_envs": n_envs, "hyperparameters": hyperparameters}
+    return {"zoo": settings, f"zoo_kl{kl_per_round:g}": settings | {"kl_per_round": kl_per_round}}
 
 
 _POOL = {"evaluate_with": "envpool"}
@@ -49,9 +61,16 @@ _GRID = _POOL | {
 _MUJOCO = _POOL | {"collect_with": "envpool"}
 
 WORLDS: Mapping[str, World] = {
-    "cartpole": World("CartPole-v1", 20, _POOL),
-    "acrobot": World("Acrobot-v1", 25, _POOL),
-    "lunarlander": World("LunarLander-v3", 60, _POOL),
+    "cartpole": World(
+        *("CartPole-v1", 20, _POOL),
+        zoo(160, 8, n_steps=32, batch_size=256, n_epochs=20, gamma=0.98, gae_lambda=0.8, learning_rate=1e-3),
+    ),
+    "acrobot": World("Acrobot-v1", 25, _POOL, zoo(12, 16, n_steps=256, n_epochs=4, gae_lambda=0.94)),
+    "lunarlander": World(
+        *("LunarLander-v3", 60, _POOL),
+        zoo(8, 16, n_steps=1024, n_epochs=4, gamma=0.999, gae_lambda=0.98, ent_coef=0.01)
+        | {"lda": {"rounds": 100, "hyperparameters": {"learning_rate": 1e-3, "max_grad_norm": math.inf}}},
+    ),
     "halfcheetah": World("HalfCheetah-v5", 50, _MUJOCO),
     "minigrid-empty": World("minigrid:MiniGrid-Empty-8x8-v0", 15, _GRID),
     "hopper": World("Hopper-v5", 50, _MUJOCO),
@@ -95,25 +114,19 @@ def list_steps() -> list[Steps]:
     return [*usual, rates[1], targets[1], targets[2], rates[2], others[0], rates[3], targets[3], *others[1:]]
 
 
-def configure_world(name: str) -> RunConfig:
-    """Return the settings of an environment, at SB3's defaults."""
+def configure_world(name: str, **settings: Any) -> RunConfig:
+    """Return the settings of an environment, at SB3's defaults where no others are given."""
     world = WORLDS[name]
-    return configure(
-        env=world.env,
-        **world.settings,
-        rounds=world.rounds,
-        eval_every=max(1, world.rounds // 5),
-        eval_episodes=50,
-        drop=DROP,
-    )
+    rounds = settings.get("rounds", world.rounds)
+    fixed = {"eval_every": max(1, rounds // 5), "eval_episodes": 50, "drop": DROP}
+    return configure(env=world.env, **world.settings, **{"rounds": rounds, **fixed, **settings})
 
 
 def plan_runs(name: str, seed: int) -> Iterator[Planned]:
     """Yield the runs of an environment and a seed."""
-    base = configure_world(name)
-    for steps in list_steps():
+    for steps in [*list_steps(), *(Steps(other, each) for other, each in WORLDS[name].others.items())]:
         for arm, drop in steps.arms:
-            run = replace(base, seed=seed, arm=arm, drop=drop, **steps.settings)
+            run = replace(configure_world(name, **steps.settings), seed=seed, arm=arm, drop=drop)
             yield Planned(f"{name}-{steps.name}", make_label(run, DROP), run, metrics=("train/clip_fraction",))
 
 

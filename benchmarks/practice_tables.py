@@ -30,6 +30,8 @@ ARMS = ("ppo", "iif", "iif-drop0.5", "random")
 RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
 TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
 
+OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world.others))
+
 Scores = list[NDArray[np.float64]]
 """The scaled results of some runs, an array for each environment."""
 
@@ -157,6 +159,8 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
         answers[f"iif less ppo, {steps}"] = compare(pick(scaled, "iif", steps), pick(scaled, "ppo", steps), name)
     best = {arm: choose_best(scaled, arm, name) for arm in ("ppo", "iif")}
     answers["iif less ppo, each at its own best rate"] = compare(best["iif"], best["ppo"], name)
+    for other in OTHERS:
+        answers[f"iif less ppo, {other}"] = compare(pick(scaled, "iif", other), pick(scaled, "ppo", other), name)
     for about, steps_list in (("mean of the rates", RATE_STEPS), ("mean of the targets", TARGET_STEPS)):
         parts = [average_steps(scaled, arm, steps_list) for arm in ("iif", "ppo")]
         answers[f"iif less ppo, {about}"] = compare(parts[0], parts[1], name)
@@ -194,7 +198,7 @@ def tabulate_world(runs: pl.DataFrame) -> str:
     """Return an environment's last returns by size of step and arm, with the seeds."""
     head = ["step", *ARMS, "seeds"]
     rows = []
-    for steps in (*RATE_STEPS, *TARGET_STEPS, *SETTINGS):
+    for steps in (*RATE_STEPS, *TARGET_STEPS, *SETTINGS, *OTHERS):
         cells = [
             t_interval(pick(runs, arm, steps)["last"].to_list()) if len(pick(runs, arm, steps)) else None
             for arm in ARMS

@@ -21,7 +21,7 @@ from whence.llm.config import PPOConfig
 from whence.llm.generation import generate, tokenize_prompts
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.rollout import evaluate_responses, make_rollout
-from whence.llm.scoring import score
+from whence.llm.scoring import Scoring, score
 from whence.llm.steps import optimise
 from whence.llm.trainer import PPOTrainer
 from whence.run_files import lock_directory
@@ -80,6 +80,7 @@ _ARGUMENTS = (
     "objective",
     "on_rollout",
     "engine",
+    "layers",
     "held_out",
     "evaluate",
     "reward_weights",
@@ -96,9 +97,7 @@ def make_trainer(tmp_path, rule=None, model=None, **more):
 
 
 def score_rows(trainer, rows, target=None):
-    return score(
-        trainer.model,
-        rows,
+    scoring = Scoring(
         target=target or trainer.target,
         objective=trainer.objective,
         temperature=1.0,
@@ -107,6 +106,7 @@ def score_rows(trainer, rows, target=None):
         chunk_size=trainer.config.mini_batch_size,
         processes=trainer.processes,
     )
+    return score(trainer.model, rows, scoring)
 
 
 def optimise_on(trainer, rows, generator):
@@ -403,7 +403,7 @@ def break_off(monkeypatch, place, count):
 PLACES = {
     "generation": (trainer_module, "generate", 6),  # twice a round, and the held-out prompts after the others
     "rewards": (trainer_module, "make_rollout", 5),
-    "scoring": (trainer_module, "score_rows_and_tokens", 3),
+    "scoring": (trainer_module, "score", 3),
     "optimisation": (losses, "value_loss", 10),
     "writing records": (trainer_module.TrainingRun, "write_round", 3),
     "evaluation": (trainer_module, "answer_prompts", 4),  # the first is of the start model

@@ -26,6 +26,7 @@ from whence.folds import (
 )
 from whence.guards import eval_mode, preserve_rng_state
 from whence.influence import Influence, Provenance
+from whence.layers import Layers, restrict_view
 from whence.objectives import Objective, as_objective
 from whence.policies import PolicyView, as_view, check_batch_norm
 from whence.records import RecordBatch, check_records
@@ -47,6 +48,7 @@ def attribute(
     memory: int = ...,
     summed: Summed | None = ...,
     folds: int | None = ...,
+    layers: Layers | None = ...,
 ) -> dict[str, Influence]: ...
 @overload
 def attribute(
@@ -60,6 +62,7 @@ def attribute(
     memory: int = ...,
     summed: Summed | None = ...,
     folds: int | None = ...,
+    layers: Layers | None = ...,
 ) -> Influence: ...
 def attribute(
     policy: object,
@@ -72,6 +75,7 @@ def attribute(
     memory: int = 2**31,
     summed: Summed | None = None,
     folds: int | None = None,
+    layers: Layers | None = None,
 ) -> Influence | dict[str, Influence]:
     """Score every record by `<grad target, grad objective_i>` at the present policy (LDA §3.3; snapshot).
 
@@ -95,6 +99,9 @@ def attribute(
         folds: give each score a standard error over so many folds of the target's episodes, such as 8; None: scores
             have no errors. Scores are the same bits either way. It costs about 3.5 times as much again, and needs a
             target that reads the scored records, as `Return` does.
+        layers: score by some layers alone, which costs less where they are the last: a number of last blocks, or
+            patterns of parameters' names, such as "*.lora_*"; None: all that train. `check_layers` tells how well such
+            scores agree with those of all.
 
     Returns:
         The `Influence`: scores (n,) on the CPU in the policy's dtype. For a mapping of targets, a dict of influences.
@@ -118,6 +125,7 @@ def attribute(
         for each in by_name.values():  # before anything is computed
             check_batch_target(as_target(each))
         balance_folds(records, folds)
+    policy = restrict_view(as_view(policy), layers)
     with open_problem(
         policy, records, targets=list(by_name.values()), objective=objective, chunk_size=chunk_size, summed=summed
     ) as problem:

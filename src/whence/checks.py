@@ -1,17 +1,19 @@
-"""A check of every engine against the plain loop, on the user's own policy."""
+"""Checks on the user's own policy: of every engine against the plain loop, and of some layers' scores against all."""
 
 import time
 from collections.abc import Sequence
 
 import polars as pl
 import torch
-from torch import Tensor
+from scipy.stats import spearmanr
+from torch import Tensor, nn
 
 from whence.attribution import attribute
 from whence.engines import ENGINES, Refused
 from whence.errors import WhenceError, suggest
+from whence.layers import Layers, choose_parameters, find_blocks
 from whence.objectives import Objective
-from whence.policies import Outputs, Params, PolicyView
+from whence.policies import Outputs, Params, PolicyView, as_view
 from whence.records import RecordBatch
 from whence.targets import Return, Target
 
@@ -90,6 +92,112 @@ def check_engines(
         ):
             print(table)
     return table
+
+
+def check_layers(
+    policy: object,
+    records: RecordBatch,
+    *,
+    layers: Sequence[Layers] | None = None,
+    target: Target | None = None,
+    objective: Objective | None = None,
+    engine: str = "auto",
+    chunk_size: int | None = None,
+    memory: int = 2**31,
+    verbose: bool = True,
+) -> pl.DataFrame:
+    """Score the records by some layers alone, and compare the order of the scores with that by all parameters.
+
+    Args:
+        policy: see `attribute`.
+        records: a round's records, or some of them; the target should be the one that selects.
+        layers: what to try, each as in `attribute`; None: the last 1, 2, 4, ... blocks, up to half of them.
+        target: what to raise; None: `Return()`.
+        objective: what the optimisation raises; None: `PPOClip()`.
+        engine: see `attribute`.
+        chunk_size: see `attribute`.
+        memory: see `attribute`.
+        verbose: whether to print the table.
+
+    Returns:
+        A table with a row for each choice, that of all parameters first: `layers`; `parameters`, their number;
+        `seconds` of scoring, after a first scoring has filled caches; `share`, these seconds divided by those of all;
+        `spearman`, the rank correlation with the scores by all; `same_sign`, the share of records whose score has the
+        same sign.
+
+    Raises:
+        WhenceError: see `attribute`; or the policy has no such layers.
+    """
+    view = as_view(policy)
+    choices: list[Layers | None] = [None, *(list_last_blocks(view.module) if layers is None else layers)]
+    parameters = view.parameters()
+    numbers = [
+        sum(parameters[name].numel() for name in choose_parameters(view.module, parameters, each))
+        if each is not None
+        else sum(parameter.numel() for parameter in parameters.values())
+        for each in choices
+    ]
+
+    def score(choice: Layers | None) -> Tensor:
+        influence = attribute(
+            view,
+            records,
+            target=target or Return(),
+            objective=objective,
+            engine=engine,
+            chunk_size=chunk_size,
+            memory=memory,
+            layers=choice,
+        )
+        return influence.scores.double()
+
+    rows, whole, seconds_of_all = [], score(None), 1.0
+    for choice, number in zip(choices, numbers, strict=True):
+        scores = score(choice)
+        start = time.perf_counter()
+        score(choice)
+        seconds = time.perf_counter() - start
+        seconds_of_all = seconds if choice is None else seconds_of_all
+        rows.append(
+            {
+                "layers": _describe_layers(choice),
+                "parameters": number,
+                "seconds": seconds,
+                "share": seconds / seconds_of_all,
+                "spearman": rank_agreement(scores, whole),
+                "same_sign": float((scores.sign() == whole.sign()).double().mean()),
+            }
+        )
+    table = pl.DataFrame(rows)
+    if verbose:
+        with pl.Config(tbl_rows=-1, fmt_str_lengths=60, tbl_hide_dataframe_shape=True, tbl_hide_column_data_types=True):
+            print(table)
+    return table
+
+
+def rank_agreement(scores: Tensor, others: Tensor) -> float:
+    """Return Spearman's rank correlation of two sets of scores of the same records; NaN if either is constant."""
+    if scores.min() == scores.max() or others.min() == others.max():
+        return float("nan")
+    return float(spearmanr(scores.numpy(), others.numpy()).statistic)
+
+
+def list_last_blocks(module: nn.Module) -> list[Layers]:
+    """Return the numbers of last blocks to try: 1, 2, 4, ..., up to half of them."""
+    count, half = 1, len(find_blocks(module)[1]) // 2
+    counts: list[Layers] = []
+    while count <= half:
+        counts.append(count)
+        count *= 2
+    return counts
+
+
+def _describe_layers(layers: Layers | None) -> str:
+    if layers is None:
+        return "all"
+    if isinstance(layers, int):
+        return f"last {layers} block{'s' if layers > 1 else ''}"
+    return layers if isinstance(layers, str) else ", ".join(layers)
 
 
 class _MeanLogProb:

@@ -39,6 +39,11 @@ class PartialTarget:
         """The outputs that the target reads."""
         return frozenset(getattr(self.target, "reads", Outputs._fields))
 
+    @property
+    def linear(self) -> bool:
+        """Whether the target's derivatives in the outputs do not depend on them."""
+        return bool(getattr(self.target, "linear", False))
+
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target from the outputs of all records."""
         index = self.index.to(outputs.log_prob.device)

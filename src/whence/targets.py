@@ -28,7 +28,9 @@ class BatchTarget(Protocol):
     """A target that reads only the policy's outputs for the scored records.
 
     Engines pass it outputs that they have computed already, so one forward and one backward pass can give all that the
-    scores need. An optional attribute `reads` names the outputs that it reads; without it all are computed.
+    scores need. An optional attribute `reads` names the outputs that it reads; without it all are computed. Another,
+    `linear`, is True if its derivatives in the outputs do not depend on them, which saves a forward pass over the
+    records where they do not fit into one.
     """
 
     def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
@@ -65,6 +67,7 @@ class Return:
     """
 
     reads = frozenset(["log_prob"])
+    linear = True
 
     def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target from the outputs of all records."""

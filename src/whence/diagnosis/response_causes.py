@@ -15,8 +15,7 @@ from whence.experiments.llm.rebuilding import RebuiltRound, list_policies, load_
 from whence.experiments.llm.tasks import make_response_target
 from whence.guards import eval_mode
 from whence.llm.generation import Prompt
-from whence.llm.processes import ONE
-from whence.llm.scoring import score
+from whence.llm.scoring import Scoring, score
 from whence.llm.targets import ValidationLoss
 from whence.llm.trl_run import join_messages
 from whence.llm.view import unscored_view
@@ -150,17 +149,15 @@ def _make_score(
 
 
 def _attribute(rebuilt: RebuiltRound, engine: str) -> NDArray[np.float64]:
-    influence = score(
-        rebuilt.model,
-        rebuilt.rows,
+    scoring = Scoring(
         target=rebuilt.target,
         objective=rebuilt.objective,
         temperature=rebuilt.temperature,
         engine=engine,
         memory=rebuilt.memory,
         chunk_size=rebuilt.chunk_size,
-        processes=ONE,
     )
+    influence = score(rebuilt.model, rebuilt.rows, scoring)
     scores: NDArray[np.float64] = influence.scores.double().numpy()
     return scores
 

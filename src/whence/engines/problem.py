@@ -1,5 +1,6 @@
 """The problem that engines solve: a round to score, and the gradients of its targets."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -193,17 +194,27 @@ def target_gradients(problem: Problem) -> list[Gradient]:
 def _target_gradient(problem: Problem, target: Target) -> Gradient:
     if not isinstance(target, BatchTarget):
         return plain_target_gradient(problem, target)
-    with torch.no_grad():
-        by_part = [part.outputs() for part in problem.parts()]
-    log_probs, *others = zip(*by_part, strict=True)
-    whole = Outputs(torch.cat(log_probs), *(None if column[0] is None else torch.cat(column) for column in others))
-    (seed,) = compute_seeds(bind_batch_targets(replace(problem, targets=[target])), whole)
-    splits = [[None] * len(by_part) if column is None else column.split(problem.chunk_size) for column in seed]
+    like = _compute_all_outputs(problem, only_first=bool(getattr(target, "linear", False)))
+    (seed,) = compute_seeds(bind_batch_targets(replace(problem, targets=[target])), like)
+    splits = [itertools.repeat(None) if column is None else column.split(problem.chunk_size) for column in seed]
     total = Gradient()
-    for part, seeds in zip(problem.parts(), zip(*splits, strict=True), strict=True):
+    for part, *seeds in zip(problem.parts(), *splits, strict=False):
         derivatives = pullback(part.outputs(), Seeds(*seeds), list(problem.params.values()), retain=False)
         _move_into(total, problem, derivatives)
     return complete_gradient(problem, total, target)
+
+
+def _compute_all_outputs(problem: Problem, *, only_first: bool) -> Outputs:
+    """Return the outputs of all records, without a graph; or zeros of their shapes, from a pass over the first."""
+    with torch.no_grad():
+        if only_first:
+            n = len(problem.records)
+            return map_outputs(
+                lambda column: column.new_zeros(n, *column.shape[1:]), problem.part(slice(0, 1)).outputs()
+            )
+        by_part = [part.outputs() for part in problem.parts()]
+    log_probs, *others = zip(*by_part, strict=True)
+    return Outputs(torch.cat(log_probs), *(None if column[0] is None else torch.cat(column) for column in others))
 
 
 def plain_target_gradient(problem: Problem, target: Target) -> Gradient:

@@ -1,6 +1,7 @@
 """One rollout of a language model: responses, their rewards, and the advantages of their tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from whence.guards import eval_mode
 from whence.llm import losses
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Responses
+from whence.llm.hidden_states import record_hidden
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.processes import ONE, Processes
 from whence.llm.rewards import NO_COLUMNS, Columns, Reward, compute_rewards
@@ -34,6 +36,7 @@ class Rollout:
         entropy: the policy's entropy per response token, in nats: minus the mean log-prob of the drawn tokens.
         faults: for each row, which number of it is not finite, or None; empty: all are. Such a row is among `rows`
             without its response tokens.
+        hidden: the hidden states of this process's rows before a block, which scoring begins at; or None.
     """
 
     responses: Responses
@@ -42,6 +45,7 @@ class Rollout:
     divergence: Float[Tensor, " n"]
     entropy: float
     faults: Sequence[str | None] = ()
+    hidden: Float[Tensor, "m L d"] | None = None
 
     @property
     def finite(self) -> Bool[Tensor, " n"]:
@@ -66,6 +70,7 @@ def make_rollout(
     columns: Columns = NO_COLUMNS,
     *,
     allow_nonfinite: bool = False,
+    first_block: int = 0,
 ) -> Rollout:
     """Return responses with rewards, advantages and returns; the model is left in its mode.
 
@@ -84,6 +89,7 @@ def make_rollout(
         columns: further columns of the prompts' data set, for rewards with arguments of these names.
         allow_nonfinite: mark rows with a number that is not finite, instead of raising; they have no part in the
             whitening of rewards and advantages.
+        first_block: the block whose incoming hidden states are kept for scoring; 0: none are.
 
     Raises:
         NonFinite: a row's reward, log-prob or value is not finite; `record_ids` holds the rows' ids.
@@ -104,7 +110,8 @@ def make_rollout(
     scores = rewards.clone()
     if config.missing_eos_penalty is not None:
         scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()
-    outputs = evaluate_responses(model, responses, config, processes)
+    with record_hidden(model, first_block) if first_block else nullcontext(()) as states:
+        outputs = evaluate_responses(model, responses, config, processes)
     with reference.activate(model) as start_model:
         ref_log_probs = evaluate_responses(start_model, responses, config, processes).log_prob
     assert outputs.value is not None
@@ -137,6 +144,7 @@ def make_rollout(
         torch.where(mask, penalty, 0.0).sum(dim=1).cpu(),
         -float(token_log_probs.mean()) if len(token_log_probs) else 0.0,
         tuple(faults) if any(faults) else (),
+        torch.cat(list(states)) if states else None,
     )
 
 

@@ -2,39 +2,33 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
 
 from whence.attribution import Summed, attribute
 from whence.errors import WhenceError
 from whence.influence import Influence
+from whence.layers import Layers, find_blocks
+from whence.llm.hidden_states import HIDDEN, compute_hidden
 from whence.llm.processes import ONE, Processes
 from whence.llm.targets import SequenceReturn, TokenReturn, ValidationLoss, target_share
 from whence.llm.view import language_view
 from whence.objectives import Objective
+from whence.policies import ModuleView
 from whence.records import RecordBatch
 from whence.targets import Target, target_name
 
 log = logging.getLogger("whence")
 
 
-def score(
-    model: Any,
-    rows: RecordBatch,
-    *,
-    target: Target,
-    objective: Objective,
-    temperature: float,
-    engine: str,
-    memory: int | None,
-    chunk_size: int,
-    processes: Processes,
-) -> Influence:
-    """Return the influence of every row on a target, in every process.
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How the rows of a rollout are scored.
 
-    Args:
-        model: the model; its parameters that train are scored.
-        rows: all rows of the rollout, in every process.
+    Attributes:
         target: the target.
         objective: the objective of a row's training.
         temperature: the sampling temperature of the responses.
@@ -42,14 +36,50 @@ def score(
         memory: bytes that scoring may hold at a time, in each process; None: those that `chunk_size` rows take.
         chunk_size: rows that are scored at a time if no memory is given.
         processes: the processes; each scores a part of the rows.
+        layers: the layers to score by; see `whence.attribute`.
     """
-    view = language_view(model, temperature=temperature)
+
+    target: Target
+    objective: Objective
+    temperature: float
+    engine: str
+    memory: int | None
+    chunk_size: int
+    processes: Processes = ONE
+    layers: Layers | None = None
+
+
+def score(model: Any, rows: RecordBatch, scoring: Scoring, hidden: Float[Tensor, "m L d"] | None = None) -> Influence:
+    """Return the influence of every row on a target, in every process.
+
+    Scores by the last blocks need the blocks below only for the hidden states before the first of them, once.
+
+    Args:
+        model: the model; its parameters that train are scored.
+        rows: all rows of the rollout, in every process.
+        scoring: how they are scored.
+        hidden: the hidden states of this process's rows before the first of the last blocks that `scoring.layers` asks
+            for; None: they are computed.
+    """
+    processes, target = scoring.processes, scoring.target
     local_rows, local_target, reduce = split_work(rows, target, processes)
-    limits: Any = {"chunk_size": chunk_size} if memory is None else {"memory": memory}
+    block, chunk_size = find_first_block(model, scoring.layers), scoring.chunk_size
+    view = language_view(model, temperature=scoring.temperature, first_block=block)
+    if block:
+        local_rows = _add_hidden(view, local_rows, hidden, block, chunk_size)
+        chunk_size = _widen_chunk(model, block, chunk_size)
+    limits: Any = {"chunk_size": chunk_size} if scoring.memory is None else {"memory": scoring.memory}
     influence = attribute(
-        view, local_rows, target=local_target, objective=objective, engine=engine, summed=reduce, **limits
+        view,
+        local_rows,
+        target=local_target,
+        objective=scoring.objective,
+        engine=scoring.engine,
+        summed=reduce,
+        layers=scoring.layers,
+        **limits,
     )
-    if processes.number == 1:
+    if processes.number == 1 and not block:
         return influence
     device = next(iter(model.parameters())).device
     return Influence(
@@ -57,6 +87,26 @@ def score(
         rows.ids.cpu().clone(),
         replace(influence.provenance, target=target_name(target), records=rows.fingerprint),
     )
+
+
+def find_first_block(model: Any, layers: Layers | None) -> int:
+    """Return the number of the first block that scores are of; 0: of the first, or not of a number of last blocks."""
+    return 0 if not isinstance(layers, int) else max(0, len(find_blocks(model)[1]) - layers)
+
+
+def _add_hidden(view: ModuleView, rows: RecordBatch, hidden: Tensor | None, block: int, chunk_size: int) -> RecordBatch:
+    """Return rows with a column of their hidden states before a block, in the model's precision."""
+    if hidden is None:
+        hidden = compute_hidden(view, rows, block, chunk_size)
+    dtype = next(iter(view.module.parameters())).dtype
+    assert isinstance(rows.observations, dict)
+    return rows.with_columns({"observations": {**rows.observations, HIDDEN: hidden.to(dtype)}})
+
+
+def _widen_chunk(model: Any, block: int, chunk_size: int) -> int:
+    """Return how many rows' passes through the blocks from `block` on hold about what `chunk_size` whole ones do."""
+    count = len(find_blocks(model)[1])
+    return chunk_size * count // (count - block)
 
 
 def split_work(rows: RecordBatch, target: Target, processes: Processes) -> tuple[RecordBatch, Target, Summed | None]:

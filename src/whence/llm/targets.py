@@ -30,6 +30,7 @@ class _MeanTarget(ABC):
     from_outputs: Callable[[Outputs, RecordBatch], Tensor] = field(init=False)
 
     reads: ClassVar[frozenset[str]] = frozenset(["log_prob"])
+    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -134,6 +135,7 @@ class _ShareOfScoredRows:
 
     mean: _MeanTarget
     count: int
+    linear: ClassVar[bool] = True
 
     @property
     def reads(self) -> frozenset[str]:

@@ -23,16 +23,16 @@ from whence.engines.memory import fit_chunk_size
 from whence.engines.problem import compute_seeds, map_outputs
 from whence.errors import NonFinite, WhenceError, suggest
 from whence.influence import Influence
+from whence.layers import Layers, restrict_view
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import ONE, Processes
-from whence.llm.scoring import score, split_work
+from whence.llm.scoring import Scoring, split_work
 from whence.llm.targets import split_mean
 from whence.llm.view import language_view
 from whence.objectives import Objective, as_objective
 from whence.policies import Outputs, Params, PolicyView
 from whence.records import RecordBatch
 from whence.selection import SelectionRule
-from whence.stopwatch import time_stage
 from whence.targets import Target
 
 log = logging.getLogger("whence")
@@ -53,6 +53,7 @@ def score_tokens(
     memory: int | None = None,
     chunk_size: int = 16,
     processes: Processes = ONE,
+    layers: Layers | None = None,
 ) -> Float[Tensor, "n R"]:
     """Return the part of each response's score that each of its tokens contributes; a response's parts sum to it.
 
@@ -71,6 +72,7 @@ def score_tokens(
         memory: bytes that scoring may hold at a time; None: those that `chunk_size` rows take.
         chunk_size: rows of a pass if no memory is given.
         processes: the processes; each scores a part of the rows, and gets the parts of all.
+        layers: the layers that the scores are of; see `whence.attribute`.
 
     Returns:
         (n, R) on the CPU, 0 where there is no response token.
@@ -82,7 +84,7 @@ def score_tokens(
     """
     if engine not in ("auto", *ENGINES):
         raise WhenceError(f"engine is {engine!r}.{suggest(engine, ['auto', *ENGINES])}")
-    view = language_view(model, temperature=temperature)
+    view = restrict_view(language_view(model, temperature=temperature), layers)
     local_rows, local_target, reduce = split_work(rows, target, processes)
     objective = TokenPPO() if objective is None else as_objective(objective)
     with open_problem(view, local_rows, targets=[local_target], objective=objective, summed=reduce) as problem:
@@ -233,39 +235,26 @@ def check_token_parts(token_parts: bool, rule: SelectionRule) -> bool:
 
 
 def score_tokens_of_round(
-    model: Any,
-    rows: RecordBatch,
-    influence: Influence,
-    *,
-    target: Target,
-    objective: Objective,
-    temperature: float,
-    memory: int | None,
-    chunk_size: int,
-    processes: Processes,
+    model: Any, rows: RecordBatch, influence: Influence, scoring: Scoring
 ) -> Float[Tensor, "n R"] | None:
     """Return `score_tokens` of a training's round; None, with a warning, if the parts do not sum to the scores.
 
     Args:
-        model: see `score_tokens`, as the others.
+        model: the model.
         rows: all rows of the rollout, in every process.
         influence: their scores.
-        target: the target.
-        objective: the objective.
-        temperature: the temperature.
-        memory: see `score_tokens`.
-        chunk_size: see `score_tokens`.
-        processes: the processes.
+        scoring: how they were scored.
     """
     parts = score_tokens(
         model,
         rows,
-        target=target,
-        objective=objective,
-        temperature=temperature,
-        memory=memory,
-        chunk_size=chunk_size,
-        processes=processes,
+        target=scoring.target,
+        objective=scoring.objective,
+        temperature=scoring.temperature,
+        memory=scoring.memory,
+        chunk_size=scoring.chunk_size,
+        processes=scoring.processes,
+        layers=scoring.layers,
     )
     if sums_agree(parts, influence.scores):
         return parts
@@ -274,63 +263,6 @@ def score_tokens_of_round(
         "and backwards disagree. Load it with attn_implementation='eager'."
     )
     return None
-
-
-def score_rows_and_tokens(
-    model: Any,
-    rows: RecordBatch,
-    *,
-    target: Target,
-    objective: Objective,
-    temperature: float,
-    engine: str,
-    memory: int | None,
-    chunk_size: int,
-    processes: Processes,
-    token_parts: bool,
-    seconds: dict[str, dict[str, float]],
-) -> tuple[Influence, Float[Tensor, "n R"] | None]:
-    """Return the scores of a round's rows, and the tokens' parts of them, or None.
-
-    Args:
-        model: see `score`, as the others.
-        rows: all rows of the rollout, in every process.
-        target: the target.
-        objective: the objective.
-        temperature: the temperature.
-        engine: see `score`.
-        memory: see `score`.
-        chunk_size: see `score`.
-        processes: the processes.
-        token_parts: whether to compute parts.
-        seconds: gets the seconds that the parts take.
-    """
-    influence = score(
-        model,
-        rows,
-        target=target,
-        objective=objective,
-        temperature=temperature,
-        engine=engine,
-        memory=memory,
-        chunk_size=chunk_size,
-        processes=processes,
-    )
-    if not token_parts:
-        return influence, None
-    with time_stage(seconds, "token_parts"):
-        parts = score_tokens_of_round(
-            model,
-            rows,
-            influence,
-            target=target,
-            objective=objective,
-            temperature=temperature,
-            memory=memory,
-            chunk_size=chunk_size,
-            processes=processes,
-        )
-    return influence, parts
 
 
 def sums_agree(parts: Float[Tensor, "n R"], scores: Float[Tensor, " n"]) -> bool:

@@ -1,7 +1,7 @@
 """Read log-probs, values and entropies of response tokens from a causal language model."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whence.errors import Unsupported, WhenceError
+from whence.llm.hidden_states import HIDDEN, begin_at_block
 from whence.llm.layer_rules import register_rules
 from whence.llm.model import accepts_argument
 from whence.policies import LazyOutputs, ModuleView
 from whence.records import RecordBatch
 
 
-def language_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
+def language_view(model: nn.Module, *, temperature: float = 1.0, first_block: int = 0) -> ModuleView:
     """Return a view of a causal language model that reads the rows of `make_rows`.
 
     Its outputs are columns of response tokens, (n, R): `log_prob`, 0 where there is no response token; `value`, None if
@@ -29,6 +30,8 @@ def language_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
             `model(input_ids=..., attention_mask=..., position_ids=...)` and returns an object with `logits`
             (n, L, V) and, as `WithValueHead` does, `value` (n, L). Parameters with `requires_grad` are scored.
         temperature: the sampling temperature of the responses.
+        first_block: the block that passes over rows with a column `HIDDEN` begin at; they hold their hidden states
+            before it.
 
     Raises:
         WhenceError: the temperature is not above 0.
@@ -36,10 +39,10 @@ def language_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
     """
     _check_attention(model)
     register_rules(model)
-    return unscored_view(model, temperature=temperature)
+    return unscored_view(model, temperature=temperature, first_block=first_block)
 
 
-def unscored_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
+def unscored_view(model: nn.Module, *, temperature: float = 1.0, first_block: int = 0) -> ModuleView:
     """Return the same view without registering layer rules, which scoring needs and which read the weights.
 
     Raises:
@@ -47,20 +50,23 @@ def unscored_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
     """
     if not temperature > 0:
         raise WhenceError(f"temperature is {temperature}; a number above 0 is needed.")
-    return ModuleView(model, _Reader(float(temperature)), _prepare_rows)
+    return ModuleView(model, _Reader(float(temperature), first_block), _prepare_rows)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Calls the model and reads its outputs; two readers of the same temperature are equal."""
+    """Calls the model and reads its outputs; two readers with the same fields are equal."""
 
     temperature: float
+    first_block: int = 0
 
     def __call__(self, module: nn.Module, inputs: dict[str, Tensor]) -> LazyOutputs:
         mask = inputs["response_mask"]
         width = mask.shape[1]
         _check_attention(module)
-        outputs = _call_model(module, inputs, width)
+        hidden = inputs.get(HIDDEN)
+        with nullcontext() if hidden is None else begin_at_block(module, self.first_block, hidden):
+            outputs = _call_model(module, inputs, width)
         # The logits at a token predict the next one.
         logits = outputs.logits[:, -width - 1 : -1]
         log_probs = (_to_single(logits) / self.temperature).log_softmax(-1)
@@ -122,12 +128,14 @@ def _prepare_rows(records: RecordBatch) -> dict[str, Tensor]:
     order[:, :prompt] = attended[:, :prompt].to(torch.int8).argsort(dim=1, stable=True)
     ids, attended = ids.gather(1, order), attended.gather(1, order)
     positions = (attended.long().cumsum(dim=1) - 1).clamp(min=0)
-    return {
+    inputs = {
         "input_ids": ids,
         "attention_mask": attended.long(),
         "position_ids": positions,
         "response_mask": mask,
     }
+    # They are of inputs in this order already.
+    return inputs | {HIDDEN: observations[HIDDEN]} if HIDDEN in observations else inputs
 
 
 def _check_attention(model: nn.Module) -> None:

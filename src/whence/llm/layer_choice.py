@@ -1,0 +1,83 @@
+"""The layers that a training scores by: given, or chosen by how well their scores agree with those of all layers."""
+
+import logging
+from dataclasses import replace
+from typing import Any, Literal
+
+from whence.checks import list_last_blocks, rank_agreement
+from whence.errors import WhenceError
+from whence.layers import Layers, choose_parameters
+from whence.llm.scoring import Scoring, find_first_block, score
+from whence.records import RecordBatch
+
+log = logging.getLogger("whence")
+
+AGREEMENT = 0.9
+"""The least rank correlation with the scores by all layers that "auto" is content with."""
+
+
+class LayerChoice:
+    """The layers that a training scores by.
+
+    Args:
+        layers: see `whence.attribute`; "auto": in the first round that is scored, the fewest last blocks (1, 2, 4, ...,
+            up to half of them) whose scores have a rank correlation of `AGREEMENT` with those by all layers; all layers
+            if none have.
+        model: the model.
+
+    Attributes:
+        layers: the layers to score by now; None: all of them.
+        decided: whether they are chosen.
+
+    Raises:
+        WhenceError: the model has no such layers, or none with parameters that train.
+    """
+
+    def __init__(self, layers: Layers | Literal["auto"] | None, model: Any) -> None:
+        self.asked = layers
+        self.decided = layers != "auto"
+        self.layers: Layers | None = layers if self.decided else None
+        if not self.decided:
+            list_last_blocks(model)  # refuses a model without blocks
+        elif layers is not None:
+            trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+            choose_parameters(model, trained, layers)
+
+    def first_block(self, model: Any) -> int:
+        """Return the block whose incoming hidden states scoring begins at; 0: none."""
+        return find_first_block(model, self.layers)
+
+    def decide(self, model: Any, rows: RecordBatch, scoring: Scoring) -> Scoring:
+        """Choose the layers if they are to be chosen by rows, and return how to score; call it in every process.
+
+        Args:
+            model: the model.
+            rows: all rows of a rollout.
+            scoring: how they are scored.
+        """
+        if not self.decided and len(rows) > 2:
+            self.layers, self.decided = _choose_blocks(model, rows, replace(scoring, layers=None)), True
+        return replace(scoring, layers=self.layers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"layers": self.layers, "decided": self.decided}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what a checkpoint kept."""
+        self.layers, self.decided = state["layers"], state["decided"]
+
+
+def _choose_blocks(model: Any, rows: RecordBatch, scoring: Scoring) -> Layers | None:
+    whole = score(model, rows, scoring).scores.double()
+    for layers in list_last_blocks(model):
+        try:
+            scores = score(model, rows, replace(scoring, layers=layers)).scores.double()
+        except WhenceError:  # these blocks do not train
+            continue
+        if (agreement := rank_agreement(scores, whole)) >= AGREEMENT:
+            message = "Scores are of the last %s blocks from now on: rank correlation %.2f with those of all layers."
+            log.info(message, layers, agreement)
+            return layers
+    log.info("Scores are of all layers: those of fewer blocks have a rank correlation below %.2f.", AGREEMENT)
+    return None

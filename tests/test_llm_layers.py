@@ -1,22 +1,25 @@
 """Scores of language models by their last blocks: passes begin at hidden states that are there already."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from languages import STYLES, language_model, rows_for
-from test_llm_trainer import copy_state, make_model, make_trainer, same
+from test_llm_trainer import copy_state, make_model, make_tokenizer, make_trainer, same
 from test_llm_trl import make_trainer as make_trl_trainer
-from whence import NonPositive, WhenceError, attribute
+from whence import IPPO, NonPositive, WhenceError, attribute
 from whence.errors import Unsupported
 from whence.layers import find_blocks
-from whence.llm import SequenceReturn, TokenPPO, TokenReturn, language_view, score_tokens
-from whence.llm import trainer as trainer_module
+from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, row_scorer, score_tokens
 from whence.llm.hidden_states import HIDDEN, begin_at_block, compute_hidden, record_hidden
 from whence.llm.model import WithValueHead
+from whence.llm.row_scorer import RowScorer
 from whence.llm.scoring import Scoring, score
+from whence.llm.trainer import PPOTrainer
 
 EXACT = 1e-6
 
@@ -134,7 +137,7 @@ class TestTraining:
             scores.append(apart(influence.scores, exact.scores))
             return influence
 
-        monkeypatch.setattr(trainer_module, "score", keep)
+        monkeypatch.setattr(row_scorer, "score", keep)
         trainer = make_trainer(tmp_path, NonPositive(), layers=1)
         trainer.train()
         assert [states.shape[0] for states in hidden] == [8, 8]
@@ -146,12 +149,12 @@ class TestTraining:
             trainer = make_trainer(tmp_path / "a", NonPositive(), layers="auto", batch_size=16)
             trainer.train()
         assert "Scores are of the last 1 blocks from now on: rank correlation 0.9" in caplog.text
-        assert trainer.layer_choice.layers == 1
+        assert trainer.scorer.choice.layers == 1
         monkeypatch.setattr("whence.llm.layer_choice.AGREEMENT", 1.1)
         with caplog.at_level(logging.INFO, "whence"):
             trainer = make_trainer(tmp_path / "b", NonPositive(), layers="auto", batch_size=16)
             trainer.train()
-        assert trainer.layer_choice.layers is None
+        assert trainer.scorer.choice.layers is None
         assert "Scores are of all layers: those of fewer blocks have a rank correlation below 1.10" in caplog.text
 
     def test_a_choice_goes_on_with_the_training(self, tmp_path):
@@ -164,7 +167,7 @@ class TestTraining:
             first.train()
         again = make_trainer(tmp_path / "broken", NonPositive(), layers="auto", rounds=4, batch_size=16)
         again.train()
-        assert again.layer_choice.state_dict() == whole.layer_choice.state_dict() == {"layers": 1, "decided": True}
+        assert again.scorer.choice.state_dict() == whole.scorer.choice.state_dict() == {"layers": 1, "decided": True}
         assert same(copy_state(whole), copy_state(again))
 
     def test_layers_that_are_not_there_are_refused_before_training(self, tmp_path):
@@ -183,7 +186,7 @@ class TestTraining:
             influence = score_rows(rows)
             exact = attribute(
                 language_view(trainer.model, temperature=trainer.temperature), rows, target=trainer.target,
-                objective=trainer.influence_objective, layers=trainer.layer_choice.layers, engine="loop",
+                objective=trainer.influence_objective, layers=trainer.scorer.choice.layers, engine="loop",
             )  # fmt: skip
             batches.append(apart(influence.scores, exact.scores))
             return influence
@@ -192,7 +195,107 @@ class TestTraining:
         trainer.train()
         assert batches
         assert max(batches) < 1e-4
-        assert trainer.layer_choice.decided
+        assert trainer.scorer.choice.decided
+
+
+DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
+
+
+class TestRefresh:
+    def train(self, folder: Any, **more: Any) -> tuple[Any, list[float]]:
+        """Train, and return how far each round's scores are from those by the target at the present model."""
+        target = ValidationLoss.of(DEMONSTRATIONS, make_tokenizer(), batch_size=2)
+        distances: list[float] = []
+        scorer_score = RowScorer.score
+
+        def score_and_compare(scorer, model, rows, number, make_target=None, hidden=None):
+            influence = scorer_score(scorer, model, rows, number, make_target, hidden)
+            exact = attribute(language_view(model), rows, target=target, objective=TokenPPO(), engine="loop")
+            distances.append(apart(influence.scores, exact.scores))
+            return influence
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RowScorer, "score", score_and_compare)
+            trainer = make_trainer(folder, IPPO(), target=target, rounds=4, **more)
+            trainer.train()
+        return trainer, distances
+
+    def test_the_gradient_is_that_of_the_last_due_round(self, tmp_path):
+        _, distances = self.train(tmp_path / "a", refresh_target_every=2)
+        assert max(distances[0], distances[2]) < 1e-5
+        assert min(distances[1], distances[3]) > 1e-3
+        _, distances = self.train(tmp_path / "b")
+        assert max(distances) < 1e-5
+
+    def test_a_kept_gradient_goes_on_with_the_training(self, tmp_path):
+        whole, _ = self.train(tmp_path / "whole", refresh_target_every=3)
+        with pytest.raises(KeyboardInterrupt):
+            self.train(tmp_path / "broken", refresh_target_every=3, on_rollout=raise_in_round_3)
+        again, _ = self.train(tmp_path / "broken", refresh_target_every=3)
+        assert same(copy_state(whole), copy_state(again))
+        assert whole._run.directory.config["refresh_target_every"] == 3
+
+    def test_held_out_prompts_are_answered_only_where_they_are_due(self, tmp_path, monkeypatch):
+        answered = []
+        target_of_round = PPOTrainer._target_of_round
+        monkeypatch.setattr(
+            PPOTrainer, "_target_of_round", lambda *args: answered.append(args[1]) or target_of_round(*args)
+        )
+        make_trainer(tmp_path, NonPositive(), held_out=["ba", "jj"], rounds=4, refresh_target_every=3).train()
+        assert answered == [1, 4]
+
+    def test_fewer_layers_than_the_gradient_has(self, tmp_path):
+        target = ValidationLoss.of(DEMONSTRATIONS, make_tokenizer(), batch_size=2)
+        trainer = make_trainer(
+            tmp_path, IPPO(), target=target, rounds=3, batch_size=16, refresh_target_every=3, layers="auto"
+        )
+        trainer.train()
+        assert trainer.scorer.choice.decided
+
+    def test_a_target_that_is_new_in_each_round_is_refused(self, tmp_path):
+        with pytest.raises(
+            WhenceError, match=r"refresh_target_every is 2, and SequenceReturn\(\) is over the scored rows"
+        ):
+            make_trainer(tmp_path, NonPositive(), refresh_target_every=2)
+        with pytest.raises(WhenceError, match="refresh_target_every is 0; a number of rounds, 1 or more, is needed"):
+            make_trainer(tmp_path, NonPositive(), refresh_target_every=0)
+
+    @pytest.mark.parametrize("kind", ["grpo", "rloo"])
+    def test_trainers_of_trl(self, kind, tmp_path):
+        target = ValidationLoss.of(DEMONSTRATIONS, make_tokenizer(), batch_size=2)
+        trainer = make_trl_trainer(kind, tmp_path, NonPositive(), target=target, refresh_target_every=100, max_steps=8)
+        names, score_rows = [], trainer._score_rows
+        trainer._score_rows = lambda rows: names.append(score_rows(rows).provenance.target) or score_rows(rows)
+        trainer.train()
+        assert len(names) > 1
+        assert set(names) == {f"{target!r} of round 1"}
+
+
+class TestAutocast:
+    def test_scores_in_bfloat16(self, tmp_path, monkeypatch):
+        distances = []
+
+        def score_and_compare(model, rows, scoring, hidden=None):
+            assert torch.is_autocast_enabled("cpu")
+            influence = score(model, rows, scoring, hidden)
+            with torch.autocast("cpu", enabled=False):
+                exact = score(model, rows, scoring)
+            distances.append(apart(influence.scores, exact.scores))
+            return influence
+
+        monkeypatch.setattr(row_scorer, "score", score_and_compare)
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trainer = make_trainer(tmp_path, NonPositive(), autocast=True)
+        trainer.train()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert 1e-4 < max(distances) < 0.1
+        assert trainer._run.directory.config["autocast"] is True
+
+    def test_float16_is_refused(self, tmp_path):
+        scoring, accelerator = make_scoring(), SimpleNamespace(mixed_precision="fp16")
+        with pytest.raises(WhenceError, match="which is float16: small gradients would be 0 there"):
+            RowScorer(scoring, make_model(), accelerator, layers=None, refresh_target_every=1, autocast=True)
 
 
 def raise_in_round_3(rollout, influence, selection, row):

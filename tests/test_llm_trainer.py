@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError, checkpoints
 from whence.engines.memory import measure_bytes
 from whence.errors import RunDirectoryError
-from whence.llm import TokenReturn, ValidationLoss, losses
+from whence.llm import TokenReturn, ValidationLoss, losses, row_scorer
 from whence.llm import trainer as trainer_module
 from whence.llm.config import PPOConfig
 from whence.llm.generation import generate, tokenize_prompts
@@ -81,6 +81,8 @@ _ARGUMENTS = (
     "on_rollout",
     "engine",
     "layers",
+    "refresh_target_every",
+    "autocast",
     "held_out",
     "evaluate",
     "reward_weights",
@@ -403,7 +405,7 @@ def break_off(monkeypatch, place, count):
 PLACES = {
     "generation": (trainer_module, "generate", 6),  # twice a round, and the held-out prompts after the others
     "rewards": (trainer_module, "make_rollout", 5),
-    "scoring": (trainer_module, "score", 3),
+    "scoring": (row_scorer, "score", 3),
     "optimisation": (losses, "value_loss", 10),
     "writing records": (trainer_module.TrainingRun, "write_round", 3),
     "evaluation": (trainer_module, "answer_prompts", 4),  # the first is of the start model

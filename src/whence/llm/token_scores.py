@@ -8,7 +8,6 @@ parameters' gradient arises. The parts of a response sum to its score.
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,10 +26,11 @@ from whence.layers import Layers, restrict_view
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import ONE, Processes
 from whence.llm.scoring import Scoring, split_work
+from whence.llm.target_refresh import Along
 from whence.llm.targets import split_mean
 from whence.llm.view import language_view
 from whence.objectives import Objective, as_objective
-from whence.policies import Outputs, Params, PolicyView
+from whence.policies import Outputs
 from whence.records import RecordBatch
 from whence.selection import SelectionRule
 from whence.targets import Target
@@ -136,7 +136,7 @@ def _parts_by_position(problem: Problem, gradient: Gradient, engine: str) -> Flo
     for position in range(width):
         alone = _OnePosition(problem.objective, position)
         # The gradient is that of all processes already.
-        at = replace(problem, objective=alone, targets=[_Along(gradient)], summed=None)
+        at = replace(problem, objective=alone, targets=[Along(gradient)], summed=None)
         (products,), _, _ = solve(at, engine, None)
         columns.append(products.detach())
     return torch.stack(columns, dim=1)
@@ -159,16 +159,6 @@ class _OnePosition:
     def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         here = torch.arange(outputs.log_prob.shape[1], device=outputs.log_prob.device) == self.position
         return self.objective(map_outputs(lambda column: torch.where(here, column, column.detach()), outputs), records)
-
-
-@dataclass(frozen=True, eq=False)
-class _Along:
-    """The target whose gradient is the given one."""
-
-    gradient: Mapping[str, Tensor]
-
-    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
-        return torch.stack([(params[name] * direction).sum() for name, direction in self.gradient.items()]).sum()
 
 
 def score_target_rows(
@@ -217,7 +207,7 @@ def score_target_rows(
         return torch.zeros(len(mean_rows))
     limits: Any = {"chunk_size": chunk_size} if memory is None else {"memory": memory}
     # A product is the same with its sides exchanged: the target's rows are scored by the response's gradient.
-    return attribute(view, mean_rows, target=_Along(gradient), objective=terms, engine=engine, **limits).scores
+    return attribute(view, mean_rows, target=Along(gradient), objective=terms, engine=engine, **limits).scores
 
 
 def check_token_parts(token_parts: bool, rule: SelectionRule) -> bool:

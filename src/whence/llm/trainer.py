@@ -22,7 +22,6 @@ from whence.llm.checkpoints import load_model, read_model
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, Responses, check_tokenizer, context_length, generate
 from whence.llm.kl_controller import KLController
-from whence.llm.layer_choice import LayerChoice
 from whence.llm.model import Reference, WithValueHead, disable_dropout
 from whence.llm.nonfinite import RowChoice, RowGuard
 from whence.llm.objectives import TokenPPO
@@ -30,11 +29,12 @@ from whence.llm.processes import Processes
 from whence.llm.prompts import NO_PROMPTS, Prompts, read_prompts
 from whence.llm.rewards import Reward, combine_rewards
 from whence.llm.rollout import Rollout, make_rollout
-from whence.llm.scoring import Scoring, check_held_out, held_out_target, score
+from whence.llm.row_scorer import RowScorer
+from whence.llm.scoring import Scoring, check_held_out, held_out_target
 from whence.llm.steps import make_optimizer, optimise
 from whence.llm.tables import make_metrics_row, make_response_table
 from whence.llm.targets import SequenceReturn
-from whence.llm.token_scores import check_token_parts, score_tokens_of_round
+from whence.llm.token_scores import check_token_parts
 from whence.llm.training_run import TrainingRun
 from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
@@ -83,6 +83,10 @@ class PPOTrainer:
         layers: score by some layers alone, see `whence.attribute`: a number of last blocks costs least, since their
             passes begin where those of the old log-probs were. "auto": the fewest last blocks whose scores of the first
             round have a rank correlation of .9 with those by all layers. None: all.
+        refresh_target_every: rounds from one computation of the target's gradient to the next; those between use the
+            last one. For targets over other rows than the scored ones.
+        autocast: score in bfloat16 where training does so by Accelerate's mixed precision, which is faster on a GPU;
+            False: in the model's own precision.
         token_parts: write the part of each score that each token contributes; see `score_tokens`. Nothing else depends
             on it.
         reward_weights: weights of several rewards; None: 1 each.
@@ -115,6 +119,8 @@ class PPOTrainer:
         engine: str = "auto",
         memory: int | None = None,
         layers: Layers | Literal["auto"] | None = None,
+        refresh_target_every: int = 1,
+        autocast: bool = False,
         token_parts: bool = False,
         reward_weights: Sequence[float] | None = None,
         evaluate: Evaluate | None = None,
@@ -133,7 +139,7 @@ class PPOTrainer:
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
-        self.engine, self.memory, self.about = engine, memory, dict(about or {})
+        self.engine, self.about = engine, dict(about or {})
         self.token_parts = check_token_parts(token_parts, self.rule)
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         self.processes = Processes(self.accelerator)
@@ -144,7 +150,6 @@ class PPOTrainer:
         self.model = model if isinstance(model, WithValueHead) else WithValueHead(model)
         if config.disable_dropout:
             disable_dropout(self.model)
-        self.layer_choice = LayerChoice(layers, self.model)
         context = context_length(self.model.language_model)
         self.prompts = read_prompts(prompts, tokenizer, config, context, rewards)
         if not len(self.prompts):
@@ -155,6 +160,24 @@ class PPOTrainer:
             self.sample_prompts = read_sample_prompts(sample_prompts, tokenizer, config, context, rewards)
         held_out_ids = None if self.held_out is None else self.held_out.ids
         check_held_out(self.target, held_out_ids, self.prompts.ids, self.processes)
+        scoring = Scoring(
+            target=self.target,
+            objective=self.objective,
+            temperature=config.temperature,
+            engine=engine,
+            memory=memory,
+            chunk_size=config.mini_batch_size,
+            processes=self.processes,
+        )
+        self.scorer = RowScorer(
+            scoring,
+            self.model,
+            self.accelerator,
+            layers=layers,
+            refresh_target_every=refresh_target_every,
+            autocast=autocast,
+            has_held_out=held_out is not None,
+        )
         # Accelerate would wrap the model, for the mean of gradients over processes and for mixed precision. Here
         # gradients are summed, since a step's loss is divided by numbers of all processes' rows, and scores are
         # computed in the model's own precision.
@@ -229,7 +252,7 @@ class PPOTrainer:
         with time_stage(seconds, "generation"), self.accelerator.autocast():
             responses = self._generate(prompts)
         with time_stage(seconds, "forward"), self.accelerator.autocast(), self._numbers.name_round(number):
-            first_id, first_block = (number - 1) * config.batch_size, self.layer_choice.first_block(self.model)
+            first_id, first_block = (number - 1) * config.batch_size, self.scorer.choice.first_block(self.model)
             rollout = self._make_rollout(responses, prompts, first_id, first_block)
         with time_stage(seconds, "scoring"):
             all_rows, hidden = rollout.rows, rollout.hidden
@@ -265,26 +288,14 @@ class PPOTrainer:
         """Score rows, and select among them."""
         influence, parts = None, None
         if self.rule.needs_influence:
-            scoring = self._make_scoring(self._target_of_round(number, seconds))
-            scoring = self.layer_choice.decide(self.model, rows, scoring)
-            influence = score(self.model, rows, scoring, hidden)
+            influence = self.scorer.score(
+                self.model, rows, number, lambda: self._target_of_round(number, seconds), hidden
+            )
             if self.token_parts:
                 with time_stage(seconds, "token_parts"):
-                    parts = score_tokens_of_round(self.model, rows, influence, scoring)
+                    parts = self.scorer.score_tokens(self.model, rows, influence)
         selection = self.rule.select(rows, influence, Progress(number, 1 - (number - 1) / self.config.rounds))
         return RowChoice(influence, parts, selection)
-
-    def _make_scoring(self, target: Target) -> Scoring:
-        return Scoring(
-            target=target,
-            objective=self.objective,
-            temperature=self.config.temperature,
-            engine=self.engine,
-            memory=self.memory,
-            chunk_size=self.config.mini_batch_size,
-            processes=self.processes,
-            layers=self.layer_choice.layers,
-        )
 
     def _draw_prompts(self) -> Prompts:
         """Draw prompts without replacement; when all have been drawn, start again with all of them."""
@@ -372,7 +383,7 @@ class PPOTrainer:
             "held_out": 0 if self.held_out is None else len(self.held_out),
             "objective": strip_addresses(repr(self.objective)),
             "engine": self.engine,
-            **({} if self.layer_choice.asked is None else {"layers": self.layer_choice.asked}),
+            **self.scorer.describe(),
             **({"on_nonfinite": "drop"} if self._numbers.drops else {}),
             "processes": self.processes.number,
             "device": str(self.accelerator.device),
@@ -408,8 +419,9 @@ class PPOTrainer:
             part.load_state_dict(stored)
 
     def _stateful_parts(self) -> list[Any]:
-        """Return the rule, the rewards and the choice of layers that have a state of their own to keep."""
-        return [part for part in (self.rule, *self._rewards, self.layer_choice) if hasattr(part, "load_state_dict")]
+        """Return what has a state of its own to keep, among the rule and the rewards too."""
+        parts = (self.rule, *self._rewards, self.scorer)
+        return [part for part in parts if hasattr(part, "load_state_dict")]
 
     def save_model(self, folder: str | Path | None = None) -> None:
         """Write model (or adapter), value head and tokenizer, in Transformers' format."""

@@ -6,7 +6,7 @@ completions. A step is then on the kept completions alone, while the groups' sta
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +20,13 @@ from whence.errors import Unsupported, WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
-from whence.llm.layer_choice import LayerChoice
 from whence.llm.objectives import make_group_objective
-from whence.llm.processes import Processes
+from whence.llm.processes import ONE, Processes
+from whence.llm.row_scorer import RowScorer
 from whence.llm.rows import make_rows
-from whence.llm.scoring import Scoring, score
+from whence.llm.scoring import Scoring
 from whence.llm.targets import SequenceReturn
-from whence.llm.token_scores import check_token_parts, score_tokens_of_round
+from whence.llm.token_scores import check_token_parts
 from whence.llm.trl_checkpoints import read_progress
 from whence.llm.trl_nonfinite import BatchGuard
 from whence.llm.trl_run import RunWriter
@@ -60,6 +60,8 @@ class _SelectingTrainer:
         engine: str = "auto",
         memory: int | None = None,
         layers: Layers | Literal["auto"] | None = None,
+        refresh_target_every: int = 1,
+        autocast: bool = False,
         token_parts: bool = False,
         run: str | Path | None = None,
         about: Mapping[str, Any] | None = None,
@@ -75,8 +77,7 @@ class _SelectingTrainer:
         self.target = as_target(SequenceReturn() if target is None else target)
         default = make_group_objective(self.args)  # type: ignore[attr-defined]
         self.influence_objective = default if objective is None else as_objective(objective)
-        self.influence_engine, self.influence_memory = engine, memory
-        self.layer_choice = LayerChoice(layers, self.model)  # type: ignore[attr-defined]
+        self.influence_engine = engine
         self.token_parts = check_token_parts(token_parts, self.rule)
         self.influence: Influence | None = None
         self.influence_parts: Float[Tensor, "n R"] | None = None
@@ -90,8 +91,29 @@ class _SelectingTrainer:
         drops = self._numbers.drops
         if type(self.rule) is not KeepAll or run is not None or drops:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
+        self.scorer = self._make_scorer(memory, layers, refresh_target_every, autocast)
         if type(self.rule) is not KeepAll or drops:
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
+
+    def _make_scorer(
+        self, memory: int | None, layers: Layers | Literal["auto"] | None, refresh_target_every: int, autocast: bool
+    ) -> RowScorer:
+        trainer: Any = self
+        scoring = Scoring(
+            target=self.target,
+            objective=self.influence_objective,
+            temperature=float(trainer.temperature),
+            engine=self.influence_engine,
+            memory=memory,
+            chunk_size=trainer.args.per_device_train_batch_size,
+            processes=getattr(self, "_processes", ONE),
+        )
+        return RowScorer(
+            *(scoring, trainer.model, trainer.accelerator),
+            layers=layers,
+            refresh_target_every=refresh_target_every,
+            autocast=autocast,
+        )
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Transformers does; with `run`, from a checkpoint of the run alone, see the class."""
@@ -201,26 +223,16 @@ class _SelectingTrainer:
 
     def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
-        with _disable_autocast(model):
-            return score(model, rows, self.layer_choice.decide(model, rows, self._scoring))
+        with self._set_precision(model):
+            return self.scorer.score(model, rows, self._batches_done + 1)
 
-    @property
-    def _scoring(self) -> Scoring:
-        return Scoring(
-            target=self.target,
-            objective=self.influence_objective,
-            temperature=float(self.temperature),  # type: ignore[attr-defined]
-            engine=self.influence_engine,
-            memory=self.influence_memory,
-            chunk_size=self.args.per_device_train_batch_size,  # type: ignore[attr-defined]
-            processes=self._processes,
-            layers=self.layer_choice.layers,
-        )
+    def _set_precision(self, model: Any) -> AbstractContextManager[None]:
+        return nullcontext() if self.scorer.autocast else _disable_autocast(model)
 
     def _score_tokens(self, rows: RecordBatch, influence: Influence) -> Float[Tensor, "n R"] | None:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
-        with _disable_autocast(model):
-            return score_tokens_of_round(model, rows, influence, self._scoring)
+        with self._set_precision(model):
+            return self.scorer.score_tokens(model, rows, influence)
 
     def _apply_selection(self, output: dict[str, Any], selection: Selection) -> dict[str, Any]:
         """Return the batch with dropped rows out of the loss, kept rows weighted, and the factor of the loss."""
@@ -324,6 +336,9 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
         layers: score by some layers alone, see `whence.attribute`; a number of last blocks costs least. "auto": the
             fewest last blocks whose scores of the first batch have a rank correlation of .9 with those by all layers.
+        refresh_target_every: batches from one computation of the target's gradient to the next; those between use the
+            last one. For targets over other rows than the completions.
+        autocast: score in bfloat16 where training does so by mixed precision; False: in the model's own precision.
         token_parts: compute the part of each score that each token contributes; see `whence.llm.score_tokens`.
         run: the directory to write each generation batch to, for `whence report`; None: nothing is written.
         about: a further description of the run for the directory, in JSON types.

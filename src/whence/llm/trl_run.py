@@ -213,8 +213,9 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
         return getattr(self._trainer.args, "sync_ref_model", False) and self._trainer.ref_model is not None
 
     def _stateful_parts(self) -> list[Any]:
-        """Return the rule, rewards and choice of layers that have a state to keep; a reward model has none."""
-        parts = (self._trainer.rule, *self._trainer.reward_funcs, self._trainer.layer_choice)
+        """Return what has a state to keep, among the rule and the rewards too; a reward model has none."""
+        trainer = self._trainer
+        parts = (trainer.rule, *trainer.reward_funcs, trainer.scorer)
         return [part for part in parts if hasattr(part, "load_state_dict") and not isinstance(part, torch.nn.Module)]
 
     def note_batch(self) -> None:
@@ -271,7 +272,7 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
             "target": strip_addresses(target_name(trainer.target)),
             "objective": strip_addresses(repr(trainer.influence_objective)),
             "engine": trainer.influence_engine,
-            **({} if trainer.layer_choice.asked is None else {"layers": trainer.layer_choice.asked}),
+            **trainer.scorer.describe(),
             **({"on_nonfinite": "drop"} if trainer._numbers.drops else {}),
             "processes": trainer.accelerator.num_processes,
             "device": str(trainer.accelerator.device),

@@ -1,0 +1,223 @@
+"""What scores of language models cost by fewer layers and in bfloat16, and how well they rank rows as all layers do.
+
+Run: `python -m benchmarks.cheap_scores results/scoring [--sizes 1M,10M,100M] [--rows 64]`. Each model (GPT-2's
+architecture, random weights) is trained for `--steps` steps to write sums out, draws a response to each prompt, and its
+rows are scored by `SequenceReturn` with random rewards' advantages. Compared are, one after the other in one process,
+CPU seconds of
+
+- scoring: by all layers in passes of 16 rows ("passes") and in one ("one pass"); by the last 1, 2, 4 blocks from the
+  hidden states that the pass of the old log-probs has kept; the latter in bfloat16, too;
+- optimisation: one epoch on all rows, with minibatches of 16 and of 64.
+
+The share is scoring divided by one epoch, or by four. The agreement is Spearman's with the scores by all layers. One
+torch thread; medians of `--repeats`, with the lowest and the highest. Models of 100M take about ten minutes.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.markdown import table
+from whence import KeepAll
+from whence.checks import list_last_blocks, rank_agreement
+from whence.guards import write_atomically
+from whence.llm import SequenceReturn, TokenPPO, language_view, make_rows
+from whence.llm.config import PPOConfig
+from whence.llm.hidden_states import compute_hidden
+from whence.llm.model import WithValueHead
+from whence.llm.processes import Processes
+from whence.llm.scoring import Scoring, find_first_block, score
+from whence.llm.steps import make_optimizer, optimise
+from whence.records import RecordBatch
+
+SHAPES: Mapping[str, tuple[int, int, int]] = {"1M": (128, 5, 4), "10M": (320, 8, 5), "100M": (768, 14, 12)}
+"""Width, blocks and heads of a model by its parameters."""
+
+VOCABULARY = "0123456789+=;."
+PROMPT, RESPONSE = 16, 32
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds of a stage: the median, the lowest and the highest."""
+
+    median: float
+    low: float
+    high: float
+
+
+def measure(run: Callable[[], Any], repeats: int) -> Cost:
+    """Return what a stage costs; a first run is not counted."""
+    run()
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        run()
+        seconds.append(time.process_time() - start)
+    return Cost(statistics.median(seconds), min(seconds), max(seconds))
+
+
+def make_model(size: str) -> WithValueHead:
+    """Return a model with random weights and a value head."""
+    width, blocks, heads = SHAPES[size]
+    torch.manual_seed(0)
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = GPT2Config(
+        vocab_size=len(VOCABULARY), n_positions=PROMPT + RESPONSE, n_embd=width, n_layer=blocks, n_head=heads, **special
+    )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return WithValueHead(GPT2LMHeadModel(config))
+
+
+def write_sums(rows: int, generator: torch.Generator) -> Tensor:
+    """Return token ids, (rows, PROMPT + RESPONSE), of sums one after the other: "3+9=12;7+2=9;"."""
+    texts = []
+    for _ in range(rows):
+        text = ""
+        while len(text) < PROMPT + RESPONSE:
+            a, b = torch.randint(0, 50, (2,), generator=generator).tolist()
+            text += f"{a}+{b}={a + b};"
+        texts.append([VOCABULARY.index(letter) for letter in text[: PROMPT + RESPONSE]])
+    return torch.tensor(texts)
+
+
+def train_on_sums(model: WithValueHead, steps: int) -> float:
+    """Train a model to write sums, and return its last loss, in nats a token."""
+    generator, optimizer = torch.Generator().manual_seed(1), torch.optim.Adam(model.parameters(), lr=3e-4)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        ids = write_sums(16, generator)
+        loss = model.language_model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+def draw_rows(model: WithValueHead, count: int) -> RecordBatch:
+    """Return rows of sampled responses; their advantages are of random rewards, the same for a response's tokens."""
+    generator = torch.Generator().manual_seed(2)
+    ids = write_sums(count, generator)[:, :PROMPT]
+    with torch.no_grad():
+        for _ in range(RESPONSE):
+            logits = model.language_model(input_ids=ids).logits[:, -1]
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+    advantages = torch.randn(count, 1, generator=generator).expand(-1, RESPONSE).contiguous()
+    mask, zeros = torch.ones(count, RESPONSE, dtype=torch.bool), torch.zeros(count, RESPONSE)
+    columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
+    draft = make_rows(**columns, log_probs=zeros, advantages=advantages)
+    view = language_view(model)
+    with torch.no_grad():
+        outputs = view(view.parameters(), view.prepare(draft))
+    values = outputs.value.detach()
+    return make_rows(
+        **columns,
+        log_probs=outputs.log_prob.detach(),
+        advantages=advantages,
+        values=values,
+        returns=values + advantages,
+    )
+
+
+def measure_size(size: str, rows: int, steps: int, repeats: int) -> dict[str, Any]:
+    """Return the costs and agreements of a model."""
+    model = make_model(size)
+    loss = train_on_sums(model, steps)
+    model.eval()
+    batch = draw_rows(model, rows)
+    scoring = Scoring(SequenceReturn(), TokenPPO(), 1.0, "ghost", None, 16)
+    view = language_view(model)
+    whole = score(model, batch, scoring).scores.double()
+    lines = []
+
+    def add(name: str, how: Scoring, hidden: Tensor | None = None, *, autocast: bool = False) -> None:
+        def run() -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return score(model, batch, how, hidden).scores.double()
+
+        agreement = rank_agreement(run(), whole)
+        lines.append({"scores": name, "seconds": vars(measure(run, repeats)), "spearman": agreement})
+
+    add("all, passes", scoring)
+    add("all, one pass", replace(scoring, chunk_size=rows))
+    add("all, bfloat16", scoring, autocast=True)
+    for layers in list_last_blocks(model):
+        how = replace(scoring, layers=layers)
+        hidden = compute_hidden(view, batch, find_first_block(model, layers), 16)
+        add(f"last {layers}", how, hidden)
+        add(f"last {layers}, bfloat16", how, hidden, autocast=True)
+        add(f"last {layers}, one pass", replace(how, chunk_size=rows), hidden)
+    return {
+        "size": size,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "blocks": SHAPES[size][1],
+        "loss": loss,
+        "scores": lines,
+        "epoch": {str(batch_size): vars(_measure_epoch(model, batch, batch_size, repeats)) for batch_size in (16, 64)},
+    }
+
+
+def _measure_epoch(model: WithValueHead, rows: RecordBatch, batch_size: int, repeats: int) -> Cost:
+    """Return what an epoch of optimisation costs; its learning rate is 0, so that the model stays as it is."""
+    config = PPOConfig("none", mini_batch_size=batch_size, batch_size=len(rows), ppo_epochs=1, learning_rate=0.0)
+    accelerator, optimizer = Accelerator(), make_optimizer(model, config)
+    return measure(
+        lambda: optimise(
+            model,
+            optimizer,
+            rows,
+            KeepAll().select(rows),
+            config=config,
+            generator=torch.Generator().manual_seed(0),
+            accelerator=accelerator,
+            processes=Processes(accelerator),
+        ),
+        repeats,
+    )
+
+
+def tabulate(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the shares and agreements as a table."""
+    head = ["model", "scores", "CPU s", "of one epoch, 16 / 64", "of four epochs, 16 / 64", "Spearman"]
+    lines = []
+    for result in results:
+        epochs = [result["epoch"][size]["median"] for size in ("16", "64")]
+        for entry in result["scores"]:
+            seconds = entry["seconds"]
+            shares = [" / ".join(f"{seconds['median'] / (n * epoch):.0%}" for epoch in epochs) for n in (1, 4)]
+            cost = f"{seconds['median']:.3g} [{seconds['low']:.3g}, {seconds['high']:.3g}]"
+            lines.append([result["size"], entry["scores"], cost, *shares, f"{entry['spearman']:.3f}"])
+    return table([head, *lines])
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/scoring"),
+    sizes: Annotated[str, typer.Option(help="Sizes, separated by commas.")] = ",".join(SHAPES),
+    rows: Annotated[int, typer.Option(help="Responses.")] = 64,
+    steps: Annotated[int, typer.Option(help="Steps of training before.")] = 300,
+    repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 5,
+) -> None:
+    """Measure, and write language.json and language.md."""
+    torch.set_num_threads(1)
+    results = []
+    for size in sizes.split(","):
+        results.append(measure_size(size, rows, steps, repeats))
+        print(tabulate(results[-1:]), flush=True)
+    with write_atomically(out / "language.json") as temporary:
+        temporary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    with write_atomically(out / "language.md") as temporary:
+        temporary.write_text(f"# Scores of language models\n\n{tabulate(results)}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -85,6 +85,17 @@ Lora: TypeAlias = Annotated[
 HeldOut: TypeAlias = Annotated[
     int, typer.Option(help="Prompts set aside, over whose responses the target is taken in every round.", min=0)
 ]
+Layers: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Score by some layers alone, which costs less: a number of last blocks; names of parameters, such as "
+        '"*.lora_*"; or auto: the fewest last blocks that rank the first round as all layers do. (default: all)',
+        show_default=False,
+    ),
+]
+RefreshTargetEvery: TypeAlias = Annotated[
+    int, typer.Option(help="Rounds from one computation of the target's gradient to the next.", min=1)
+]
 TokenParts: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -114,6 +125,11 @@ def arm_name(selection: str, target: str | None) -> str:
 def choose_task(task: str | None, source: Mapping[str, Any]) -> str | None:
     """Return the task; the first one if neither a task nor a model is named."""
     return task or (None if any(source.values()) else next(iter(TASKS)))
+
+
+def parse_layers(text: str | None) -> int | str | None:
+    """Return the layers that --layers names: a number of last blocks, or a pattern."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def parse_settings(text: str | None, rounds: int | None) -> dict[str, Any]:

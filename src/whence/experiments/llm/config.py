@@ -44,6 +44,8 @@ class LanguageConfig:
         test_problems: number of the test's prompts in an evaluation.
         samples: sampled answers to each of them, next to the greedy one.
         engine: see `whence.attribute`.
+        layers: score by some layers alone; see `whence.llm.PPOTrainer`.
+        refresh_target_every: rounds from one computation of the target's gradient to the next.
         token_parts: whether each token's part of a score is written; see `whence.llm.score_tokens`.
         algorithm: "ppo" (whence's own), "grpo" or "rloo" (TRL's).
         settings: settings that differ from the task's: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig with
@@ -68,6 +70,8 @@ class LanguageConfig:
     test_problems: int = 512
     samples: int = 4
     engine: str = "auto"
+    layers: int | str | None = None
+    refresh_target_every: int = 1
     token_parts: bool = False
     algorithm: str = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -95,12 +99,26 @@ class LanguageConfig:
             raise WhenceError(f"The algorithm {self.algorithm!r} is unknown.{suggest(self.algorithm, ALGORITHMS)}")
         if self.engine not in ("auto", *ENGINES):
             raise WhenceError(f"The engine {self.engine!r} is unknown.{suggest(self.engine, ['auto', *ENGINES])}")
-        for name, least in (("seed", 0), ("lora", 0), ("held_out", 0), ("test_problems", 1), ("samples", 1)):
+        for name, least in (
+            ("seed", 0),
+            ("lora", 0),
+            ("held_out", 0),
+            ("test_problems", 1),
+            ("samples", 1),
+            ("refresh_target_every", 1),
+        ):
             if getattr(self, name) < least:
                 raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
         self._check_source()
         if self.token_parts and self.target is None:
             raise WhenceError(f"token_parts are parts of scores, and {selection} scores nothing. Leave them out.")
+        if self.layers is not None and self.target is None:
+            raise WhenceError(f"layers are those that scores are of, and {selection} scores nothing. Leave them out.")
+        if self.refresh_target_every > 1 and not (self.held_out or self.target in ("validation", "held-out")):
+            raise WhenceError(
+                f"refresh_target_every is {self.refresh_target_every}, and the target of the arm {self.arm} is over "
+                "the scored rows, which are new in each round. Use the target validation or held-out, or leave it at 1."
+            )
         if self.held_out and self.target not in ("sequence", "token", "held-out"):
             raise WhenceError(
                 f"held_out is {self.held_out}, and the target of the arm {self.arm} reads no responses to held-out "

@@ -84,6 +84,8 @@ def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRou
         held_out=held_out,
         engine=config.engine,
         memory=scoring_memory(config),
+        layers=config.layers,
+        refresh_target_every=config.refresh_target_every,
         token_parts=config.token_parts,
         evaluate=task.evaluate,
         sample_prompts=choose_sample_prompts(task),

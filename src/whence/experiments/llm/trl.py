@@ -67,6 +67,8 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite:
         target=make_validation_target(task) if make_target is None else make_target(),
         engine=config.engine,
         memory=scoring_memory(config),
+        layers=config.layers,
+        refresh_target_every=config.refresh_target_every,
         token_parts=config.token_parts,
         run=path,
         about=describe(config),

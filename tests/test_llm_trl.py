@@ -177,6 +177,29 @@ def test_a_step_of_rloo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch
         close(found, of_kept_alone("rloo", trainer, state, batches[0], positions, weights, monkeypatch))
 
 
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_dropped_completions_cost_no_pass(kind, tmp_path, monkeypatch):
+    sizes, positions = [], [0, 1, 2, 6]
+    for trainer_class in (GRPOTrainer, RLOOTrainer):
+        compute_loss = trainer_class._compute_loss
+
+        def count_rows(self, model, inputs, compute_loss=compute_loss):
+            handle = self.model.register_forward_pre_hook(
+                lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+            )
+            try:
+                return compute_loss(self, model, inputs)
+            finally:
+                handle.remove()
+
+        monkeypatch.setattr(trainer_class, "_compute_loss", count_rows)
+    make_trainer(kind, tmp_path, Keep(positions)).train()
+    assert sum(sizes) == len(positions)  # in two minibatches of four; TRL shuffles them
+    sizes.clear()
+    make_trainer(kind, tmp_path, Keep([3])).train()
+    assert sizes == [1, 1]  # a minibatch needs a row, even one without weight
+
+
 @pytest.fixture(scope="module", params=TRAINERS)
 def plain_training(request, tmp_path_factory):
     """A training by TRL's own trainer: its kind, settings and parameters after it."""

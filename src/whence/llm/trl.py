@@ -1,8 +1,9 @@
 """GRPO and RLOO by TRL's trainers, on the completions that a rule keeps.
 
-TRL's own methods run unchanged. The generation batch that they return is edited, and rows are never removed: a dropped
-completion's tokens leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and the loss is rescaled to the kept
-completions. A step is then on the kept completions alone, while the groups' statistics are over all of them.
+TRL's own methods run unchanged. The generation batch that they return is edited: the tokens of a dropped completion
+leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and the loss is rescaled to the kept completions. TRL's loss of a
+minibatch then gets the kept rows alone, so that dropped ones cost no pass. A step is on the kept completions, while the
+groups' statistics are over all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,9 @@ _NOT_TOKENS = frozenset(["pixel_values", "image_grid_thw", "mm_token_type_ids", 
 
 _SCALE = "loss_scale"
 """Added to TRL's batches: the factor of the loss, the same for each row."""
+
+_KEPT = "kept_row"
+"""Added to TRL's batches: whether a row trains."""
 
 
 class _SelectingTrainer:
@@ -251,6 +255,7 @@ class _SelectingTrainer:
             output["num_items_in_batch"] = total.to(output["num_items_in_batch"])
         scale = len(selection.keep) / count if count and self._averages_rows else float(count > 0)
         output[_SCALE] = torch.full(keep.shape, scale, device=device)
+        output[_KEPT] = keep
         return output
 
     @property
@@ -260,8 +265,9 @@ class _SelectingTrainer:
 
     def _compute_loss(self, model: Any, inputs: Any) -> Float[Tensor, ""]:
         self._minibatch: Mapping[str, Any] = inputs
-        loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
-        return loss * inputs[_SCALE][0] if _SCALE in inputs else loss
+        rows, factor = (inputs, None) if _SCALE not in inputs else _take_kept(inputs, averages=self._averages_rows)
+        loss: Tensor = super()._compute_loss(model, rows)  # type: ignore[misc]
+        return loss if factor is None else loss * factor
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take TRL's step; if the whole batch was dropped, remove the gradients, so that no parameter moves."""
@@ -303,6 +309,23 @@ class _SelectingTrainer:
             logs["influence"].extend(influence.scores.tolist())
             metrics["influence/mean"].append(float(influence.scores.mean()))
             metrics["influence/negative_share"].append(float((influence.scores < 0).double().mean()))
+
+
+def _take_kept(inputs: Mapping[str, Any], *, averages: bool) -> tuple[dict[str, Any], Tensor]:
+    """Return a minibatch's kept rows and the factor of their loss; without any the first row, which has no weight.
+
+    Args:
+        inputs: TRL's minibatch.
+        averages: whether TRL's loss is a mean over rows.
+    """
+    kept = inputs[_KEPT]
+    places = kept.nonzero()[:, 0] if kept.any() else torch.zeros(1, dtype=torch.long, device=kept.device)
+    rows = {
+        name: column[places] if isinstance(column, Tensor) and column.shape[:1] == kept.shape else column
+        for name, column in inputs.items()
+    }
+    scale: Tensor = inputs[_SCALE][0]
+    return rows, scale * len(places) / len(kept) if averages else scale
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from whence.engines import Gradient, Problem, record_gradient, solve, target_gradients
+from whence.engines.sharded import reshard
 from whence.errors import NonFinite, WhenceError
 from whence.folds import (
     PartialTarget,
@@ -244,6 +245,7 @@ def _make_problem(
     chunk_size: int,
     summed: Summed | None,
 ) -> Problem:
+    reshard(modules.values())
     # Fresh leaves that share the parameters' memory: the user's hooks and gradients never see whence's graphs.
     parameters = view.parameters()
     params = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, is_dataclass
 from importlib.metadata import entry_points
 from types import FunctionType
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from whence.errors import Unsupported
@@ -112,7 +113,9 @@ class ModuleView:
         """Evaluate the policy at `params`; lazy columns outside `columns` are None."""
         if self._slots is None:
             self._slots = _list_slots(self.module)
-        with _swap_in(self._slots, params):
+        # FSDP puts a layer's whole parameters in place itself, as leaves of its own.
+        in_shards = any(isinstance(parameter, DTensor) for parameter in params.values())
+        with nullcontext() if in_shards else _swap_in(self._slots, params):
             outputs = self._outputs(self.module, inputs)
             if isinstance(outputs, LazyOutputs):
                 value = outputs.value() if "value" in columns else None

@@ -12,6 +12,7 @@ from whence.engines.ghost import ghost
 from whence.engines.loop import loop
 from whence.engines.memory import fit_chunk_size
 from whence.engines.problem import Engine, Problem, Refused, objective_fails_on_parts, target_gradients
+from whence.engines.sharded import is_sharded, sharded
 from whence.engines.vmap import vmap
 from whence.errors import WhenceError, first_line
 
@@ -51,6 +52,8 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
     Raises:
         WhenceError: the engine is unknown or refuses, or the objective fails on a part of the records.
     """
+    if is_sharded(problem.parameters):
+        return _run_sharded(problem, engine, memory)
     try:
         return _run_chosen(problem, engine, memory)
     except (WhenceError, NotImplementedError, torch.OutOfMemoryError):
@@ -64,6 +67,18 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
             "from the objective's argument `records` (`rewards`, `returns`, or `advantages` as `prepare` sets them), "
             "not from a tensor of all records."
         ) from failure
+
+
+def _run_sharded(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tensor, "targets n"], str, str]:
+    if engine not in ("auto", "ghost"):
+        raise WhenceError(
+            f"engine is {engine!r}, and the parameters are in shards, which the engine ghost alone covers: use 'auto'."
+        )
+    if memory is not None:
+        raise WhenceError(
+            "memory cannot be measured where the parameters are in shards: give the most records of a pass, chunk_size."
+        )
+    return sharded(problem), "ghost", "the parameters are in shards"
 
 
 def _run_chosen(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tensor, "targets n"], str, str]:

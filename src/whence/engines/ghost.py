@@ -58,10 +58,10 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
     layers = covered_layers(problem.modules, problem.parameters)
     _confirm_axes(problem, layers)
     if len(problem.records) <= problem.chunk_size:
-        return _products_from_one_pass(_record_pass(problem, layers))
+        return _products_from_one_pass(record_pass(problem, layers))
     gradients, columns = target_gradients(problem), []
     for part in problem.parts():
-        tape = _record_pass(part, layers)
+        tape = record_pass(part, layers)
         (seed,) = compute_seeds([part.objective_values], tape.outputs)
         columns.append(_products_during_backward(tape, gradients, seed))
     return torch.cat(columns, dim=1)
@@ -74,7 +74,7 @@ def _confirm_axes(problem: Problem, layers: Sequence[Layer]) -> None:
     trained = tuple(name for layer in layers for name in layer.names.values())
     confirmed, kind = notes_on(problem.view), (_confirm_axes, shapes, problem.columns, trained)
     if total > 1 and kind not in confirmed:
-        _record_pass(problem.part(slice(0, 1 if total == 2 else 2)), layers)
+        record_pass(problem.part(slice(0, 1 if total == 2 else 2)), layers)
         confirmed[kind] = True
 
 
@@ -114,7 +114,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """One call of a layer: its input, and the edge of the graph at which its output's gradient arrives.
 
     `ends` is True if the input needs no gradient.
@@ -128,7 +128,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Tape:
+class Tape:
     """A recorded forward pass over all records of a problem.
 
     `plain` are the names of used parameters that belong to no layer.
@@ -136,25 +136,39 @@ class _Tape:
 
     problem: Problem
     outputs: Outputs
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
 
 
-def _record_pass(problem: Problem, layers: Sequence[Layer]) -> _Tape:
-    calls: list[_Call] = []
-    size = len(problem.records)
+def record_pass(problem: Problem, layers: Sequence[Layer], run: Callable[[], Tensor] | None = None) -> Tape:
+    """Return the tape of a pass over all records of a problem, or of what `run` computes.
+
+    Args:
+        problem: the problem.
+        layers: the layers whose calls are recorded.
+        run: computes a scalar, which then stands in the place of the outputs' log-probs; its calls may be on any number
+            of records.
+
+    Raises:
+        Refused: a parameter is used outside its layer, or the first axis of a layer is not the records'.
+    """
+    calls: list[Call] = []
+    params = dict(problem.params)
+    size = len(problem.records) if run is None else None
 
     def note_call(layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls.append(_record_call(layer, args, output, size))
+        # Where processes hold shards, the graph's leaves are other tensors than the policy's parameters.
+        params.update({name: p for key, name in layer.names.items() if (p := module._parameters[key]) is not None})
 
     # The hooks run before the user's own, which may change the layer's output.
     handles = [layer.module.register_forward_hook(partial(note_call, layer), prepend=True) for layer in layers]
     try:
-        outputs = problem.outputs()
+        outputs = problem.outputs() if run is None else Outputs(run())
     finally:
         for handle in handles:
             handle.remove()
-    used, reached = _count_uses(outputs, problem.params)
+    used, reached = _count_uses(outputs, params)
     # A call whose output is not used accounts for no use of a parameter.
     seen = Counter(name for call in calls if call.edge.node in reached for name in call.layer.names.values())
     layered = {name for layer in layers for name in layer.names.values()}
@@ -165,11 +179,12 @@ def _record_pass(problem: Problem, layers: Sequence[Layer]) -> _Tape:
         )
     if any(call.x._version != call.version for call in calls):
         raise Refused("A layer's input was changed in place after the layer ran. Use engine='forward' (or 'auto').")
-    return _Tape(problem, outputs, calls, [name for name in problem.params if used[name] and name not in layered])
+    return Tape(problem, outputs, calls, [name for name in problem.params if used[name] and name not in layered])
 
 
-def _record_call(layer: Layer, args: tuple[Any, ...], output: Any, size: int) -> _Call:
+def _record_call(layer: Layer, args: tuple[Any, ...], output: Any, size: int | None) -> Call:
     x = args[0] if args else None
+    size = len(x) if size is None and isinstance(x, Tensor) else size
     kind = type(layer.module).__name__
     if not isinstance(x, Tensor) or not isinstance(output, Tensor) or len(x) != size or len(output) != size:
         shown = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -183,7 +198,7 @@ def _record_call(layer: Layer, args: tuple[Any, ...], output: Any, size: int) ->
             "(or 'auto')."
         )
     # Taken now, the edge is that of the layer's own output, even if an in-place activation overwrites it later.
-    return _Call(layer, x.detach(), x._version, get_gradient_edge(output), not x.requires_grad)
+    return Call(layer, x.detach(), x._version, get_gradient_edge(output), not x.requires_grad)
 
 
 def _count_uses(outputs: Outputs, params: dict[str, Tensor]) -> tuple[Counter[str], set[Node]]:
@@ -205,7 +220,7 @@ def _count_uses(outputs: Outputs, params: dict[str, Tensor]) -> tuple[Counter[st
     return counts, seen
 
 
-def _products_from_one_pass(tape: _Tape) -> Tensor:
+def _products_from_one_pass(tape: Tape) -> Tensor:
     """Return the products from a pass over all records, which also gives the batch targets' gradients."""
     problem = tape.problem
     seed, *target_seeds = compute_seeds([problem.objective_values, *bind_batch_targets(problem)], tape.outputs)
@@ -221,7 +236,7 @@ def _products_from_one_pass(tape: _Tape) -> Tensor:
     return _products_from_log_prob_pass(tape, seed.log_prob, weights)
 
 
-def _products_pass_by_pass(tape: _Tape, seed: Seeds, target_seeds: Sequence[Seeds]) -> Tensor:
+def _products_pass_by_pass(tape: Tape, seed: Seeds, target_seeds: Sequence[Seeds]) -> Tensor:
     """Return the products from one backward pass for each batch target, and one for the objective."""
     params = list(tape.problem.params.values())
     passes = (pullback(tape.outputs, each, params, retain=True) for each in target_seeds)
@@ -229,7 +244,7 @@ def _products_pass_by_pass(tape: _Tape, seed: Seeds, target_seeds: Sequence[Seed
     return _products_of_objective(tape, _gradients_in_order(tape.problem, of_batch), seed)
 
 
-def _products_from_target_pass(tape: _Tape, factors: Tensor, weights: Tensor) -> Tensor:
+def _products_from_target_pass(tape: Tape, factors: Tensor, weights: Tensor) -> Tensor:
     """Return the products from the backward pass of the only target, whose weights of the log-probs are `weights`.
 
     `factors`, (n,), are the objective's weights of the log-probs divided by the target's.
@@ -241,7 +256,7 @@ def _products_from_target_pass(tape: _Tape, factors: Tensor, weights: Tensor) ->
     return _weighted_products(tape, derivatives[: len(edges)], gradients, factors)
 
 
-def _products_from_log_prob_pass(tape: _Tape, weights: Tensor, target_weights: Sequence[Tensor]) -> Tensor:
+def _products_from_log_prob_pass(tape: Tape, weights: Tensor, target_weights: Sequence[Tensor]) -> Tensor:
     """Return the products from one backward pass of the log-probs, which also gives the targets' gradients.
 
     `weights`, (n,), are the objective's weights of the log-probs; `target_weights` those of each batch target.
@@ -252,7 +267,7 @@ def _products_from_log_prob_pass(tape: _Tape, weights: Tensor, target_weights: S
     return _weighted_products(tape, g, gradients, weights)
 
 
-def _weighted_products(tape: _Tape, g: list[Tensor | None], gradients: Sequence[Gradient], weights: Tensor) -> Tensor:
+def _weighted_products(tape: Tape, g: list[Tensor | None], gradients: Sequence[Gradient], weights: Tensor) -> Tensor:
     return torch.stack(
         [_add_plain(weights * _layer_products(tape, g, gradient), tape, gradient) for gradient in gradients]
     )
@@ -286,7 +301,7 @@ def _find_factors(weights_sought: Tensor, weights: Tensor) -> Tensor | None:
 _ROUNDING = 1e-5  # log-probs recorded in batches of another size round differently, so that ratios are not quite 1
 
 
-def _weighted_gradient(tape: _Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:
+def _weighted_gradient(tape: Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:
     """Sum the records' log-prob gradients, each with its weight, layer by layer."""
     total = Gradient()
     for call, of_output in zip(tape.calls, g, strict=True):
@@ -299,13 +314,13 @@ def _weighted_gradient(tape: _Tape, g: list[Tensor | None], weights: Tensor) -> 
     return add_gradients(total, dict(zip(tape.plain, derivatives, strict=True)))
 
 
-def _products_of_objective(tape: _Tape, gradients: Sequence[Gradient], seed: Seeds) -> Tensor:
+def _products_of_objective(tape: Tape, gradients: Sequence[Gradient], seed: Seeds) -> Tensor:
     """Return the products with the targets' gradients; `seed` are the objective's derivatives in the outputs."""
     g = pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
     return torch.stack([_add_plain(_layer_products(tape, g, gradient), tape, gradient) for gradient in gradients])
 
 
-def _products_during_backward(tape: _Tape, gradients: Sequence[Gradient], seed: Seeds) -> Tensor:
+def _products_during_backward(tape: Tape, gradients: Sequence[Gradient], seed: Seeds) -> Tensor:
     """Return the same as `_products_of_objective`, computed layer by layer during the backward pass to save memory.
 
     Raises:
@@ -322,7 +337,7 @@ def _products_during_backward(tape: _Tape, gradients: Sequence[Gradient], seed: 
     for references in (reached, calls, tape.calls):
         references.clear()  # so that a call and its input are freed as soon as its gradient has arrived
 
-    def add_call(call: _Call, g: Tensor | None) -> None:
+    def add_call(call: Call, g: Tensor | None) -> None:
         if g is not None:
             for row, gradient in zip(total, gradients, strict=True):
                 row += _call_product(call, g, gradient, len(row))
@@ -354,7 +369,7 @@ def _nodes_reached(outputs: Outputs, seed: Seeds) -> set[Node]:
     return _count_uses(Outputs(*weighted), {})[1]  # type: ignore[arg-type]
 
 
-def _layer_products(tape: _Tape, g: list[Tensor | None], gradient: Gradient) -> Tensor:
+def _layer_products(tape: Tape, g: list[Tensor | None], gradient: Gradient) -> Tensor:
     total = tape.outputs.log_prob.new_zeros(len(tape.problem.records))
     for call, of_output in zip(tape.calls, g, strict=True):
         if of_output is not None:
@@ -362,7 +377,7 @@ def _layer_products(tape: _Tape, g: list[Tensor | None], gradient: Gradient) -> 
     return total
 
 
-def _call_product(call: _Call, g: Tensor, gradient: Gradient, size: int) -> Tensor:
+def _call_product(call: Call, g: Tensor, gradient: Gradient, size: int) -> Tensor:
     """Return the part of the products that one call of a layer adds for a target's gradient, (size,)."""
     direction: LayerTensors = {key: gradient[name] for key, name in call.layer.names.items() if name in gradient}
     if not direction:
@@ -383,7 +398,7 @@ def _by_blocks(rule: Callable[..., T], x: Tensor, g: Tensor, *more: Tensor) -> l
 _BLOCK_BYTES = 2**20
 
 
-def _add_plain(products: Tensor, tape: _Tape, gradient: Gradient) -> Tensor:
+def _add_plain(products: Tensor, tape: Tape, gradient: Gradient) -> Tensor:
     """Return the products plus the part of the parameters that belong to no layer."""
     plain = gradient.keys() & set(tape.plain)
     if not plain:

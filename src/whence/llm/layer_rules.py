@@ -51,7 +51,7 @@ def is_scale(layer: Any) -> bool:
     other = torch.linspace(0.5, -2, len(weight), device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         try:
-            difference = _run_with_weight(layer, other, x) - _run_with_weight(layer, torch.zeros_like(weight), x)
+            difference = _run_with_weight(layer, other, x) - _run_with_weight(layer, torch.zeros_like(other), x)
             expected = other * _normalise(layer, x)
         except (RuntimeError, TypeError, AttributeError):
             return False
@@ -62,7 +62,9 @@ def is_scale(layer: Any) -> bool:
 def _normalise(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the normalised input that a norm multiplies by its weight: the change in output per unit of weight."""
     weight: Any = layer.weight
-    return _run_with_weight(layer, torch.ones_like(weight), x) - _run_with_weight(layer, torch.zeros_like(weight), x)
+    # Not `ones_like`: of a weight in shards that would be in shards, too.
+    one, zero = (torch.full(weight.shape, value, dtype=weight.dtype, device=x.device) for value in (1.0, 0.0))
+    return _run_with_weight(layer, one, x) - _run_with_weight(layer, zero, x)
 
 
 def _run_with_weight(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,221 @@
+"""The ghost engine for parameters that processes hold in shards (FSDP2): no gradient is ever whole in one process.
+
+Each process scores records of its own. The target's gradient is summed over the processes layer by layer, and each
+keeps its shard of the sum; the products need one layer's whole gradient at a time, which is put together from shards.
+All processes make the same number of passes, since a pass gathers parameters.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from whence.engines.ghost import Call, Layer, Tape, covered_layers, record_pass
+from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, compute_seeds, map_outputs, pullback
+from whence.engines.rules import LayerTensors
+from whence.errors import WhenceError
+from whence.policies import Outputs
+from whence.targets import BatchTarget, SummedTarget, Target, target_name
+
+Shards = dict[str, Float[Tensor, " part"]]
+"""This process's part of a gradient by parameter: a stretch of the flattened tensor, padded to equal parts."""
+
+
+def is_sharded(parameters: dict[str, Tensor]) -> bool:
+    """Tell whether processes hold the parameters in shards."""
+    return any(isinstance(parameter, DTensor) for parameter in parameters.values())
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Let FSDP2 free whole parameters that it keeps after a pass, so that modules hold their shards again."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def sharded(problem: Problem) -> Float[Tensor, "targets n"]:
+    """Return the products of this process's records.
+
+    Raises:
+        Refused: a layer has no rule, or a parameter belongs to none.
+        WhenceError: it is not said how processes sum (`attribute(summed=...)`), or a target depends on no parameter.
+    """
+    if problem.summed is None:
+        raise WhenceError(
+            "The parameters are in shards, so every process scores its own records, and targets are summed over the "
+            "processes: pass attribute(summed=...), such as summed=lambda gradient: accelerator.reduce(gradient)."
+        )
+    layers = covered_layers(problem.modules, problem.parameters)
+    covered = {name for layer in layers for name in layer.names.values()}
+    if outside := sorted(problem.params.keys() - covered):
+        raise Refused(
+            f"The parameter `{outside[0]}` belongs to no layer with a rule, and in shards only these are scored. "
+            "Freeze it, or leave it out with layers=."
+        )
+    _confirm_axes(problem, layers)
+    gradients = [_compute_target_gradient(problem, layers, target) for target in problem.targets]
+    columns = []
+    for part, is_own in _parts_in_step(problem):
+        tape = record_pass(part, layers)
+        (seed,) = compute_seeds([part.objective_values], tape.outputs)
+        products = _compute_products(tape, layers, gradients, seed)
+        if is_own:
+            columns.append(products)
+    return torch.cat(columns, dim=1)
+
+
+def _confirm_axes(problem: Problem, layers: list[Layer]) -> None:
+    """Refuse a layer whose first axis has the records' length by chance; in every process by the same passes."""
+    for count in (1, 2):
+        twice = replace(problem, records=problem.records.take(torch.zeros(count, dtype=torch.long)))
+        twice = replace(twice, prepared=problem.prepared.take(torch.zeros(count, dtype=torch.long)), known_inputs=None)
+        tape = record_pass(twice, layers)
+        _pull(tape, Seeds(torch.zeros_like(tape.outputs.log_prob)))
+
+
+def _parts_in_step(problem: Problem) -> Iterator[tuple[Problem, bool]]:
+    """Yield parts of the records, as many in every process, and whether they are more than company for the others."""
+    own = -(-len(problem.records) // problem.chunk_size)
+    for _, part in zip(range(own), problem.parts(), strict=True):
+        yield part, True
+    for _ in range(_agree_on_most(own, problem) - own):
+        yield problem.part(slice(0, 1)), False
+
+
+def _agree_on_most(count: int, problem: Problem) -> int:
+    """Return the largest count of all processes."""
+    most = torch.tensor(count, device=next(iter(problem.params.values())).device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
+def _pull(tape: Tape, seed: Seeds) -> list[Tensor | None]:
+    return pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
+
+
+def _compute_target_gradient(problem: Problem, layers: list[Layer], target: Target) -> Shards:
+    """Return this process's shards of a target's gradient, summed over all processes."""
+    shards: Shards = {}
+    if isinstance(target, BatchTarget):
+        passes = _pass_over_records(problem, layers, target)
+    else:
+        passes = _pass_over_parts(problem, layers, target)
+    for calls, derivatives in passes:
+        _add_to_shards(shards, problem, layers, calls, derivatives)
+    if not any(bool(shard.any()) for shard in shards.values()):
+        _refuse_constant(problem, shards, target)
+    return shards
+
+
+def _refuse_constant(problem: Problem, shards: Shards, target: Target) -> None:
+    """Refuse a target whose gradient is 0 in every process."""
+    assert problem.summed is not None
+    total = problem.summed({"": torch.stack([shard.abs().sum() for shard in shards.values()]).sum()})[""]
+    if not total:
+        raise WhenceError(f"The target {target_name(target)} depends on no trainable parameter of the policy.")
+
+
+Pass = tuple[list[Call], list[Tensor | None]]
+
+
+def _pass_over_records(problem: Problem, layers: list[Layer], target: BatchTarget) -> Iterator[Pass]:
+    """Yield the calls of each pass over the records, and the derivatives of the target in their outputs."""
+    like = _get_outputs(problem, linear=bool(getattr(target, "linear", False)))
+    (seed,) = compute_seeds(bind_batch_targets(replace(problem, targets=[target])), like)
+    splits = [itertools.repeat(None) if column is None else column.split(problem.chunk_size) for column in seed]
+    own = zip(*splits, strict=False)
+    for part, is_own in _parts_in_step(problem):
+        tape = record_pass(part, layers)
+        seeds = Seeds(*next(own)) if is_own else Seeds(torch.zeros_like(tape.outputs.log_prob))
+        yield tape.calls, _pull(tape, seeds)
+
+
+def _get_outputs(problem: Problem, *, linear: bool) -> Outputs:
+    """Return the outputs of all records, or zeros of their shapes."""
+    with torch.no_grad():
+        if linear:
+            n = len(problem.records)
+            one = problem.part(slice(0, 1)).outputs()
+            return map_outputs(lambda column: column.new_zeros(n, *column.shape[1:]), one)
+        by_part = [part.outputs() for part, is_own in _parts_in_step(problem) if is_own or part.outputs() is None]
+    log_probs, *others = zip(*by_part, strict=True)
+    return Outputs(torch.cat(log_probs), *(None if column[0] is None else torch.cat(column) for column in others))
+
+
+def _pass_over_parts(problem: Problem, layers: list[Layer], target: Target) -> Iterator[Pass]:
+    """Yield the calls of each part of a target that runs the policy itself, and the part's derivatives."""
+    parts: list[Any] = list(target.parts()) if isinstance(target, SummedTarget) else [target]
+    most = _agree_on_most(len(parts), problem)
+    for part in parts:
+        tape = record_pass(problem, layers, run=partial(part, problem.view, problem.params, problem.records))
+        yield tape.calls, _pull(tape, Seeds(torch.ones_like(tape.outputs.log_prob)))
+    for _ in range(most - len(parts)):
+        tape = record_pass(problem.part(slice(0, 1)), layers)
+        yield tape.calls, _pull(tape, Seeds(torch.zeros_like(tape.outputs.log_prob)))
+
+
+def _add_to_shards(
+    shards: Shards, problem: Problem, layers: list[Layer], calls: list[Call], derivatives: list[Tensor | None]
+) -> None:
+    """Add a pass's gradient, layer by layer: summed over the processes, of which each keeps its shard."""
+    assert problem.summed is not None
+    by_layer: dict[int, list[tuple[Call, Tensor]]] = {}
+    for call, g in zip(calls, derivatives, strict=True):
+        if g is not None:
+            by_layer.setdefault(id(call.layer), []).append((call, g))
+    for layer in layers:
+        total: dict[str, Tensor] = {}
+        for call, g in by_layer.get(id(layer), []):
+            with torch.no_grad():
+                gradient = layer.rule.gradient(layer.module, call.x, g, g.new_ones(len(g)))
+            for key, name in layer.names.items():
+                total[name] = total[name] + gradient[key] if name in total else gradient[key]
+        for name in layer.names.values():
+            parameter = problem.params[name]
+            own = total.get(name)
+            whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device) if own is None else own
+            shard = _cut_shard(problem.summed({name: whole.contiguous()})[name])
+            shards[name] = shards[name] + shard if name in shards else shard
+
+
+def _cut_shard(whole: Tensor) -> Float[Tensor, " part"]:
+    """Return this process's stretch of a tensor."""
+    flat, number = whole.flatten(), dist.get_world_size()
+    size = -(-len(flat) // number)
+    part = flat[dist.get_rank() * size : (dist.get_rank() + 1) * size]
+    return torch.cat([part, part.new_zeros(size - len(part))])
+
+
+def _join_shards(shard: Float[Tensor, " part"], shape: torch.Size) -> Tensor:
+    """Return the tensor of which every process holds a stretch."""
+    parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, shard)
+    return torch.cat(parts)[: shape.numel()].reshape(shape)
+
+
+def _compute_products(
+    tape: Tape, layers: list[Layer], gradients: list[Shards], seed: Seeds
+) -> Float[Tensor, "targets n"]:
+    """Return the products of a pass's records, with one layer's whole gradient at a time."""
+    derivatives = _pull(tape, seed)
+    total = tape.outputs.log_prob.new_zeros(len(gradients), len(tape.problem.records))
+    for layer in layers:
+        calls = [
+            (call, g) for call, g in zip(tape.calls, derivatives, strict=True) if call.layer is layer and g is not None
+        ]
+        for row, shards in zip(total, gradients, strict=True):
+            direction: LayerTensors = {
+                key: _join_shards(shards[name], tape.problem.params[name].shape) for key, name in layer.names.items()
+            }
+            for call, g in calls:
+                with torch.no_grad():
+                    row += layer.rule.product(layer.module, direction, call.x, g)
+    return total

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from processes import TARGETS, train
 from test_llm_trainer import copy_state, make_trainer
 from whence.errors import Unsupported, WhenceError
-from whence.llm.processes import Processes
+from whence.llm.processes import Processes, check_copies
 from whence.runs import RunDirectory
 
 
@@ -76,10 +76,13 @@ def test_two_processes_go_on_as_if_they_had_not_been_broken_off(two_process_run)
     assert len(set(found["responses"])) > 2
 
 
-def test_processes_that_share_parameters_out_are_refused():
+def test_processes_that_share_parameters_out_are_refused_but_for_fsdp2():
     for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        with pytest.raises(Unsupported, match="hold a copy each"):
-            Processes(SimpleNamespace(distributed_type=kind))
+        with pytest.raises(Unsupported, match="Use FSDP2 .* or processes that hold a copy each"):
+            Processes(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
+        with pytest.raises(Unsupported, match="PPOTrainer needs a copy in each"):
+            check_copies(SimpleNamespace(distributed_type=kind))
+    Processes(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
 
 
 def test_a_batch_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):

@@ -110,17 +110,14 @@ def _compute_target_gradient(problem: Problem, layers: list[Layer], target: Targ
         passes = _pass_over_parts(problem, layers, target)
     for calls, derivatives in passes:
         _add_to_shards(shards, problem, layers, calls, derivatives)
-    if not any(bool(shard.any()) for shard in shards.values()):
-        _refuse_constant(problem, shards, target)
-    return shards
-
-
-def _refuse_constant(problem: Problem, shards: Shards, target: Target) -> None:
-    """Refuse a target whose gradient is 0 in every process."""
+    sizes = torch.stack([shard.abs().sum() for shard in shards.values()])
     assert problem.summed is not None
-    total = problem.summed({"": torch.stack([shard.abs().sum() for shard in shards.values()]).sum()})[""]
-    if not total:
-        raise WhenceError(f"The target {target_name(target)} depends on no trainable parameter of the policy.")
+    if not problem.summed({"": sizes.sum()})[""]:  # in every process, since all have to take part
+        raise WhenceError(
+            f"The target {target_name(target)} depends on no trainable parameter of the policy, so no record can move "
+            "it. Compute it from `view(params, inputs)`, without torch.no_grad() or .detach()."
+        )
+    return shards
 
 
 Pass = tuple[list[Call], list[Tensor | None]]

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from whence.engines.sharded import is_sharded
 from whence.errors import Unsupported
 from whence.layers import find_blocks
 from whence.policies import PolicyView
@@ -53,7 +54,7 @@ def record_hidden(module: nn.Module, block: int, *, stop: bool = False) -> Itera
 
 
 def compute_hidden(view: PolicyView, rows: RecordBatch, block: int, size: int) -> Float[Tensor, "n L d"]:
-    """Return the hidden states of rows before a block; no block from there on runs.
+    """Return the hidden states of rows before a block; no block from there on runs, unless parameters are in shards.
 
     Args:
         view: the model's view.
@@ -62,7 +63,8 @@ def compute_hidden(view: PolicyView, rows: RecordBatch, block: int, size: int) -
         size: rows of a pass.
     """
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
-    with torch.no_grad(), record_hidden(view.module, block, stop=True) as states:
+    # FSDP has to see the end of a pass that it saw the beginning of.
+    with torch.no_grad(), record_hidden(view.module, block, stop=not is_sharded(params)) as states:
         for first in range(0, len(rows), size):
             with suppress(_Stop):
                 view(params, view.prepare(rows.take(slice(first, first + size))))

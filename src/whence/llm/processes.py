@@ -1,4 +1,4 @@
-"""Several processes with a copy of the model each: split rows among them, and sum or gather tensors over them."""
+"""Several processes with a model each, or parts of one: split rows among them, and sum or gather tensors over them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,20 @@ _KINDS_WITH_COPIES = (
 )
 
 
+def check_copies(accelerator: Accelerator) -> None:
+    """Refuse processes that split the model's parameters among them.
+
+    Raises:
+        Unsupported: see above.
+    """
+    if accelerator.distributed_type not in _KINDS_WITH_COPIES:
+        raise Unsupported(
+            f"The processes split the model's parameters among them ({accelerator.distributed_type.value}), and "
+            "PPOTrainer needs a copy in each: accelerate launch --multi_gpu --num_processes N (on CPUs with "
+            "ACCELERATE_USE_CPU=1), without FSDP, DeepSpeed, Megatron. TRL's trainers can be scored under FSDP2."
+        )
+
+
 @dataclass(frozen=True)
 class Processes:
     """The processes of a training; `ONE` is a process on its own.
@@ -34,11 +48,13 @@ class Processes:
     accelerator: Accelerator | None = None
 
     def __post_init__(self) -> None:
-        if self.accelerator is not None and self.accelerator.distributed_type not in _KINDS_WITH_COPIES:
+        if self.accelerator is None or self.accelerator.distributed_type in _KINDS_WITH_COPIES:
+            return
+        if not getattr(self.accelerator, "is_fsdp2", False):
             raise Unsupported(
-                f"The processes split the model's parameters among them ({self.accelerator.distributed_type.value}"
-                "), and scores need whole gradients. Start processes that hold a copy each: accelerate launch "
-                "--multi_gpu --num_processes N (on CPUs with ACCELERATE_USE_CPU=1), without FSDP, DeepSpeed, Megatron."
+                f"The processes split the model's parameters among them by {self.accelerator.distributed_type.value}, "
+                "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), or processes "
+                "that hold a copy each (--multi_gpu)."
             )
 
     @property

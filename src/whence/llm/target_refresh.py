@@ -10,7 +10,8 @@ from torch import Tensor
 
 from whence.attribution import open_problem
 from whence.engines import Gradient, target_gradients
-from whence.errors import WhenceError
+from whence.engines.sharded import is_sharded
+from whence.errors import Unsupported, WhenceError
 from whence.layers import restrict_view
 from whence.llm.scoring import Scoring, split_work
 from whence.llm.targets import SequenceReturn, TokenReturn
@@ -106,8 +107,17 @@ def check_refresh(every: int, target: Target, *, has_held_out: bool) -> TargetRe
 
 
 def compute_target_gradient(model: Any, rows: RecordBatch, scoring: Scoring) -> Gradient:
-    """Return the gradient of a scoring's target, summed over all processes; call it in every process."""
+    """Return the gradient of a scoring's target, summed over all processes; call it in every process.
+
+    Raises:
+        Unsupported: processes hold the parameters in shards.
+    """
     view = restrict_view(language_view(model, temperature=scoring.temperature), scoring.layers)
+    if is_sharded(view.parameters()):
+        raise Unsupported(
+            "The parameters are in shards, and a target's gradient is kept whole between rounds: leave "
+            "refresh_target_every at 1."
+        )
     local_rows, target, reduce = split_work(rows, scoring.target, scoring.processes)
     with open_problem(
         view,

@@ -135,7 +135,10 @@ class _ShareOfScoredRows:
 
     mean: _MeanTarget
     count: int
-    linear: ClassVar[bool] = True
+
+    @property
+    def linear(self) -> bool:
+        return self.mean.linear
 
     @property
     def reads(self) -> frozenset[str]:

@@ -20,7 +20,8 @@ from whence.engines import ENGINES, Gradient, Problem, record_gradient, solve, t
 from whence.engines.forward import outputs_along
 from whence.engines.memory import fit_chunk_size
 from whence.engines.problem import compute_seeds, map_outputs
-from whence.errors import NonFinite, WhenceError, suggest
+from whence.engines.sharded import is_sharded
+from whence.errors import NonFinite, Unsupported, WhenceError, suggest
 from whence.influence import Influence
 from whence.layers import Layers, restrict_view
 from whence.llm.objectives import TokenPPO
@@ -79,12 +80,18 @@ def score_tokens(
 
     Raises:
         WhenceError: the engine is unknown, or refuses the model.
+        Unsupported: processes hold the parameters in shards.
         NonFinite: a part is not finite.
         NotImplementedError: engine is "forward", and torch has no forward mode for one of the model's kernels.
     """
     if engine not in ("auto", *ENGINES):
         raise WhenceError(f"engine is {engine!r}.{suggest(engine, ['auto', *ENGINES])}")
     view = restrict_view(language_view(model, temperature=temperature), layers)
+    if is_sharded(view.parameters()):
+        raise Unsupported(
+            "The parameters are in shards, and tokens' parts of scores need them whole: leave token_parts off, or "
+            "score tokens in one process later (whence llm why)."
+        )
     local_rows, local_target, reduce = split_work(rows, target, processes)
     objective = TokenPPO() if objective is None else as_objective(objective)
     with open_problem(view, local_rows, targets=[local_target], objective=objective, summed=reduce) as problem:

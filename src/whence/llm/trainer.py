@@ -25,7 +25,7 @@ from whence.llm.kl_controller import KLController
 from whence.llm.model import Reference, WithValueHead, disable_dropout
 from whence.llm.nonfinite import RowChoice, RowGuard
 from whence.llm.objectives import TokenPPO
-from whence.llm.processes import Processes
+from whence.llm.processes import Processes, check_copies
 from whence.llm.prompts import NO_PROMPTS, Prompts, read_prompts
 from whence.llm.rewards import Reward, combine_rewards
 from whence.llm.rollout import Rollout, make_rollout
@@ -142,6 +142,7 @@ class PPOTrainer:
         self.engine, self.about = engine, dict(about or {})
         self.token_parts = check_token_parts(token_parts, self.rule)
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
+        check_copies(self.accelerator)
         self.processes = Processes(self.accelerator)
         self.processes.check_batch(config.batch_size)
         self._run = TrainingRun(config.output_dir, self.processes, config.save_every, config.keep_checkpoints)

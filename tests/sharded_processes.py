@@ -1,0 +1,141 @@
+"""The script that test_sharded.py runs in several processes, which hold a model in shards (FSDP2)."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from languages import language_model, rows_for, tokens
+from whence import NonPositive, WhenceError, attribute
+from whence.layers import find_blocks
+from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
+from whence.llm.processes import Processes
+from whence.llm.row_scorer import RowScorer
+from whence.llm.scoring import Scoring, score, split_work
+
+ROWS = 7  # no multiple of the processes
+CASES = [("gpt2", None), ("gpt2", 0.1), ("llama", None), ("qwen2", None), ("qwen3", 0.1)]
+
+
+class Squared(TokenReturn):
+    """A target whose derivatives in the outputs depend on them."""
+
+    linear = False
+
+    def _terms(self, outputs: Any, rows: Any) -> torch.Tensor:
+        return super()._terms(outputs, rows).square()
+
+
+def shard(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in find_blocks(model)[1]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def make_case(style: str, lora: float | None) -> tuple[Any, Any, Any, dict[str, Any]]:
+    torch.manual_seed(0)
+    whole = language_model(style, lora=lora).eval()
+    rows = rows_for(whole, tokens(ROWS))
+    targets = {
+        "sequence": SequenceReturn(),
+        "squared": Squared(),
+        "demonstrations": ValidationLoss(**tokens(5), batch_size=2),
+        "held out": SequenceReturn(rows_for(whole, tokens(3)), batch_size=1),
+        "function": lambda view, params, records: view(params, view.prepare(records)).log_prob.square().mean(),
+    }
+    return whole, shard(copy.deepcopy(whole)), rows, targets
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def compare_scores(processes: Processes) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for style, lora in CASES:
+        whole, model, rows, targets = make_case(style, lora)
+        for name, target in targets.items():
+            for layers in (None, 1):
+                scoring = Scoring(target, TokenPPO(), 1.0, "auto", None, 2, processes, layers)
+                influence = score(model, rows, scoring)
+                exact = attribute(
+                    language_view(whole), rows, target=target, objective=TokenPPO(), engine="loop", layers=layers
+                ).scores
+                keep = NonPositive().select(rows, influence).keep
+                results[f"{style} {lora} {name} {layers}"] = {
+                    "apart": apart(influence.scores, exact),
+                    "same selection": keep.tolist() == (exact > 0).tolist(),
+                }
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            assert parameter.grad is None, name
+        # Training goes on as if nothing had been scored.
+        losses = [
+            net(input_ids=rows.observations["input_ids"], use_cache=False).logits.square().mean()
+            for net in (model, whole)
+        ]
+        for loss in losses:
+            loss.backward()
+        gradients = {name: p.grad for name, p in whole.named_parameters()}
+        results[f"{style} {lora} training"] = {
+            "apart": max(
+                apart(p.grad.full_tensor(), gradients[name])
+                for name, p in model.named_parameters()
+                if gradients[name] is not None and float(gradients[name].abs().max()) > 1e-6
+            ),
+            "same selection": True,
+        }
+    return results
+
+
+def find_refusals(processes: Processes, accelerator: Accelerator) -> dict[str, str]:
+    _, model, rows, _ = make_case("llama", None)
+    view, refusals = language_view(model), {}
+    scoring = Scoring(SequenceReturn(), TokenPPO(), 1.0, "auto", None, 2, processes)
+    local_rows, target, summed = split_work(rows, scoring.target, processes)
+    demonstrations = Scoring(ValidationLoss(**tokens(4)), TokenPPO(), 1.0, "auto", None, 2, processes)
+    scorer = RowScorer(demonstrations, model, accelerator, layers=None, refresh_target_every=2, autocast=False)
+    settings = {"target": target, "objective": TokenPPO()}
+    attempts = {
+        "no sum": lambda: attribute(view, local_rows, **settings, chunk_size=2),
+        "engine": lambda: attribute(view, local_rows, **settings, summed=summed, engine="forward", chunk_size=2),
+        "memory": lambda: attribute(view, local_rows, **settings, summed=summed),
+        "tokens": lambda: score_tokens(model, rows, target=SequenceReturn(), processes=processes),
+        "refresh": lambda: scorer.score(model, rows, 1),
+        "constant": lambda: attribute(
+            view,
+            local_rows,
+            target=lambda view, params, records: view(params, view.prepare(records)).log_prob.sum() * 0.0,
+            objective=TokenPPO(),
+            summed=summed,
+            chunk_size=2,
+        ),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except WhenceError as error:
+            refusals[name] = str(error)
+    return refusals
+
+
+def main(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    processes = Processes(accelerator)
+    results = compare_scores(processes)
+    refusals = find_refusals(processes, accelerator)
+    (folder / f"{processes.rank}.json").write_text(json.dumps({"scores": results, "refusals": refusals}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

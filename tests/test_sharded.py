@@ -1,0 +1,47 @@
+"""Scores of models whose parameters several processes hold in shards, against the plain loop over the whole model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sharded_processes import CASES
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def sharded_run(request, tmp_path_factory):
+    """Run sharded_processes.py in several processes, and return what each wrote."""
+    folder = tmp_path_factory.mktemp("sharded")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
+    done = subprocess.run(
+        [*command, str(Path(__file__).parent / "sharded_processes.py"), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+def test_scores_are_those_of_the_whole_model(sharded_run):
+    for results in sharded_run:
+        assert len(results["scores"]) == len(CASES) * 11
+        for case, result in results["scores"].items():
+            assert result["apart"] < 1e-4, case
+            assert result["same selection"], case
+
+
+def test_what_needs_whole_parameters_is_refused(sharded_run):
+    for results in sharded_run:
+        refusals = results["refusals"]
+        assert "every process scores its own records" in refusals["no sum"]
+        assert "engine is 'forward', and the parameters are in shards" in refusals["engine"]
+        assert "give the most records of a pass, chunk_size" in refusals["memory"]
+        assert "tokens' parts of scores need them whole" in refusals["tokens"]
+        assert "leave refresh_target_every at 1" in refusals["refresh"]
+        assert "depends on no trainable parameter" in refusals["constant"]

@@ -53,7 +53,7 @@ def main(steps=1280):
     memory.agent = PPO(models=models, memory=memory, cfg=cfg, **spaces)
     settings = {"timesteps": steps, "headless": True, "disable_progressbar": True, "close_environment_at_exit": False}
     SequentialTrainer(env=wrap_env(envs, verbose=False), agents=memory.agent, cfg=settings).train()
-    print(f"trained on {len(memory.kept)} of {len(memory)} records; {memory.tensors['terminated'].sum()} ended an episode")
+    print(f"trained on {len(memory.kept)} of {len(memory)} records; {memory.tensors['terminated'].sum()} end episodes")
 
 
 if __name__ == "__main__":

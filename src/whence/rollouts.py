@@ -1,5 +1,6 @@
 """Rollouts whose columns are (steps, environments, ...), as most training loops store them."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def flatten_rollout(
     columns |= {"advantages": advantages, "values": values, "returns": returns, "rewards": rewards}
     columns |= {"episode_starts": episode_starts, "action_masks": action_masks}
     columns = {
-        name: map_tree(lambda leaf, name=name: _flatten(name, leaf, steps, environments), column)
+        name: map_tree(partial(_flatten, name, steps, environments), column)
         for name, column in columns.items()
         if column is not None
     }
@@ -77,7 +78,7 @@ def _read_shape(log_probs: Any) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _flatten(name: str, column: Any, steps: int, environments: int) -> Any:
+def _flatten(name: str, steps: int, environments: int, column: Any) -> Any:
     shape = tuple(column.shape)
     if shape[:2] != (steps, environments):
         raise InvalidRecords(

@@ -31,11 +31,11 @@ class SelectivePPO(PPO):
         self.records = flatten_rollout(**columns, advantages=st.returns - st.values, values=st.values)
         influence = attribute(ModuleView(self.actor, read_actor), self.records, target=Return(), objective=objective)
         self.keep = (rule or IIF(0.25)).select(self.records, influence).keep
-        kept = RolloutStorage("rl", 1, int(self.keep.sum()), st.observations[0, :1], st.actions_shape, st.device)
+        rows = RolloutStorage("rl", 1, int(self.keep.sum()), st.observations[0, :1], st.actions_shape, st.device)
         for name in ("observations", "actions", "actions_log_prob", "values", "returns", "advantages"):
-            setattr(kept, name, getattr(st, name).flatten(0, 1)[self.keep].unsqueeze(1))
-        kept.distribution_params = tuple(p.flatten(0, 1)[self.keep].unsqueeze(1) for p in st.distribution_params)
-        st.mini_batch_generator = kept.mini_batch_generator  # where the update draws its minibatches
+            setattr(rows, name, getattr(st, name).flatten(0, 1)[self.keep].unsqueeze(1))
+        rows.distribution_params = tuple(p.flatten(0, 1)[self.keep].unsqueeze(1) for p in st.distribution_params)
+        st.mini_batch_generator = rows.mini_batch_generator  # where the update draws its minibatches
         return super().update()
 
 

@@ -17,8 +17,8 @@ from whence import IIF, ModuleView, Outputs, PPOClip, Return, attribute, flatten
 
 def read_policy(policy, inputs):
     """Return the log-probabilities of the actions, and the entropies."""
-    _, found = policy.act({"observations": inputs["observations"], "taken_actions": inputs["actions"]}, role="policy")
-    return Outputs(found["log_prob"].squeeze(-1), entropy=policy.get_entropy(role="policy").squeeze(-1))
+    _, extra = policy.act({"observations": inputs["observations"], "taken_actions": inputs["actions"]}, role="policy")
+    return Outputs(extra["log_prob"].squeeze(-1), entropy=policy.get_entropy(role="policy").squeeze(-1))
 
 
 class SelectiveMemory(RandomMemory):
@@ -35,11 +35,11 @@ class SelectiveMemory(RandomMemory):
             self.records = flatten_rollout(**columns, advantages=t["returns"] - t["values"], values=t["values"])
             objective = PPOClip(cfg.ratio_clip, ent_coef=cfg.entropy_loss_scale)
             influence = attribute(ModuleView(policy, read_policy), self.records, target=Return(), objective=objective)
-            self.kept = (rule or IIF(0.25)).select(self.records, influence).keep.nonzero().flatten()
+            self.rows = (rule or IIF(0.25)).select(self.records, influence).keep.nonzero().flatten()
 
     def sample(self, names, *, mini_batches=1, **_):
         """Return minibatches of kept rows."""
-        return self.sample_by_index(names, indexes=self.kept[torch.randperm(len(self.kept))], mini_batches=mini_batches)
+        return self.sample_by_index(names, indexes=self.rows[torch.randperm(len(self.rows))], mini_batches=mini_batches)
 
 
 def main(steps=1280):
@@ -53,7 +53,7 @@ def main(steps=1280):
     memory.agent = PPO(models=models, memory=memory, cfg=cfg, **spaces)
     settings = {"timesteps": steps, "headless": True, "disable_progressbar": True, "close_environment_at_exit": False}
     SequentialTrainer(env=wrap_env(envs, verbose=False), agents=memory.agent, cfg=settings).train()
-    print(f"trained on {len(memory.kept)} of {len(memory)} records; {memory.tensors['terminated'].sum()} end episodes")
+    print(f"trained on {len(memory.rows)} of {len(memory)} records; {memory.tensors['terminated'].sum()} end episodes")
 
 
 if __name__ == "__main__":

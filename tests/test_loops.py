@@ -98,11 +98,7 @@ class Recipe:
             self.patch.setattr(self.module, "IIF", lambda share: rule)
         torch.manual_seed(0)
         np.random.seed(0)
-        trained = (
-            self.module.main(128 if self.name == "skrl" else 1)
-            if self.name not in ("cleanrl", "torchrl")
-            else (self.module.main(rounds=1))
-        )
+        trained = self.module.main(**{"steps": 128} if self.name == "skrl" else {"rounds": 1})
         if self.name == "skrl":
             models = self.owner.agent.models
             modules = [models["policy"], models["value"]]
@@ -122,7 +118,7 @@ class Recipe:
         every = torch.ones(512, dtype=torch.bool)
         base = getattr(self.module, self.selective).__mro__[2]
         assert base.__module__.startswith(LIBRARIES[self.name])
-        self.watch(type("Plain", (base,), {"keep": every, "kept": every.nonzero().flatten()}))
+        self.watch(type("Plain", (base,), {"keep": every, "rows": every.nonzero().flatten()}))
         return self.run(None)
 
     def live_columns(self) -> list[Any]:
@@ -144,16 +140,11 @@ class Recipe:
 
 
 @pytest.fixture(autouse=True)
-def validation(monkeypatch):
-    """skrl and rsl_rl stop torch's distributions from checking their arguments, everywhere."""
+def _validation():
+    """skrl and rsl_rl stop torch's distributions from checking their arguments, in the whole process."""
     before = torch.distributions.Distribution._validate_args
-    kinds = [torch.distributions.Normal, torch.distributions.Categorical]
-    own = [(kind, vars(kind).get("_validate_args")) for kind in kinds]
     yield
     torch.distributions.Distribution._validate_args = before
-    for kind, value in own:
-        if value is None and "_validate_args" in vars(kind):
-            del kind._validate_args
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 from whence import InvalidRecords, TDErrorPriority, flatten_rollout
 from whence.advantages import td_errors
 from whence.heuristics import compute_td_errors, measure_by_visits
+from whence.moments import find_moments
 
 STARTS = torch.tensor([[True, False], [False, False], [False, True], [True, False]])
 
@@ -100,3 +101,11 @@ def test_td_errors_and_visits_do_not_depend_on_the_order_of_environments():
         np.testing.assert_allclose(mine.reshape(4, 2).T.ravel(), theirs, rtol=1e-12)
     weights = TDErrorPriority(0.5).select(records).weights
     assert torch.equal(weights.reshape(4, 2).T.flatten(), TDErrorPriority(0.5).select(by_environment).weights)
+
+
+def test_moments_are_stretches_of_one_environments_episode():
+    records = flatten_rollout(**make_rollout(episode_starts=STARTS))
+    scores = torch.tensor([[-3.0, 9.0], [-2.9, 9.0], [-2.8, 9.0], [9.0, 9.0]]).flatten()
+    table = records.to_polars().with_columns(score=scores.numpy())
+    (moment,) = find_moments(table, lowest=True, most=1)
+    assert (moment.env_index, moment.first_step, moment.last_step) == (0, 0, 2)

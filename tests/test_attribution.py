@@ -474,3 +474,36 @@ def test_a_score_that_is_not_finite_names_record_and_parameter(engine: str) -> N
     )
     with pytest.raises(NonFinite, match=r"record 107 is not finite.*parameter `0.weight`"):
         attribute(view, bad, target=Return(), objective=PPOClip(advantage_norm="none"), engine=engine)
+
+
+class Remembering(nn.Sequential):
+    """A policy that stores its distribution, as those of rsl_rl and skrl do."""
+
+    distribution: torch.distributions.Categorical | None = None
+
+    def act(self, observations: Tensor) -> torch.distributions.Categorical:
+        self.distribution = torch.distributions.Categorical(logits=self(observations), validate_args=False)
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.distribution
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "vmap"])
+@pytest.mark.parametrize("has_acted", [False, True])
+def test_what_a_forward_pass_stores_is_dropped(engine: str, has_acted: bool) -> None:
+    torch.manual_seed(0)
+    policy = Remembering(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def outputs(policy: Remembering, inputs: dict[str, Tensor]) -> Tensor:
+        log_probs: Tensor = policy.act(inputs["observations"]).log_prob(inputs["actions"])
+        return log_probs
+
+    view = whence.ModuleView(policy, outputs)
+    records = records_for(mlp_view())
+    if has_acted:
+        policy.act(records.observations)
+    before = dict(vars(policy))
+    expected = attribute(categorical_view(nn.Sequential(*policy)), records, target=Return()).scores
+    scores = attribute(view, records, target=Return(), engine=engine).scores
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
+    assert vars(policy) == before
+    assert policy.distribution is before.get("distribution")

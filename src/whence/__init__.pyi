@@ -25,6 +25,7 @@ from .policies import ModuleView as ModuleView
 from .policies import Outputs as Outputs
 from .policies import PolicyView as PolicyView
 from .records import RecordBatch as RecordBatch
+from .rollouts import flatten_rollout as flatten_rollout
 from .rounds import RoundRecording as RoundRecording
 from .rounds import attribute_round as attribute_round
 from .runs import RunDirectory as RunDirectory

@@ -25,7 +25,7 @@ from whence.folds import (
     number_episodes,
     standard_errors,
 )
-from whence.guards import eval_mode, preserve_rng_state
+from whence.guards import eval_mode, preserve_attributes, preserve_rng_state
 from whence.influence import Influence, Provenance
 from whence.layers import Layers, restrict_view
 from whence.objectives import Objective, as_objective
@@ -232,7 +232,13 @@ def open_problem(
     view, objective = as_view(policy), as_objective(objective)
     modules, targets = dict(view.module.named_modules()), [as_target(target) for target in targets]
     check_batch_norm(modules)
-    with preserve_rng_state(), eval_mode(modules.values()), torch.inference_mode(False), torch.enable_grad():
+    with (
+        preserve_rng_state(),
+        preserve_attributes(modules.values()),
+        eval_mode(modules.values()),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         yield _make_problem(view, modules, records, objective, targets, chunk_size or len(records), summed)
 
 

@@ -77,6 +77,22 @@ def train_mode(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore modules' attributes on exit, such as a distribution that a forward pass stores.
+
+    Submodules count only if listed.
+    """
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for present, before in attributes:
+            for name in present.keys() - before.keys():
+                del present[name]
+            present.update(before)
+
+
+@contextmanager
 def preserve_buffers(module: nn.Module) -> Iterator[None]:
     """Restore a module's buffers on exit, such as the running statistics that some layers update in train mode."""
     copies = [(buffer, buffer.clone()) for buffer in module.buffers()]

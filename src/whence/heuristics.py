@@ -139,11 +139,12 @@ def measure_by_visits(records: RecordBatch, name: str = "An estimate by visits")
             f"{name} needs discrete actions, one number a record; these have shape "
             f"{tuple(records.actions.shape)} and {records.actions.dtype}."
         )
-    starts, envs = _read_episodes(records)
-    rewards, advantages, values = (_read_column(records, column) for column in ("rewards", "advantages", "values"))
-    returns = returns_to_go(rewards, advantages, values, starts, envs, records.gamma)
+    order, starts, envs = _read_episodes(records)
+    rewards, advantages, values = (_read_column(records, name)[order] for name in ("rewards", "advantages", "values"))
+    returns, episodes = np.empty(len(records)), np.empty(len(records), np.int64)
+    returns[order] = returns_to_go(rewards, advantages, values, starts, envs, records.gamma)
     states, actions = number_states(records), records.actions.reshape(-1).cpu().numpy()
-    episodes = np.cumsum(starts | (np.diff(envs, prepend=envs[:1]) != 0))
+    episodes[order] = np.cumsum(starts | (np.diff(envs, prepend=envs[:1]) != 0))
     pairs = number_pairs(states, actions)
     return VisitedAdvantages(
         monte_carlo_advantages(returns, states, actions),
@@ -162,8 +163,11 @@ def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:
     _check_columns("TD errors", records, ("episode_starts", "env_index"))
     if records.gamma is None or records.gae_lambda is None:
         raise InvalidRecords("TD errors need gamma and gae_lambda: pass both to RecordBatch.")
-    starts, envs = _read_episodes(records)
-    return td_errors(_read_column(records, "advantages"), starts, envs, records.gamma, records.gae_lambda)
+    order, starts, envs = _read_episodes(records)
+    errors = np.empty(len(records))
+    advantages = _read_column(records, "advantages")[order]
+    errors[order] = td_errors(advantages, starts, envs, records.gamma, records.gae_lambda)
+    return errors
 
 
 def number_states(records: RecordBatch) -> NDArray[np.int64]:
@@ -181,12 +185,16 @@ def _read_column(records: RecordBatch, name: str) -> NDArray[np.float64]:
     return column.double().cpu().numpy()
 
 
-def _read_episodes(records: RecordBatch) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return the columns `episode_starts` and `env_index`, which must not be None."""
+def _read_episodes(records: RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+    """Return an order in which an environment's records are consecutive, and the episode starts and environments in it.
+
+    The records of an environment are in the order of time; those of a flattened rollout alternate between environments.
+    """
     starts, envs = records.episode_starts, records.env_index
     assert starts is not None
     assert envs is not None
-    return starts.cpu().numpy(), envs.cpu().numpy()
+    order = np.argsort(envs.cpu().numpy(), kind="stable")
+    return order, starts.cpu().numpy()[order], envs.cpu().numpy()[order]
 
 
 def _check_columns(what: str, records: RecordBatch, names: tuple[str, ...]) -> None:

@@ -74,7 +74,7 @@ class ModuleView:
     Args:
         module: the policy. Its trainable parameters are those with `requires_grad`.
         outputs: `outputs(module, inputs)` returns `Outputs`, `LazyOutputs`, or the log-probs alone, (n,) or (n, R). It
-            may call the module and its submodules in any way, but must not store tensors on them.
+            may call the module and its submodules in any way; `attribute` drops what they store on themselves.
         prepare: `prepare(records)` returns the inputs, records first. Default: a dict of `observations`, `actions`
             and, if the records have them, `action_masks`.
     """

@@ -1,0 +1,111 @@
+"""Rollouts of (steps, environments) become records, row by row."""
+
+import numpy as np
+import pytest
+import torch
+
+from whence import InvalidRecords, TDErrorPriority, flatten_rollout
+from whence.advantages import td_errors
+from whence.heuristics import compute_td_errors, measure_by_visits
+from whence.moments import find_moments
+
+STARTS = torch.tensor([[True, False], [False, False], [False, True], [True, False]])
+
+
+def make_rollout(**changed):
+    """Four steps of two environments; every number is 10 times the step plus the environment."""
+    numbers = 10.0 * torch.arange(4)[:, None] + torch.arange(2)
+    columns = {
+        "observations": {"x": torch.stack([numbers, -numbers], dim=-1)},
+        "actions": numbers.long(),
+        "log_probs": -numbers,
+        "advantages": numbers + 0.5,
+    }
+    return columns | changed
+
+
+def test_rows_are_those_of_flattened_columns():
+    columns = make_rollout(values=torch.rand(4, 2), episode_starts=STARTS)
+    records = flatten_rollout(**columns, gamma=0.9, gae_lambda=0.8)
+    assert records.log_probs.tolist() == [0, -1, -10, -11, -20, -21, -30, -31]
+    keep = torch.arange(8) % 3 == 0
+    kept = records.take(keep)
+    assert torch.equal(kept.values, columns["values"].flatten(0, 1)[keep])
+    assert torch.equal(kept.observations["x"], columns["observations"]["x"].flatten(0, 1)[keep])
+    assert records.env_index.tolist() == [0, 1] * 4
+    assert records.ids.tolist() == list(range(8))
+    assert (records.gamma, records.gae_lambda) == (0.9, 0.8)
+
+
+def test_episodes_by_hand():
+    records = flatten_rollout(**make_rollout(episode_starts=STARTS))
+    # Environment 0: an episode of three steps, and the beginning of another. Environment 1: two steps of an episode
+    # that began before the rollout, then another episode.
+    assert records.steps.reshape(4, 2).tolist() == [[0, -1], [1, -1], [2, 0], [0, 1]]
+    ids = records.episode_ids.reshape(4, 2)
+    assert (ids[0, 0] == ids[1, 0] == ids[2, 0]) & (ids[0, 1] == ids[1, 1]) & (ids[2, 1] == ids[3, 1])
+    assert len({int(ids[0, 0]), int(ids[3, 0]), int(ids[0, 1]), int(ids[2, 1])}) == 4
+    assert flatten_rollout(**make_rollout()).episode_ids is None
+
+
+def test_columns_may_have_a_last_axis_of_one_and_be_arrays():
+    plain = flatten_rollout(**make_rollout(episode_starts=STARTS))
+    columns = make_rollout(episode_starts=STARTS.numpy()[..., None])
+    columns["log_probs"] = columns["log_probs"].numpy()[..., None]
+    columns["advantages"] = columns["advantages"][..., None]
+    records = flatten_rollout(**columns)
+    for name in ("log_probs", "advantages", "episode_starts", "episode_ids", "steps"):
+        assert torch.equal(getattr(records, name), getattr(plain, name)), name
+    # An action of one number is a column of its own.
+    actions = torch.zeros(4, 2, 1)
+    assert flatten_rollout(**make_rollout(actions=actions)).actions.shape == (8, 1)
+
+
+def test_columns_are_copied():
+    columns = make_rollout()
+    records = flatten_rollout(**columns)
+    columns["advantages"].zero_()
+    assert records.advantages.tolist() == [0.5, 1.5, 10.5, 11.5, 20.5, 21.5, 30.5, 31.5]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"log_probs": torch.zeros(8)}, r"log_probs came with shape \(8,\).*RecordBatch"),
+        ({"advantages": torch.zeros(2, 4)}, r"`advantages` has shape \(2, 4\).*\(4, 2\)"),
+        ({"observations": {"x": torch.zeros(8, 2)}}, r"`observations` has shape \(8, 2\)"),
+        ({"values": torch.zeros(4, 2, 3)}, "one number per record"),
+        ({"rewards": torch.full((4, 2), torch.nan)}, "`rewards` is nan at record 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed, message):
+    with pytest.raises(InvalidRecords, match=message):
+        flatten_rollout(**make_rollout(**changed))
+
+
+def test_td_errors_and_visits_do_not_depend_on_the_order_of_environments():
+    generator = np.random.default_rng(0)
+    advantages, rewards, values = (torch.tensor(generator.normal(size=(4, 2))) for _ in range(3))
+    actions = torch.tensor([[0, 1], [1, 0], [0, 0], [1, 1]])
+    columns = {"advantages": advantages, "rewards": rewards, "values": values, "actions": actions}
+    columns |= {"observations": torch.zeros(4, 2, 1), "episode_starts": STARTS}
+    records = flatten_rollout(**make_rollout(**columns), gamma=0.9, gae_lambda=0.8)
+    by_environment = records.take(torch.arange(8).reshape(4, 2).T.flatten())
+    expected = td_errors(
+        by_environment.advantages.numpy(), by_environment.episode_starts.numpy(), np.repeat([0, 1], 4), 0.9, 0.8
+    )
+    np.testing.assert_array_equal(compute_td_errors(records).reshape(4, 2).T.ravel(), expected)
+    np.testing.assert_array_equal(compute_td_errors(by_environment), expected)
+    for name in ("advantages", "errors", "values", "visits"):
+        mine, theirs = (getattr(measure_by_visits(each), name) for each in (records, by_environment))
+        np.testing.assert_allclose(mine.reshape(4, 2).T.ravel(), theirs, rtol=1e-12)
+    weights = TDErrorPriority(0.5).select(records).weights
+    assert torch.equal(weights.reshape(4, 2).T.flatten(), TDErrorPriority(0.5).select(by_environment).weights)
+
+
+def test_moments_are_stretches_of_one_environments_episode():
+    records = flatten_rollout(**make_rollout(episode_starts=STARTS))
+    scores = torch.tensor([[-3.0, 9.0], [-2.9, 9.0], [-2.8, 9.0], [9.0, 9.0]]).flatten()
+    table = records.to_polars().with_columns(score=scores.numpy())
+    (moment,) = find_moments(table, lowest=True, most=1)
+    assert (moment.env_index, moment.first_step, moment.last_step) == (0, 0, 2)

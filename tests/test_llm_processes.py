@@ -78,7 +78,7 @@ def test_two_processes_go_on_as_if_they_had_not_been_broken_off(two_process_run)
 
 def test_processes_that_share_parameters_out_are_refused_but_for_fsdp2():
     for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        with pytest.raises(Unsupported, match="Use FSDP2 .* or processes that hold a copy each"):
+        with pytest.raises(Unsupported, match=r"Use FSDP2 .* or processes that hold a copy each"):
             Processes(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
         with pytest.raises(Unsupported, match="PPOTrainer needs a copy in each"):
             check_copies(SimpleNamespace(distributed_type=kind))

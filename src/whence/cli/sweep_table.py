@@ -96,7 +96,7 @@ class SweepTable:
         if not rounds:
             return 0.0
         mean = self._mean_seconds(group)
-        return None if mean is None else rounds * mean / min(self._workers, len(unfinished))
+        return None if mean is None else rounds * mean / min(max(self._workers, len(self._reports)), len(unfinished))
 
     def _mean_seconds(self, group: str) -> float | None:
         rounds, seconds = self._timings.get(group, (0, 0.0))

@@ -1,11 +1,13 @@
 """Runs as tasks of a Ray cluster, on many machines."""
 
+import importlib.util
 import logging
 import os
+import socket
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,6 +26,8 @@ RETRIES = 3
 SAVE_SECONDS = 60.0
 """Seconds from one copy of an unfinished run to the next, which is sent home: what a lost node costs at most."""
 
+_ANSWER_SECONDS = 10.0
+
 ENDING_SECONDS = 10.0
 """How long runs under way have, at Ctrl-C, to end their round and to leave nothing on their nodes."""
 
@@ -36,9 +40,14 @@ def check_place(on: str) -> None:
         Unsupported: Ray is not installed.
     """
     if on not in PLACES:
-        raise WhenceError(f"on is {on!r}; {' or '.join(PLACES)} is needed.")
-    if on == "ray":
-        _import_ray()
+        raise WhenceError(
+            f"on is {on!r}; {' or '.join(PLACES)} is needed. docs/guide/scale.md tells how Ray runs on Slurm and "
+            "Kubernetes."
+        )
+    if on == "ray" and importlib.util.find_spec("ray") is None:
+        raise Unsupported(
+            "on='ray' (--on ray) needs Ray, which is not installed: in whence's source tree, pip install '.[ray]'."
+        )
 
 
 def run_all_on_ray(jobs: Sequence[Job], workers: int | None, on_round: OnJobRound) -> Iterator[tuple[int, str | None]]:
@@ -71,36 +80,24 @@ def run_all_on_ray(jobs: Sequence[Job], workers: int | None, on_round: OnJobRoun
         yield from _Dispatch(ray, make_task(train_on_node), jobs, workers, on_round).run()
 
 
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise Unsupported(
-            "on='ray' (--on ray) needs Ray, which is not installed: in whence's source tree, pip install '.[ray]'."
-        ) from None
-    return ray
-
-
 @contextmanager
 def _connect(workers: int | None, *, needs_gpu: bool) -> Iterator[Any]:
     """Yield the module `ray`, connected to a cluster."""
-    address = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS", "")
+    address = "" if address == "local" else address
     if not address:
-        # Nothing of what is started here listens to other machines or sends figures; Ray reads these when imported.
+        # What is started here listens to no other machine and sends no figures. Ray reads this when it is imported.
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
-    ray = _import_ray()
+    import ray
+
     if ray.is_initialized():
         yield ray
         return
-    if address and address.startswith("ray://"):
-        raise WhenceError(
-            f"RAY_ADDRESS is {address!r}, of Ray Client, which streams no results. Give the command on a node of the "
-            "cluster, with RAY_ADDRESS=auto, or hand it in with `ray job submit`."
-        )
+    check_address(address)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
-            ray.init(**quiet)
+            _join(ray, address, quiet)
         else:
             ray.init("local", num_cpus=workers, include_dashboard=False, **quiet)
             if needs_gpu and not ray.cluster_resources().get("GPU"):
@@ -109,13 +106,52 @@ def _connect(workers: int | None, *, needs_gpu: bool) -> Iterator[Any]:
                     "has one, or train on the CPU: --set device=cpu."
                 )
         yield ray
-    except (ConnectionError, ray.exceptions.AuthenticationError) as refusal:
-        raise WhenceError(
-            f"There is no Ray cluster at RAY_ADDRESS={address} ({first_line(refusal)}). Start one with `ray start "
-            "--head`, give the address of another, or unset RAY_ADDRESS to use this machine alone."
-        ) from None
     finally:
         ray.shutdown()
+
+
+def _join(ray: Any, address: str, settings: Mapping[str, Any]) -> None:
+    """Connect to a cluster, whose address Ray reads from RAY_ADDRESS."""
+    try:
+        ray.init(**settings)
+    except (ConnectionError, ray.exceptions.RayError) as refusal:
+        raise _no_cluster(address, refusal) from None
+
+
+def check_address(address: str) -> None:
+    """Refuse an address of a cluster that cannot be used, or where nothing answers, for which Ray waits minutes.
+
+    Args:
+        address: HOST:PORT, "auto", or nothing.
+
+    Raises:
+        WhenceError: see the message.
+    """
+    if address.startswith("ray://"):
+        raise WhenceError(
+            f"RAY_ADDRESS is {address!r}, of Ray Client, which streams no results. Give the command on a node of the "
+            "cluster, with RAY_ADDRESS=auto, or hand it in with `ray job submit`."
+        )
+    if address in ("", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise WhenceError(
+            f"RAY_ADDRESS is {address!r}; HOST:PORT is needed, such as 10.0.0.5:6379, or auto for a cluster that runs "
+            "on this machine."
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as refusal:
+        raise _no_cluster(address, refusal) from None
+
+
+def _no_cluster(address: str, refusal: Exception) -> WhenceError:
+    reason = first_line(refusal).rstrip(".")
+    return WhenceError(
+        f"There is no Ray cluster at RAY_ADDRESS={address} ({reason}). Start one with `ray start --head`, give the "
+        "address of another, or unset RAY_ADDRESS to use this machine alone."
+    )
 
 
 def _needs_gpu(config: AnyConfig) -> bool:

@@ -8,7 +8,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +38,7 @@ hyperparameters = {{ n_steps = 128, batch_size = 64, n_epochs = 4, learning_rate
 def start_cluster(nodes: int) -> Iterator[tuple[Any, list[Any]]]:
     """Yield a cluster on this machine and its nodes, of one core each; RAY_ADDRESS is its address meanwhile.
 
-    The head, to which this process connects, has no core: no run is there, and each other node can be killed.
+    The head has no core, so that no run is there.
     """
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")  # loopback alone
     from ray.cluster_utils import Cluster
@@ -61,8 +61,7 @@ class Killer:
 
     Args:
         ray_cluster: from `start_cluster`.
-        node: the node to kill.
-        nodes: how many there are.
+        nodes: its nodes; the first one that this process is not connected to is killed.
         after: the number of runs that end first.
         rounds: the rounds that each run under way has done when the node is killed.
 
@@ -72,8 +71,8 @@ class Killer:
         killed: how many runs had ended when the node was killed; None: it was not.
     """
 
-    def __init__(self, ray_cluster: Any, node: Any, *, nodes: int, after: int, rounds: int) -> None:
-        self._cluster, self._node, self._nodes, self._after, self._rounds = ray_cluster, node, nodes, after, rounds
+    def __init__(self, ray_cluster: Any, nodes: Sequence[Any], *, after: int, rounds: int) -> None:
+        self._cluster, self._nodes, self._after, self._rounds = ray_cluster, nodes, after, rounds
         self._done: dict[str, int] = {}
         self.failures: dict[str, str | None] = {}
         self.starts: dict[str, tuple[int, int]] = {}
@@ -93,10 +92,14 @@ class Killer:
             for name, rounds in self._done.items()
             if name not in self.failures and rounds < planned.config.rounds
         ]
-        ready = sum(rounds >= self._rounds for rounds in under_way) == self._nodes
+        ready = sum(rounds >= self._rounds for rounds in under_way) == len(self._nodes)
         if self.killed is None and len(self.failures) >= self._after and ready:
             self.killed = len(self.failures)
-            self._cluster.remove_node(self._node, allow_graceful=False)
+            import ray
+
+            here = ray.get_runtime_context().get_node_id()
+            node = next(node for node in self._nodes if node.node_id != here)
+            self._cluster.remove_node(node, allow_graceful=False)
 
     def ended(self, planned: Planned, failure: str | None) -> None:
         """Note that a run has ended."""
@@ -123,7 +126,7 @@ def main(
         runs = read_sweep(file)
         seconds = {}
         with start_cluster(2) as (ray_cluster, workers):
-            watch = Killer(ray_cluster, workers[0], nodes=2, after=after, rounds=rounds // 2)
+            watch = Killer(ray_cluster, workers, after=after, rounds=rounds // 2)
             begin = time.monotonic()
             run_sweep(runs, Path(folder) / "ray", watch, on="ray")
             seconds["ray"] = time.monotonic() - begin

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,18 @@ import pytest
 import torch
 
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
-from whence.experiments import cluster, configure, is_finished, node, parcels, read_sweep, run, run_sweep, sweep
+from whence.experiments import (
+    cluster,
+    comparison,
+    configure,
+    is_finished,
+    node,
+    parcels,
+    read_sweep,
+    run,
+    run_sweep,
+    sweep,
+)
 from whence.experiments.cluster import RETRIES, check_address, check_place
 from whence.experiments.node import list_versions, make_scratch_folder, train_on_node
 from whence.experiments.parcels import apply_changes, list_files, pack_changes, pack_files, unpack_files
@@ -219,6 +231,9 @@ class FakeRay:
         names = ("WorkerCrashedError", "OutOfMemoryError", "NodeDiedError", "ObjectLostError", "LocalRayletDiedError")
         self.exceptions = SimpleNamespace(RayError=RayError, **dict.fromkeys(names, Lost))
 
+    def is_initialized(self):
+        return True
+
     def cluster_resources(self):
         return {"CPU": 2.0}
 
@@ -334,6 +349,20 @@ class TestDispatch:
 
 
 class TestConnecting:
+    def test_a_comparison_goes_there_as_well(self, job, monkeypatch, tmp_path):
+        calls = []
+
+        def run_nothing(jobs, workers, on_round):
+            calls.append((jobs, workers))
+            yield 0, "no node"
+
+        monkeypatch.setattr(comparison, "run_all_on_ray", run_nothing)
+        monkeypatch.setattr(comparison, "check_place", lambda on: None)
+        with pytest.raises(WhenceError, match="seed 0, failed: no node"):
+            comparison.compare([replace(job[0], arm="ppo", drop=0.5)], tmp_path, workers=3, on="ray")
+        ((((config, path),), workers),) = calls
+        assert (config.arm, path, workers) == ("ppo", tmp_path / "runs" / "ppo" / "seed_0", 3)
+
     def test_ray_that_is_not_installed(self, monkeypatch, tmp_path):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(Unsupported, match=r"needs Ray, which is not installed: .* pip install '\.\[ray\]'"):
@@ -391,8 +420,8 @@ def test_a_sweep_over_two_nodes_one_of_which_is_killed(tmp_path, monkeypatch):
     file.write_text(SWEEP.format(seeds=1, rounds=12))
     runs = [planned for planned in read_sweep(file) if planned.label != "mean"]
     monkeypatch.setattr(cluster, "SAVE_SECONDS", 0.0)
-    with start_cluster(2) as (ray_cluster, (first, _)):
-        watch = Killer(ray_cluster, first, nodes=2, after=0, rounds=4)
+    with start_cluster(2) as (ray_cluster, nodes):
+        watch = Killer(ray_cluster, nodes, after=0, rounds=4)
         assert run_sweep(runs, tmp_path / "ray", watch, on="ray") == {}
     assert watch.killed is not None
     ((name, (done, start)),) = watch.starts.items()

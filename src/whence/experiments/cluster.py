@@ -114,8 +114,14 @@ def _join(ray: Any, address: str, settings: Mapping[str, Any]) -> None:
     """Connect to a cluster, whose address Ray reads from RAY_ADDRESS."""
     try:
         ray.init(**settings)
-    except (ConnectionError, ray.exceptions.RayError) as refusal:
-        raise _no_cluster(address, refusal) from None
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as refusal:
+        if address == "auto":
+            raise _no_cluster(address, refusal) from None
+        raise WhenceError(
+            f"The Ray cluster at RAY_ADDRESS={address} does not let this process in ({first_line(refusal)}). It needs "
+            "the same Ray and Python here and there; and, where the cluster has a token, RAY_AUTH_MODE=token and that "
+            "token in ~/.ray/auth_token (`ray get-auth-token` prints it)."
+        ) from None
 
 
 def check_address(address: str) -> None:
@@ -244,6 +250,8 @@ class _Dispatch:
 
     def _cancel(self, streams: Sequence[Any]) -> None:
         """End runs under way: first ask them to, then end their processes."""
+        if not self._ray.is_initialized():  # somebody else disconnected, and with that ended them
+            return
         for stream in streams:
             self._streams.pop(stream, None)
             self._ray.cancel(stream, force=False)

@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import typer
 
 from whence.cli.sweep_table import SweepTable
-from whence.experiments import cluster, read_sweep, run_sweep
+from whence.experiments import cluster, read_sweep, run, run_sweep, sweep
 from whence.experiments.sweepfile import Planned
-from whence.guards import write_atomically
+from whence.experiments.workers import Job, OnJobRound
+from whence.guards import preserve_rng_state, write_atomically
 
 SWEEP = """
 [[experiment]]
@@ -111,6 +113,19 @@ def read_lines(out: Path) -> list[str]:
     return sorted(line for file in (out / "curves").glob("*.jsonl") for line in file.read_text().splitlines())
 
 
+def run_here(runs: Sequence[Planned], out: Path) -> None:
+    """Run a sweep in this process, one run after the other."""
+
+    def run_one_by_one(jobs: Sequence[Job], workers: int | None, on_round: OnJobRound) -> Iterator[tuple[int, None]]:
+        for place, (config, path) in enumerate(jobs):
+            with preserve_rng_state():
+                run(config, path)
+            yield place, None
+
+    with patch.object(sweep, "run_all", run_one_by_one), SweepTable(runs) as table:
+        run_sweep(runs, out, table)
+
+
 def main(
     out: Annotated[Path, typer.Argument(help="Where summary.json is written.")] = Path("results/cluster"),
     seeds: Annotated[int, typer.Option(help="Runs of each of four arms.")] = 10,
@@ -118,7 +133,7 @@ def main(
     after: Annotated[int, typer.Option(help="Runs that end before a node is killed.")] = 15,
     save_seconds: Annotated[float, typer.Option(help="Seconds between copies of an unfinished run.")] = 1.0,
 ) -> None:
-    """Run a sweep on two nodes and kill one, run it in processes of this machine, and compare the results."""
+    """Run a sweep on two nodes and kill one, run it in this process, and compare the results."""
     cluster.SAVE_SECONDS = save_seconds
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "sweep.toml"
@@ -126,14 +141,13 @@ def main(
         runs = read_sweep(file)
         seconds = {}
         with start_cluster(2) as (ray_cluster, workers):
-            watch = Killer(ray_cluster, workers, after=after, rounds=rounds // 2)
+            watch = Killer(ray_cluster, workers, after=after, rounds=2)
             begin = time.monotonic()
             run_sweep(runs, Path(folder) / "ray", watch, on="ray")
             seconds["ray"] = time.monotonic() - begin
-        with SweepTable(runs) as table:
-            begin = time.monotonic()
-            run_sweep(runs, Path(folder) / "local", table)
-            seconds["local"] = time.monotonic() - begin
+        begin = time.monotonic()
+        run_here(runs, Path(folder) / "local")
+        seconds["one process"] = time.monotonic() - begin
         lines = {place: read_lines(Path(folder) / place) for place in ("ray", "local")}
     summary = {
         "runs": len(runs),

@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import io
+import json
 import logging
 import os
 import shutil
@@ -28,7 +29,6 @@ from whence.experiments import (
     read_sweep,
     run,
     run_sweep,
-    sweep,
 )
 from whence.experiments.cluster import RETRIES, check_address, check_place
 from whence.experiments.node import list_versions, make_scratch_folder, train_on_node
@@ -414,7 +414,7 @@ assert not ray.is_initialized()
 def test_a_sweep_over_two_nodes_one_of_which_is_killed(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.cluster import SWEEP, Killer, read_lines, start_cluster
+    from benchmarks.cluster import SWEEP, Killer, read_lines, run_here, start_cluster
 
     file = tmp_path / "sweep.toml"
     file.write_text(SWEEP.format(seeds=1, rounds=12))
@@ -427,15 +427,7 @@ def test_a_sweep_over_two_nodes_one_of_which_is_killed(tmp_path, monkeypatch):
     ((name, (done, start)),) = watch.starts.items()
     assert 0 < start <= done < 12, name
 
-    def run_one_by_one(jobs, workers, on_round):
-        for place, (config, path) in enumerate(jobs):
-            with preserve_rng_state():
-                run(config, path)
-            yield place, None
-
-    monkeypatch.setattr(sweep, "run_all", run_one_by_one)
-    watch = SimpleNamespace(rounds=None, ended=lambda planned, failure: None)
-    assert run_sweep(runs, tmp_path / "local", watch) == {}
+    run_here(runs, tmp_path / "local")
     assert read_lines(tmp_path / "ray") == read_lines(tmp_path / "local")
     assert len(read_lines(tmp_path / "ray")) == len(runs)
     assert not (tmp_path / "ray" / "runs" / "lake" / "iif" / "seed_0").exists()
@@ -445,3 +437,16 @@ def test_lock_is_of_this_process(tmp_path):
     with lock_directory(tmp_path):
         assert node._is_locked(tmp_path)
     assert not node._is_locked(tmp_path)
+
+
+def test_what_is_said_of_forty_runs_is_what_they_gave():
+    folder = ROOT / "results" / "cluster"
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    text = " ".join((folder / "README.md").read_text(encoding="utf-8").split())
+    assert summary["equal"] == summary["results"] == summary["runs"] == 40
+    assert summary["failures"] == {}
+    ((name, start),) = summary["started_again"].items()
+    assert f"{summary['equal']} of {summary['runs']} results" in text
+    assert f"after {summary['killed_after']} runs" in text
+    assert f"`{name}`, in round {start['rounds_done'] + 1} of {summary['settings']['rounds']}" in text
+    assert f"on after round {start['went_on_after']}" in text

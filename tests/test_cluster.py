@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from whence import cli
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import (
     cluster,
@@ -270,6 +271,13 @@ def dispatch(job, tmp_path):
 
 
 DONE = ("ended", None, "")
+SWEEP = """
+[[experiment]]
+name = "lake"
+env = "FrozenLake-v1"
+arms = ["ppo"]
+seeds = 1
+"""
 
 
 class TestDispatch:
@@ -370,6 +378,26 @@ class TestConnecting:
         assert not (tmp_path / "out").exists()
         check_place("local")
 
+    @pytest.mark.parametrize("command", ["sweep", "compare"])
+    def test_what_ray_prints_is_no_part_of_the_json(self, command, monkeypatch, tmp_path, capsys):
+        def print_and_fail(jobs, workers, on_round):
+            print("(raylet) A node has been marked dead.")
+            yield from ((place, "no node") for place in range(len(jobs)))
+
+        monkeypatch.setattr(sys.modules["whence.experiments.sweep"], "run_all_on_ray", print_and_fail)
+        monkeypatch.setattr(comparison, "run_all_on_ray", print_and_fail)
+        (tmp_path / "lake.toml").write_text(SWEEP)
+        arguments = {"sweep": ["sweep", tmp_path / "lake.toml"], "compare": ["compare", "CartPole-v1", "--seeds", 1]}
+        line = [*arguments[command], "--on", "ray", "--out", tmp_path / "out", "--json"]
+        monkeypatch.setattr(sys, "argv", ["whence", *map(str, line)])
+        with pytest.raises(SystemExit):
+            cli.main()
+        shown = capsys.readouterr()
+        assert "marked dead" in shown.err
+        assert "marked dead" not in shown.out
+        if command == "sweep":
+            assert json.loads(shown.out)["failures"] == {"lake/ppo/seed_0": "no node"}
+
     @pytest.mark.parametrize(
         ("address", "message"),
         [
@@ -414,22 +442,22 @@ assert not ray.is_initialized()
 def test_a_sweep_over_two_nodes_one_of_which_is_killed(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.cluster import SWEEP, Killer, read_lines, run_here, start_cluster
+    from benchmarks import cluster as study
 
     file = tmp_path / "sweep.toml"
-    file.write_text(SWEEP.format(seeds=1, rounds=12))
+    file.write_text(study.SWEEP.format(seeds=1, rounds=12))
     runs = [planned for planned in read_sweep(file) if planned.label != "mean"]
     monkeypatch.setattr(cluster, "SAVE_SECONDS", 0.0)
-    with start_cluster(2) as (ray_cluster, nodes):
-        watch = Killer(ray_cluster, nodes, after=0, rounds=4)
+    with study.start_cluster(2) as (ray_cluster, nodes):
+        watch = study.Killer(ray_cluster, nodes, after=0, rounds=4)
         assert run_sweep(runs, tmp_path / "ray", watch, on="ray") == {}
     assert watch.killed is not None
     ((name, (done, start)),) = watch.starts.items()
     assert 0 < start <= done < 12, name
 
-    run_here(runs, tmp_path / "local")
-    assert read_lines(tmp_path / "ray") == read_lines(tmp_path / "local")
-    assert len(read_lines(tmp_path / "ray")) == len(runs)
+    study.run_here(runs, tmp_path / "local")
+    assert study.read_lines(tmp_path / "ray") == study.read_lines(tmp_path / "local")
+    assert len(study.read_lines(tmp_path / "ray")) == len(runs)
     assert not (tmp_path / "ray" / "runs" / "lake" / "iif" / "seed_0").exists()
 
 

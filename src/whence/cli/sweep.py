@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.cli.console import print_error_line, print_json, print_line, resumable
+from whence.cli.console import keep_stdout_clean, print_error_line, print_json, print_line, resumable
 from whence.cli.options import AsJson, On
 from whence.cli.sweep_table import SweepTable
 from whence.errors import WhenceError, suggest
@@ -46,7 +46,7 @@ def sweep(
     if only is not None:
         runs = _choose_runs(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
-    with resumable(), SweepTable(runs, workers) as table:
+    with resumable(), keep_stdout_clean(), SweepTable(runs, workers) as table:
         failures = experiments.run_sweep(runs, path, table, workers=workers, keep_runs=keep_runs, on=on)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})

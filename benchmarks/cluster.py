@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
+import torch
 import typer
 
 from whence.cli.sweep_table import SweepTable
@@ -114,7 +115,8 @@ def read_lines(out: Path) -> list[str]:
 
 
 def run_here(runs: Sequence[Planned], out: Path) -> None:
-    """Run a sweep in this process, one run after the other."""
+    """Run a sweep in this process, one run after the other, with one torch thread, as a node does."""
+    torch.set_num_threads(1)
 
     def run_one_by_one(jobs: Sequence[Job], workers: int | None, on_round: OnJobRound) -> Iterator[tuple[int, None]]:
         for place, (config, path) in enumerate(jobs):

@@ -129,7 +129,8 @@ def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch)
 @pytest.mark.parametrize("page", [page for page in PAGES if command_lines(page)])
 def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch, capsys):
     for module in ("comparison", "sweep"):
-        monkeypatch.setattr(sys.modules[f"whence.experiments.{module}"], "run_all", run_one_by_one)
+        for name in ("run_all", "run_all_on_ray"):
+            monkeypatch.setattr(sys.modules[f"whence.experiments.{module}"], name, run_one_by_one)
     # The page is served until Ctrl-C.
     monkeypatch.setattr("whence.viewer.serve", lambda runs, *, on_start, **settings: on_start("http://127.0.0.1/"))
     monkeypatch.setattr("webbrowser.open", lambda url: None)

@@ -449,6 +449,20 @@ class TestSweepTable:
         self.at(clock, live, runs[1], (1, 0), (2, 10))
         assert rows(live)["lake"]["time left"] == "0:01:20"
 
+    def test_a_cluster_has_more_runs_under_way_than_this_machine_has_cores(self, clock):
+        runs = planned("lake", 4)
+        live = SweepTable(runs, workers=1, clock=clock)
+        for run in runs:
+            self.at(clock, live, run, (1, 0), (2, 10))
+        assert rows(live)["lake"]["time left"] == "0:01:20"
+
+    def test_a_run_that_begins_once_more_leaves_the_mean_alone(self, clock):
+        runs = planned("lake", 1)
+        live = SweepTable(runs, workers=1, clock=clock)
+        self.at(clock, live, runs[0], (1, 0), (5, 40), (2, 100), (3, 110))
+        row = rows(live)["lake"]
+        assert (row["rounds"], row["seconds a round"], row["time left"]) == ("3/10", "10", "0:01:10")
+
     def test_a_pause_is_charged_to_nobody(self, clock):
         runs = planned("lake", 2)
         live = SweepTable(runs, workers=1, clock=clock)
@@ -488,5 +502,5 @@ class TestSweepTable:
         assert whole[5] == ""  # nobody knows how long a round of the other takes
         self.at(clock, live, slow[0], (1, 100), (2, 160))
         *_, whole = zip(*(column.cells for column in live.table().columns), strict=True)
-        # 18 rounds of a second, 198 of a minute.
-        assert whole == ("all", "0/4", "4/220", "", "", "3:18:18", "")
+        # 18 rounds of a second, 198 of a minute, two at a time.
+        assert whole == ("all", "0/4", "4/220", "", "", "1:39:09", "")

@@ -37,6 +37,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")] = Path(
         "out/compare"
     ),
+    on: options.On = "local",
     overwrite: options.Overwrite = False,
     settings: Settings = None,
     json: options.AsJson = False,
@@ -63,4 +64,4 @@ def compare(
     names = [name.strip() for name in arms.split(",") if name.strip()]
     configs = experiments.plan_comparison(env=env, preset=preset, arms=names, seeds=seeds, **overrides)
     check_read(configs, [name for name in READ if name in overrides])
-    run_comparison(configs, out, workers=workers, overwrite=overwrite, json=json)
+    run_comparison(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)

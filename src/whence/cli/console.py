@@ -3,8 +3,9 @@
 import json
 import logging
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,13 @@ def log_to_terminal() -> None:
     logger = logging.getLogger("whence")
     if not any(isinstance(handler, RichHandler) for handler in logger.handlers):
         logger.addHandler(RichHandler(console=errors, show_path=False, show_time=False))
+
+
+@contextmanager
+def keep_stdout_clean() -> Iterator[None]:
+    """Send what libraries print meanwhile to standard error, such as Ray's word on a node that dies."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 @contextmanager

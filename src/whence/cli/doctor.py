@@ -25,6 +25,7 @@ _EXTRAS = {
     "tensorboard": ("tensorboard",),
     "envs": ("Box2D", "minigrid"),
     "fast": ("envpool",),
+    "ray": ("ray",),
     "llm": ("transformers", "trl", "accelerate", "peft", "datasets", "bm25s"),
 }
 _TOLERANCE = 1e-5

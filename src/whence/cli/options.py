@@ -59,6 +59,13 @@ KLPerRound: TypeAlias = Annotated[
 NEnvs: TypeAlias = Annotated[
     int | None, typer.Option(help="Environments stepped side by side. (default: 1)", show_default=False)
 ]
+On: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="Where the runs are made: local, in processes of this machine; or ray, on the cluster that RAY_ADDRESS "
+        "names. Without RAY_ADDRESS, a Ray is started on this machine."
+    ),
+]
 Overwrite: TypeAlias = Annotated[
     bool, typer.Option("--overwrite", help="Delete what the directory holds of it, and start anew.")
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 
 from whence import experiments
-from whence.cli.console import errors, print_json, print_line, print_paths, resumable
+from whence.cli.console import errors, keep_stdout_clean, print_json, print_line, print_paths, resumable
 from whence.cli.progress import ComparisonBars, RoundBar, RunBar
 from whence.cli.summary import describe_round, print_comparison
 from whence.errors import WhenceError
@@ -59,11 +59,13 @@ def show_run(config: AnyConfig, path: Path, *, was_finished: bool, json: bool) -
 
 
 def run_comparison(
-    configs: Sequence[AnyConfig], out: Path, *, workers: int | None, overwrite: bool, json: bool
+    configs: Sequence[AnyConfig], out: Path, *, workers: int | None, overwrite: bool, json: bool, on: str = "local"
 ) -> None:
     """Run a comparison below progress bars, write its page, and print its result."""
-    with resumable(), ComparisonBars(configs) as bars:
-        comparison = experiments.compare(configs, out, workers=workers, overwrite=overwrite, progress=bars.update)
+    with resumable(), keep_stdout_clean(), ComparisonBars(configs) as bars:
+        comparison = experiments.compare(
+            configs, out, workers=workers, overwrite=overwrite, on=on, progress=bars.update
+        )
     with RoundBar() as rounds_bar:
         write_report(comparison, out / "report.html", on_round=rounds_bar.update)
     if json:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.cli.console import print_error_line, print_json, print_line, resumable
-from whence.cli.options import AsJson
+from whence.cli.console import keep_stdout_clean, print_error_line, print_json, print_line, resumable
+from whence.cli.options import AsJson, On
 from whence.cli.sweep_table import SweepTable
 from whence.errors import WhenceError, suggest
 from whence.experiments.sweepfile import Planned
@@ -32,6 +32,7 @@ def sweep(
     keep_runs: Annotated[
         bool, typer.Option("--keep-runs", help="Keep the directories of the runs made from now on, with every round.")
     ] = False,
+    on: On = "local",
     json: AsJson = False,
 ) -> None:
     """Run many comparisons from one file: environments, arms, shares to drop and seeds.
@@ -45,8 +46,8 @@ def sweep(
     if only is not None:
         runs = _choose_runs(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
-    with resumable(), SweepTable(runs, workers) as table:
-        failures = experiments.run_sweep(runs, path, table, workers=workers, keep_runs=keep_runs)
+    with resumable(), keep_stdout_clean(), SweepTable(runs, workers) as table:
+        failures = experiments.run_sweep(runs, path, table, workers=workers, keep_runs=keep_runs, on=on)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
     else:

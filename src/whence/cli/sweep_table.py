@@ -47,8 +47,8 @@ class SweepTable:
         """Show how many rounds a run under way has done."""
         now = self._clock()
         self._starts.setdefault(planned, now)
-        # A run's first report counts rounds that another sweep may have done.
-        if planned in self._reports:
+        # A run's first report counts rounds that another sweep may have done; one that was lost begins once more.
+        if planned in self._reports and done > self._done[planned]:
             rounds, seconds = self._timings.get(planned.group, (0, 0.0))
             self._timings[planned.group] = rounds + done - self._done[planned], seconds + now - self._reports[planned]
         self._done[planned], self._reports[planned] = done, now
@@ -96,7 +96,9 @@ class SweepTable:
         if not rounds:
             return 0.0
         mean = self._mean_seconds(group)
-        return None if mean is None else rounds * mean / min(self._workers, len(unfinished))
+        # A cluster may make more runs at a time than this machine has cores.
+        at_a_time = max(self._workers, len(self._reports))
+        return None if mean is None else rounds * mean / min(at_a_time, len(unfinished))
 
     def _mean_seconds(self, group: str) -> float | None:
         rounds, seconds = self._timings.get(group, (0, 0.0))

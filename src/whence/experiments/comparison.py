@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from whence.errors import WhenceError
+from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.kinds import AnyConfig, read_config, runner_of
 from whence.experiments.shared import STANDARD
 from whence.experiments.workers import check_workers, run_all
@@ -59,6 +60,7 @@ def compare(
     *,
     workers: int | None = None,
     overwrite: bool = False,
+    on: str = "local",
     progress: Progress = lambda config, rounds: None,
 ) -> Comparison:
     """Run what is not yet finished, then measure all arms against `ppo` and write `summary.json`.
@@ -72,10 +74,14 @@ def compare(
         path: the directory.
         workers: processes at a time; None: one per core.
         overwrite: delete these runs where the directory holds them, or others in their place, and start anew.
+        on: "local": in processes of this machine; "ray": on the Ray cluster that RAY_ADDRESS names, or on a Ray that is
+            started on this machine.
         progress: called after every round.
 
     Raises:
-        WhenceError: the standard arm is missing, a run's settings are refused and nothing was run, or a run failed.
+        WhenceError: the standard arm is missing, a run's settings are refused or there is no Ray cluster, and nothing
+            was run; or a run failed.
+        Unsupported: Ray is not installed.
         RunDirectoryError: the directory holds runs of another configuration, and nothing was run; or another process is
             writing to it.
     """
@@ -85,6 +91,8 @@ def compare(
             f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
         )
     check_workers(workers)
+    check_place(on)
+    run_jobs = run_all_on_ray if on == "ray" else run_all
     todo = [each for each in configs if overwrite or not runner_of(each).is_finished(each, run_path(path, each))]
     _prepare_each(todo)
     with lock_directory(path):
@@ -94,7 +102,7 @@ def compare(
         for config in configs:
             progress(config, 0 if config in todo else config.rounds)
         jobs = [(config, run_path(path, config)) for config in todo]
-        for place, failure in run_all(jobs, workers, lambda place, done: progress(todo[place], done)):
+        for place, failure in run_jobs(jobs, workers, lambda place, done: progress(todo[place], done)):
             if failure is not None:
                 config = todo[place]
                 raise WhenceError(

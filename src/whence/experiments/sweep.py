@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from whence.errors import RunDirectoryError
+from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.config import EFFECTIVE, RunConfig
 from whence.experiments.rl.curves import CurveFiles, KeptRun
@@ -32,7 +33,13 @@ class Watch(Protocol):
 
 
 def run_sweep(
-    runs: Sequence[Planned], out: Path, watch: Watch, *, workers: int | None = None, keep_runs: bool = False
+    runs: Sequence[Planned],
+    out: Path,
+    watch: Watch,
+    *,
+    workers: int | None = None,
+    keep_runs: bool = False,
+    on: str = "local",
 ) -> dict[str, str]:
     """Run what is not there yet, and keep the results and the timings of each run.
 
@@ -46,6 +53,8 @@ def run_sweep(
         watch: called with what happens.
         workers: runs at a time, each in a process with one torch thread; None: one per core.
         keep_runs: keep the directories of the runs that are made now, with every round's records and policies.
+        on: "local": in processes of this machine; "ray": on the Ray cluster that RAY_ADDRESS names, or on a Ray that is
+            started on this machine.
 
     Returns:
         Why runs failed, by "NAME/ARM/seed_S".
@@ -53,9 +62,12 @@ def run_sweep(
     Raises:
         RunDirectoryError: another sweep is writing to the directory, or it holds another run where one of these
             belongs, or a damaged file; nothing was run.
-        WhenceError: fewer than one worker.
+        WhenceError: fewer than one worker, or there is no Ray cluster; nothing was run.
+        Unsupported: Ray is not installed.
     """
     check_workers(workers)
+    check_place(on)
+    run_jobs = run_all_on_ray if on == "ray" else run_all
     with lock_directory(out):
         finished = _find_finished(runs, out)
         todo = [planned for planned in runs if planned not in finished]
@@ -67,7 +79,7 @@ def run_sweep(
             _remove_other_run(planned, out)
         failures = {}
         jobs = [(planned.config, planned.run_path(out)) for planned in todo]
-        for place, failure in run_all(jobs, workers, lambda place, rounds: watch.rounds(todo[place], rounds)):
+        for place, failure in run_jobs(jobs, workers, lambda place, rounds: watch.rounds(todo[place], rounds)):
             planned = todo[place]
             if failure is None:
                 try:

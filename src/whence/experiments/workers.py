@@ -25,6 +25,9 @@ from whence.guards import write_atomically
 Job = tuple[AnyConfig, Path]
 """A run and its directory."""
 
+OnJobRound = Callable[[int, int], None]
+"""Called with a job's place and the number of its rounds that are done."""
+
 
 def check_workers(workers: int | None) -> None:
     """Refuse a number of processes below one; None is one per core.
@@ -36,9 +39,7 @@ def check_workers(workers: int | None) -> None:
         raise WhenceError(f"workers is {workers}; at least 1 is needed.")
 
 
-def run_all(
-    jobs: Sequence[Job], workers: int | None, on_round: Callable[[int, int], None]
-) -> Iterator[tuple[int, str | None]]:
+def run_all(jobs: Sequence[Job], workers: int | None, on_round: OnJobRound) -> Iterator[tuple[int, str | None]]:
     """Run jobs, each in a process with one torch thread, and yield each as it ends: its place and why it failed.
 
     Results do not depend on the number of processes. When the caller breaks off, runs under way are ended.
@@ -127,25 +128,34 @@ def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
     torch.set_num_threads(1)
     logging.getLogger("whence").setLevel(logging.ERROR)  # the page shows advice; here it would break the bars
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    error_file = path.with_name(f"{path.name}.error.txt")
     try:
         runner_of(config).run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
     except Exception as failure:
-        pipe.send(("ended", f"{describe_failure(failure)}{_write_traceback(error_file)}"))
+        pipe.send(("ended", f"{describe_failure(failure)}{write_traceback(path, traceback.format_exc())}"))
     else:
-        with contextlib.suppress(OSError):
-            error_file.unlink()
+        remove_traceback(path)
         pipe.send(("ended", None))
 
 
-def _write_traceback(path: Path) -> str:
-    """Write the traceback of the error that is handled; return where it is, for the sentence about the error."""
+def write_traceback(path: Path, text: str) -> str:
+    """Write an error's traceback to a file next to a run's directory; return where it is, for the error's sentence."""
+    file = _traceback_file(path)
     try:
-        with write_atomically(path) as temporary:
-            temporary.write_text(traceback.format_exc(), encoding="utf-8")
+        with write_atomically(file) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as failure:
-        return f" (its traceback cannot be written to {path}: {failure.strerror})"
-    return f" (traceback: {path})"
+        return f" (its traceback cannot be written to {file}: {failure.strerror})"
+    return f" (traceback: {file})"
+
+
+def remove_traceback(path: Path) -> None:
+    """Remove the traceback of an earlier attempt at a run, if there is one."""
+    with contextlib.suppress(OSError):
+        _traceback_file(path).unlink()
+
+
+def _traceback_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.error.txt")
 
 
 def _end_with_parent() -> None:

@@ -6,6 +6,7 @@ bytes of its parameters, the resident memory before scoring, and how much more i
 own count. One process holds the whole model, and the target's gradient is whole there. Gloo, one torch thread each.
 """
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def measure(size: str, folder: Path) -> None:
     scoring = Scoring(SequenceReturn(), TokenPPO(), 1.0, "ghost", None, AT_ONCE, processes)
     held = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
     score(model, rows.take(slice(0, 2 * processes.number)), scoring)  # buffers of the first call
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free goes back, so that taking it again counts
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     before = read_resident("VmRSS")
     influence = score(model, rows, scoring)

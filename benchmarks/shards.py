@@ -8,6 +8,7 @@ own count. One process holds the whole model, and the target's gradient is whole
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,8 @@ def measure(size: str, folder: Path) -> None:
     path = folder / f"{processes.rank}.json"
     path.write_text(json.dumps(result | {"scores": influence.scores.tolist()}), encoding="utf-8")
     if processes.number > 1:
-        dist.destroy_process_group()
+        dist.barrier()
+        os._exit(0)  # FSDP's threads sometimes abort an interpreter that ends
 
 
 def draw_rows_of(size: str) -> Any:

@@ -84,6 +84,17 @@ def test_the_summary_of_what_scores_are_worth_is_that_of_the_rounds(monkeypatch,
     assert of_kept.startswith(tables.rstrip())  # pictures come last
 
 
+def test_the_tables_of_judges_are_those_of_the_rounds(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    from benchmarks import judge_tables
+
+    (tmp_path / "rounds").mkdir()
+    copy(FAITHFULNESS / "rounds" / "judge.jsonl", tmp_path / "rounds")
+    judge_tables.main(tmp_path)
+    for name in ("judges.json", "judges.md"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (FAITHFULNESS / name).read_text(encoding="utf-8"), name
+
+
 def test_the_summary_of_whether_truth_pays_is_that_of_the_runs():
     pays = FAITHFULNESS / "pays"
     kept = json.loads((pays / "summary.json").read_text(encoding="utf-8"))
@@ -94,7 +105,8 @@ def test_every_interval_of_what_scores_are_worth_is_one_of_the_studies():
     text = (FAITHFULNESS / "README.md").read_text(encoding="utf-8")
     # LDS stand in the text without the zero.
     said = {re.sub(r"(?<![\d.])\.", "0.", one) for one in said_in(text)}
-    files = [FAITHFULNESS / "summary.json", FAITHFULNESS / "pays" / "summary.json", FAITHFULNESS / "costs.json"]
+    names = ("summary.json", "pays/summary.json", "costs.json", "judges.json")
+    files = [FAITHFULNESS / name for name in names]
     documents = [file.read_text(encoding="utf-8") for file in files]
     documents += (FAITHFULNESS / "datamodels.jsonl").read_text(encoding="utf-8").splitlines()
     known = {one for document in documents for one in intervals(json.loads(document))}

@@ -233,10 +233,11 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {key: _decode(entry, tensors) for key, entry in value.items()}
     if kind == "tuple":
         return tuple(_decode(entry, tensors) for entry in value["entries"])
-    tensor = tensors[value["name"]]
+    # A copy in memory of its own: in the file's, entries begin anywhere, and matrix products round otherwise there.
+    tensor = tensors[value["name"]].clone()
     if kind == "tensor":
         return tensor
     if kind == "numbers":
         return tensor.tolist()
-    array = tensor.numpy().view(np.dtype(value["dtype"]))
+    array = np.array(tensor.numpy()).view(np.dtype(value["dtype"]))
     return array.transpose(np.argsort(value["axes"])) if kind == "array" else array[()]

@@ -24,7 +24,7 @@ demo: .venv/demo.stamp
 
 ## The test suite, warnings as errors; two files at a time, one thread each.
 test: .venv/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 ## Static checks, known vulnerabilities of the pins, and the documentation into out/site.
 check: .venv/dev.stamp audit

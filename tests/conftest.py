@@ -5,6 +5,17 @@ import torch
 
 torch.set_num_threads(1)
 
+LONG = (
+    *("test_cluster.py", "test_sharded.py", "test_wheel.py", "test_docs.py", "test_explorer_browser.py"),
+    *("test_llm_processes.py", "test_resume.py", "test_results.py", "test_llm_trl.py", "test_loops.py"),
+)
+"""Files that take long; they begin first, so that no worker is left alone with one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take long first."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_imports() -> None:

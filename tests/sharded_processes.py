@@ -23,7 +23,7 @@ from whence.llm.row_scorer import RowScorer
 from whence.llm.scoring import Scoring, score, split_work
 
 ROWS = 7  # no multiple of the processes
-CASES = {2: [("gpt2", None), ("llama", 0.1), ("qwen2", None)], 4: [("gpt2", 0.1), ("qwen3", None)]}
+CASES = {2: [("gpt2", None), ("llama", 0.1), ("qwen3", None)], 4: [("gpt2", 0.1)]}
 """Models, and the dropout of an adapter, by the number of processes."""
 
 

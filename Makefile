@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check audit mutants oldest benchmark clean
+.PHONY: demo test test-long check audit mutants oldest benchmark clean
 
 # Each stamp stands for one set of extras; `dev` holds all that `demo` needs.
 .venv/bin/python:
@@ -25,6 +25,10 @@ demo: .venv/demo.stamp
 ## The test suite, warnings as errors; two files at a time, one thread each.
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+## The tests that take both cores for long: sweeps over nodes that die, a model in shards of four processes.
+test-long: .venv/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
 ## Static checks, known vulnerabilities of the pins, and the documentation into out/site.
 check: .venv/dev.stamp audit

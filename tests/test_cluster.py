@@ -439,6 +439,7 @@ assert not ray.is_initialized()
         assert gcs.startswith("127.0.0.1:")
 
 
+@pytest.mark.long
 def test_a_sweep_over_two_nodes_one_of_which_is_killed(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.syspath_prepend(str(ROOT))

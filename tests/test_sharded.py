@@ -11,7 +11,7 @@ import pytest
 from sharded_processes import CASES
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def sharded_run(request, tmp_path_factory):
     """Run sharded_processes.py in several processes, and return what each wrote."""
     folder = tmp_path_factory.mktemp("sharded")

@@ -43,7 +43,7 @@ def run_tests(sources: Path, tests: Sequence[str]) -> subprocess.CompletedProces
     """Run tests on the sources in a directory; one alone may have options: "test_a.py -k name"."""
     words = [word for test in tests for word in test.split()]
     arguments = [f"tests/{word}" if word.startswith("test_") and ".py" in word else word for word in words]
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "", "-p", "no:cacheprovider", *arguments]
     environment = {"PYTHONPATH": str(sources / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=sources, env=os.environ | environment, capture_output=True, text=True, check=False

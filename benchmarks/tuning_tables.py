@@ -114,7 +114,8 @@ def write_tables(out: Path, practice: Path) -> None:
     """Write tables.md and summary.json."""
     runs = read_runs(practice)
     done = {line["env"] for line in read_trials(out)}
-    envs = [env for env in WORLDS if env in done]
+    trained = set(pick(runs, "ppo", DEFAULT)["env"])
+    envs = [env for env in WORLDS if env in done & trained]
     steps_rows, rates_rows, settings_rows, summary = [], [], [], {}
     for env in envs:
         trials, env_runs = collect_trials(out, env), runs.filter(pl.col("env") == env)

@@ -23,6 +23,9 @@ from whence.llm.row_scorer import RowScorer
 from whence.llm.scoring import Scoring, score, split_work
 
 ROWS = 7  # no multiple of the processes
+AT_ONCE = {2: 3, 4: 1}
+"""Rows of a pass by the number of processes: one process has fewer passes than the others."""
+
 CASES = {2: [("gpt2", None), ("llama", 0.1), ("qwen3", None)], 4: [("gpt2", 0.1)]}
 """Models, and the dropout of an adapter, by the number of processes."""
 
@@ -67,7 +70,7 @@ def compare_scores(processes: Processes) -> dict[str, Any]:
         whole, model, rows, targets = make_case(style, lora)
         for name, target in targets.items():
             for layers in (None, 1):
-                scoring = Scoring(target, TokenPPO(), 1.0, "auto", None, 2, processes, layers)
+                scoring = Scoring(target, TokenPPO(), 1.0, "auto", None, AT_ONCE[processes.number], processes, layers)
                 influence = score(model, rows, scoring)
                 exact = attribute(
                     language_view(whole), rows, target=target, objective=TokenPPO(), engine="loop", layers=layers

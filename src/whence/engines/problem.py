@@ -1,7 +1,7 @@
 """The problem that engines solve: a round to score, and the gradients of its targets."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -194,7 +194,7 @@ def target_gradients(problem: Problem) -> list[Gradient]:
 def _target_gradient(problem: Problem, target: Target) -> Gradient:
     if not isinstance(target, BatchTarget):
         return plain_target_gradient(problem, target)
-    like = _compute_all_outputs(problem, only_first=bool(getattr(target, "linear", False)))
+    like = compute_like(problem, target, problem.parts())
     (seed,) = compute_seeds(bind_batch_targets(replace(problem, targets=[target])), like)
     splits = [itertools.repeat(None) if column is None else column.split(problem.chunk_size) for column in seed]
     total = Gradient()
@@ -204,17 +204,24 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
     return complete_gradient(problem, total, target)
 
 
-def _compute_all_outputs(problem: Problem, *, only_first: bool) -> Outputs:
-    """Return the outputs of all records, without a graph; or zeros of their shapes, from a pass over the first."""
+def compute_like(problem: Problem, target: BatchTarget, parts: Iterable[Problem]) -> Outputs:
+    """Return outputs of all records, without a graph, at which a target's derivatives in them are its own.
+
+    Of a linear target any will do: zeros of their shapes, from a pass over the first record.
+
+    Args:
+        problem: the problem.
+        target: the target.
+        parts: the problem's parts.
+    """
     with torch.no_grad():
-        if only_first:
-            n = len(problem.records)
-            return map_outputs(
-                lambda column: column.new_zeros(n, *column.shape[1:]), problem.part(slice(0, 1)).outputs()
-            )
-        by_part = [part.outputs() for part in problem.parts()]
+        if getattr(target, "linear", False):
+            n, one = len(problem.records), problem.part(slice(0, 1)).outputs()
+            return map_outputs(lambda column: column.new_zeros(n, *column.shape[1:]), one)
+        by_part = [part.outputs() for part in parts]
     log_probs, *others = zip(*by_part, strict=True)
-    return Outputs(torch.cat(log_probs), *(None if column[0] is None else torch.cat(column) for column in others))
+    whole = Outputs(torch.cat(log_probs), *(None if column[0] is None else torch.cat(column) for column in others))
+    return map_outputs(lambda column: column[: len(problem.records)], whole)
 
 
 def plain_target_gradient(problem: Problem, target: Target) -> Gradient:

@@ -6,7 +6,7 @@ All processes make the same number of passes, since a pass gathers parameters.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,10 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from whence.engines.ghost import Call, Layer, Tape, covered_layers, record_pass
-from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, compute_seeds, map_outputs, pullback
+from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, compute_like, compute_seeds, pullback
 from whence.engines.rules import LayerTensors
 from whence.errors import WhenceError
-from whence.policies import Outputs
 from whence.targets import BatchTarget, SummedTarget, Target, target_name
 
 Shards = dict[str, Float[Tensor, " part"]]
@@ -83,16 +82,17 @@ def _confirm_axes(problem: Problem, layers: list[Layer]) -> None:
 
 def _parts_in_step(problem: Problem) -> Iterator[tuple[Problem, bool]]:
     """Yield parts of the records, as many in every process, and whether they are more than company for the others."""
-    own = -(-len(problem.records) // problem.chunk_size)
-    for _, part in zip(range(own), problem.parts(), strict=True):
+    count = -(-len(problem.records) // problem.chunk_size)
+    most = agree_on_most(count, problem.params)  # before the first pass: passes gather parameters in the same group
+    for part in problem.parts():
         yield part, True
-    for _ in range(_agree_on_most(own, problem) - own):
+    for _ in range(most - count):
         yield problem.part(slice(0, 1)), False
 
 
-def _agree_on_most(count: int, problem: Problem) -> int:
-    """Return the largest count of all processes."""
-    most = torch.tensor(count, device=next(iter(problem.params.values())).device)
+def agree_on_most(count: int, params: Mapping[str, Tensor]) -> int:
+    """Return the largest count of all processes; passes over parameters in shards have to be as many in each."""
+    most = torch.tensor(count, device=next(iter(params.values())).device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
@@ -125,32 +125,20 @@ Pass = tuple[list[Call], list[Tensor | None]]
 
 def _pass_over_records(problem: Problem, layers: list[Layer], target: BatchTarget) -> Iterator[Pass]:
     """Yield the calls of each pass over the records, and the derivatives of the target in their outputs."""
-    like = _get_outputs(problem, linear=bool(getattr(target, "linear", False)))
+    like = compute_like(problem, target, (part for part, _ in _parts_in_step(problem)))
     (seed,) = compute_seeds(bind_batch_targets(replace(problem, targets=[target])), like)
     splits = [itertools.repeat(None) if column is None else column.split(problem.chunk_size) for column in seed]
-    own = zip(*splits, strict=False)
+    seeds_of_parts = zip(*splits, strict=False)
     for part, is_own in _parts_in_step(problem):
         tape = record_pass(part, layers)
-        seeds = Seeds(*next(own)) if is_own else Seeds(torch.zeros_like(tape.outputs.log_prob))
+        seeds = Seeds(*next(seeds_of_parts)) if is_own else Seeds(torch.zeros_like(tape.outputs.log_prob))
         yield tape.calls, _pull(tape, seeds)
-
-
-def _get_outputs(problem: Problem, *, linear: bool) -> Outputs:
-    """Return the outputs of all records, or zeros of their shapes."""
-    with torch.no_grad():
-        if linear:
-            n = len(problem.records)
-            one = problem.part(slice(0, 1)).outputs()
-            return map_outputs(lambda column: column.new_zeros(n, *column.shape[1:]), one)
-        by_part = [part.outputs() for part, is_own in _parts_in_step(problem) if is_own or part.outputs() is None]
-    log_probs, *others = zip(*by_part, strict=True)
-    return Outputs(torch.cat(log_probs), *(None if column[0] is None else torch.cat(column) for column in others))
 
 
 def _pass_over_parts(problem: Problem, layers: list[Layer], target: Target) -> Iterator[Pass]:
     """Yield the calls of each part of a target that runs the policy itself, and the part's derivatives."""
     parts: list[Any] = list(target.parts()) if isinstance(target, SummedTarget) else [target]
-    most = _agree_on_most(len(parts), problem)
+    most = agree_on_most(len(parts), problem.params)
     for part in parts:
         tape = record_pass(problem, layers, run=partial(part, problem.view, problem.params, problem.records))
         yield tape.calls, _pull(tape, Seeds(torch.ones_like(tape.outputs.log_prob)))
@@ -177,8 +165,9 @@ def _add_to_shards(
                 total[name] = total[name] + gradient[key] if name in total else gradient[key]
         for name in layer.names.values():
             parameter = problem.params[name]
-            own = total.get(name)
-            whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device) if own is None else own
+            whole = total.get(name)
+            if whole is None:  # this process's pass does not reach the layer
+                whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             shard = _cut_shard(problem.summed({name: whole.contiguous()})[name])
             shards[name] = shards[name] + shard if name in shards else shard
 

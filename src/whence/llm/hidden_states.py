@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from whence.engines.sharded import is_sharded
+from whence.engines.sharded import agree_on_most, is_sharded
 from whence.errors import Unsupported
 from whence.layers import find_blocks
 from whence.policies import PolicyView
@@ -29,7 +29,7 @@ def record_hidden(module: nn.Module, block: int, *, stop: bool = False) -> Itera
     Args:
         module: the model.
         block: the block's number, from 0.
-        stop: end each pass there, by an exception that `run_to_block` catches.
+        stop: end each pass there, by an exception, as `compute_hidden` does.
     """
     states: list[Tensor] = []
 
@@ -63,12 +63,16 @@ def compute_hidden(view: PolicyView, rows: RecordBatch, block: int, size: int) -
         size: rows of a pass.
     """
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
+    starts, in_shards = list(range(0, len(rows), size)), is_sharded(params)
+    count = len(starts)
+    if in_shards:  # as many passes as the process with the most, over the first rows again
+        starts += [0] * (agree_on_most(count, params) - count)
     # FSDP has to see the end of a pass that it saw the beginning of.
-    with torch.no_grad(), record_hidden(view.module, block, stop=not is_sharded(params)) as states:
-        for first in range(0, len(rows), size):
+    with torch.no_grad(), record_hidden(view.module, block, stop=not in_shards) as states:
+        for start in starts:
             with suppress(_Stop):
-                view(params, view.prepare(rows.take(slice(first, first + size))))
-    return torch.cat(states)
+                view(params, view.prepare(rows.take(slice(start, start + size))))
+    return torch.cat(states[:count])
 
 
 @contextmanager

@@ -1,15 +1,13 @@
 """The ghost engine: products from each layer's input and output gradient, without per-record gradients."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch import Tensor
+from torch.autograd.graph import Node
 
 from whence.engines.forward import derive_along
 from whence.engines.problem import (
@@ -25,22 +23,14 @@ from whence.engines.problem import (
     pullback,
     target_gradients,
 )
-from whence.engines.rules import LayerRule, LayerTensors, rule_for, ruled_types
+from whence.engines.rules import LayerTensors
+from whence.engines.tape import Call, Layer, Tape, count_uses, covered_layers, record_pass
 from whence.errors import first_line
 from whence.policies import Outputs, notes_on
 from whence.targets import BatchTarget
 from whence.trees import named_leaves
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer with a rule: `names` maps the layer's names of its trainable parameters to the policy's names."""
-
-    module: nn.Module
-    rule: LayerRule
-    names: dict[str, str]
 
 
 def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
@@ -76,148 +66,6 @@ def _confirm_axes(problem: Problem, layers: Sequence[Layer]) -> None:
     if total > 1 and kind not in confirmed:
         record_pass(problem.part(slice(0, 1 if total == 2 else 2)), layers)
         confirmed[kind] = True
-
-
-def covered_layers(modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> list[Layer]:
-    """Return the layers that hold trainable parameters.
-
-    Parameters of the policy itself, or of modules that only hold others (an SB3 policy's `log_std`), belong to no
-    layer; forward mode differentiates them.
-
-    Args:
-        modules: all modules of the policy by name.
-        parameters: the trainable parameters by the policy's names.
-
-    Raises:
-        Refused: a layer has no rule.
-    """
-    canonical = {id(parameter): name for name, parameter in parameters.items()}
-    layers = []
-    for path, module in modules.items():
-        names = {key: canonical[id(p)] for key, p in module._parameters.items() if id(p) in canonical}
-        if not names:
-            continue
-        if (rule := rule_for(module)) is not None:
-            layers.append(Layer(module, rule, names))
-        elif path and _is_layer(module):
-            raise Refused(
-                f"The ghost engine has no rule for the layer `{path}` ({type(module).__name__}); it knows "
-                f"{', '.join(ruled_types())}. Use engine='forward' (or 'auto'), or register a rule with "
-                "whence.engines.register_rule."
-            )
-    return layers
-
-
-def _is_layer(module: nn.Module) -> bool:
-    is_container = type(module).forward is nn.Module.forward  # ParameterList, ParameterDict
-    return not is_container and next(module.children(), None) is None
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a layer: its input, and the edge of the graph at which its output's gradient arrives.
-
-    `ends` is True if the input needs no gradient.
-    """
-
-    layer: Layer
-    x: Tensor
-    version: int
-    edge: GradientEdge
-    ends: bool
-
-
-@dataclass(frozen=True)
-class Tape:
-    """A recorded forward pass over all records of a problem.
-
-    `plain` are the names of used parameters that belong to no layer.
-    """
-
-    problem: Problem
-    outputs: Outputs
-    calls: list[Call] = field(default_factory=list)
-    plain: list[str] = field(default_factory=list)
-
-
-def record_pass(problem: Problem, layers: Sequence[Layer], run: Callable[[], Tensor] | None = None) -> Tape:
-    """Return the tape of a pass over all records of a problem, or of what `run` computes.
-
-    Args:
-        problem: the problem.
-        layers: the layers whose calls are recorded.
-        run: computes a scalar, which then stands in the place of the outputs' log-probs; its calls may be on any number
-            of records.
-
-    Raises:
-        Refused: a parameter is used outside its layer, or the first axis of a layer is not the records'.
-    """
-    calls: list[Call] = []
-    params = dict(problem.params)
-    size = len(problem.records) if run is None else None
-
-    def note_call(layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls.append(_record_call(layer, args, output, size))
-        # Where processes hold shards, the graph's leaves are other tensors than the policy's parameters.
-        params.update({name: p for key, name in layer.names.items() if (p := module._parameters[key]) is not None})
-
-    # The hooks run before the user's own, which may change the layer's output.
-    handles = [layer.module.register_forward_hook(partial(note_call, layer), prepend=True) for layer in layers]
-    try:
-        outputs = problem.outputs() if run is None else Outputs(run())
-    finally:
-        for handle in handles:
-            handle.remove()
-    used, reached = _count_uses(outputs, params)
-    # A call whose output is not used accounts for no use of a parameter.
-    seen = Counter(name for call in calls if call.edge.node in reached for name in call.layer.names.values())
-    layered = {name for layer in layers for name in layer.names.values()}
-    if outside := sorted(name for name in layered if used[name] > seen[name]):
-        raise Refused(
-            f"The parameter `{outside[0]}` is used outside its layer's own call, where the ghost engine cannot see "
-            "it. Use engine='forward' (or 'auto')."
-        )
-    if any(call.x._version != call.version for call in calls):
-        raise Refused("A layer's input was changed in place after the layer ran. Use engine='forward' (or 'auto').")
-    return Tape(problem, outputs, calls, [name for name in problem.params if used[name] and name not in layered])
-
-
-def _record_call(layer: Layer, args: tuple[Any, ...], output: Any, size: int | None) -> Call:
-    x = args[0] if args else None
-    size = len(x) if size is None and isinstance(x, Tensor) else size
-    kind = type(layer.module).__name__
-    if not isinstance(x, Tensor) or not isinstance(output, Tensor) or len(x) != size or len(output) != size:
-        shown = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise Refused(
-            f"A {kind} layer was called on {shown} for {size} records: the ghost engine needs the records on the first "
-            "axis of each layer's input and output. Use engine='forward' (or 'auto')."
-        )
-    if not output.requires_grad:
-        raise Refused(
-            f"A {kind} layer ran without a graph (torch.no_grad(), or reentrant checkpointing). Use engine='forward' "
-            "(or 'auto')."
-        )
-    # Taken now, the edge is that of the layer's own output, even if an in-place activation overwrites it later.
-    return Call(layer, x.detach(), x._version, get_gradient_edge(output), not x.requires_grad)
-
-
-def _count_uses(outputs: Outputs, params: dict[str, Tensor]) -> tuple[Counter[str], set[Node]]:
-    """Return how often each parameter enters the graph of the outputs, and the graph's nodes."""
-    names = {id(parameter): name for name, parameter in params.items()}
-    counts: Counter[str] = Counter()
-    queue: list[Node] = [c.grad_fn for c in outputs if c is not None and c.grad_fn is not None]
-    seen = set(queue)
-    while queue:
-        for node, _ in queue.pop().next_functions:
-            if node is None:
-                continue
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in names:
-                counts[names[id(variable)]] += 1
-            elif node not in seen:
-                seen.add(node)
-                queue.append(node)
-    return counts, seen
 
 
 def _products_from_one_pass(tape: Tape) -> Tensor:
@@ -366,7 +214,7 @@ def _products_during_backward(tape: Tape, gradients: Sequence[Gradient], seed: S
 def _nodes_reached(outputs: Outputs, seed: Seeds) -> set[Node]:
     """Return the nodes of the graph that a backward pass from `seed` can reach."""
     weighted = [column if weight is not None else None for column, weight in zip(outputs, seed, strict=True)]
-    return _count_uses(Outputs(*weighted), {})[1]  # type: ignore[arg-type]
+    return count_uses(Outputs(*weighted), {})[1]  # type: ignore[arg-type]
 
 
 def _layer_products(tape: Tape, g: list[Tensor | None], gradient: Gradient) -> Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from whence.engines.ghost import Call, Layer, Tape, covered_layers, record_pass
 from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, compute_like, compute_seeds, pullback
 from whence.engines.rules import LayerTensors
+from whence.engines.tape import Call, Layer, Tape, covered_layers, record_pass
 from whence.errors import WhenceError
 from whence.targets import BatchTarget, SummedTarget, Target, target_name
 

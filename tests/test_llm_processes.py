@@ -1,10 +1,6 @@
 """Training by two processes: scores, selection and steps are those of one."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +8,7 @@ import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
+from launching import run_script
 from processes import TARGETS, train
 from test_llm_trainer import copy_state, make_trainer
 from whence.errors import Unsupported, WhenceError
@@ -23,17 +20,8 @@ from whence.runs import RunDirectory
 def two_process_run(tmp_path_factory):
     """Run processes.py in two processes, and return the folder of its results."""
     folder = tmp_path_factory.mktemp("two")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).parent / "processes.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    run_script([*launcher, "--mixed_precision", "no", "--main_process_port", "0"], "processes.py", folder)
     return folder
 
 

@@ -1,13 +1,10 @@
 """Scores of models whose parameters several processes hold in shards, against the plain loop over the whole model."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from launching import run_script
 from sharded_processes import CASES
 
 
@@ -15,16 +12,8 @@ from sharded_processes import CASES
 def sharded_run(request, tmp_path_factory):
     """Run sharded_processes.py in several processes, and return what each wrote."""
     folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
-    done = subprocess.run(
-        [*command, str(Path(__file__).parent / "sharded_processes.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
+    run_script(launcher, "sharded_processes.py", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 
 

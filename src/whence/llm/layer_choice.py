@@ -1,8 +1,12 @@
 """The layers that a training scores by: given, or chosen by how well their scores agree with those of all layers."""
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
+
+from torch import Tensor
 
 from whence.checks import list_last_blocks, rank_agreement
 from whence.errors import WhenceError
@@ -26,6 +30,7 @@ class LayerChoice:
         model: the model.
 
     Attributes:
+        setting: what was given for `layers`.
         layers: the layers to score by now; None: all of them.
         decided: whether they are chosen.
 
@@ -34,14 +39,13 @@ class LayerChoice:
     """
 
     def __init__(self, layers: Layers | Literal["auto"] | None, model: Any) -> None:
-        self.asked = layers
+        self.setting = layers
         self.decided = layers != "auto"
         self.layers: Layers | None = layers if self.decided else None
         if not self.decided:
             list_last_blocks(model)  # refuses a model without blocks
         elif layers is not None:
-            trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-            choose_parameters(model, trained, layers)
+            choose_parameters(model, _list_trained(model), layers)
 
     def first_block(self, model: Any) -> int:
         """Return the block whose incoming hidden states scoring begins at; 0: none."""
@@ -70,14 +74,22 @@ class LayerChoice:
 
 def _choose_blocks(model: Any, rows: RecordBatch, scoring: Scoring) -> Layers | None:
     whole = score(model, rows, scoring).scores.double()
-    for layers in list_last_blocks(model):
-        try:
-            scores = score(model, rows, replace(scoring, layers=layers)).scores.double()
-        except WhenceError:  # these blocks do not train
-            continue
+    for layers in filter(partial(_do_train, model), list_last_blocks(model)):
+        scores = score(model, rows, replace(scoring, layers=layers)).scores.double()
         if (agreement := rank_agreement(scores, whole)) >= AGREEMENT:
             message = "Scores are of the last %s blocks from now on: rank correlation %.2f with those of all layers."
             log.info(message, layers, agreement)
             return layers
     log.info("Scores are of all layers: those of fewer blocks have a rank correlation below %.2f.", AGREEMENT)
     return None
+
+
+def _do_train(model: Any, layers: Layers) -> bool:
+    """Tell whether any parameter of the layers trains."""
+    with suppress(WhenceError):
+        return bool(choose_parameters(model, _list_trained(model), layers))
+    return False
+
+
+def _list_trained(model: Any) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -93,10 +93,10 @@ class RowScorer:
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that are not at their defaults, by their names, in JSON types."""
-        asked = self.choice.asked
+        layers = self.choice.setting
         settings: dict[str, Any] = {}
-        if asked is not None:
-            settings["layers"] = asked if isinstance(asked, int | str) else list(asked)
+        if layers is not None:
+            settings["layers"] = layers if isinstance(layers, int | str) else list(layers)
         if self._refresh.every > 1:
             settings["refresh_target_every"] = self._refresh.every
         if self.autocast:

@@ -35,14 +35,13 @@ from whence.llm.steps import make_optimizer, optimise
 from whence.llm.tables import make_metrics_row, make_response_table
 from whence.llm.targets import SequenceReturn
 from whence.llm.token_scores import check_token_parts
-from whence.llm.training_run import TrainingRun
+from whence.llm.training_run import TrainingRun, describe_training
 from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
-from whence.run_config import strip_addresses
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import time_stage
-from whence.targets import Target, as_target, target_name
+from whence.targets import Target, as_target
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""
@@ -216,7 +215,11 @@ class PPOTrainer:
         """
         config = self.config
         checkpoint = self._run.begin(
-            self._describe(), self.model, rounds=config.rounds, overwrite=overwrite, trained=self._has_begun
+            describe_training(self, drops=self._numbers.drops),
+            self.model,
+            rounds=config.rounds,
+            overwrite=overwrite,
+            trained=self._has_begun,
         )
         self._has_begun = True
         try:
@@ -370,29 +373,6 @@ class PPOTrainer:
         directory.append("evaluations", {"round": number, **measures})
         self.accelerator.log({f"test/{name}": value for name, value in measures.items()}, step=number)
 
-    def _describe(self) -> dict[str, Any]:
-        """Return the run directory's description of the run, in JSON types."""
-        ppo = {name: value for name, value in self.config.to_json().items() if name not in _ELSEWHERE}
-        return {
-            "kind": "language",
-            **self.about,
-            "model": getattr(self.model.language_model.config, "_name_or_path", "") or None,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "trained_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
-            "rule": strip_addresses(repr(self.rule)),
-            "target": strip_addresses(target_name(self.target)),
-            "held_out": 0 if self.held_out is None else len(self.held_out),
-            "objective": strip_addresses(repr(self.objective)),
-            "engine": self.engine,
-            **self.scorer.describe(),
-            **({"on_nonfinite": "drop"} if self._numbers.drops else {}),
-            "processes": self.processes.number,
-            "device": str(self.accelerator.device),
-            "rounds": self.config.rounds,
-            "seed": self.config.seed,
-            "ppo": ppo,
-        }
-
     def _read_state(self) -> dict[str, Any]:
         """Return all that training needs to go on after a round, for a checkpoint; call it in every process."""
         return {
@@ -431,6 +411,3 @@ class PPOTrainer:
         folder = Path(self.config.output_dir) / "model" if folder is None else Path(folder)
         self.accelerator.unwrap_model(self.model).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-
-
-_ELSEWHERE = ("output_dir", "rounds", "seed")  # settings that the description has outside "ppo"

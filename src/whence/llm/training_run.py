@@ -13,8 +13,10 @@ from whence.errors import RunDirectoryError, WhenceError
 from whence.llm.checkpoints import check_model
 from whence.llm.processes import Processes
 from whence.llm.versions import note_changed_versions, read_versions
+from whence.run_config import strip_addresses
 from whence.runs import RunDirectory
 from whence.stopwatch import flatten_seconds
+from whence.targets import target_name
 
 log = logging.getLogger("whence")
 
@@ -147,3 +149,35 @@ class TrainingRun:
         """Let others write the directory."""
         if self.directory is not None:
             self.directory.release()
+
+
+def describe_training(trainer: Any, *, drops: bool) -> dict[str, Any]:
+    """Return the run directory's description of a training by `PPOTrainer`, in JSON types.
+
+    Args:
+        trainer: the trainer.
+        drops: whether it drops rows with numbers that are not finite.
+    """
+    ppo = {name: value for name, value in trainer.config.to_json().items() if name not in _ELSEWHERE}
+    return {
+        "kind": "language",
+        **trainer.about,
+        "model": getattr(trainer.model.language_model.config, "_name_or_path", "") or None,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "rule": strip_addresses(repr(trainer.rule)),
+        "target": strip_addresses(target_name(trainer.target)),
+        "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
+        "objective": strip_addresses(repr(trainer.objective)),
+        "engine": trainer.engine,
+        **trainer.scorer.describe(),
+        **({"on_nonfinite": "drop"} if drops else {}),
+        "processes": trainer.processes.number,
+        "device": str(trainer.accelerator.device),
+        "rounds": trainer.config.rounds,
+        "seed": trainer.config.seed,
+        "ppo": ppo,
+    }
+
+
+_ELSEWHERE = ("output_dir", "rounds", "seed")  # settings that the description has outside "ppo"

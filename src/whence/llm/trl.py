@@ -318,14 +318,14 @@ def _take_kept(inputs: Mapping[str, Any], *, averages: bool) -> tuple[dict[str, 
         inputs: TRL's minibatch.
         averages: whether TRL's loss is a mean over rows.
     """
-    kept = inputs[_KEPT]
-    places = kept.nonzero()[:, 0] if kept.any() else torch.zeros(1, dtype=torch.long, device=kept.device)
+    mask = inputs[_KEPT]
+    places = mask.nonzero()[:, 0] if mask.any() else torch.zeros(1, dtype=torch.long, device=mask.device)
     rows = {
-        name: column[places] if isinstance(column, Tensor) and column.shape[:1] == kept.shape else column
+        name: column[places] if isinstance(column, Tensor) and column.shape[:1] == mask.shape else column
         for name, column in inputs.items()
     }
     scale: Tensor = inputs[_SCALE][0]
-    return rows, scale * len(places) / len(kept) if averages else scale
+    return rows, scale * len(places) / len(mask) if averages else scale
 
 
 @contextmanager

@@ -1,4 +1,6 @@
 import gc
+import multiprocessing
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,3 +30,14 @@ def _frozen_imports() -> None:
 def _fixed_seed() -> None:
     """Each test draws its own numbers, the same in every run and in every order."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """A test ends the processes that it starts: else others, which count theirs, fail."""
+    before = set(multiprocessing.active_children())
+    yield
+    left = set(multiprocessing.active_children()) - before
+    for process in left:
+        process.kill()
+    assert not left, f"left behind: {left}"

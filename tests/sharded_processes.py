@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from languages import language_model, rows_for, tokens
+from launching import end_process
 from whence import NonPositive, WhenceError, attribute
 from whence.layers import find_blocks
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
@@ -144,4 +144,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(0)  # FSDP's threads sometimes abort an interpreter that ends
+    end_process()

@@ -1,6 +1,7 @@
 """Episodes played again: bit for bit in Gymnasium, checked, drawn, and continued."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import gymnasium as gym
@@ -145,12 +146,12 @@ def test_dict_observations(tmp_path):
 
 
 def test_subprocesses_need_the_wrapper_and_have_it(tmp_path):
-    plain = learn(tmp_path / "plain", make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv))
+    with closing(make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv)) as env:
+        plain = learn(tmp_path / "plain", env)
     with pytest.raises(ReplayError, match=r"RecordResets"):
         replay_episode(plain, 0)
-    wrapped = learn(
-        tmp_path / "run", make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv, wrapper_class=RecordResets)
-    )
+    with closing(make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv, wrapper_class=RecordResets)) as env:
+        wrapped = learn(tmp_path / "run", env)
     assert check_all(wrapped) == 2 * 2 * 64
 
 

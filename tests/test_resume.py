@@ -450,10 +450,11 @@ def eval_like(rule):
 
 class TestWhereItCannotBeHad:
     def check(self, tmp_path, make, reason, caplog):
-        train(make, tmp_path, until=0.5)
+        train(make, tmp_path, until=0.5).env.close()
         assert "If this training is interrupted, it can go on, but with new episodes" in caplog.text
         caplog.clear()
         model = train(make, tmp_path)
+        model.env.close()
         assert f"not as if nothing had happened: {reason}" in " ".join(caplog.text.split())
         run = RunDirectory.open(tmp_path)
         assert run.rounds() == [1, 2, 3, 4, 5]

@@ -32,12 +32,11 @@ def _fixed_seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _no_process_is_left() -> Iterator[None]:
-    """A test ends the processes that it starts: else others, which count theirs, fail."""
-    before = set(multiprocessing.active_children())
+    """A file's tests end the processes that they start: else those of other files, which count theirs, fail."""
     yield
-    left = set(multiprocessing.active_children()) - before
+    left = multiprocessing.active_children()
     for process in left:
         process.kill()
     assert not left, f"left behind: {left}"

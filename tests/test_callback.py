@@ -253,6 +253,7 @@ def test_two_selections_from_one_rollout_are_refused() -> None:
     toy = model()
     with pytest.raises(WhenceError, match=r"Two InfluenceCallbacks.*Pass one"):
         toy.learn(32, callback=[InfluenceCallback(Fixed(16)), InfluenceCallback(Fixed(8))])
+    assert toy.num_timesteps == 0
     assert pristine(toy)
     toy.learn(32, callback=InfluenceCallback(Fixed(16)))
 

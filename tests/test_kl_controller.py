@@ -265,8 +265,11 @@ def test_wrong_arguments():
         model(learning_rate=0.1).learn(STEPS, callback=KLController(bounds=(1e-5, 1e-2)))
     with pytest.raises(WhenceError, match="learning rate is 0 at the start"):
         model(learning_rate=0.0).learn(STEPS, callback=KLController())
+    steered = model()
+    schedule = steered.lr_schedule
     with pytest.raises(WhenceError, match=r"Two KLControllers.*Pass one"):
-        model().learn(STEPS, callback=[KLController(), KLController()])
+        steered.learn(STEPS, callback=[KLController(), KLController()])
+    assert (steered.num_timesteps, steered.lr_schedule) == (0, schedule)
     with pytest.raises(Unsupported, match="changes the learning rate at each step"):
         model().learn(STEPS, callback=[InfluenceCallback(KeepAll(), recordings=[1]), KLController(every="minibatch")])
     with pytest.raises(WhenceError, match="kl_per_round is -1"):

@@ -1,5 +1,6 @@
 import http.client
 import json
+import multiprocessing
 import socket
 import threading
 import time
@@ -66,7 +67,11 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(path):
-    return Server([ExploredRun(path / "lake"), ExploredRun(path / "other", "the other")])
+    yield Server([ExploredRun(path / "lake"), ExploredRun(path / "other", "the other")])
+    for process in multiprocessing.active_children():  # its thread is not ended, and so neither is this
+        if process.name == "whence-measuring":
+            process.kill()
+            process.join()
 
 
 class TestRoutes:

@@ -29,7 +29,7 @@ from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups, check_recordings
 from whence.sb3.results import Choice, RoundResult, check_selection
 from whence.sb3.steering import check_recorded_rate
-from whence.sb3.train_hook import cancel_hook, wrap_next_train
+from whence.sb3.train_hook import cancel_hook, claim_place, wrap_next_train
 from whence.sb3.training_run import TrainingRun
 from whence.selection import Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
@@ -224,6 +224,7 @@ class InfluenceCallback(BaseCallback):
     def _init_callback(self) -> None:
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
         self.check_model()
+        claim_place(self.model, "selection")
         if self._run is not None:
             self._checkpoint = self._run.begin(self.model, self.settings())
 

@@ -11,7 +11,7 @@ from whence.errors import WhenceError, suggest
 from whence.sb3.buffer import check_model, replace_samples
 from whence.sb3.divergence import measure_divergence, measure_sample_divergence
 from whence.sb3.steering import SteeredSchedule, original_schedule
-from whence.sb3.train_hook import cancel_hook, wrap_next_train
+from whence.sb3.train_hook import cancel_hook, claim_place, wrap_next_train
 
 Every: TypeAlias = Literal["round", "minibatch"]
 
@@ -91,9 +91,11 @@ class KLController(BaseCallback):
         return 1.0 if self._schedule is None else self._schedule.scale
 
     def _init_callback(self) -> None:
-        cancel_hook(self.model)  # left by a learn() that was interrupted
+        cancel_hook(self.model)  # left by a learn() that was interrupted, as is a steered schedule
+        self.model.lr_schedule = base = original_schedule(self.model)
         check_model(self.model)
-        base, scale = original_schedule(self.model), self.scale
+        claim_place(self.model, "control")
+        scale = self.scale
         start = float(base(1.0))
         if not start > 0:
             raise WhenceError(f"The model's learning rate is {start:g} at the start; KLController needs one above 0.")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
+from weakref import WeakKeyDictionary
 
 from whence.errors import WhenceError
 
@@ -10,6 +11,28 @@ Place: TypeAlias = Literal["selection", "control", "rows"]
 """What a hook does, from the innermost to the outermost: trains, steers the learning rate, writes the round's rows."""
 
 _OWNERS = {"selection": "InfluenceCallback", "control": "KLController", "rows": "InfluenceCallback"}
+
+_CLAIMS: WeakKeyDictionary[Any, tuple[float, set[Place]]] = WeakKeyDictionary()
+"""When the last `learn()` of each model began, and the places that its callbacks have claimed."""
+
+
+def claim_place(model: Any, place: Place) -> None:
+    """Claim a place around the trainings of the `learn()` that begins.
+
+    Raises:
+        WhenceError: another callback of this `learn()` has claimed it.
+    """
+    began, places = _CLAIMS.get(model, (None, set[Place]()))
+    if began != model.start_time:
+        places = set()
+    if place in places:
+        owner = _OWNERS[place]
+        does = "select from" if owner == "InfluenceCallback" else "steer"
+        raise WhenceError(
+            f"Two {owner}s in one learn() {does} the same round, and only one can. Pass one"
+            f"{'; a rule of your own can combine two' if place == 'selection' else ''}."
+        )
+    _CLAIMS[model] = model.start_time, places | {place}
 
 
 def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None], place: Place) -> None:
@@ -22,10 +45,7 @@ def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None], pl
     Args:
         model: a model whose rollout is collected.
         around: called in place of `train()`. Its argument trains: it is SB3's own `train`, or the hook further in.
-        place: which of several hooks it is; each place has one.
-
-    Raises:
-        WhenceError: there is a hook in this place around the training on this rollout already; all are cancelled.
+        place: which of several hooks it is; the callback has claimed the place.
     """
     buffer = model.rollout_buffer
     rollout = buffer.rewards  # a new array for each rollout
@@ -34,14 +54,6 @@ def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None], pl
         cancel_hook(model)
         hooks = {"rollout": rollout}
         _insert_class(model, hooks, buffer)
-    if place in hooks:
-        cancel_hook(model)
-        owner = _OWNERS[place]
-        does = "select from" if owner == "InfluenceCallback" else "steer"
-        raise WhenceError(
-            f"Two {owner}s in one learn() {does} the same round, and only one can. Pass one"
-            f"{'; a rule of your own can combine two' if place == 'selection' else ''}."
-        )
     hooks[place] = around
 
 

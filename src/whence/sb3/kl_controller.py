@@ -1,5 +1,6 @@
 """Steer the learning rate, so that a round takes the policy a given divergence."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,8 @@ from whence.sb3.divergence import measure_divergence, measure_sample_divergence
 from whence.sb3.steering import SteeredSchedule, original_schedule
 from whence.sb3.train_hook import cancel_hook, claim_place, wrap_next_train
 
+log = logging.getLogger("whence")
+
 Every: TypeAlias = Literal["round", "minibatch"]
 
 FACTOR = 1.5
@@ -23,6 +26,9 @@ RANGE = 10.0
 
 PPO's clip may keep a round below the target whatever the rate, and then the rate goes to its bound.
 """
+
+PATIENCE = 5
+"""Rounds in a row at the highest rate and below the target, after which the log says that it is out of reach."""
 
 
 class KLController(BaseCallback):
@@ -79,6 +85,7 @@ class KLController(BaseCallback):
             raise WhenceError(f"bounds are {bounds!r}; two finite numbers above 0 are needed, the lower one first.")
         self.target_kl, self.every, self.bounds = float(target_kl), every, bounds
         self._schedule: SteeredSchedule | None = None
+        self._short_of_target: list[float] = []
 
     def __repr__(self) -> str:
         every = "" if self.every == "round" else f", every={self.every!r}"
@@ -128,6 +135,7 @@ class KLController(BaseCallback):
         kl = measure_divergence(model)
         self.logger.record("train/kl", kl)
         rate = model.lr_schedule(model._current_progress_remaining)
+        self._note_out_of_reach(kl, rate)
         if self.every == "round":
             self._multiply_rate(choose_factor(kl, self.target_kl))
         if self.verbose:
@@ -161,6 +169,22 @@ class KLController(BaseCallback):
                 yield
         finally:
             handle.remove()
+
+    def _note_out_of_reach(self, kl: float, rate: float) -> None:
+        """Log, once, that the highest rate does not reach the target."""
+        assert self._schedule is not None
+        if len(self._short_of_target) == PATIENCE:
+            return
+        is_short = rate >= self._schedule.bounds[1] and kl < self.target_kl / FACTOR
+        self._short_of_target = [*self._short_of_target, kl] if is_short else []
+        if len(self._short_of_target) == PATIENCE:
+            mean = sum(self._short_of_target) / PATIENCE
+            log.warning(
+                "The learning rate is at its bound of %.3g, and a round still takes the policy less than target_kl=%g: "
+                "%.2g nats, the mean of %d rounds. If PPO's clip holds it there, a higher rate does not help: choose a "
+                "target of about %.1g. Else raise `bounds`.",
+                *(rate, self.target_kl, mean, PATIENCE, mean),
+            )
 
     def _multiply_rate(self, factor: float) -> float:
         """Multiply the learning rate by a factor, within the bounds; return the new one."""

@@ -704,6 +704,14 @@ class TestCommand:
         assert isinstance(done.exception, WhenceError), done.output
         assert message in str(done.exception)
 
+    def test_layers_are_those_of_the_arms_that_score(self, tmp_path, monkeypatch):
+        compared = []
+        monkeypatch.setattr("whence.cli.llm_compare.run_comparison", lambda configs, *_, **__: compared.extend(configs))
+        arguments = ["--task", "arithmetic", "--size", "tiny", "--arms", "none,ippo", "--layers", 1, "--seeds", 1]
+        done = invoke("llm", "compare", *arguments, "--out", tmp_path)
+        assert done.exit_code == 0, done.output
+        assert [(config.arm, config.layers) for config in compared] == [("ppo", None), ("ippo", 1)]
+
     def test_help_teaches(self):
         for command in ("train", "compare"):
             assert "Example: whence llm" in invoke("llm", command, "--help").output

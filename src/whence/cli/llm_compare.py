@@ -12,6 +12,7 @@ from whence.cli.llm_options import (
     Dataset,
     Demonstrations,
     Dtype,
+    Layers,
     Lora,
     Model,
     Reward,
@@ -25,6 +26,7 @@ from whence.cli.llm_options import (
     TestReward,
     arm_name,
     choose_task,
+    parse_layers,
     parse_settings,
 )
 from whence.cli.options import Overwrite
@@ -55,6 +57,7 @@ def compare(
     test_reward: TestReward = None,
     dtype: Dtype = "float32",
     lora: Lora = 0,
+    layers: Layers = None,
     algorithm: Algorithm = "ppo",
     settings: Settings = None,
     workers: Annotated[
@@ -90,6 +93,9 @@ def compare(
     ]
     if first_seed[0].task is None and test_dataset is None:
         raise WhenceError("Arms are compared by a test; give its prompts: --test-dataset.")
-    configs = [replace(config, seed=seed) for seed in range(seeds) for config in first_seed]
+    layered = [
+        config if config.target is None else replace(config, layers=parse_layers(layers)) for config in first_seed
+    ]
+    configs = [replace(config, seed=seed) for seed in range(seeds) for config in layered]
     training.prepare(configs[0])
     run_comparison(configs, out, workers=workers, overwrite=overwrite, json=json)

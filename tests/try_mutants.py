@@ -79,7 +79,9 @@ def try_mutant(mutant: Mutant) -> str | None:
         outcome = run_tests(sources, [mutant.test])
     if outcome.returncode == 0:
         return f"{mutant.test} does not notice"
-    if outcome.returncode != 1 or "\nFAILED tests" not in outcome.stdout:
+    # A fixture that the fault breaks is an error of the test, with pytest's code for failures; what cannot be imported
+    # has another.
+    if outcome.returncode != 1 or not any(f"\n{word} tests" in outcome.stdout for word in ("FAILED", "ERROR")):
         return f"{mutant.test} did not run: {outcome.stdout[-400:]}{outcome.stderr[-400:]}"
     return None
 

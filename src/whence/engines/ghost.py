@@ -1,8 +1,9 @@
 """The ghost engine: products from each layer's input and output gradient, without per-record gradients."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -32,6 +33,9 @@ from whence.trees import named_leaves
 
 T = TypeVar("T")
 
+Direction: TypeAlias = Callable[[Call, Tensor], Gradient]
+"""Of a call and its output's gradient: a target's gradient in the parameters of the call's layer, or in more."""
+
 
 def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
     """Return all products from one recorded pass over the records.
@@ -53,7 +57,8 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
     for part in problem.parts():
         tape = record_pass(part, layers)
         (seed,) = compute_seeds([part.objective_values], tape.outputs)
-        columns.append(_products_during_backward(tape, gradients, seed))
+        products = _products_during_backward(tape, [partial(_known_direction, each) for each in gradients], seed)
+        columns.append(_add_plain(products, tape, gradients))
     return torch.cat(columns, dim=1)
 
 
@@ -78,10 +83,10 @@ def _products_from_one_pass(tape: Tape) -> Tensor:
         return _products_pass_by_pass(tape, seed, target_seeds)
     # Objective and targets depend on the log-probs alone: each is a weighted sum of the records' log-prob gradients.
     if len(problem.targets) == 1 and weights and (factors := _find_factors(seed.log_prob, weights[0])) is not None:
-        return _products_from_target_pass(tape, factors, weights[0])
+        return _products_from_one_quantity(tape, weights[0], factors, [torch.ones_like(factors)])
     if seed.log_prob.ndim > 1:
         return _products_pass_by_pass(tape, seed, target_seeds)
-    return _products_from_log_prob_pass(tape, seed.log_prob, weights)
+    return _products_from_one_quantity(tape, torch.ones_like(seed.log_prob), seed.log_prob, weights)
 
 
 def _products_pass_by_pass(tape: Tape, seed: Seeds, target_seeds: Sequence[Seeds]) -> Tensor:
@@ -92,33 +97,50 @@ def _products_pass_by_pass(tape: Tape, seed: Seeds, target_seeds: Sequence[Seeds
     return _products_of_objective(tape, _gradients_in_order(tape.problem, of_batch), seed)
 
 
-def _products_from_target_pass(tape: Tape, factors: Tensor, weights: Tensor) -> Tensor:
-    """Return the products from the backward pass of the only target, whose weights of the log-probs are `weights`.
+def _products_from_one_quantity(tape: Tape, unit: Tensor, weights: Tensor, target_weights: Sequence[Tensor]) -> Tensor:
+    """Return the products from one backward pass, where each record's gradients are multiples of one quantity's.
 
-    `factors`, (n,), are the objective's weights of the log-probs divided by the target's.
+    Args:
+        tape: the recorded pass.
+        unit: the derivatives of the records' quantities in the log-probs.
+        weights: the objective's gradient of each record as a multiple of its quantity's, (n,).
+        target_weights: those of each batch target, (n,).
     """
-    edges = [call.edge for call in tape.calls]
-    derivatives = pullback(tape.outputs, Seeds(weights), [*edges, *tape.problem.params.values()], retain=False)
-    gradient = add_gradients({}, dict(zip(tape.problem.params, derivatives[len(edges) :], strict=True)))
-    gradients = _gradients_in_order(tape.problem, iter([gradient]))
-    return _weighted_products(tape, derivatives[: len(edges)], gradients, factors)
+    if tape.problem.summed is not None or not _has_one_call_each(tape, Seeds(unit)):
+        return _products_from_kept_gradients(tape, unit, weights, target_weights)
+    directions: list[Direction] = []
+    gradients: list[Gradient] = []
+    remaining = iter(target_weights)
+    for target in tape.problem.targets:
+        if isinstance(target, BatchTarget):
+            of_target = next(remaining)
+            directions.append(partial(_weighted_direction, of_target))
+            gradients.append(_weighted_plain_gradient(tape, unit, of_target))
+        else:
+            gradients.append(plain_target_gradient(tape.problem, target))
+            directions.append(partial(_known_direction, gradients[-1]))
+    products = _products_during_backward(tape, directions, Seeds(unit))
+    return _add_plain(weights * products, tape, gradients)
 
 
-def _products_from_log_prob_pass(tape: Tape, weights: Tensor, target_weights: Sequence[Tensor]) -> Tensor:
-    """Return the products from one backward pass of the log-probs, which also gives the targets' gradients.
-
-    `weights`, (n,), are the objective's weights of the log-probs; `target_weights` those of each batch target.
-    """
-    edges, unit = [call.edge for call in tape.calls], Seeds(torch.ones_like(weights))
-    g = pullback(tape.outputs, unit, edges, retain=bool(tape.plain))
-    gradients = _gradients_in_order(tape.problem, (_weighted_gradient(tape, g, each) for each in target_weights))
-    return _weighted_products(tape, g, gradients, weights)
+def _has_one_call_each(tape: Tape, seed: Seeds) -> bool:
+    """Tell whether each parameter's gradient arrives at one call of its layer, and is whole there."""
+    reached = _nodes_reached(tape.outputs, seed)
+    counts = Counter(name for call in tape.calls if call.edge.node in reached for name in call.layer.names.values())
+    return bool(counts) and max(counts.values()) == 1
 
 
-def _weighted_products(tape: Tape, g: list[Tensor | None], gradients: Sequence[Gradient], weights: Tensor) -> Tensor:
-    return torch.stack(
-        [_add_plain(weights * _layer_products(tape, g, gradient), tape, gradient) for gradient in gradients]
-    )
+def _products_from_kept_gradients(
+    tape: Tape, unit: Tensor, weights: Tensor, target_weights: Sequence[Tensor]
+) -> Tensor:
+    """Return the same as `_products_from_one_quantity`, from output gradients that are all kept to the end."""
+    plain = [_weighted_plain_gradient(tape, unit, each) for each in target_weights]
+    g = pullback(tape.outputs, Seeds(unit), [call.edge for call in tape.calls], retain=False)
+    of_layers = (_weighted_gradient(tape, g, each) for each in target_weights)
+    of_batch = (add_gradients(layered, {**rest}) for layered, rest in zip(of_layers, plain, strict=True))
+    gradients = _gradients_in_order(tape.problem, of_batch)
+    products = torch.stack([_layer_products(tape, g, gradient) for gradient in gradients])
+    return _add_plain(weights * products, tape, gradients)
 
 
 def _gradients_in_order(problem: Problem, of_batch: Iterator[Gradient]) -> list[Gradient]:
@@ -150,31 +172,50 @@ _ROUNDING = 1e-5  # log-probs recorded in batches of another size round differen
 
 
 def _weighted_gradient(tape: Tape, g: list[Tensor | None], weights: Tensor) -> Gradient:
-    """Sum the records' log-prob gradients, each with its weight, layer by layer."""
+    """Sum the gradients of the records' quantities in the layers' parameters, each with its weight."""
     total = Gradient()
     for call, of_output in zip(tape.calls, g, strict=True):
-        if of_output is None:
-            continue
-        for of_block in _by_blocks(partial(call.layer.rule.gradient, call.layer.module), call.x, of_output, weights):
-            total = add_gradients(total, {name: of_block[key] for key, name in call.layer.names.items()})
-    plain = [tape.problem.params[name] for name in tape.plain]
-    derivatives = pullback(tape.outputs, Seeds(weights), plain, retain=True)
-    return add_gradients(total, dict(zip(tape.plain, derivatives, strict=True)))
+        if of_output is not None:
+            total = add_gradients(total, {**_weighted_direction(weights, call, of_output)})
+    return total
+
+
+def _weighted_direction(weights: Tensor, call: Call, g: Tensor) -> Gradient:
+    """Sum the gradients of the records' quantities in the parameters of a call's layer, each with its weight."""
+    total = Gradient()
+    for of_block in _by_blocks(partial(call.layer.rule.gradient, call.layer.module), call.x, g, weights):
+        total = add_gradients(total, {name: of_block[key] for key, name in call.layer.names.items()})
+    return total
+
+
+def _known_direction(gradient: Gradient, call: Call, g: Tensor) -> Gradient:
+    return gradient
+
+
+def _weighted_plain_gradient(tape: Tape, unit: Tensor, weights: Tensor) -> Gradient:
+    """Sum the gradients of the records' quantities in the parameters of no layer, each with its weight."""
+    if not tape.plain:
+        return {}
+    seed = Seeds(unit * weights.reshape(-1, *[1] * (unit.ndim - 1)))
+    derivatives = pullback(tape.outputs, seed, [tape.problem.params[name] for name in tape.plain], retain=True)
+    return add_gradients({}, dict(zip(tape.plain, derivatives, strict=True)))
 
 
 def _products_of_objective(tape: Tape, gradients: Sequence[Gradient], seed: Seeds) -> Tensor:
     """Return the products with the targets' gradients; `seed` are the objective's derivatives in the outputs."""
     g = pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
-    return torch.stack([_add_plain(_layer_products(tape, g, gradient), tape, gradient) for gradient in gradients])
+    return _add_plain(torch.stack([_layer_products(tape, g, gradient) for gradient in gradients]), tape, gradients)
 
 
-def _products_during_backward(tape: Tape, gradients: Sequence[Gradient], seed: Seeds) -> Tensor:
-    """Return the same as `_products_of_objective`, computed layer by layer during the backward pass to save memory.
+def _products_during_backward(tape: Tape, directions: Sequence[Direction], seed: Seeds) -> Tensor:
+    """Return the layers' part of the products, (targets, n), computed call by call as the output gradients arrive.
+
+    Each is freed at once, with the call's input, so that the pass holds little more than a training step.
 
     Raises:
         Refused: the pass did not reach a layer.
     """
-    total = tape.outputs.log_prob.new_zeros(len(gradients), len(tape.problem.records))
+    total = tape.outputs.log_prob.new_zeros(len(directions), len(tape.problem.records))
     reached = _nodes_reached(tape.outputs, seed)
     calls = [call for call in tape.calls if call.edge.node in reached]
     through, ends = {at: call for at, call in enumerate(calls) if not call.ends}, [call for call in calls if call.ends]
@@ -187,8 +228,8 @@ def _products_during_backward(tape: Tape, gradients: Sequence[Gradient], seed: S
 
     def add_call(call: Call, g: Tensor | None) -> None:
         if g is not None:
-            for row, gradient in zip(total, gradients, strict=True):
-                row += _call_product(call, g, gradient, len(row))
+            for row, find_direction in zip(total, directions, strict=True):
+                row += _call_product(call, g, find_direction(call, g), len(row))
 
     def make_hook(at: int, output: int) -> Callable[[Sequence[Tensor | None]], None]:
         return lambda output_gradients: add_call(through.pop(at), output_gradients[output])
@@ -208,7 +249,7 @@ def _products_during_backward(tape: Tape, gradients: Sequence[Gradient], seed: S
             f"The input of a {type(missed.layer.module).__name__} layer depends on something that needs gradients "
             "and is no parameter of the policy. Use engine='forward' (or 'auto')."
         )
-    return torch.stack([_add_plain(row, tape, gradient) for row, gradient in zip(total, gradients, strict=True)])
+    return total
 
 
 def _nodes_reached(outputs: Outputs, seed: Seeds) -> set[Node]:
@@ -246,13 +287,18 @@ def _by_blocks(rule: Callable[..., T], x: Tensor, g: Tensor, *more: Tensor) -> l
 _BLOCK_BYTES = 2**20
 
 
-def _add_plain(products: Tensor, tape: Tape, gradient: Gradient) -> Tensor:
-    """Return the products plus the part of the parameters that belong to no layer."""
+def _add_plain(products: Tensor, tape: Tape, gradients: Sequence[Gradient]) -> Tensor:
+    """Return the products, (targets, n), plus the part of the parameters that belong to no layer."""
+    rows = zip(products, gradients, strict=True)
+    return torch.stack([row + _plain_products(tape, gradient) if tape.plain else row for row, gradient in rows])
+
+
+def _plain_products(tape: Tape, gradient: Gradient) -> Tensor:
     plain = gradient.keys() & set(tape.plain)
     if not plain:
-        return products
+        return tape.outputs.log_prob.new_zeros(len(tape.problem.records))
     try:
-        return products + derive_along(tape.problem, gradient, only=plain)
+        return derive_along(tape.problem, gradient, only=plain)
     except NotImplementedError as missing:
         raise Refused(
             f"The parameter `{min(plain)}` belongs to no layer, so its part of the products needs forward mode, which "

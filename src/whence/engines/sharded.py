@@ -1,4 +1,4 @@
-"""The ghost engine for parameters that processes hold in shards (FSDP2): no gradient is ever whole in one process.
+"""The ghost engine for parameters that processes hold in shards: no gradient is ever whole in one process.
 
 Each process scores records of its own. The target's gradient is summed over the processes layer by layer, and each
 keeps its shard of the sum; the products need one layer's whole gradient at a time, which is put together from shards.
@@ -6,7 +6,7 @@ All processes make the same number of passes, since a pass gathers parameters.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,30 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, compute_like, compute_seeds, pullback
 from whence.engines.rules import LayerTensors
 from whence.engines.tape import Call, Layer, Tape, covered_layers, record_pass
 from whence.errors import WhenceError
+from whence.shards import release_whole, whole_shape
 from whence.targets import BatchTarget, SummedTarget, Target, target_name
 
 Shards = dict[str, Float[Tensor, " part"]]
 """This process's part of a gradient by parameter: a stretch of the flattened tensor, padded to equal parts."""
-
-
-def is_sharded(parameters: dict[str, Tensor]) -> bool:
-    """Tell whether processes hold the parameters in shards."""
-    return any(isinstance(parameter, DTensor) for parameter in parameters.values())
-
-
-def reshard(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP2 free whole parameters that it keeps after a pass, so that modules hold their shards again."""
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def sharded(problem: Problem) -> Float[Tensor, "targets n"]:
@@ -98,7 +85,9 @@ def agree_on_most(count: int, params: Mapping[str, Tensor]) -> int:
 
 
 def _pull(tape: Tape, seed: Seeds) -> list[Tensor | None]:
-    return pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
+    derivatives = pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
+    release_whole(tape.problem.modules.values())
+    return derivatives
 
 
 def _compute_target_gradient(problem: Problem, layers: list[Layer], target: Target) -> Shards:
@@ -164,10 +153,10 @@ def _add_to_shards(
             for key, name in layer.names.items():
                 total[name] = total[name] + gradient[key] if name in total else gradient[key]
         for name in layer.names.values():
-            parameter = problem.params[name]
+            parameter = problem.parameters[name]
             whole = total.get(name)
             if whole is None:  # this process's pass does not reach the layer
-                whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                whole = torch.zeros(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
             shard = _cut_shard(problem.summed({name: whole.contiguous()})[name])
             shards[name] = shards[name] + shard if name in shards else shard
 
@@ -199,7 +188,7 @@ def _compute_products(
         ]
         for row, shards in zip(total, gradients, strict=True):
             direction: LayerTensors = {
-                key: _join_shards(shards[name], tape.problem.params[name].shape) for key, name in layer.names.items()
+                key: _join_shards(shards[name], whole_shape(tape.problem.parameters[name])) for key, name in layer.names.items()
             }
             for call, g in calls:
                 with torch.no_grad():

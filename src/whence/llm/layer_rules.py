@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from whence.engines import LayerRule, register_rule
 from whence.engines.rules import LayerTensors, linear_gradient, linear_product, rule_for
 from whence.errors import Unsupported
+from whence.shards import whole_shape
 
 
 def register_rules(model: nn.Module) -> None:
@@ -45,10 +46,10 @@ def register_rmsnorm(layer_type: type[nn.Module]) -> None:
 def is_scale(layer: Any) -> bool:
     """Tell whether a layer's output has the form `weight * f(input) + g(input)`, entry by entry."""
     weight = layer._parameters.get("weight")
-    if weight is None or weight.ndim != 1 or len(layer._parameters) != 1:
+    if weight is None or len(shape := whole_shape(weight)) != 1 or len(layer._parameters) != 1:
         return False
-    x = torch.linspace(-1, 2, 2 * len(weight), device=weight.device, dtype=weight.dtype).reshape(2, -1)
-    other = torch.linspace(0.5, -2, len(weight), device=weight.device, dtype=weight.dtype)
+    x = torch.linspace(-1, 2, 2 * shape[0], device=weight.device, dtype=weight.dtype).reshape(2, -1)
+    other = torch.linspace(0.5, -2, shape[0], device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         try:
             difference = _run_with_weight(layer, other, x) - _run_with_weight(layer, torch.zeros_like(other), x)
@@ -63,7 +64,7 @@ def _normalise(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the normalised input that a norm multiplies by its weight: the change in output per unit of weight."""
     weight: Any = layer.weight
     # Not `ones_like`: of a weight in shards that would be in shards, too.
-    one, zero = (torch.full(weight.shape, value, dtype=weight.dtype, device=x.device) for value in (1.0, 0.0))
+    one, zero = (torch.full(whole_shape(weight), value, dtype=weight.dtype, device=x.device) for value in (1.0, 0.0))
     return _run_with_weight(layer, one, x) - _run_with_weight(layer, zero, x)
 
 

@@ -37,6 +37,12 @@ def check_copies(accelerator: Accelerator) -> None:
         )
 
 
+def _has_zero_3(accelerator: Accelerator) -> bool:
+    """Tell whether processes hold parameters in shards by DeepSpeed's ZeRO stage 3."""
+    plugin = getattr(accelerator, "deepspeed_plugin", None)  # of other kinds of processes None
+    return plugin is not None and plugin.zero_stage == 3
+
+
 @dataclass(frozen=True)
 class Processes:
     """The processes of a training; `ONE` is a process on its own.
@@ -50,7 +56,7 @@ class Processes:
     def __post_init__(self) -> None:
         if self.accelerator is None or self.accelerator.distributed_type in _KINDS_WITH_COPIES:
             return
-        if not getattr(self.accelerator, "is_fsdp2", False):
+        if not getattr(self.accelerator, "is_fsdp2", False) and not _has_zero_3(self.accelerator):
             raise Unsupported(
                 f"The processes split the model's parameters among them by {self.accelerator.distributed_type.value}, "
                 "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), or processes "

@@ -128,12 +128,16 @@ def _pass_over_parts(problem: Problem, layers: list[Layer], target: Target) -> I
     """Yield the calls of each part of a target that runs the policy itself, and the part's derivatives."""
     parts: list[Any] = list(target.parts()) if isinstance(target, SummedTarget) else [target]
     most = agree_on_most(len(parts), problem.params)
-    for part in parts:
-        tape = record_pass(problem, layers, run=partial(part, problem.view, problem.params, problem.records))
-        yield tape.calls, _pull(tape, Seeds(torch.ones_like(tape.outputs.log_prob)))
-    for _ in range(most - len(parts)):
-        tape = record_pass(problem.part(slice(0, 1)), layers)
-        yield tape.calls, _pull(tape, Seeds(torch.zeros_like(tape.outputs.log_prob)))
+    # Where the records' passes begin at a later block, one of them would gather less than another part does.
+    spare = target.spare_part() if hasattr(target, "spare_part") else None
+    for number in range(most):
+        part = parts[number] if number < len(parts) else spare
+        if part is None:
+            tape = record_pass(problem.part(slice(0, 1)), layers)
+        else:
+            tape = record_pass(problem, layers, run=partial(part, problem.view, problem.params, problem.records))
+        weight = float(number < len(parts))
+        yield tape.calls, _pull(tape, Seeds(torch.full_like(tape.outputs.log_prob, weight)))
 
 
 def _add_to_shards(

@@ -63,7 +63,9 @@ def differentiate(model: Any, rows: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def make_case(style: str, lora: float | None, shard: Callable[[Any], Any] = shard) -> tuple[Any, Any, Any, dict[str, Any]]:
+def make_case(
+    style: str, lora: float | None, shard: Callable[[Any], Any] = shard
+) -> tuple[Any, Any, Any, dict[str, Any]]:
     torch.manual_seed(0)
     whole = language_model(style, lora=lora).eval()
     rows = rows_for(whole, tokens(ROWS))

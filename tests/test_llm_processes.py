@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from launching import run_script
 from processes import TARGETS, train
 from test_llm_trainer import copy_state, make_trainer
+from trl_processes import KEPT
 from whence.errors import Unsupported, WhenceError
 from whence.llm.processes import Processes, check_copies
 from whence.runs import RunDirectory
@@ -32,7 +33,7 @@ def test_trls_trainers_score_and_select_over_two_processes(two_process_run):
         for batch in found[kind]["scores"]:
             assert batch["rows"] == 16  # those of both
             assert batch["apart"] < 1e-4
-        assert [at for at, kept in enumerate(found[kind]["kept"]) if kept] == [0, 9]
+        assert [at for at, kept in enumerate(found[kind]["kept"]) if kept] == KEPT
         assert found[kind]["apart"] < 1e-5
         assert found[kind]["alike"]
 

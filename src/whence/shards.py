@@ -1,7 +1,7 @@
 """Parameters that processes hold in shards, by FSDP2 or by DeepSpeed's ZeRO stage 3: recognise and release them.
 
-FSDP2 turns a parameter into a `DTensor`, and a pass runs on other, whole tensors. ZeRO-3 keeps the parameter, empties its
-data, and fills it while the layer runs; its shape is in `ds_shape`.
+FSDP2 turns a parameter into a `DTensor`, and a pass runs on other, whole tensors. ZeRO-3 keeps the parameter, empties
+its data, and fills it while the layer runs; its shape is in `ds_shape`.
 """
 
 from collections.abc import Iterable

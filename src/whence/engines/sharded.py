@@ -6,7 +6,7 @@ All processes make the same number of passes, since a pass gathers parameters.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -70,16 +70,20 @@ def _confirm_axes(problem: Problem, layers: list[Layer]) -> None:
 def _parts_in_step(problem: Problem) -> Iterator[tuple[Problem, bool]]:
     """Yield parts of the records, as many in every process, and whether they are more than company for the others."""
     count = -(-len(problem.records) // problem.chunk_size)
-    most = agree_on_most(count, problem.params)  # before the first pass: passes gather parameters in the same group
+    most = agree_on_most(count, _find_device(problem))  # first: passes gather parameters in the same group
     for part in problem.parts():
         yield part, True
     for _ in range(most - count):
         yield problem.part(slice(0, 1)), False
 
 
-def agree_on_most(count: int, params: Mapping[str, Tensor]) -> int:
-    """Return the largest count of all processes; passes over parameters in shards have to be as many in each."""
-    most = torch.tensor(count, device=next(iter(params.values())).device)
+def _find_device(problem: Problem) -> torch.device:
+    return next(iter(problem.params.values())).device
+
+
+def agree_on_most(count: int, device: torch.device) -> int:
+    """Return the largest count of all processes; what gathers over them has to be done as often in each."""
+    most = torch.tensor(count, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
@@ -127,7 +131,7 @@ def _pass_over_records(problem: Problem, layers: list[Layer], target: BatchTarge
 def _pass_over_parts(problem: Problem, layers: list[Layer], target: Target) -> Iterator[Pass]:
     """Yield the calls of each part of a target that runs the policy itself, and the part's derivatives."""
     parts: list[Any] = list(target.parts()) if isinstance(target, SummedTarget) else [target]
-    most = agree_on_most(len(parts), problem.params)
+    most = agree_on_most(len(parts), _find_device(problem))
     # Where the records' passes begin at a later block, one of them would gather less than another part does.
     spare = target.spare_part() if hasattr(target, "spare_part") else None
     for number in range(most):
@@ -192,7 +196,8 @@ def _compute_products(
         ]
         for row, shards in zip(total, gradients, strict=True):
             direction: LayerTensors = {
-                key: _join_shards(shards[name], whole_shape(tape.problem.parameters[name])) for key, name in layer.names.items()
+                key: _join_shards(shards[name], whole_shape(tape.problem.parameters[name]))
+                for key, name in layer.names.items()
             }
             for call, g in calls:
                 with torch.no_grad():

@@ -67,7 +67,7 @@ def compute_hidden(view: PolicyView, rows: RecordBatch, block: int, size: int) -
     starts, in_shards = list(range(0, len(rows), size)), is_in_shards(view.parameters().values())
     count = len(starts)
     if in_shards:  # as many passes as the process with the most, over the first rows again
-        starts += [0] * (agree_on_most(count, params) - count)
+        starts += [0] * (agree_on_most(count, next(iter(params.values())).device) - count)
     # What gathers parameters has to see the end of a pass that it saw the beginning of.
     with torch.no_grad(), record_hidden(view.module, block, stop=not in_shards) as states:
         for start in starts:

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType, broadcast, broadcast_object_list, 
 from torch import Tensor, nn
 
 from whence.engines import Gradient
+from whence.engines.sharded import agree_on_most
 from whence.errors import Unsupported, WhenceError
 from whence.guards import load_rng_state, read_rng_state
 
@@ -164,6 +165,10 @@ class Processes:
         if state["generators"]["cuda"] and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["generators"]["cuda"][0], self.device)
         return state
+
+    def agree_on_most(self, count: int) -> int:
+        """Return the largest count of all processes."""
+        return count if self.number == 1 else agree_on_most(count, self.device)
 
     def agree(self, decision: bool) -> bool:
         """Return, in every process, what the first one decided."""

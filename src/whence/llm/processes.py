@@ -34,14 +34,13 @@ def check_copies(accelerator: Accelerator) -> None:
         raise Unsupported(
             f"The processes split the model's parameters among them ({accelerator.distributed_type.value}), and "
             "PPOTrainer needs a copy in each: accelerate launch --multi_gpu --num_processes N (on CPUs with "
-            "ACCELERATE_USE_CPU=1), without FSDP, DeepSpeed, Megatron. TRL's trainers can be scored under FSDP2."
+            "ACCELERATE_USE_CPU=1), without FSDP, DeepSpeed, Megatron. TRL's trainers can be scored under FSDP2 and "
+            "DeepSpeed."
         )
 
 
-def _has_zero_3(accelerator: Accelerator) -> bool:
-    """Tell whether processes hold parameters in shards by DeepSpeed's ZeRO stage 3."""
-    plugin = getattr(accelerator, "deepspeed_plugin", None)  # of other kinds of processes None
-    return plugin is not None and plugin.zero_stage == 3
+def _is_deepspeed(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,11 @@ class Processes:
     def __post_init__(self) -> None:
         if self.accelerator is None or self.accelerator.distributed_type in _KINDS_WITH_COPIES:
             return
-        if not getattr(self.accelerator, "is_fsdp2", False) and not _has_zero_3(self.accelerator):
+        if not getattr(self.accelerator, "is_fsdp2", False) and not _is_deepspeed(self.accelerator):
             raise Unsupported(
                 f"The processes split the model's parameters among them by {self.accelerator.distributed_type.value}, "
-                "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), or processes "
-                "that hold a copy each (--multi_gpu)."
+                "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), DeepSpeed's ZeRO "
+                "(--use_deepspeed), or processes that hold a copy each (--multi_gpu)."
             )
 
     @property

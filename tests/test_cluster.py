@@ -409,6 +409,7 @@ class TestConnecting:
 
         monkeypatch.setattr(sys.modules["whence.experiments.sweep"], "run_all_on_ray", print_and_fail)
         monkeypatch.setattr(comparison, "run_all_on_ray", print_and_fail)
+        monkeypatch.setattr(comparison, "run_all", lambda *_: iter([(0, "made here")]))
         (tmp_path / "lake.toml").write_text(SWEEP)
         monkeypatch.setattr(training, "prepare", lambda config: None)
         arguments = {

@@ -211,6 +211,10 @@ def test_a_run_is_told_by_what_it_does(cache):
     assert trusted.flops["scoring"] > whole.flops["scoring"]
     assert apart.prompts == whole.prompts - 16
     assert apart.flops["held_out"] == pytest.approx(1.5 * whole.flops["forward"] / 2, rel=0.1)
+    assert of(layers=1).flops["scoring"] < 0.7 * whole.flops["scoring"]
+    assert of(layers="auto").flops == whole.flops
+    group, last = (of(algorithm="grpo", layers=layers).flops["scoring"] for layers in ("*.layers.1.*", 1))
+    assert last == pytest.approx(group)  # hidden states are at hand in PPO alone
     assert whole.stages["evaluation"] > 0
     twice = of(settings={"batch_size": 64})
     assert all(twice.flops[stage] == pytest.approx(2 * flops, rel=1e-2) for stage, flops in whole.flops.items())

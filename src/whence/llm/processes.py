@@ -39,10 +39,6 @@ def check_copies(accelerator: Accelerator) -> None:
         )
 
 
-def _is_deepspeed(accelerator: Accelerator) -> bool:
-    return accelerator.distributed_type == DistributedType.DEEPSPEED
-
-
 @dataclass(frozen=True)
 class Processes:
     """The processes of a training; `ONE` is a process on its own.
@@ -56,7 +52,8 @@ class Processes:
     def __post_init__(self) -> None:
         if self.accelerator is None or self.accelerator.distributed_type in _KINDS_WITH_COPIES:
             return
-        if not getattr(self.accelerator, "is_fsdp2", False) and not _is_deepspeed(self.accelerator):
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if not is_deepspeed and not getattr(self.accelerator, "is_fsdp2", False):
             raise Unsupported(
                 f"The processes split the model's parameters among them by {self.accelerator.distributed_type.value}, "
                 "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), DeepSpeed's ZeRO "

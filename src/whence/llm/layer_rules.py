@@ -1,6 +1,5 @@
 """Rules of the ghost engine for layers of Transformers: GPT-2's Conv1D, and RMSNorm as models have it."""
 
-import copy
 from typing import Any
 
 import torch
@@ -70,8 +69,8 @@ def _normalise(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _run_with_weight(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
     """Return the layer's output for another weight, without running hooks."""
-    other = copy.copy(layer)
-    other.__dict__["_parameters"] = {"weight": weight}
+    other: Any = object.__new__(type(layer))  # copy.copy() of a layer that FSDP2 wraps makes one of another class
+    other.__dict__.update(vars(layer), _parameters={"weight": weight})
     output: Tensor = other.forward(x)
     return output
 

@@ -1,4 +1,4 @@
-"""TRL's trainers with parameters in shards, for zero_trl.py and fsdp_trl.py: scores against the loop's, and training."""
+"""TRL's trainers with parameters in shards, for zero_trl.py and fsdp_trl.py: scores and training."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

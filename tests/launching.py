@@ -9,11 +9,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 
-def run_script(launcher: Sequence[str], script: str, folder: Path) -> None:
+def run_script(launcher: Sequence[str], script: str, folder: Path, **environment: str) -> None:
     """Run a script of this directory by a launcher's module, on CPUs; it writes to the folder that is its argument."""
     done = subprocess.run(
         [sys.executable, "-m", *launcher, str(Path(__file__).parent / script), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {"ACCELERATE_USE_CPU": "1"})},
         capture_output=True,
         text=True,
         check=False,

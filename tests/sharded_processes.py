@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,25 @@ def shard(model: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def make_case(style: str, lora: float | None) -> tuple[Any, Any, Any, dict[str, Any]]:
+def check_shards(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.grad is None, name
+
+
+def square_logits(net: Any, rows: Any) -> torch.Tensor:
+    return net(input_ids=rows.observations["input_ids"], use_cache=False).logits.square().mean()
+
+
+def differentiate(model: Any, rows: Any) -> dict[str, torch.Tensor]:
+    """Return the whole gradients of a training's loss."""
+    square_logits(model, rows).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def make_case(
+    style: str, lora: float | None, shard: Callable[[Any], Any] = shard
+) -> tuple[Any, Any, Any, dict[str, Any]]:
     torch.manual_seed(0)
     whole = language_model(style, lora=lora).eval()
     rows = rows_for(whole, tokens(ROWS))
@@ -64,10 +83,17 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
-def compare_scores(processes: Processes) -> dict[str, Any]:
+def compare_scores(
+    processes: Processes,
+    cases: list[tuple[str, float | None]],
+    shard: Callable[[Any], Any] = shard,
+    check_shards: Callable[[Any], None] = check_shards,
+    differentiate: Callable[[Any, Any], dict[str, torch.Tensor]] = differentiate,
+) -> dict[str, Any]:
+    """Return how far scores, and the gradients of a training after them, are from those of the whole model."""
     results: dict[str, Any] = {}
-    for style, lora in CASES[processes.number]:
-        whole, model, rows, targets = make_case(style, lora)
+    for style, lora in cases:
+        whole, model, rows, targets = make_case(style, lora, shard)
         for name, target in targets.items():
             for layers in (None, 1):
                 scoring = Scoring(target, TokenPPO(), 1.0, "auto", None, AT_ONCE[processes.number], processes, layers)
@@ -80,22 +106,15 @@ def compare_scores(processes: Processes) -> dict[str, Any]:
                     "apart": apart(influence.scores, exact),
                     "same selection": keep.tolist() == (exact > 0).tolist(),
                 }
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor), name
-            assert parameter.grad is None, name
+        check_shards(model)
         # Training goes on as if nothing had been scored.
-        losses = [
-            net(input_ids=rows.observations["input_ids"], use_cache=False).logits.square().mean()
-            for net in (model, whole)
-        ]
-        for loss in losses:
-            loss.backward()
-        gradients = {name: p.grad for name, p in whole.named_parameters()}
+        gradients = differentiate(model, rows)
+        square_logits(whole, rows).backward()
         results[f"{style} {lora} training"] = {
             "apart": max(
-                apart(p.grad.full_tensor(), gradients[name])
-                for name, p in model.named_parameters()
-                if gradients[name] is not None and float(gradients[name].abs().max()) > 1e-6
+                apart(gradients[name], p.grad)
+                for name, p in whole.named_parameters()
+                if p.grad is not None and float(p.grad.abs().max()) > 1e-6
             ),
             "same selection": True,
         }
@@ -136,7 +155,7 @@ def find_refusals(processes: Processes, accelerator: Accelerator) -> dict[str, s
 def main(folder: Path) -> None:
     accelerator = Accelerator(cpu=True)
     processes = Processes(accelerator)
-    results = compare_scores(processes)
+    results = compare_scores(processes, CASES[processes.number])
     refusals = find_refusals(processes, accelerator)
     (folder / f"{processes.rank}.json").write_text(json.dumps({"scores": results, "refusals": refusals}))
     dist.barrier()

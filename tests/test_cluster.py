@@ -21,6 +21,7 @@ import torch
 from whence import cli
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import (
+    LanguageConfig,
     cluster,
     comparison,
     configure,
@@ -32,6 +33,7 @@ from whence.experiments import (
     run_sweep,
 )
 from whence.experiments.cluster import RETRIES, check_address, check_place
+from whence.experiments.llm import training
 from whence.experiments.node import list_versions, make_scratch_folder, train_on_node
 from whence.experiments.parcels import apply_changes, list_files, pack_changes, pack_files, unpack_files
 from whence.guards import preserve_rng_state
@@ -168,6 +170,19 @@ class TestNode:
         assert is_finished(*job)
         assert results(job[1]) == results(tmp_path / "here")
         assert [path for path in (tmp_path / f"whence-{os.getuid()}").iterdir() if path.is_dir()] == []
+
+    def test_a_language_models_run_comes_home_as_if_it_had_been_made_there(self, on_node, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        settings = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
+        config = LanguageConfig("iif", 0, task="arithmetic", size="tiny", test_problems=8, samples=2, settings=settings)
+        job = config, tmp_path / "runs" / "seed_0"
+        with preserve_rng_state():
+            training.run(config, tmp_path / "here")
+        *_, files, end = on_node(job)
+        assert end == ("ended", None, "")
+        apply_changes(job[1], *files[1:])
+        assert training.is_finished(*job)
+        assert results(job[1]) == results(tmp_path / "here")
 
     def test_a_lost_run_goes_on_from_its_last_copy(self, on_node, job, tmp_path):
         with preserve_rng_state():
@@ -371,6 +386,14 @@ class TestConnecting:
         ((((config, path),), workers),) = calls
         assert (config.arm, path, workers) == ("ppo", tmp_path / "runs" / "ppo" / "seed_0", 3)
 
+    def test_a_language_model_gets_a_gpu_where_the_cluster_has_one(self, job):
+        language = LanguageConfig("ppo", 0, task="arithmetic")
+        for resources, gpus in (({"CPU": 4.0}, False), ({"CPU": 4.0, "GPU": 2.0}, True)):
+            assert cluster._takes_gpu(language, resources) is gpus
+            assert not cluster._takes_gpu(replace(language, settings={"use_cpu": True}), resources)
+            assert not cluster._takes_gpu(job[0], resources)
+            assert cluster._takes_gpu(replace(job[0], device="cuda"), resources)
+
     def test_ray_that_is_not_installed(self, monkeypatch, tmp_path):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(Unsupported, match=r"needs Ray, which is not installed: .* pip install '\.\[ray\]'"):
@@ -378,7 +401,7 @@ class TestConnecting:
         assert not (tmp_path / "out").exists()
         check_place("local")
 
-    @pytest.mark.parametrize("command", ["sweep", "compare"])
+    @pytest.mark.parametrize("command", ["sweep", "compare", "llm compare"])
     def test_what_ray_prints_is_no_part_of_the_json(self, command, monkeypatch, tmp_path, capsys):
         def print_and_fail(jobs, workers, on_round):
             print("(raylet) A node has been marked dead.")
@@ -386,8 +409,14 @@ class TestConnecting:
 
         monkeypatch.setattr(sys.modules["whence.experiments.sweep"], "run_all_on_ray", print_and_fail)
         monkeypatch.setattr(comparison, "run_all_on_ray", print_and_fail)
+        monkeypatch.setattr(comparison, "run_all", lambda *_: iter([(0, "made here")]))
         (tmp_path / "lake.toml").write_text(SWEEP)
-        arguments = {"sweep": ["sweep", tmp_path / "lake.toml"], "compare": ["compare", "CartPole-v1", "--seeds", 1]}
+        monkeypatch.setattr(training, "prepare", lambda config: None)
+        arguments = {
+            "sweep": ["sweep", tmp_path / "lake.toml"],
+            "compare": ["compare", "CartPole-v1", "--seeds", 1],
+            "llm compare": ["llm", "compare", "--task", "arithmetic", "--arms", "none", "--seeds", 1],
+        }
         line = [*arguments[command], "--on", "ray", "--out", tmp_path / "out", "--json"]
         monkeypatch.setattr(sys, "argv", ["whence", *map(str, line)])
         with pytest.raises(SystemExit):

@@ -1,18 +1,23 @@
 """What passes take, measured without weights, is what they take."""
 
+import warnings
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from test_llm_trainer import make_model, make_trainer, optimise_on, score_rows, vowels
 from whence.engines.memory import measure_bytes
 from whence.errors import Unsupported
 from whence.experiments import LanguageConfig
-from whence.experiments.llm.estimate import estimate_run
-from whence.llm import SequenceReturn, ValidationLoss
+from whence.experiments.llm.estimate import _measure_scoring, _plan_trl, estimate_run
+from whence.experiments.llm.tasks import load_task
+from whence.llm import SequenceReturn, TokenPPO, ValidationLoss, make_rows
 from whence.llm.footprint import (
     BatchShape,
     _fake_tensors,
@@ -25,6 +30,7 @@ from whence.llm.footprint import (
 from whence.llm.generation import generate, tokenize_prompts
 from whence.llm.model import WithValueHead
 from whence.llm.rollout import evaluate_responses, make_rollout
+from whence.llm.scoring import Scoring, score
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
 PROMPT = "abcde"
@@ -205,11 +211,59 @@ def test_a_run_is_told_by_what_it_does(cache):
     assert trusted.flops["scoring"] > whole.flops["scoring"]
     assert apart.prompts == whole.prompts - 16
     assert apart.flops["held_out"] == pytest.approx(1.5 * whole.flops["forward"] / 2, rel=0.1)
+    assert of(layers=1).flops["scoring"] < 0.7 * whole.flops["scoring"]
+    assert of(layers="auto").flops == whole.flops
+    group, last = (of(algorithm="grpo", layers=layers).flops["scoring"] for layers in ("*.layers.1.*", 1))
+    assert last == pytest.approx(group)  # hidden states are at hand in PPO alone
     assert whole.stages["evaluation"] > 0
     twice = of(settings={"batch_size": 64})
     assert all(twice.flops[stage] == pytest.approx(2 * flops, rel=1e-2) for stage, flops in whole.flops.items())
     assert (whole.prompts, whole.response_tokens) == (128, 14)
     assert set(whole.to_json()) == {*vars(whole), "peak"}
+
+
+@pytest.mark.parametrize("layers", [1, 2, "*.layers.3.*", "*.self_attn.*", ["*.layers.1.mlp.*", "*lm_head*"], None])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", ["sequence", "validation"])
+def test_the_work_of_scoring_follows_the_layers(layers, lora, kind):
+    settings = SHAPE | {"num_hidden_layers": 5}
+    model = make_model(**settings)
+    if lora:
+        model = adapted(model)
+        layers = ["*.layers.1.mlp.*"] if isinstance(layers, list) else layers
+        torch.manual_seed(0)
+    ids = torch.randint(2, 12, (64, 16))
+    tokens = {"attention_mask": torch.ones_like(ids), "response_mask": torch.ones(64, 6, dtype=torch.bool)}
+    columns = dict.fromkeys(("log_probs", "advantages"), torch.ones(64, 6))
+    rows = make_rows(input_ids=ids, **tokens, **columns)
+    demonstrations = ValidationLoss(ids[:32], *(column[:32] for column in tokens.values()))
+    target = SequenceReturn() if kind == "sequence" else demonstrations
+    scoring = Scoring(target, TokenPPO(), 1.0, "ghost", None, 8, layers=layers)
+    score(model, rows, scoring)  # the first one checks the layers' axes, which is counted apart
+    with FlopCounterMode(display=False) as counter:
+        score(model, rows, scoring)
+    with skip_weights():
+        own = AutoModelForCausalLM.from_config(make_model(**settings).config)
+        own = adapted(own) if lora else own
+    shape = BatchShape(8, 10, 6)
+    own_rows = None if kind == "sequence" else replace(shape, rows=32)
+    estimate = _measure_scoring(own.eval(), shape, 64, own_rows, None, layers=layers).flops
+    assert estimate == pytest.approx(counter.get_total_flops(), rel=0.05)
+    assert all(p.requires_grad == (not lora or "lora" in name) for name, p in own.named_parameters())
+
+
+def test_an_adapter_is_added_without_a_warning_of_old_names(cache):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_task(LanguageConfig("iif", 0, size="tiny", lora=2), weights=False)
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_recomputation_is_read_by_either_name(name):
+    fields = ("generation_batch_size", "max_completion_length", "per_device_train_batch_size", "num_iterations")
+    others = dict.fromkeys((*fields, "beta", "gradient_accumulation_steps", "disable_dropout"), 1)
+    plan = _plan_trl(SimpleNamespace(**others, **{name: True}), LanguageConfig("iif", 0, algorithm="grpo"))
+    assert plan.recomputes
 
 
 def test_group_trainers_hold_a_reference_only_for_a_divergence(cache):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from launching import run_script
 from processes import TARGETS, train
 from test_llm_trainer import copy_state, make_trainer
+from trl_processes import KEPT
 from whence.errors import Unsupported, WhenceError
 from whence.llm.processes import Processes, check_copies
 from whence.runs import RunDirectory
@@ -32,7 +33,7 @@ def test_trls_trainers_score_and_select_over_two_processes(two_process_run):
         for batch in found[kind]["scores"]:
             assert batch["rows"] == 16  # those of both
             assert batch["apart"] < 1e-4
-        assert [at for at, kept in enumerate(found[kind]["kept"]) if kept] == [0, 9]
+        assert [at for at, kept in enumerate(found[kind]["kept"]) if kept] == KEPT
         assert found[kind]["apart"] < 1e-5
         assert found[kind]["alike"]
 
@@ -64,13 +65,15 @@ def test_two_processes_go_on_as_if_they_had_not_been_broken_off(two_process_run)
     assert len(set(found["responses"])) > 2
 
 
-def test_processes_that_share_parameters_out_are_refused_but_for_fsdp2():
-    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        with pytest.raises(Unsupported, match=r"Use FSDP2 .* or processes that hold a copy each"):
+def test_processes_that_share_parameters_out_are_refused_but_for_fsdp2_and_deepspeed():
+    for kind in (DistributedType.FSDP, DistributedType.MEGATRON_LM):
+        with pytest.raises(Unsupported, match=r"Use FSDP2 .*, DeepSpeed's ZeRO .* or processes that hold a copy each"):
             Processes(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         with pytest.raises(Unsupported, match="PPOTrainer needs a copy in each"):
             check_copies(SimpleNamespace(distributed_type=kind))
     Processes(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
+    Processes(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_fsdp2=False))
 
 
 def test_a_batch_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):

@@ -10,6 +10,9 @@ from test_llm_trl import TRAINERS, Watch, make_trainer
 from whence import NonPositive, attribute
 from whence.llm import TokenReturn, language_view
 
+KEPT = [0, 1, 2, 9]
+"""The rows that are kept: other numbers of them in the two processes."""
+
 
 def distance_from_kept_rows(trainer, rows, watch):
     """Return the distance of the first step's gradient from that of the kept rows, at the policy that drew them."""
@@ -57,10 +60,10 @@ def main(folder):
 
         TRAINERS[kind][0]._make_rows = keep_rows
         means = {"loss_type": "grpo"} if kind == "grpo" else {}  # over rows; TRL's default is over tokens
-        kept = make_trainer(kind, folder / f"{kind}-kept", Keep([0, 9]), watch=watch, **means)
+        kept = make_trainer(kind, folder / f"{kind}-kept", Keep(KEPT), watch=watch, **means)
         kept.train()
         results[kind] = {"scores": batches_scored, "kept": kept.selection.keep.tolist()}
-        results[kind]["apart"] = distance_from_kept_rows(kept, batches[0].take(torch.tensor([0, 9])), watch)
+        results[kind]["apart"] = distance_from_kept_rows(kept, batches[0].take(torch.tensor(KEPT)), watch)
         copies = [kept.accelerator.gather(p.detach().reshape(1, -1)) for p in kept.model.parameters()]
         results[kind]["alike"] = all(torch.equal(one, other) for one, other in copies)
     if os.environ["RANK"] == "0":

@@ -14,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from whence.engines import Gradient, Problem, record_gradient, solve, target_gradients
-from whence.engines.sharded import reshard
 from whence.errors import NonFinite, WhenceError
 from whence.folds import (
     PartialTarget,
@@ -31,6 +30,7 @@ from whence.layers import Layers, restrict_view
 from whence.objectives import Objective, as_objective
 from whence.policies import PolicyView, as_view, check_batch_norm
 from whence.records import RecordBatch, check_records
+from whence.shards import release_whole
 from whence.targets import Target, as_target, target_name
 
 Summed: TypeAlias = Callable[[Gradient], Gradient]
@@ -251,7 +251,7 @@ def _make_problem(
     chunk_size: int,
     summed: Summed | None,
 ) -> Problem:
-    reshard(modules.values())
+    release_whole(modules.values())
     # Fresh leaves that share the parameters' memory: the user's hooks and gradients never see whence's graphs.
     parameters = view.parameters()
     params = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from whence.errors import Unsupported
 from whence.records import RecordBatch
+from whence.shards import is_in_shards
 from whence.trees import Tree, map_tree
 
 Params: TypeAlias = Mapping[str, Tensor]
@@ -113,8 +113,8 @@ class ModuleView:
         """Evaluate the policy at `params`; lazy columns outside `columns` are None."""
         if self._slots is None:
             self._slots = _list_slots(self.module)
-        # FSDP puts a layer's whole parameters in place itself, as leaves of its own.
-        in_shards = any(isinstance(parameter, DTensor) for parameter in params.values())
+        # FSDP and ZeRO put a layer's whole parameters in place themselves, as leaves of their own.
+        in_shards = is_in_shards([*params.values(), *(slot.parameter for slot in self._slots)])
         with nullcontext() if in_shards else _swap_in(self._slots, params):
             outputs = self._outputs(self.module, inputs)
             if isinstance(outputs, LazyOutputs):

@@ -29,7 +29,7 @@ from whence.cli.llm_options import (
     parse_layers,
     parse_settings,
 )
-from whence.cli.options import Overwrite
+from whence.cli.options import On, Overwrite
 from whence.cli.runs import run_comparison
 from whence.errors import WhenceError
 from whence.experiments import LanguageConfig
@@ -64,6 +64,7 @@ def compare(
         int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")] = Path("out/llm"),
+    on: On = "local",
     overwrite: Overwrite = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
@@ -98,4 +99,4 @@ def compare(
     ]
     configs = [replace(config, seed=seed) for seed in range(seeds) for config in layered]
     training.prepare(configs[0])
-    run_comparison(configs, out, workers=workers, overwrite=overwrite, json=json)
+    run_comparison(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)

@@ -12,9 +12,10 @@ from whence.engines.ghost import ghost
 from whence.engines.loop import loop
 from whence.engines.memory import fit_chunk_size
 from whence.engines.problem import Engine, Problem, Refused, objective_fails_on_parts, target_gradients
-from whence.engines.sharded import is_sharded, sharded
+from whence.engines.sharded import sharded
 from whence.engines.vmap import vmap
 from whence.errors import WhenceError, first_line
+from whence.shards import is_in_shards
 
 _ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
 
@@ -52,7 +53,7 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
     Raises:
         WhenceError: the engine is unknown or refuses, or the objective fails on a part of the records.
     """
-    if is_sharded(problem.parameters):
+    if is_in_shards(problem.parameters.values()):
         return _run_sharded(problem, engine, memory)
     try:
         return _run_chosen(problem, engine, memory)

@@ -10,6 +10,8 @@ from torch.linalg import vecdot
 from torch.nn.grad import conv1d_weight, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from whence.shards import whole_shape
+
 LayerTensors: TypeAlias = dict[str, Tensor]
 """Tensors by the layer's names of its parameters ("weight", "bias")."""
 
@@ -116,7 +118,7 @@ def _conv_gradient(layer: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, weights: 
         g = g * by_record
         bias = g.flatten(2).sum((0, 2))
     conv_weight: Any = conv1d_weight if isinstance(layer, nn.Conv1d) else conv2d_weight
-    weight = conv_weight(x, list(layer.weight.shape), g, layer.stride, padding, layer.dilation, layer.groups)
+    weight = conv_weight(x, list(whole_shape(layer.weight)), g, layer.stride, padding, layer.dilation, layer.groups)
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": bias}
 
 
@@ -127,7 +129,7 @@ def _embedding_product(layer: nn.Embedding, direction: LayerTensors, x: Tensor, 
 
 def _embedding_gradient(layer: nn.Embedding, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
     g = _mask_padding(layer, x, g) * weights.reshape(-1, *[1] * (g.ndim - 1))
-    return {"weight": g.new_zeros(layer.weight.shape).index_add_(0, x.reshape(-1), _as_rows(g))}
+    return {"weight": g.new_zeros(whole_shape(layer.weight)).index_add_(0, x.reshape(-1), _as_rows(g))}
 
 
 def _mask_padding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Tensor:
@@ -153,7 +155,7 @@ def _norm_product(layer: _Norm, direction: LayerTensors, x: Tensor, g: Tensor) -
 def _norm_gradient(layer: _Norm, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
     normalised, lead = _normalise(layer, x)
     g = g * weights.reshape(-1, *[1] * (g.ndim - 1))
-    axes = [axis for axis in range(g.ndim) if not lead <= axis < lead + layer.weight.ndim]
+    axes = [axis for axis in range(g.ndim) if not lead <= axis < lead + len(whole_shape(layer.weight))]
     return {"weight": (g * normalised).sum(axes), "bias": g.sum(axes)}
 
 
@@ -163,7 +165,7 @@ def _normalise(layer: _Norm, x: Tensor) -> tuple[Tensor, int]:
         return nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps), 1
     if isinstance(layer, nn.GroupNorm):
         return nn.functional.group_norm(x, layer.num_groups, eps=layer.eps), 1
-    return nn.functional.layer_norm(x, layer.normalized_shape, eps=layer.eps), x.ndim - layer.weight.ndim
+    return nn.functional.layer_norm(x, layer.normalized_shape, eps=layer.eps), x.ndim - len(whole_shape(layer.weight))
 
 
 def _has_constant_statistics(layer: _BatchNorm) -> bool:

@@ -1,4 +1,4 @@
-"""The ghost engine for parameters that processes hold in shards (FSDP2): no gradient is ever whole in one process.
+"""The ghost engine for parameters that processes hold in shards: no gradient is ever whole in one process.
 
 Each process scores records of its own. The target's gradient is summed over the processes layer by layer, and each
 keeps its shard of the sum; the products need one layer's whole gradient at a time, which is put together from shards.
@@ -6,7 +6,7 @@ All processes make the same number of passes, since a pass gathers parameters.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,30 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, compute_like, compute_seeds, pullback
 from whence.engines.rules import LayerTensors
 from whence.engines.tape import Call, Layer, Tape, covered_layers, record_pass
 from whence.errors import WhenceError
+from whence.shards import release_whole, whole_shape
 from whence.targets import BatchTarget, SummedTarget, Target, target_name
 
 Shards = dict[str, Float[Tensor, " part"]]
 """This process's part of a gradient by parameter: a stretch of the flattened tensor, padded to equal parts."""
-
-
-def is_sharded(parameters: dict[str, Tensor]) -> bool:
-    """Tell whether processes hold the parameters in shards."""
-    return any(isinstance(parameter, DTensor) for parameter in parameters.values())
-
-
-def reshard(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP2 free whole parameters that it keeps after a pass, so that modules hold their shards again."""
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def sharded(problem: Problem) -> Float[Tensor, "targets n"]:
@@ -83,22 +70,28 @@ def _confirm_axes(problem: Problem, layers: list[Layer]) -> None:
 def _parts_in_step(problem: Problem) -> Iterator[tuple[Problem, bool]]:
     """Yield parts of the records, as many in every process, and whether they are more than company for the others."""
     count = -(-len(problem.records) // problem.chunk_size)
-    most = agree_on_most(count, problem.params)  # before the first pass: passes gather parameters in the same group
+    most = agree_on_most(count, _find_device(problem))  # first: passes gather parameters in the same group
     for part in problem.parts():
         yield part, True
     for _ in range(most - count):
         yield problem.part(slice(0, 1)), False
 
 
-def agree_on_most(count: int, params: Mapping[str, Tensor]) -> int:
-    """Return the largest count of all processes; passes over parameters in shards have to be as many in each."""
-    most = torch.tensor(count, device=next(iter(params.values())).device)
+def _find_device(problem: Problem) -> torch.device:
+    return next(iter(problem.params.values())).device
+
+
+def agree_on_most(count: int, device: torch.device) -> int:
+    """Return the largest count of all processes; what gathers over them has to be done as often in each."""
+    most = torch.tensor(count, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
 def _pull(tape: Tape, seed: Seeds) -> list[Tensor | None]:
-    return pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
+    derivatives = pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
+    release_whole(tape.problem.modules.values())
+    return derivatives
 
 
 def _compute_target_gradient(problem: Problem, layers: list[Layer], target: Target) -> Shards:
@@ -138,13 +131,17 @@ def _pass_over_records(problem: Problem, layers: list[Layer], target: BatchTarge
 def _pass_over_parts(problem: Problem, layers: list[Layer], target: Target) -> Iterator[Pass]:
     """Yield the calls of each part of a target that runs the policy itself, and the part's derivatives."""
     parts: list[Any] = list(target.parts()) if isinstance(target, SummedTarget) else [target]
-    most = agree_on_most(len(parts), problem.params)
-    for part in parts:
-        tape = record_pass(problem, layers, run=partial(part, problem.view, problem.params, problem.records))
-        yield tape.calls, _pull(tape, Seeds(torch.ones_like(tape.outputs.log_prob)))
-    for _ in range(most - len(parts)):
-        tape = record_pass(problem.part(slice(0, 1)), layers)
-        yield tape.calls, _pull(tape, Seeds(torch.zeros_like(tape.outputs.log_prob)))
+    most = agree_on_most(len(parts), _find_device(problem))
+    # Where the records' passes begin at a later block, one of them would gather less than another part does.
+    spare = target.spare_part() if hasattr(target, "spare_part") else None
+    for number in range(most):
+        part = parts[number] if number < len(parts) else spare
+        if part is None:
+            tape = record_pass(problem.part(slice(0, 1)), layers)
+        else:
+            tape = record_pass(problem, layers, run=partial(part, problem.view, problem.params, problem.records))
+        weight = float(number < len(parts))
+        yield tape.calls, _pull(tape, Seeds(torch.full_like(tape.outputs.log_prob, weight)))
 
 
 def _add_to_shards(
@@ -164,10 +161,10 @@ def _add_to_shards(
             for key, name in layer.names.items():
                 total[name] = total[name] + gradient[key] if name in total else gradient[key]
         for name in layer.names.values():
-            parameter = problem.params[name]
+            parameter = problem.parameters[name]
             whole = total.get(name)
             if whole is None:  # this process's pass does not reach the layer
-                whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                whole = torch.zeros(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
             shard = _cut_shard(problem.summed({name: whole.contiguous()})[name])
             shards[name] = shards[name] + shard if name in shards else shard
 
@@ -199,7 +196,8 @@ def _compute_products(
         ]
         for row, shards in zip(total, gradients, strict=True):
             direction: LayerTensors = {
-                key: _join_shards(shards[name], tape.problem.params[name].shape) for key, name in layer.names.items()
+                key: _join_shards(shards[name], whole_shape(tape.problem.parameters[name]))
+                for key, name in layer.names.items()
             }
             for call, g in calls:
                 with torch.no_grad():

@@ -13,6 +13,7 @@ from typing import Any
 
 from whence.errors import Unsupported, WhenceError, first_line
 from whence.experiments.kinds import AnyConfig, runner_of
+from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.node import list_versions, train_on_node
 from whence.experiments.parcels import apply_changes, list_files, pack_files
 from whence.experiments.workers import Job, OnJobRound, describe_failure, remove_traceback, write_traceback
@@ -55,8 +56,9 @@ def run_all_on_ray(jobs: Sequence[Job], workers: int | None, on_round: OnJobRoun
 
     The cluster is the one that this process is connected to, or that RAY_ADDRESS names; otherwise Ray is started on
     this machine, and ended afterwards. A run has a process of its own with one torch thread, and a GPU if its device is
-    one. It trains in a temporary directory of its node. Its files come home once a minute and at its end, so that a run
-    whose node is lost goes on where the last copy was made, and so does one that the caller broke off.
+    one, or if it trains a language model and the cluster has one. It trains in a temporary directory of its node. Its
+    files come home once a minute and at its end, so that a run whose node is lost goes on where the last copy was made,
+    and so does one that the caller broke off.
 
     Args:
         jobs: what to run; a finished run is left as it is.
@@ -164,6 +166,13 @@ def _needs_gpu(config: AnyConfig) -> bool:
     return getattr(config, "device", "cpu").startswith("cuda")
 
 
+def _takes_gpu(config: AnyConfig, resources: Mapping[str, float]) -> bool:
+    """Tell whether a run gets a GPU: a language model trains on one where there is one, as outside of a cluster."""
+    if isinstance(config, LanguageConfig):
+        return resources.get("GPU", 0) >= 1 and not config.settings.get("use_cpu", False)
+    return _needs_gpu(config)
+
+
 class _Dispatch:
     """The runs of a cluster, seen from the machine that asked for them."""
 
@@ -203,7 +212,7 @@ class _Dispatch:
             self._on_round(place, config.rounds)
             return True
         files = pack_files(path, list_files(path)) if path.exists() else None
-        gpus = int(_needs_gpu(config))
+        gpus = int(_takes_gpu(config, self._ray.cluster_resources()))
         task = self._task.options(num_gpus=gpus, name=f"whence {path.parent.name}/{path.name}")
         stream = task.remote(config.to_json(), str(path), files, list_versions(), SAVE_SECONDS)
         self._streams[stream] = place

@@ -17,6 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from whence.engines.memory import measure_bytes
 from whence.errors import Unsupported, first_line
+from whence.layers import Layers, choose_parameters
+from whence.llm.hidden_states import HIDDEN
 from whence.llm.model import accepts_argument
 from whence.llm.view import unscored_view
 
@@ -53,37 +55,72 @@ def skip_weights() -> Iterator[None]:
         yield
 
 
-def measure_training_pass(model: Any, shape: BatchShape, autocast: torch.dtype | None = None) -> Pass:
+def measure_training_pass(
+    model: Any, shape: BatchShape, autocast: torch.dtype | None = None, *, first_block: int = 0
+) -> Pass:
     """Measure a pass for log-probs, values and their gradients, including the gradients of trained parameters.
 
     Args:
         model: a causal language model made in `skip_weights`, with or without an adapter or a value head.
         shape: the size of the pass.
         autocast: the type of mixed precision; None: no mixed precision.
+        first_block: the block that the pass begins at, from 0, with hidden states from before.
     """
 
     def run(inputs: dict[str, Tensor]) -> None:
-        view = unscored_view(model)
+        view = unscored_view(model, first_block=first_block)
         with _autocast(autocast):
-            outputs = view.only({"log_prob", "value"}, view.parameters(), inputs)
+            outputs = view.only({"log_prob", "value"}, view.parameters(), _add_hidden(inputs, model, first_block))
         loss = outputs.log_prob.sum() + (0 if outputs.value is None else outputs.value.sum())
         loss.backward()
 
     return _measure(model, shape, run)
 
 
-def measure_reading_pass(model: Any, shape: BatchShape, autocast: torch.dtype | None = None) -> Pass:
+@contextmanager
+def train_layers_alone(model: nn.Module, layers: Layers | None) -> Iterator[None]:
+    """Let no parameters train but those of some layers, as scores by them have it; None: all that train."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    chosen = trained.keys() if layers is None else choose_parameters(model, trained, layers)
+    others = [p for name, p in trained.items() if name not in set(chosen)]
+    try:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+def measure_reading_pass(
+    model: Any, shape: BatchShape, autocast: torch.dtype | None = None, *, first_block: int = 0
+) -> Pass:
     """Measure a pass for log-probs and values without gradients; arguments as in `measure_training_pass`."""
-    return _measure(model, shape, _make_reading_run(model, autocast))
 
-
-def _make_reading_run(model: Any, autocast: torch.dtype | None) -> _Run:
     def run(inputs: dict[str, Tensor]) -> None:
-        view = unscored_view(model)
+        view = unscored_view(model, first_block=first_block)
         with torch.no_grad(), _autocast(autocast):
-            view.only({"log_prob", "value"}, view.parameters(), inputs)
+            view.only({"log_prob", "value"}, view.parameters(), _add_hidden(inputs, model, first_block))
 
-    return run
+    return _measure(model, shape, run)
+
+
+def hidden_bytes(model: Any, shape: BatchShape) -> int:
+    """Return the bytes of the hidden states of a pass's rows before one block."""
+    tokens, parameter = shape.rows * (shape.prompt + shape.response), next(iter(model.parameters()))
+    return tokens * _find_width(model) * int(parameter.element_size())
+
+
+def _add_hidden(inputs: dict[str, Tensor], model: Any, first_block: int) -> dict[str, Tensor]:
+    """Return inputs with the hidden states that a pass begins with, if it begins at a later block than the first."""
+    if not first_block:
+        return inputs
+    shape, dtype = inputs["input_ids"].shape, next(iter(model.parameters())).dtype
+    return {**inputs, HIDDEN: torch.empty(*shape, _find_width(model), dtype=dtype)}
+
+
+def _find_width(model: Any) -> int:
+    return int(getattr(model, "language_model", model).get_input_embeddings().embedding_dim)
 
 
 def measure_generating_pass(model: Any, shape: BatchShape, autocast: torch.dtype | None = None) -> Pass:

@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from whence.engines.sharded import agree_on_most, is_sharded
+from whence.engines.sharded import agree_on_most
 from whence.errors import Unsupported
 from whence.layers import find_blocks
 from whence.policies import PolicyView
 from whence.records import RecordBatch
+from whence.shards import is_in_shards
 
 HIDDEN = "hidden_states"
 """The column of rows that holds them, (n, L, width)."""
@@ -63,11 +64,11 @@ def compute_hidden(view: PolicyView, rows: RecordBatch, block: int, size: int) -
         size: rows of a pass.
     """
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
-    starts, in_shards = list(range(0, len(rows), size)), is_sharded(params)
+    starts, in_shards = list(range(0, len(rows), size)), is_in_shards(view.parameters().values())
     count = len(starts)
     if in_shards:  # as many passes as the process with the most, over the first rows again
-        starts += [0] * (agree_on_most(count, params) - count)
-    # FSDP has to see the end of a pass that it saw the beginning of.
+        starts += [0] * (agree_on_most(count, next(iter(params.values())).device) - count)
+    # What gathers parameters has to see the end of a pass that it saw the beginning of.
     with torch.no_grad(), record_hidden(view.module, block, stop=not in_shards) as states:
         for start in starts:
             with suppress(_Stop):

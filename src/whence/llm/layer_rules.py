@@ -1,6 +1,5 @@
 """Rules of the ghost engine for layers of Transformers: GPT-2's Conv1D, and RMSNorm as models have it."""
 
-import copy
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from whence.engines import LayerRule, register_rule
 from whence.engines.rules import LayerTensors, linear_gradient, linear_product, rule_for
 from whence.errors import Unsupported
+from whence.shards import whole_shape
 
 
 def register_rules(model: nn.Module) -> None:
@@ -45,10 +45,10 @@ def register_rmsnorm(layer_type: type[nn.Module]) -> None:
 def is_scale(layer: Any) -> bool:
     """Tell whether a layer's output has the form `weight * f(input) + g(input)`, entry by entry."""
     weight = layer._parameters.get("weight")
-    if weight is None or weight.ndim != 1 or len(layer._parameters) != 1:
+    if weight is None or len(shape := whole_shape(weight)) != 1 or len(layer._parameters) != 1:
         return False
-    x = torch.linspace(-1, 2, 2 * len(weight), device=weight.device, dtype=weight.dtype).reshape(2, -1)
-    other = torch.linspace(0.5, -2, len(weight), device=weight.device, dtype=weight.dtype)
+    x = torch.linspace(-1, 2, 2 * shape[0], device=weight.device, dtype=weight.dtype).reshape(2, -1)
+    other = torch.linspace(0.5, -2, shape[0], device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         try:
             difference = _run_with_weight(layer, other, x) - _run_with_weight(layer, torch.zeros_like(other), x)
@@ -63,14 +63,14 @@ def _normalise(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the normalised input that a norm multiplies by its weight: the change in output per unit of weight."""
     weight: Any = layer.weight
     # Not `ones_like`: of a weight in shards that would be in shards, too.
-    one, zero = (torch.full(weight.shape, value, dtype=weight.dtype, device=x.device) for value in (1.0, 0.0))
+    one, zero = (torch.full(whole_shape(weight), value, dtype=weight.dtype, device=x.device) for value in (1.0, 0.0))
     return _run_with_weight(layer, one, x) - _run_with_weight(layer, zero, x)
 
 
 def _run_with_weight(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
     """Return the layer's output for another weight, without running hooks."""
-    other = copy.copy(layer)
-    other.__dict__["_parameters"] = {"weight": weight}
+    other: Any = object.__new__(type(layer))  # copy.copy() of a layer that FSDP2 wraps makes one of another class
+    other.__dict__.update(vars(layer), _parameters={"weight": weight})
     output: Tensor = other.forward(x)
     return output
 

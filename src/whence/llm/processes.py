@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType, broadcast, broadcast_object_list, 
 from torch import Tensor, nn
 
 from whence.engines import Gradient
+from whence.engines.sharded import agree_on_most
 from whence.errors import Unsupported, WhenceError
 from whence.guards import load_rng_state, read_rng_state
 
@@ -33,7 +34,8 @@ def check_copies(accelerator: Accelerator) -> None:
         raise Unsupported(
             f"The processes split the model's parameters among them ({accelerator.distributed_type.value}), and "
             "PPOTrainer needs a copy in each: accelerate launch --multi_gpu --num_processes N (on CPUs with "
-            "ACCELERATE_USE_CPU=1), without FSDP, DeepSpeed, Megatron. TRL's trainers can be scored under FSDP2."
+            "ACCELERATE_USE_CPU=1), without FSDP, DeepSpeed, Megatron. TRL's trainers can be scored under FSDP2 and "
+            "DeepSpeed."
         )
 
 
@@ -50,11 +52,12 @@ class Processes:
     def __post_init__(self) -> None:
         if self.accelerator is None or self.accelerator.distributed_type in _KINDS_WITH_COPIES:
             return
-        if not getattr(self.accelerator, "is_fsdp2", False):
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if not is_deepspeed and not getattr(self.accelerator, "is_fsdp2", False):
             raise Unsupported(
                 f"The processes split the model's parameters among them by {self.accelerator.distributed_type.value}, "
-                "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), or processes "
-                "that hold a copy each (--multi_gpu)."
+                "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), DeepSpeed's ZeRO "
+                "(--use_deepspeed), or processes that hold a copy each (--multi_gpu)."
             )
 
     @property
@@ -158,6 +161,10 @@ class Processes:
         if state["generators"]["cuda"] and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["generators"]["cuda"][0], self.device)
         return state
+
+    def agree_on_most(self, count: int) -> int:
+        """Return the largest count of all processes."""
+        return count if self.number == 1 else agree_on_most(count, self.device)
 
     def agree(self, decision: bool) -> bool:
         """Return, in every process, what the first one decided."""

@@ -67,7 +67,7 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring, hidden: Float[Tensor,
     view = language_view(model, temperature=scoring.temperature, first_block=block)
     if block:
         local_rows = _add_hidden(view, local_rows, hidden, block, chunk_size)
-        chunk_size = _widen_chunk(model, block, chunk_size)
+        chunk_size = widen_chunk(model, block, chunk_size)
     limits: Any = {"chunk_size": chunk_size} if scoring.memory is None else {"memory": scoring.memory}
     influence = attribute(
         view,
@@ -103,7 +103,7 @@ def _add_hidden(view: ModuleView, rows: RecordBatch, hidden: Tensor | None, bloc
     return rows.with_columns({"observations": {**rows.observations, HIDDEN: hidden.to(dtype)}})
 
 
-def _widen_chunk(model: Any, block: int, chunk_size: int) -> int:
+def widen_chunk(model: Any, block: int, chunk_size: int) -> int:
     """Return how many rows' passes through the blocks from `block` on hold about what `chunk_size` whole ones do."""
     count = len(find_blocks(model)[1])
     return chunk_size * count // (count - block)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from whence.attribution import open_problem
 from whence.engines import Gradient, target_gradients
-from whence.engines.sharded import is_sharded
 from whence.errors import Unsupported, WhenceError
 from whence.layers import restrict_view
 from whence.llm.scoring import Scoring, split_work
@@ -18,6 +17,7 @@ from whence.llm.targets import SequenceReturn, TokenReturn
 from whence.llm.view import language_view
 from whence.policies import Params, PolicyView
 from whence.records import RecordBatch
+from whence.shards import is_in_shards
 from whence.targets import Target, target_name
 
 
@@ -113,7 +113,7 @@ def compute_target_gradient(model: Any, rows: RecordBatch, scoring: Scoring) -> 
         Unsupported: processes hold the parameters in shards.
     """
     view = restrict_view(language_view(model, temperature=scoring.temperature), scoring.layers)
-    if is_sharded(view.parameters()):
+    if is_in_shards(view.parameters().values()):
         raise Unsupported(
             "The parameters are in shards, and a target's gradient is kept whole between rounds: leave "
             "refresh_target_every at 1."

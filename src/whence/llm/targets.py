@@ -162,6 +162,10 @@ class _ShareOfParts:
     def parts(self) -> Iterator[Target]:
         return islice(self.mean.parts(), self.rank, None, self.number)
 
+    def spare_part(self) -> Target:
+        # Of a process that has fewer parts than others, or none.
+        return next(iter(self.mean.parts()))
+
     def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         return torch.stack([part(view, params, records) for part in self.parts()]).sum()
 

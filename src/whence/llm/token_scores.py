@@ -20,7 +20,6 @@ from whence.engines import ENGINES, Gradient, Problem, record_gradient, solve, t
 from whence.engines.forward import outputs_along
 from whence.engines.memory import fit_chunk_size
 from whence.engines.problem import compute_seeds, map_outputs
-from whence.engines.sharded import is_sharded
 from whence.errors import NonFinite, Unsupported, WhenceError, suggest
 from whence.influence import Influence
 from whence.layers import Layers, restrict_view
@@ -34,6 +33,7 @@ from whence.objectives import Objective, as_objective
 from whence.policies import Outputs
 from whence.records import RecordBatch
 from whence.selection import SelectionRule
+from whence.shards import is_in_shards
 from whence.targets import Target
 
 log = logging.getLogger("whence")
@@ -87,7 +87,7 @@ def score_tokens(
     if engine not in ("auto", *ENGINES):
         raise WhenceError(f"engine is {engine!r}.{suggest(engine, ['auto', *ENGINES])}")
     view = restrict_view(language_view(model, temperature=temperature), layers)
-    if is_sharded(view.parameters()):
+    if is_in_shards(view.parameters().values()):
         raise Unsupported(
             "The parameters are in shards, and tokens' parts of scores need them whole: leave token_parts off, or "
             "score tokens in one process later (whence llm why)."

@@ -30,6 +30,7 @@ from whence.llm.targets import SequenceReturn
 from whence.llm.token_scores import check_token_parts
 from whence.llm.trl_checkpoints import read_progress
 from whence.llm.trl_nonfinite import BatchGuard
+from whence.llm.trl_passes import KEPT, SCALE, disable_autocast, forget_passes, take_kept
 from whence.llm.trl_run import RunWriter
 from whence.llm.trl_settings import TOKEN_LOSSES, check_selectable
 from whence.nonfinite import OnNonFinite
@@ -41,12 +42,6 @@ from whence.targets import Target, as_target
 
 _NOT_TOKENS = frozenset(["pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"])
 """Of TRL's batches: what scores of tokens do not account for."""
-
-_SCALE = "loss_scale"
-"""Added to TRL's batches: the factor of the loss, the same for each row."""
-
-_KEPT = "kept_row"
-"""Added to TRL's batches: whether a row trains."""
 
 
 class _SelectingTrainer:
@@ -228,10 +223,12 @@ class _SelectingTrainer:
     def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
         with self._set_precision(model):
-            return self.scorer.score(model, rows, self._batches_done + 1)
+            influence = self.scorer.score(model, rows, self._batches_done + 1)
+        forget_passes(self.model_wrapped)  # type: ignore[attr-defined]
+        return influence
 
     def _set_precision(self, model: Any) -> AbstractContextManager[None]:
-        return nullcontext() if self.scorer.autocast else _disable_autocast(model)
+        return nullcontext() if self.scorer.autocast else disable_autocast(model)
 
     def _score_tokens(self, rows: RecordBatch, influence: Influence) -> Float[Tensor, "n R"] | None:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
@@ -254,8 +251,8 @@ class _SelectingTrainer:
             total = self._processes.sum_tensors({"": (mask * keep[:, None]).sum()})[""]
             output["num_items_in_batch"] = total.to(output["num_items_in_batch"])
         scale = len(selection.keep) / count if count and self._averages_rows else float(count > 0)
-        output[_SCALE] = torch.full(keep.shape, scale, device=device)
-        output[_KEPT] = keep
+        output[SCALE] = torch.full(keep.shape, scale, device=device)
+        output[KEPT] = keep
         return output
 
     @property
@@ -265,7 +262,11 @@ class _SelectingTrainer:
 
     def _compute_loss(self, model: Any, inputs: Any) -> Float[Tensor, ""]:
         self._minibatch: Mapping[str, Any] = inputs
-        rows, factor = (inputs, None) if _SCALE not in inputs else _take_kept(inputs, averages=self._averages_rows)
+        rows, factor = inputs, None
+        if SCALE in inputs:
+            # TRL gathers a number of each row, so every process's minibatch has as many rows.
+            count = self._processes.agree_on_most(max(1, int(inputs[KEPT].sum())))
+            rows, factor = take_kept(inputs, count, averages=self._averages_rows)
         loss: Tensor = super()._compute_loss(model, rows)  # type: ignore[misc]
         return loss if factor is None else loss * factor
 
@@ -309,37 +310,6 @@ class _SelectingTrainer:
             logs["influence"].extend(influence.scores.tolist())
             metrics["influence/mean"].append(float(influence.scores.mean()))
             metrics["influence/negative_share"].append(float((influence.scores < 0).double().mean()))
-
-
-def _take_kept(inputs: Mapping[str, Any], *, averages: bool) -> tuple[dict[str, Any], Tensor]:
-    """Return a minibatch's kept rows and the factor of their loss; without any the first row, which has no weight.
-
-    Args:
-        inputs: TRL's minibatch.
-        averages: whether TRL's loss is a mean over rows.
-    """
-    mask = inputs[_KEPT]
-    places = mask.nonzero()[:, 0] if mask.any() else torch.zeros(1, dtype=torch.long, device=mask.device)
-    rows = {
-        name: column[places] if isinstance(column, Tensor) and column.shape[:1] == mask.shape else column
-        for name, column in inputs.items()
-    }
-    scale: Tensor = inputs[_SCALE][0]
-    return rows, scale * len(places) / len(mask) if averages else scale
-
-
-@contextmanager
-def _disable_autocast(model: Any) -> Iterator[None]:
-    """Remove Accelerate's autocast around a model's forward pass: scores are in the model's own precision."""
-    original = vars(model).get("_original_forward")
-    if original is None:
-        yield
-        return
-    wrapped, model.forward = model.forward, original
-    try:
-        yield
-    finally:
-        model.forward = wrapped
 
 
 class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc]

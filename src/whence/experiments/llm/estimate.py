@@ -20,20 +20,24 @@ from whence.experiments.llm.tasks import (
     split_held_out,
 )
 from whence.experiments.llm.trainer_config import make_trainer_config
+from whence.layers import Layers
 from whence.llm.config import PPOConfig
 from whence.llm.footprint import (
     BatchShape,
     Pass,
     count_bytes,
+    hidden_bytes,
     measure_generating_pass,
     measure_reading_pass,
     measure_training_pass,
     skip_weights,
+    train_layers_alone,
 )
 from whence.llm.generation import check_tokenizer, context_length
 from whence.llm.model import WithValueHead
 from whence.llm.prompts import NO_PROMPTS, read_prompts
 from whence.llm.rewards import Reward
+from whence.llm.scoring import find_first_block, widen_chunk
 from whence.llm.targets import SequenceReturn
 from whence.llm.trl_settings import check_selectable, has_router_loss
 
@@ -111,7 +115,15 @@ def estimate_run(config: LanguageConfig) -> Estimate:
         flops["held_out"] = len(lengths.held_out) * (draw_flops + 2 * read_flops)
     if config.make_rule().needs_influence:
         target = _target_shape(config, task, shape, lengths.held_out)
-        scoring = _measure_scoring(model, shape, plan.rows, target, scoring_memory(config))
+        scoring = _measure_scoring(
+            model,
+            shape,
+            plan.rows,
+            target,
+            scoring_memory(config),
+            layers=None if config.layers == "auto" else config.layers,
+            keeps_hidden=config.algorithm == "ppo",
+        )
         stages["scoring"], flops["scoring"] = scoring.bytes, scoring.flops
     test_shape = BatchShape(plan.generated, max(lengths.tested, default=0), plan.response)
     testing = measure_generating_pass(task.model, test_shape, mixed) if lengths.tested else None
@@ -173,7 +185,16 @@ def _count_tokens(config: LanguageConfig, settings: Any, task: Task) -> _Lengths
     return lengths
 
 
-def _measure_scoring(model: Any, shape: BatchShape, total: int, target: BatchShape | None, memory: int | None) -> Pass:
+def _measure_scoring(
+    model: Any,
+    shape: BatchShape,
+    total: int,
+    target: BatchShape | None,
+    memory: int | None,
+    *,
+    layers: Layers | None = None,
+    keeps_hidden: bool = False,
+) -> Pass:
     """Measure the scoring of `total` responses, in passes of `shape`, or in one pass if `memory` allows it.
 
     Scores are computed in the model's own precision.
@@ -184,8 +205,26 @@ def _measure_scoring(model: Any, shape: BatchShape, total: int, target: BatchSha
         total: responses of a round.
         target: the size of the target's own rows; None: the target is over the scored rows.
         memory: bytes that scoring may hold; None: those of a pass.
+        layers: the layers that scores are by; None: all of them.
+        keeps_hidden: whether hidden states before the last blocks are at hand; otherwise they take a pass below.
     """
-    gradients, part = count_bytes(model, trained=True), measure_training_pass(model, shape)
+    with train_layers_alone(model, layers):
+        block = find_first_block(model, layers)
+        scoring = _measure_passes(model, shape, total, target, memory, block)
+        if not block:
+            return scoring
+        below = [measure_reading_pass(model, shape, first_block=first).flops for first in (0, block)]
+        hidden_flops = 0.0 if keeps_hidden else (below[0] - below[1]) * total / shape.rows
+        return Pass(scoring.bytes + hidden_bytes(model, replace(shape, rows=total)), scoring.flops + hidden_flops)
+
+
+def _measure_passes(
+    model: Any, shape: BatchShape, total: int, target: BatchShape | None, memory: int | None, block: int
+) -> Pass:
+    """Measure the passes of scoring that begin at a block, and those over the target's own rows, which never do."""
+    if block:
+        shape = replace(shape, rows=widen_chunk(model, block, shape.rows))
+    gradients, part = count_bytes(model, trained=True), measure_training_pass(model, shape, first_block=block)
     whole = part.bytes * total // shape.rows
     at_once = memory is not None and whole + gradients <= memory
     # In parts, the target's gradient is in memory next to a pass, and a target over the scored rows needs another pass.
@@ -278,6 +317,7 @@ def _plan_trl(settings: Any, config: LanguageConfig) -> _Plan:
         has_reference=has_reference,
         has_values=False,
         accumulates=settings.gradient_accumulation_steps > 1,
-        recomputes=bool(settings.gradient_checkpointing),
+        # Older versions of Transformers have one of the two names.
+        recomputes=any(getattr(settings, f"{name}_checkpointing", None) for name in ("activation", "gradient")),
         disables_dropout=bool(settings.disable_dropout),
     )

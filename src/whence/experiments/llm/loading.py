@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from whence.errors import WhenceError, first_line, suggest
 from whence.llm.footprint import skip_weights
 from whence.llm.prompts import list_columns
+
+
+@contextmanager
+def ignore_old_names() -> Iterator[None]:
+    """Hide Transformers' warning of names that PEFT and TRL still use; whence has no part in it, and no cure."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing.*is deprecated", FutureWarning)
+        yield
 
 
 def load_function(name: str) -> Any:

@@ -12,7 +12,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from whence.errors import WhenceError
 from whence.experiments.llm.config import LanguageConfig
-from whence.experiments.llm.loading import check_prompts, load_data, load_function, load_model, load_pretrained
+from whence.experiments.llm.loading import (
+    check_prompts,
+    ignore_old_names,
+    load_data,
+    load_function,
+    load_model,
+    load_pretrained,
+)
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.llm import classifier
 from whence.llm.config import PPOConfig
@@ -205,7 +212,8 @@ def _add_adapter(model: Any, config: LanguageConfig) -> Any:
         task_type=TaskType.CAUSAL_LM,
         target_modules="all-linear",
     )
-    return get_peft_model(model, settings)
+    with ignore_old_names():
+        return get_peft_model(model, settings)
 
 
 def make_laboratory(config: LanguageConfig) -> None:

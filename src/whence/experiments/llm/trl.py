@@ -1,6 +1,5 @@
 """A post-training run by GRPO or RLOO, with TRL's trainers."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ from transformers import TrainerCallback
 
 from whence.checkpoints import CheckpointClock
 from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.loading import ignore_old_names
 from whence.experiments.llm.outputs import describe, save_atomically
 from whence.experiments.llm.tasks import (
     Task,
@@ -76,9 +76,7 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite:
     )
     resumes = not overwrite and trainer.find_checkpoint() is not None
     trainer.add_callback(_Observer(config, task, sampling, trainer, path, on_round))
-    with warnings.catch_warnings():
-        # TRL uses deprecated names of Transformers.
-        warnings.filterwarnings("ignore", ".*checkpointing.* is deprecated", FutureWarning)
+    with ignore_old_names():
         trainer.train(resume_from_checkpoint=resumes or None)
 
     def save(folder: Path) -> None:

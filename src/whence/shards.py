@@ -1,0 +1,49 @@
+"""Parameters that processes hold in shards, by FSDP2 or by DeepSpeed's ZeRO stage 3: recognise and release them.
+
+FSDP2 turns a parameter into a `DTensor`, and a pass runs on other, whole tensors. ZeRO-3 keeps the parameter, empties
+its data, and fills it while the layer runs; its shape is in `ds_shape`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def is_in_shards(parameters: Iterable[Tensor]) -> bool:
+    """Tell whether processes hold any of the parameters in shards; a detached copy does not tell it of ZeRO-3."""
+    return any(isinstance(parameter, DTensor) or _is_zero(parameter) for parameter in parameters)
+
+
+def _is_zero(parameter: Tensor) -> bool:
+    return hasattr(parameter, "ds_status")
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a whole parameter, of which this process may hold a shard."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def release_whole(modules: Iterable[nn.Module]) -> None:
+    """Free whole parameters that modules keep after a pass, so that they hold their shards again.
+
+    FSDP2 keeps those of the outermost module. ZeRO-3 keeps those of layers whose inputs need no gradient, such as
+    embeddings; every process has to call this after the same passes.
+    """
+    kept: list[Any] = []
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        kept += [p for p in module._parameters.values() if p is not None and _is_kept(p)]
+    if kept:
+        for parameter in kept:
+            parameter.ds_active_sub_modules.clear()  # the layers whose passes have not ended, as ZeRO sees it
+        kept[0].partition(param_list=kept)
+
+
+def _is_kept(parameter: Any) -> bool:
+    is_whole = _is_zero(parameter) and parameter.ds_status.name == "AVAILABLE"
+    return is_whole and not getattr(parameter, "ds_persist", False)

@@ -1,0 +1,78 @@
+"""Parameters in shards are recognised and released, on stand-ins that look as DeepSpeed's ZeRO stage 3 leaves them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from whence.engines.rules import rule_for
+from whence.llm.layer_rules import register_rules
+from whence.shards import is_in_shards, release_whole, whole_shape
+
+
+class TinyRMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def put_in_shards(parameter, *, whole=False, persists=False):
+    """Give a parameter what ZeRO-3 gives it; `whole` ones are those that a pass has filled."""
+    parameter.ds_shape, parameter.ds_persist = parameter.shape, persists
+    parameter.ds_status = SimpleNamespace(name="AVAILABLE" if whole else "NOT_AVAILABLE")
+    parameter.ds_active_sub_modules = {3} if whole else set()
+    parameter.released = []
+
+    def partition(param_list):
+        assert not any(each.ds_active_sub_modules for each in param_list)  # ZeRO refuses these
+        for each in param_list:
+            each.released.append(True)
+
+    parameter.partition = partition
+    if not whole:
+        parameter.data = torch.empty(0)
+    return parameter
+
+
+def test_parameters_in_shards_are_told_by_what_zero_gives_them():
+    layer = nn.Linear(3, 2)
+    assert not is_in_shards(layer.parameters())
+    put_in_shards(layer.weight)
+    assert is_in_shards(layer.parameters())
+    assert layer.weight.shape == (0,)
+    assert whole_shape(layer.weight) == (2, 3)
+    assert whole_shape(layer.bias) == (2,)
+
+
+def test_only_what_a_pass_left_whole_is_released():
+    layers = nn.ModuleList(nn.Linear(3, 2, bias=False) for _ in range(4))
+    states = [{"whole": True}, {"whole": True, "persists": True}, {"whole": False}]
+    for layer, state in zip(layers, states, strict=False):
+        put_in_shards(layer.weight, **state)
+    release_whole(layers.modules())
+    assert [getattr(layer.weight, "released", None) for layer in layers] == [[True], [], [], None]
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_a_norm_is_known_without_its_weight(in_shards):
+    layer = TinyRMSNorm()
+    x, g = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+    weight_gradient = torch.autograd.grad((layer(x) * g).sum(), layer.weight)[0]
+    if in_shards:
+        put_in_shards(layer.weight)
+    register_rules(layer)
+    rule = rule_for(layer)
+    assert rule is not None
+    assert torch.allclose(rule.gradient(layer, x, g, torch.ones(2))["weight"], weight_gradient, atol=1e-6)
+
+
+def test_an_embedding_needs_no_weight_for_its_gradient():
+    layer = nn.Embedding(5, 4)
+    x, g = torch.tensor([[0, 3], [3, 1]]), torch.randn(2, 2, 4)
+    weight_gradient = torch.autograd.grad((layer(x) * g).sum(), layer.weight)[0]
+    put_in_shards(layer.weight)
+    assert torch.allclose(rule_for(layer).gradient(layer, x, g, torch.ones(2))["weight"], weight_gradient)

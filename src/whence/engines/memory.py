@@ -80,7 +80,7 @@ def fit_chunk_size(problem: Problem, engine: Callable[[Problem], object], memory
         least = math.ceil(cost.at(1) * _MARGIN + cost.lasting * total)
         raise WhenceError(
             f"memory is {memory:,} bytes, but scoring these {total} records one by one takes about {least:,} bytes "
-            "with this policy and engine. Allow more, or use engine='forward', which holds least."
+            "with this policy and engine. Allow more, or try another engine: ghost and forward hold less than vmap."
         )
     return replace(problem, chunk_size=min(size, total))
 

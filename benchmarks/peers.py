@@ -10,6 +10,7 @@ import importlib.util
 import io
 import logging
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -149,11 +150,15 @@ def dattri(question: Question) -> Tensor:
 
     def objective(parameters: dict[str, Tensor], record: tuple[Tensor, ...]) -> Tensor:
         *inputs, actions, weights = (tensor[None] for tensor in record)
-        return sum_weighted(question, functional_call(question.model, parameters, tuple(inputs)), actions, weights).sum()
+        return sum_weighted(
+            question, functional_call(question.model, parameters, tuple(inputs)), actions, weights
+        ).sum()
 
     def target(parameters: dict[str, Tensor], records: tuple[Tensor, ...]) -> Tensor:
         *inputs, actions, weights = records
-        return sum_weighted(question, functional_call(question.model, parameters, tuple(inputs)), actions, weights).mean()
+        return sum_weighted(
+            question, functional_call(question.model, parameters, tuple(inputs)), actions, weights
+        ).mean()
 
     state = question.model.state_dict()
     task = AttributionTask(objective, question.model, state, target_func=target)
@@ -168,16 +173,23 @@ def dattri(question: Question) -> Tensor:
 class _Loss:
     """A loss of captum's: it takes outputs and one tensor of labels, actions and weights together."""
 
-    reduction = "sum"
-
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, question: Question, reduction: str) -> None:
+        self.question, self.reduction = question, reduction
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         actions, weights = labels[..., :-1], labels[..., -1]
         if self.question.actions.ndim == self.question.weights.ndim:
             actions = actions.squeeze(-1).to(self.question.actions.dtype)
-        return -sum_weighted(self.question, outputs, actions, weights).sum()
+        each = -sum_weighted(self.question, outputs, actions, weights)
+        return each.sum() if self.reduction == "sum" else each
+
+
+def has_only_plain_layers(model: nn.Module) -> bool:
+    """Return whether all that trains belongs to linear and convolutional layers, the ones that captum has rules for."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    return sum(p.numel() for layer in layers for p in layer.parameters(recurse=False)) == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 def _label(question: Question, weights: Tensor) -> TensorDataset:
@@ -186,17 +198,22 @@ def _label(question: Question, weights: Tensor) -> TensorDataset:
 
 
 def captum(question: Question) -> Tensor:
-    """Ask captum's TracInCP for one checkpoint: all records' gradients, times the sum of those of the target."""
+    """Ask captum's TracInCP for one checkpoint: all records' gradients, times the sum of those of the target.
+
+    It has a fast way, which leaves out other layers than linear and convolutional ones without a word, and a loop.
+    """
     from captum.influence import TracInCP
+
+    is_fast = has_only_plain_layers(question.model)
 
     tracin = TracInCP(
         deepcopy(question.model),
         _label(question, question.weights),
         checkpoints=["now"],
         checkpoints_load_func=lambda model, path: 1.0,
-        loss_fn=_Loss(question),
+        loss_fn=_Loss(question, "sum" if is_fast else "none"),
         batch_size=batch_size(question),
-        sample_wise_grads_per_batch=True,
+        sample_wise_grads_per_batch=is_fast,
     )
     load = partial(DataLoader, batch_size=batch_size(question))
     target = tracin.compute_intermediate_quantities(load(_label(question, question.target_weights)), aggregate=True)
@@ -215,7 +232,7 @@ def captum_fast(question: Question) -> Tensor:
         _label(question, question.weights),
         checkpoints=["now"],
         checkpoints_load_func=lambda model, path: 1.0,
-        loss_fn=_Loss(question),
+        loss_fn=_Loss(question, "sum"),
         batch_size=batch_size(question),
     )
     return tracin.influence(_label(question, question.target_weights).tensors).sum(0) / len(question)
@@ -337,7 +354,11 @@ def is_installed(peer: Peer) -> bool:
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Hide what libraries print and warn of."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
         yield
 
@@ -352,7 +373,13 @@ def measure_peer(policy: str, name: str, size: int, setting: Setting) -> Measure
         with silence():
             return {"note": peer.note, **compare(peer, subject, size, setting)}
     except Exception as failure:
-        return {"records": size, "note": peer.note, "refused": f"{type(failure).__name__}: {first_line(failure)}"}
+        return {"records": size, "note": peer.note, "refused": describe_failure(failure)}
+
+
+def describe_failure(failure: Exception) -> str:
+    """Return an error's kind and first line; of an assertion without words, the asserted line."""
+    text = first_line(failure) if str(failure) else str(traceback.extract_tb(failure.__traceback__)[-1].line)
+    return f"{type(failure).__name__}: {text}"
 
 
 def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measured:
@@ -362,7 +389,6 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measur
     run_few = partial(peer.run, few)
     seconds = predict([len(few)], [min(time_once(run_few, setting.device) for _ in range(2))], size)
     if is_too_long(seconds):
-        records = subject.records(size).take(slice(0, len(few)))
         return {"records": size, "estimated": "time", "estimated_from": [len(few)], "seconds": {"median": seconds}}
     question, records = replace(subject.question(size), model=few.model), subject.records(size)
     whence_run, run = score(subject, records, "ghost"), partial(peer.run, question)
@@ -388,5 +414,3 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measur
 def measure_difference(scores: Tensor, truth: Tensor) -> float:
     """Return the largest difference of two scores over the largest score."""
     return float((scores - truth).abs().max() / truth.abs().max())
-
-

@@ -267,7 +267,10 @@ class Logits(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits."""
-        return self.model(input_ids=input_ids, use_cache=False).logits[:, -RESPONSE - 1 : -1]
+        # Written out for each row: Opacus takes the first axis of every layer for the records'.
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        outputs = self.model(input_ids=input_ids, position_ids=positions, use_cache=False)
+        return outputs.logits[:, -RESPONSE - 1 : -1]
 
 
 def _make_language_subject(name: str, device: str) -> Subject:
@@ -296,7 +299,9 @@ def _make_language_subject(name: str, device: str) -> Subject:
         tokens = rows.observations["advantages"]
         weights, target_weights = tokens / RESPONSE, rows.advantages[:, None].expand(-1, RESPONSE).contiguous()
         ids = rows.observations["input_ids"]
-        return Question(Logits(model), (ids,), rows.actions, weights, target_weights, compute_log_probs, "model.lm_head")
+        return Question(
+            Logits(model), (ids,), rows.actions, weights, target_weights, compute_log_probs, "model.lm_head"
+        )
 
     return Subject(
         name=name,

@@ -2,16 +2,12 @@
 
 A peer is a function from a `Question` to scores, (n,). It does all that a round needs, from a model and records in
 memory to scores, and works in batches of 256 records, or 16 rows of a language model. Its scores are compared with
-those of whence. Install what is missing: `pip install -e '.[peers]' --constraint constraints.txt`.
+those of whence. Install what is missing: `make peers`.
 """
 
-import contextlib
 import importlib.util
-import io
 import logging
 import tempfile
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -23,19 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
-import whence
-from benchmarks.suite_cells import Cell, Measured, Setting
-from benchmarks.suite_engines import score
-from benchmarks.suite_policies import RL, Question, Subject, make_subject
-from benchmarks.suite_timing import is_too_long, measure_peak, predict, spread, take_turns, time_once
-from whence.checks import rank_agreement
-from whence.errors import first_line
-
-POLICIES: Mapping[str, int] = {**RL, "gpt-1M": 64}
-"""Policies, and how many records of each are scored."""
-
-FEW = 8
-"""A peer that is too slow is timed on this part of the records."""
+from benchmarks.suite_policies import Question
 
 
 def batch_size(question: Question) -> int:
@@ -330,7 +314,7 @@ PEERS: Mapping[str, Peer] = {
     "opacus": Peer(opacus, "opacus"),
     "dattri": Peer(dattri, "dattri"),
     "captum": Peer(captum, "captum"),
-    "captum-fast": Peer(captum_fast, "captum", "the last layer alone", "action_net*"),
+    "captum-fast": Peer(captum_fast, "captum", "the last layer's weights alone", "action_net.weight"),
     "kronfluence": Peer(kronfluence, "kronfluence", "linear and convolutional layers alone"),
     "kronfluence-ekfac": Peer(
         partial(kronfluence, strategy="ekfac"), "kronfluence", "gradients are preconditioned by EKFAC's inverse"
@@ -339,78 +323,6 @@ PEERS: Mapping[str, Peer] = {
 }
 
 
-def list_cells() -> Iterator[Cell]:
-    """Yield a cell for each policy and peer."""
-    for policy, size in POLICIES.items():
-        for name in PEERS:
-            yield Cell(f"peers/{policy}/{name}", "peers", partial(measure_peer, policy, name, size))
-
-
 def is_installed(peer: Peer) -> bool:
     """Return whether a peer can be imported."""
     return peer.module is None or importlib.util.find_spec(peer.module) is not None
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Hide what libraries print and warn of."""
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        yield
-
-
-def measure_peer(policy: str, name: str, size: int, setting: Setting) -> Measured:
-    """Return the seconds of a peer and of whence in turns, its memory, and how its scores agree."""
-    peer = PEERS[name]
-    if not is_installed(peer):
-        return {"skipped": f"not installed: pip install -e '.[peers]' --constraint constraints.txt ({peer.module})"}
-    subject = make_subject(policy, setting.device)
-    try:
-        with silence():
-            return {"note": peer.note, **compare(peer, subject, size, setting)}
-    except Exception as failure:
-        return {"records": size, "note": peer.note, "refused": describe_failure(failure)}
-
-
-def describe_failure(failure: Exception) -> str:
-    """Return an error's kind and first line; of an assertion without words, the asserted line."""
-    text = first_line(failure) if str(failure) else str(traceback.extract_tb(failure.__traceback__)[-1].line)
-    return f"{type(failure).__name__}: {text}"
-
-
-def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measured:
-    """Return what `measure_peer` does of a peer that can express the question."""
-    few = take(subject.question(size), slice(0, max(1, size // FEW)))
-    few = replace(few, model=deepcopy(few.model))
-    run_few = partial(peer.run, few)
-    seconds = predict([len(few)], [min(time_once(run_few, setting.device) for _ in range(2))], size)
-    if is_too_long(seconds):
-        return {"records": size, "estimated": "time", "estimated_from": [len(few)], "seconds": {"median": seconds}}
-    question, records = replace(subject.question(size), model=few.model), subject.records(size)
-    whence_run, run = score(subject, records, "ghost"), partial(peer.run, question)
-    turns = take_turns([run, whence_run], repeats=setting.repeats, device=setting.device)
-    scores, truth = run().detach().cpu().double(), whence_run().scores.double()
-    measured = {
-        "records": size,
-        "seconds": spread([turn[0] for turn in turns]),
-        "whence": spread([turn[1] for turn in turns]),
-        "ratio": spread([turn[0] / turn[1] for turn in turns]),
-        "difference": measure_difference(scores, truth),
-        "spearman": rank_agreement(scores, truth),
-        "peak": measure_peak(run, setting.device),
-        "whence_peak": measure_peak(whence_run, setting.device),
-    }
-    if peer.layers is not None and subject.model is not None:
-        settings = {**subject.scoring, "layers": [peer.layers]}
-        of_layers = whence.attribute(subject.policy, records, **settings).scores.double()
-        measured["difference_of_layers"] = measure_difference(scores, of_layers)
-    return measured
-
-
-def measure_difference(scores: Tensor, truth: Tensor) -> float:
-    """Return the largest difference of two scores over the largest score."""
-    return float((scores - truth).abs().max() / truth.abs().max())

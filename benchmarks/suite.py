@@ -21,7 +21,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import peers, suite_engines, suite_install, suite_rounds
+from benchmarks import suite_engines, suite_install, suite_peers, suite_rounds
 from benchmarks.suite_cells import Cell, Setting, choose, read_results, write_result
 from benchmarks.suite_timing import check_device
 from whence.errors import WhenceError
@@ -29,7 +29,7 @@ from whence.errors import WhenceError
 
 def list_cells() -> list[Cell]:
     """Return all cells, in the order in which they are measured."""
-    sections = suite_engines, peers, suite_rounds, suite_install
+    sections = suite_engines, suite_peers, suite_rounds, suite_install
     return [cell for section in sections for cell in section.list_cells()]
 
 

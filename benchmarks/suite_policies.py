@@ -2,24 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import gymnasium as gym
-import minigrid.wrappers
 import numpy as np
 import torch
 from gymnasium import spaces
-from peft import LoraConfig, TaskType, get_peft_model
 from stable_baselines3 import PPO
 from stable_baselines3.common.distributions import DiagGaussianDistribution
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import whence
-from benchmarks.cheap_scores import PROMPT, RESPONSE, SHAPES, VOCABULARY, write_sums
 from whence.experiments.rl.networks import MiniGridCNN
-from whence.llm import SequenceReturn, TokenPPO, language_view, make_rows
 from whence.policies import as_view
 from whence.sb3 import collect
 from whence.trees import map_tree
@@ -27,9 +22,6 @@ from whence.trees import map_tree
 MIB = 2**20
 WIDTHS = (64, 128, 256, 512, 1024)
 """Of both layers of the MLPs that tell how the time grows with the parameters."""
-
-RANK = 16
-"""Of LoRA's adapters."""
 
 
 class Frames(gym.Env[Any, Any]):
@@ -70,8 +62,8 @@ class Signals(Frames):
 class Question:
     """What is asked of another library: the product of each record's gradient with one target's.
 
-    Record i's loss is `-(log_probs * weights[i]).sum()`, its part of the target `(log_probs * target_weights[i]).sum()`;
-    the target is the mean of the parts. Each tensor's first axis is the records'.
+    Record i's loss is `-(log_probs * weights[i]).sum()`. The target is the mean over records of
+    `(log_probs * target_weights[i]).sum()`. Each tensor's first axis is the records'.
 
     Attributes:
         model: a module that is called as `model(*inputs)`.
@@ -132,20 +124,26 @@ class Subject:
 RL = {"mlp": 2048, "minigrid": 2048, "nature": 512, "gaussian": 2048, "dict": 2048}
 """Policies of reinforcement learning, and how many records a rollout collects."""
 
-LANGUAGE = tuple(f"gpt-{size}{kind}" for size in SHAPES for kind in ("", "-lora"))
+LANGUAGE = tuple(f"gpt-{size}{kind}" for size in ("1M", "10M", "100M") for kind in ("", "-lora"))
 """GPT-2's architecture with random weights: all of its parameters, or LoRA's adapters of all linear layers."""
 
 
 @lru_cache(maxsize=1)  # one at a time takes memory
 def make_subject(name: str, device: str) -> Subject:
     """Return a policy of the suite on a device."""
-    return _make_language_subject(name, device) if name.startswith("gpt-") else _make_rl_subject(name, device)
+    if not name.startswith("gpt-"):
+        return _make_rl_subject(name, device)
+    from benchmarks.suite_language import make_language_subject  # Transformers take seconds to import
+
+    return make_language_subject(name, device)
 
 
 def make_model(name: str, device: str) -> PPO:
     """Return SB3's PPO of a name: of `RL`, or `width-128` and so on."""
     settings: dict[str, Any] = {"n_steps": RL.get(name, 2048), "seed": 0, "device": device}
     if name == "minigrid":
+        import minigrid.wrappers
+
         env = minigrid.wrappers.ImgObsWrapper(gym.make("MiniGrid-Empty-8x8-v0"))
         kwargs = {"features_extractor_class": MiniGridCNN, "net_arch": {"pi": [64, 64], "vf": [64, 64]}}
         return PPO("CnnPolicy", env, policy_kwargs=kwargs, **settings)
@@ -238,79 +236,3 @@ def repeat_records(records: whence.RecordBatch, n: int) -> whence.RecordBatch:
     index = torch.arange(n, device=records.ids.device) % len(records)
     names = ("observations", "actions", "log_probs", "advantages", "values", "returns")
     return whence.RecordBatch(**{name: map_tree(lambda leaf: leaf[index], records.columns[name]) for name in names})
-
-
-def make_language_model(name: str) -> nn.Module:
-    """Return GPT-2's architecture with random weights; of `-lora` its adapters alone train."""
-    width, blocks, heads = SHAPES[name.split("-")[1]]
-    torch.manual_seed(0)
-    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    shape = {"n_positions": PROMPT + RESPONSE, "n_embd": width, "n_layer": blocks, "n_head": heads}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=len(VOCABULARY), **shape, **special, **dropout))
-    if name.endswith("-lora"):
-        adapters = {"r": RANK, "lora_alpha": 2 * RANK, "lora_dropout": 0.0, "target_modules": "all-linear"}
-        model = get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, fan_in_fan_out=True, **adapters))
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if "lora_B" in key:  # 0 at first: then no adapter's other half has a gradient
-                    parameter.normal_(0, 0.02)
-    return model.eval()
-
-
-class Logits(nn.Module):
-    """A language model that takes token ids alone, and returns the logits of the response's tokens, (n, R, V)."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the logits."""
-        # Written out for each row: Opacus takes the first axis of every layer for the records'.
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        outputs = self.model(input_ids=input_ids, position_ids=positions, use_cache=False)
-        return outputs.logits[:, -RESPONSE - 1 : -1]
-
-
-def _make_language_subject(name: str, device: str) -> Subject:
-    model = make_language_model(name).to(device)
-    view = language_view(model)
-
-    @cache
-    def records(n: int) -> whence.RecordBatch:
-        generator = torch.Generator().manual_seed(2)
-        ids = write_sums(n, generator)
-        advantages = torch.randn(n, 1, generator=generator).expand(-1, RESPONSE).contiguous()
-        mask = torch.ones(n, RESPONSE, dtype=torch.bool)
-        columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
-        rows = make_rows(**columns, log_probs=torch.zeros(n, RESPONSE), advantages=advantages).to(device)
-        with torch.no_grad():
-            parts = [rows.take(slice(start, start + 16)) for start in range(0, n, 16)]
-            outputs = [view(view.parameters(), view.prepare(part)).log_prob for part in parts]
-        return make_rows(**columns, log_probs=torch.cat(outputs).cpu(), advantages=advantages).to(device)
-
-    def plain(rows: whence.RecordBatch) -> None:
-        outputs = view(view.parameters(), view.prepare(rows))
-        (outputs.log_prob.mean(1) * rows.advantages).mean().backward()
-
-    def question(n: int) -> Question:
-        rows = records(n)
-        tokens = rows.observations["advantages"]
-        weights, target_weights = tokens / RESPONSE, rows.advantages[:, None].expand(-1, RESPONSE).contiguous()
-        ids = rows.observations["input_ids"]
-        return Question(
-            Logits(model), (ids,), rows.actions, weights, target_weights, compute_log_probs, "model.lm_head"
-        )
-
-    return Subject(
-        name=name,
-        policy=view,
-        module=model,
-        records=records,
-        plain=plain,
-        chunk=16,
-        scoring={"target": SequenceReturn(), "objective": TokenPPO()},
-        memory=2048 * MIB,
-        question=question,
-    )

@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.markdown import table
-from benchmarks.peers import PEERS, POLICIES
+from benchmarks.peers import PEERS
 from benchmarks.suite_cells import Measured, read_results
 from benchmarks.suite_engines import ENGINES, LANGUAGE_ENGINES, ROWS, SIZES
 from benchmarks.suite_engines import POLICIES as ENGINE_POLICIES
+from benchmarks.suite_engines import list_cells as list_engine_cells
+from benchmarks.suite_peers import POLICIES
 from benchmarks.suite_policies import LANGUAGE, WIDTHS
 from benchmarks.suite_timing import fit_exponent
 from whence.guards import write_atomically
@@ -79,8 +81,8 @@ def tabulate_by_records(cells: Cells, policies: Sequence[str], engines: Sequence
 def tabulate_engines(cells: Cells) -> str:
     """Return a line for each cell of scoring."""
     lines = [["cell", "records", "scoring", "of plain passes", "plain pass", "turns"]]
-    for name, line in cells.items():
-        if line["section"] != "engines":
+    for name in (cell.name for cell in list_engine_cells() if cell.section == "engines"):
+        if (line := cells.get(name)) is None:
             continue
         if "refused" in line:
             lines.append([show_command(name), f"{line['records']:,}", show_failure(line), "–", "–", "–"])
@@ -103,20 +105,24 @@ def find_peaks(cells: Cells) -> dict[str, list[Measured]]:
 
 
 def compare_peaks(lines: Sequence[Measured]) -> dict[str, Any]:
-    """Return the peaks of the largest numbers of records, and whether they are flat and within the budget."""
+    """Return the peaks by records, their change up to the most records, and whether they are within the budget."""
     peaks = {line["records"]: line["peak"]["tensors"] for line in lines}
-    *_, before, last = (next(iter(peaks)), *peaks)
-    change = peaks[last] / peaks[before] - 1
-    grown = [line["peak"]["grown"] or 0 for line in lines]
+    last, grown = max(peaks), [line["peak"]["grown"] or 0 for line in lines]
     return {
         "budget": lines[0]["budget"],
         "tensors": peaks,
         "grown": lines[-1]["peak"]["grown"],
-        "sizes": [before, last],
-        "change": change,
-        "flat": abs(change) <= FLAT,
-        "within": max(max(peaks.values()), *grown) <= lines[0]["budget"],
+        "changes": {
+            size: peaks[last] / peak - 1 for size, peak in peaks.items() if size in (2048, *list(peaks)[-2:-1])
+        },
+        "within": max(*peaks.values(), *grown) <= lines[0]["budget"],
     }
+
+
+def show_change(change: float) -> str:
+    """Return whether a peak is flat, and its change."""
+    size = f"{change:+.0%}" if change < 1 else f"{change + 1:,.0f} times"
+    return f"{'yes' if abs(change) <= FLAT else 'no'}, {size}".replace("-", "−")
 
 
 def tabulate_memory(cells: Cells) -> str:
@@ -126,8 +132,7 @@ def tabulate_memory(cells: Cells) -> str:
     for row, each in find_peaks(cells).items():
         found = compare_peaks(each)
         peaks = ", ".join(f"{n:,}: {show_bytes(peak)}" for n, peak in found["tensors"].items())
-        sizes = " → ".join(f"{size:,}" for size in found["sizes"])
-        flat = f"{'yes' if found['flat'] else 'no'}: {found['change']:+.0%} ({sizes})".replace("-", "−")
+        flat = "; ".join(f"from {size:,}: {show_change(change)}" for size, change in found["changes"].items()) or "–"
         grown, within = show_bytes(found["grown"]), "yes" if found["within"] else "**no**"
         lines.append([f"`{row}`", show_bytes(found["budget"]), peaks, grown, within, flat])
     return table(lines) if len(lines) > 1 else ""
@@ -141,7 +146,7 @@ def fit_growth(cells: Cells) -> dict[str, dict[str, Any]]:
             continue
         policy, engine, _ = name.split("/")
         point = line["seconds"]["median"]
-        if not policy.startswith("width-") and line["records"] >= 2048 or policy in LANGUAGE:
+        if policy in LANGUAGE or (not policy.startswith("width-") and line["records"] >= 2048):
             series.setdefault(f"{policy}/{engine}, records", []).append((line["records"], point))
         if policy.startswith("width-") or (policy in LANGUAGE and line["records"] == ROWS[0]):
             kind = "MLPs" if policy.startswith("width-") else "LoRA" if policy.endswith("-lora") else "transformers"
@@ -176,7 +181,7 @@ def tabulate_training(cells: Cells) -> str:
 
 def tabulate_peers(cells: Cells) -> str:
     """Return other libraries beside whence."""
-    lines = [["cell", "records", "seconds", "of whence's", "tensors, MiB (whence's)", "scores differ by", "Spearman"]]
+    lines = [["cell", "records", "seconds", "of whence's", "process, MiB (whence's)", "scores differ by", "Spearman"]]
     for policy in POLICIES:
         for peer in PEERS:
             name = f"peers/{policy}/{peer}"
@@ -190,10 +195,10 @@ def tabulate_peers(cells: Cells) -> str:
             if "estimated" in line:
                 lines.append([*first, seconds, "–", "–", line["note"] or "–", "–"])
                 continue
-            tensors = [show_bytes((line[key] or {}).get("tensors")) for key in ("peak", "whence_peak")]
+            grown = [show_bytes((line[key] or {}).get("grown")) for key in ("peak", "whence_peak")]
             lines.append(
                 [
-                    *(*first, seconds, show(line["ratio"], "{:.3g}".format), f"{tensors[0]} ({tensors[1]})"),
+                    *(*first, seconds, show(line["ratio"], "{:.3g}".format), f"{grown[0]} ({grown[1]})"),
                     *(show_difference(line), f"{line['spearman']:.3f}".replace("-", "−")),
                 ]
             )
@@ -216,9 +221,9 @@ def tabulate_rounds(cells: Cells) -> str:
         if line["section"] != "rounds":
             continue
         for place, (kind, stages) in enumerate(line["stages"].items()):
-            texts = [show(stages[key], show_seconds) if key in stages else "–" for key in ("collection", "scoring")]
-            texts += [show(stages[key], show_seconds) if key in stages else "–" for key in ("optimisation", "round")]
-            texts[1] += f"; {line['share']['median']:.1%} of the round" if place else ""
+            names = ("collection", "scoring", "optimisation", "round")
+            texts = [show(stages[key], show_seconds) if key in stages else "–" for key in names]
+            texts[1] = f"{texts[1]}; {line['share']['median']:.1%} of the round" if place else "–"
             lines.append([show_command(name), kind, *texts, show(line["ratio"]) if place else "1"])
     return table(lines) if len(lines) > 1 else ""
 

@@ -3,8 +3,7 @@
 Run: `python -m benchmarks.cheap_scores results/scoring [--sizes 1M,10M,100M] [--rows 64] [--device cuda]`. Each model
 (GPT-2's architecture, random weights) is trained for `--steps` steps to write sums out, draws a response to each
 prompt, and its rows are scored by `SequenceReturn` with random rewards' advantages. Compared are, one after the other
-in one process,
-CPU seconds of
+in one process, CPU seconds (on a GPU those of the clock) of
 
 - scoring: by all layers in passes of 16 rows ("passes") and in one ("one pass"); by the last 1, 2, 4 blocks from the
   hidden states that the pass of the old log-probs has kept; the latter in bfloat16, too;

@@ -2,7 +2,8 @@
 
 Run: `python -m benchmarks.suite results/benchmarks [--only mlp/ghost/2048] [--device cuda] [--repeats 5]`. One torch
 thread. What is compared takes turns in one process. Each finished cell is a line of cells.jsonl, and is not measured
-again; `--list` shows the cells. Tables: `python -m benchmarks.suite_tables results/benchmarks`.
+again; `--list` shows the cells. Two processes may measure different cells at a time, such as `--only engines,training`
+and `--only peers,rounds,install`. Tables: `python -m benchmarks.suite_tables results/benchmarks`.
 
 - engines, `POLICY/ENGINE/RECORDS`: all of `attribute(..., memory=...)`, and one plain forward and backward pass over
   the same records. What would take over a minute, or more memory than is free, is estimated from fewer records.

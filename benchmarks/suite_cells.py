@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from whence.errors import WhenceError, suggest
 from whence.experiments.jsonlines import put_line, read_lines
 
@@ -90,7 +92,8 @@ def read_results(out: Path) -> dict[str, dict[str, Measured]]:
 
 
 def write_result(out: Path, device: str, cell: Cell, measured: Measured) -> Measured:
-    """Write a cell's line, and return it."""
+    """Write a cell's line, and return it; several processes may measure other cells at a time."""
     line = {"device": device, "cell": cell.name, "section": cell.section, **measured}
-    put_line(results_file(out), line, KEYS)
+    with FileLock(out / ".lock"):
+        put_line(results_file(out), line, KEYS)
     return line

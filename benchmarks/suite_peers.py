@@ -76,7 +76,8 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measur
     records = subject.records(size)
     whence_run, run = score(subject, records, "ghost"), partial(peer.run, question)
     turns = take_turns([run, whence_run], repeats=setting.repeats, device=setting.device)
-    scores, truth = run().detach().cpu().double(), whence_run().scores.double()
+    (scores, peak), (influence, whence_peak) = (run_for_peak(each, setting.device) for each in (run, whence_run))
+    scores, truth = scores.detach().cpu().double(), influence.scores.double()
     measured = {
         "records": size,
         "seconds": spread([turn[0] for turn in turns]),
@@ -84,8 +85,8 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measur
         "ratio": spread([turn[0] / turn[1] for turn in turns]),
         "difference": measure_difference(scores, truth),
         "spearman": rank_agreement(scores, truth),
-        "peak": find_peak(run, setting.device),
-        "whence_peak": find_peak(whence_run, setting.device),
+        "peak": peak,
+        "whence_peak": whence_peak,
     }
     if peer.layers is not None and subject.model is not None:
         settings = {**subject.scoring, "layers": [peer.layers]}
@@ -117,9 +118,11 @@ def predict_peer(time_some: Any, size: int) -> float:
     return more + max(0.0, more - less) / (few - half) * (size - few)
 
 
-def find_peak(run: Any, device: str) -> dict[str, int | None] | None:
-    """Return the most memory that a run takes; None where it cannot be counted."""
+def run_for_peak(run: Any, device: str) -> tuple[Any, dict[str, int | None] | None]:
+    """Return what a run gives, and the most memory that it takes; None where it cannot be counted."""
+    results: list[Any] = []
     try:
-        return measure_peak(run, device)
+        peak = measure_peak(lambda: results.append(run()), device)
     except RuntimeError:
-        return None
+        return run(), None
+    return results[0], peak

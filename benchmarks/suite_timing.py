@@ -19,7 +19,7 @@ from whence.errors import WhenceError
 LIMIT = 60.0
 """Seconds of one run, at most; what would take longer is estimated."""
 
-TURNS = 6.0
+TURNS = 4.0
 """Seconds that all turns of a measurement may take together, after the first; it has one at least."""
 
 

@@ -93,6 +93,7 @@ class TestRuns:
 
     def test_a_peer_that_is_not_installed_is_skipped_with_the_remedy(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(suite_peers, "make_subject", lambda *_: pytest.fail("it was measured"))
         suite.measure(tmp_path, choose(suite.list_cells(), "peers/mlp/opacus"), "cpu", 1)
         assert "not installed: make peers (opacus)" in capsys.readouterr().out
         assert read_results(tmp_path) == {}  # it is measured when it is installed
@@ -144,6 +145,7 @@ class TestEngines:
 
     def test_what_does_not_fit_into_memory_is_estimated(self, monkeypatch):
         monkeypatch.setattr(suite_engines, "find_free_memory", lambda device: 2**30)
+        monkeypatch.setattr(suite_engines, "make_subject", lambda *_: pytest.fail("it was measured"))
         results = {"mlp/ghost/512": engine_line(1e-3, 512, record_bytes=2**20)}
         assert suite_engines.measure_engine("mlp", "ghost", 2048, Setting("cpu", 1, results))["estimated"] == "memory"
 

@@ -255,7 +255,11 @@ def kronfluence(question: Question, strategy: str = "identity") -> Tensor:
 
 
 def trak(question: Question) -> Tensor:
-    """Ask TRAK, with 512 projected dimensions; the target is one example that holds all records."""
+    """Ask TRAK, with 512 projected dimensions; the target is one example that holds all records.
+
+    Its model output is a record's log-prob, and the loss's derivative in it minus the weight, which is the same for all
+    tokens of a row.
+    """
     from trak import TRAKer
     from trak.modelout_functions import AbstractModelOutput
 
@@ -268,10 +272,11 @@ def trak(question: Question) -> Tensor:
         def get_output(self, model: Any, weights: Any, buffers: Any, *record: Tensor) -> Tensor:
             *inputs, actions, factors = record if self.whole else [tensor[None] for tensor in record]
             outputs = functional_call(model, (weights, buffers), tuple(inputs))
+            factors = factors if self.whole else torch.ones_like(factors)
             return sum_weighted(question, outputs, actions, factors).mean()
 
         def get_out_to_loss_grad(self, model: Any, weights: Any, buffers: Any, batch: Any) -> Tensor:
-            return torch.ones(len(batch[0]), 1, device=batch[0].device)
+            return batch[-1].reshape(len(batch[-1]), -1).mean(1, keepdim=True)
 
     task, state = Output(), question.model.state_dict()
     with tempfile.TemporaryDirectory() as folder:

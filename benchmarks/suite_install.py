@@ -56,7 +56,7 @@ def measure_install(setting: Setting) -> Measured:
         time_stage("environment", lambda: run(sys.executable, "-m", "venv", folder / "env", cwd=folder))
         constraints = ("--constraint", ROOT / "constraints.txt")
         time_stage("install", lambda: run(python, *pip, "install", *constraints, f"{wheel}[sb3]", cwd=folder))
-        time_stage("first import", lambda: run(python, "-c", "import whence.sb3", cwd=folder))
+        time_stage("first import", lambda: run(python, "-c", "from whence.sb3 import InfluenceCallback", cwd=folder))
         (folder / "example.py").write_text(read_example(), encoding="utf-8")
         output = time_stage("example", lambda: run(python, "example.py", cwd=folder))
     if "record_id" not in output:

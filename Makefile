@@ -81,6 +81,8 @@ peers: .venv/dev.stamp
 
 ## All that needs a GPU, on a machine with one: the suite, the CUDA tests, the large laboratory, and a GRPO run.
 gpu: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.suite --device cuda --list > /dev/null
+	$(MAKE) peers
 	$(BIN)/python -m benchmarks.suite results/benchmarks --device cuda
 	$(BIN)/python -m benchmarks.suite_tables results/benchmarks
 	$(BIN)/python -m pytest -m cuda

@@ -72,13 +72,13 @@ def main(
 ) -> None:
     """Measure, and write cells.jsonl."""
     try:
-        cells = choose(list_cells(), only)
-        if show:
-            print("\n".join(cell.name for cell in cells))
-            return
         check_device(device)
+        cells = choose(list_cells(), only)
     except WhenceError as failure:
         raise SystemExit(f"benchmarks.suite: {failure}") from None
+    if show:
+        print("\n".join(cell.name for cell in cells))
+        return
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     measure(out, cells, device, repeats)

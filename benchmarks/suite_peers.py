@@ -27,6 +27,9 @@ POLICIES: Mapping[str, int] = {**RL, "gpt-1M": 64}
 FEW = 8
 """Before all records, a peer is timed on this part of them, and on half of that."""
 
+SLOW = 8.0
+"""Seconds of a first call, at least, that is not repeated."""
+
 
 def list_cells() -> Iterator[Cell]:
     """Yield a cell for each policy and peer."""
@@ -113,8 +116,9 @@ def predict_peer(time_some: Any, size: int) -> float:
         size: the number of all records.
     """
     few, half = max(2, size // FEW), max(1, size // (2 * FEW))
-    time_some(half)  # what a first call compiles and imports
-    less, more = time_some(half), time_some(few)
+    first = time_some(half)
+    less = first if first > SLOW else time_some(half)  # a first call imports
+    more = time_some(few)
     return more + max(0.0, more - less) / (few - half) * (size - few)
 
 

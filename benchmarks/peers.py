@@ -304,21 +304,23 @@ class Peer:
         module: what it imports; None: torch alone.
         note: by what definition its scores differ from whence's; "": they are the same.
         layers: the pattern of the only parameters that its scores are of; None: of all.
+        holds_all: whether it holds the gradients of all records at a time, not those of a batch.
     """
 
     run: Callable[[Question], Tensor]
     module: str | None = None
     note: str = ""
     layers: str | None = None
+    holds_all: bool = False
 
 
 PEERS: Mapping[str, Peer] = {
     "torch-vmap": Peer(torch_vmap),
-    "matrix-vmap": Peer(matrix_by_vmap),
-    "matrix-loop": Peer(matrix_by_loop),
+    "matrix-vmap": Peer(matrix_by_vmap, holds_all=True),
+    "matrix-loop": Peer(matrix_by_loop, holds_all=True),
     "opacus": Peer(opacus, "opacus"),
     "dattri": Peer(dattri, "dattri"),
-    "captum": Peer(captum, "captum"),
+    "captum": Peer(captum, "captum", holds_all=True),
     "captum-fast": Peer(captum_fast, "captum", "the last layer's weights alone", "action_net.weight"),
     "kronfluence": Peer(kronfluence, "kronfluence", "linear and convolutional layers alone"),
     "kronfluence-ekfac": Peer(

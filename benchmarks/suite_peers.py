@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 import whence
-from benchmarks.peers import PEERS, Peer, is_installed, take
+from benchmarks.peers import PEERS, Peer, batch_size, is_installed, take
 from benchmarks.suite_cells import Cell, Measured, Setting
 from benchmarks.suite_engines import score
 from benchmarks.suite_policies import RL, Subject, make_subject
-from benchmarks.suite_timing import is_too_long, measure_peak, spread, take_turns, time_once
+from benchmarks.suite_timing import find_free_memory, is_too_long, measure_peak, spread, take_turns, time_once
 from whence.checks import rank_agreement
 from whence.errors import first_line
 
@@ -26,6 +26,9 @@ POLICIES: Mapping[str, int] = {**RL, "gpt-1M": 64}
 
 FEW = 8
 """Before all records, a peer is timed on this part of them, and on half of that."""
+
+COPIES = 4
+"""How often a peer holds the gradients, in single precision, at most: 3 times was measured."""
 
 SLOW = 8.0
 """Seconds of a first call, at least, that is not repeated."""
@@ -74,8 +77,10 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measur
     question = subject.question(size)
     question = replace(question, model=deepcopy(question.model))  # peers leave hooks and gradients behind
     seconds = predict_peer(partial(time_peer, peer, question, setting.device), size)
-    if is_too_long(seconds):
-        return {"records": size, "estimated": "time", "estimated_from": [size // FEW], "seconds": {"median": seconds}}
+    needed = COPIES * 4 * subject.parameters * (size if peer.holds_all else min(size, batch_size(question)))
+    reason = "time" if is_too_long(seconds) else "memory" if needed > find_free_memory(setting.device) else None
+    if reason is not None:
+        return {"records": size, "estimated": reason, "estimated_from": [size // FEW], "seconds": {"median": seconds}}
     records = subject.records(size)
     whence_run, run = score(subject, records, "ghost"), partial(peer.run, question)
     turns = take_turns([run, whence_run], repeats=setting.repeats, device=setting.device)

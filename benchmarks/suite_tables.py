@@ -113,7 +113,7 @@ def compare_peaks(lines: Sequence[Measured]) -> dict[str, Any]:
         "tensors": peaks,
         "grown": lines[-1]["peak"]["grown"],
         "changes": {
-            size: peaks[last] / peak - 1 for size, peak in peaks.items() if size in (2048, *list(peaks)[-2:-1])
+            size: peaks[last] / peaks[size] - 1 for size in list(peaks)[:-1] if size in (2048, list(peaks)[-2])
         },
         "within": max(*peaks.values(), *grown) <= lines[0]["budget"],
     }
@@ -193,7 +193,7 @@ def tabulate_peers(cells: Cells) -> str:
                 continue
             seconds = show(line["seconds"], show_seconds, mark_of(line))
             if "estimated" in line:
-                lines.append([*first, seconds, "–", "–", line["note"] or "–", "–"])
+                lines.append([*first, seconds, f"– ({line['estimated']})", "–", line["note"] or "–", "–"])
                 continue
             grown = [show_bytes((line[key] or {}).get("grown")) for key in ("peak", "whence_peak")]
             lines.append(

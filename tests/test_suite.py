@@ -200,6 +200,14 @@ class TestPeers:
             exec(code)
         assert suite_peers.describe_failure(failure.value).startswith("AssertionError: ")
 
+    def test_a_peer_whose_gradients_do_not_fit_into_memory_is_estimated(self, subject, monkeypatch):
+        few = 4 * 4 * 16 * subject.parameters  # one batch's
+        monkeypatch.setattr(suite_peers, "find_free_memory", lambda device: few)
+        monkeypatch.setattr(suite_peers, "batch_size", lambda question: 16)
+        setting = Setting("cpu", 1)
+        assert suite_peers.compare(peers.PEERS["matrix-vmap"], subject, 64, setting)["estimated"] == "memory"
+        assert "estimated" not in suite_peers.compare(peers.PEERS["torch-vmap"], subject, 64, setting)
+
     def test_a_slow_peer_is_estimated_with_the_part_that_does_not_grow(self):
         assert suite_peers.predict_peer(lambda n: 10 + 0.5 * n, 64) == pytest.approx(42)
 
@@ -253,6 +261,7 @@ class TestTables:
         peaks = suite_tables.find_peaks(make_results()["cpu"])["mlp/ghost"]
         found = suite_tables.compare_peaks(peaks)
         assert found["changes"] == {2048: 7.0}
+        assert suite_tables.compare_peaks(peaks[:2])["changes"] == {512: 3.0}
         assert found["within"]
         assert suite_tables.show_change(0.04) == "yes, +4%"
         assert suite_tables.show_change(-0.06) == "no, −6%"

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long check audit mutants oldest benchmark clean
+.PHONY: demo test test-long check audit mutants oldest benchmark peers gpu clean
 
 # Each stamp stands for one set of extras; `dev` holds all that `demo` needs.
 .venv/bin/python:
@@ -69,9 +69,25 @@ oldest: .venv-oldest/stamp
 		tests/test_llm_contract.py tests/test_llm_trl.py tests/test_llm_engines.py tests/test_llm_trainer.py \
 		tests/test_llm_footprint.py tests/test_experiments_llm.py
 
-## The time of scoring, compared with one plain forward and backward pass and with SB3's optimisation.
+## The time and memory of scoring policies, compared with a plain forward and backward pass and with SB3's training.
 benchmark: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.scoring
+	$(BIN)/python -m benchmarks.suite results/benchmarks --only mlp,minigrid,nature,training
+	$(BIN)/python -m benchmarks.suite_tables results/benchmarks
+
+## Install the libraries that the suite compares with; torch stays as it is.
+peers: .venv/dev.stamp
+	$(INSTALL) --editable '.[peers]'
+	$(INSTALL) --no-deps kronfluence
+
+## All that needs a GPU, on a machine with one: the suite, the CUDA tests, the large laboratory, and a GRPO run.
+gpu: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.suite --device cuda --list > /dev/null
+	$(MAKE) peers
+	$(BIN)/python -m benchmarks.suite results/benchmarks --device cuda
+	$(BIN)/python -m benchmarks.suite_tables results/benchmarks
+	$(BIN)/python -m pytest -m cuda
+	$(BIN)/whence llm compare --task arithmetic --size large --seeds 3 --out out/arithmetic-large
+	$(BIN)/whence llm train --task arithmetic --size large --algorithm grpo --selection iif --run out/grpo-large
 
 clean:
 	rm -rf .venv .venv-oldest out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,9 +1,9 @@
 """What scores of language models cost by fewer layers and in bfloat16, and how well they rank rows as all layers do.
 
-Run: `python -m benchmarks.cheap_scores results/scoring [--sizes 1M,10M,100M] [--rows 64]`. Each model (GPT-2's
-architecture, random weights) is trained for `--steps` steps to write sums out, draws a response to each prompt, and its
-rows are scored by `SequenceReturn` with random rewards' advantages. Compared are, one after the other in one process,
-CPU seconds of
+Run: `python -m benchmarks.cheap_scores results/scoring [--sizes 1M,10M,100M] [--rows 64] [--device cuda]`. Each model
+(GPT-2's architecture, random weights) is trained for `--steps` steps to write sums out, draws a response to each
+prompt, and its rows are scored by `SequenceReturn` with random rewards' advantages. Compared are, one after the other
+in one process, CPU seconds (on a GPU those of the clock) of
 
 - scoring: by all layers in passes of 16 rows ("passes") and in one ("one pass"); by the last 1, 2, 4 blocks from the
   hidden states that the pass of the old log-probs has kept; the latter in bfloat16, too;
@@ -15,7 +15,6 @@ torch thread; medians of `--repeats`, with the lowest and the highest. Models of
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.markdown import table
+from benchmarks.suite_timing import check_device, count_seconds
 from whence import KeepAll
 from whence.checks import list_last_blocks, rank_agreement
 from whence.guards import write_atomically
@@ -49,21 +49,17 @@ PROMPT, RESPONSE = 16, 32
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU seconds of a stage: the median, the lowest and the highest."""
+    """CPU seconds of a stage, on a GPU those of the clock: the median, the lowest and the highest."""
 
     median: float
     low: float
     high: float
 
 
-def measure(run: Callable[[], Any], repeats: int) -> Cost:
+def measure(run: Callable[[], Any], repeats: int, device: str) -> Cost:
     """Return what a stage costs; a first run is not counted."""
     run()
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        run()
-        seconds.append(time.process_time() - start)
+    seconds = [count_seconds(run, device) for _ in range(repeats)]
     return Cost(statistics.median(seconds), min(seconds), max(seconds))
 
 
@@ -96,7 +92,7 @@ def train_on_sums(model: WithValueHead, steps: int) -> float:
     generator, optimizer = torch.Generator().manual_seed(1), torch.optim.Adam(model.parameters(), lr=3e-4)
     loss = torch.zeros(())
     for _ in range(steps):
-        ids = write_sums(16, generator)
+        ids = write_sums(16, generator).to(find_device(model))
         loss = model.language_model(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()
@@ -104,13 +100,18 @@ def train_on_sums(model: WithValueHead, steps: int) -> float:
     return float(loss.detach())
 
 
+def find_device(model: WithValueHead) -> torch.device:
+    """Return where a model is."""
+    return next(model.parameters()).device
+
+
 def draw_rows(model: WithValueHead, count: int) -> RecordBatch:
-    """Return rows of sampled responses; their advantages are of random rewards, the same for a response's tokens."""
-    generator = torch.Generator().manual_seed(2)
+    """Return rows of sampled responses on the model's device, with random rewards as the advantages of their tokens."""
+    generator, device = torch.Generator().manual_seed(2), find_device(model)
     ids = write_sums(count, generator)[:, :PROMPT]
     with torch.no_grad():
         for _ in range(RESPONSE):
-            logits = model.language_model(input_ids=ids).logits[:, -1]
+            logits = model.language_model(input_ids=ids.to(device)).logits[:, -1].cpu()
             ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
     advantages = torch.randn(count, 1, generator=generator).expand(-1, RESPONSE).contiguous()
     mask, zeros = torch.ones(count, RESPONSE, dtype=torch.bool), torch.zeros(count, RESPONSE)
@@ -119,19 +120,19 @@ def draw_rows(model: WithValueHead, count: int) -> RecordBatch:
     view = language_view(model)
     with torch.no_grad():
         outputs = view(view.parameters(), view.prepare(draft))
-    values = outputs.value.detach()
+    values = outputs.value.detach().cpu()
     return make_rows(
         **columns,
-        log_probs=outputs.log_prob.detach(),
+        log_probs=outputs.log_prob.detach().cpu(),
         advantages=advantages,
         values=values,
         returns=values + advantages,
-    )
+    ).to(device)
 
 
-def measure_size(size: str, rows: int, steps: int, repeats: int) -> dict[str, Any]:
+def measure_size(size: str, rows: int, steps: int, repeats: int, device: str = "cpu") -> dict[str, Any]:
     """Return the costs and agreements of a model."""
-    model = make_model(size)
+    model = make_model(size).to(device)
     loss = train_on_sums(model, steps)
     model.eval()
     batch = draw_rows(model, rows)
@@ -142,11 +143,11 @@ def measure_size(size: str, rows: int, steps: int, repeats: int) -> dict[str, An
 
     def add(name: str, how: Scoring, hidden: Tensor | None = None, *, autocast: bool = False) -> None:
         def run() -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
                 return score(model, batch, how, hidden).scores.double()
 
         agreement = rank_agreement(run(), whole)
-        lines.append({"scores": name, "seconds": vars(measure(run, repeats)), "spearman": agreement})
+        lines.append({"scores": name, "seconds": vars(measure(run, repeats, device)), "spearman": agreement})
 
     add("all, passes", scoring)
     add("all, one pass", replace(scoring, chunk_size=rows))
@@ -163,14 +164,14 @@ def measure_size(size: str, rows: int, steps: int, repeats: int) -> dict[str, An
         "blocks": SHAPES[size][1],
         "loss": loss,
         "scores": lines,
-        "epoch": {str(batch_size): vars(_measure_epoch(model, batch, batch_size, repeats)) for batch_size in (16, 64)},
+        "epoch": {str(rows): vars(_measure_epoch(model, batch, rows, repeats, device)) for rows in (16, 64)},
     }
 
 
-def _measure_epoch(model: WithValueHead, rows: RecordBatch, batch_size: int, repeats: int) -> Cost:
+def _measure_epoch(model: WithValueHead, rows: RecordBatch, batch_size: int, repeats: int, device: str) -> Cost:
     """Return what an epoch of optimisation costs; its learning rate is 0, so that the model stays as it is."""
     config = PPOConfig("none", mini_batch_size=batch_size, batch_size=len(rows), ppo_epochs=1, learning_rate=0.0)
-    accelerator, optimizer = Accelerator(), make_optimizer(model, config)
+    accelerator, optimizer = Accelerator(cpu=device == "cpu"), make_optimizer(model, config)
     return measure(
         lambda: optimise(
             model,
@@ -183,6 +184,7 @@ def _measure_epoch(model: WithValueHead, rows: RecordBatch, batch_size: int, rep
             processes=Processes(accelerator),
         ),
         repeats,
+        device,
     )
 
 
@@ -206,12 +208,14 @@ def main(
     rows: Annotated[int, typer.Option(help="Responses.")] = 64,
     steps: Annotated[int, typer.Option(help="Steps of training before.")] = 300,
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 5,
+    device: Annotated[str, typer.Option(help="Where it is computed: cpu or cuda.")] = "cpu",
 ) -> None:
     """Measure, and write language.json and language.md."""
     torch.set_num_threads(1)
+    check_device(device)
     results = []
     for size in sizes.split(","):
-        results.append(measure_size(size, rows, steps, repeats))
+        results.append(measure_size(size, rows, steps, repeats, device))
         print(tabulate(results[-1:]), flush=True)
     with write_atomically(out / "language.json") as temporary:
         temporary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

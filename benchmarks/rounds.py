@@ -1,10 +1,10 @@
 """What scores of a whole round cost, and what training it again without records does, in trainings by SB3.
 
-Run: `python -m benchmarks.rounds [OUT] [--repeats 5]`. One process, one torch thread, CPU seconds of the process; the
-things compared take turns, and medians of their ratios are printed with the lowest and the highest, and written to
-OUT/costs.json where a directory is given. The third round of PPO on LunarLander-v3 (2,048 records, MLP 64x64, 10 epochs
-of minibatches of 64) is recorded, under SGD as LDA has it and under SB3's default Adam; one SB3 `train()` of that round
-is what everything is measured by.
+Run: `python -m benchmarks.rounds [OUT] [--repeats 5] [--device cuda]`. One process, one torch thread, CPU seconds of
+the process, on a GPU those of the clock; the things compared take turns, and medians of their ratios are printed with
+the lowest and the highest, and written to OUT/costs.json where a directory is given. The third round of PPO on
+LunarLander-v3 (2,048 records, MLP 64x64, 10 epochs of minibatches of 64) is recorded, under SGD as LDA has it and under
+SB3's default Adam; one SB3 `train()` of that round is what everything is measured by.
 
 - "snapshot", "crossfit": `attribute` and `attribute_crossfit` of its records, at the policy as the round left it, which
   costs the same.
@@ -14,7 +14,6 @@ is what everything is measured by.
 
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.faithfulness import OPTIMIZERS, write
+from benchmarks.suite_timing import check_device, count_seconds
 from whence import KeepAll, Return, attribute, attribute_crossfit, attribute_round, experiments
 from whence.counterfactual import draw_subsets, retrain
 from whence.experiments.rl.environments import make_training_env
@@ -42,16 +42,18 @@ def main(
         Path | None, typer.Argument(help="The directory of the results; none: they are printed only.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="How often each is measured.", min=1)] = 5,
+    device: Annotated[str, typer.Option(help="Where it is computed: cpu or cuda.")] = "cpu",
 ) -> None:
     """Measure, print and keep."""
     torch.set_num_threads(1)
+    check_device(device)
     table = Table(title=f"CPU time, in trainings of the round ({platform.machine()}, {repeats} repeats)")
     table.add_column("what")
     costs = {}
     for name, settings in OPTIMIZERS.items():
         table.add_column(f"{name}: median [lowest, highest]")
-        model, recording = _record_round(settings)
-        ratios = _measure_ratios(model, recording, repeats, name)
+        model, recording = _record_round(settings, device)
+        ratios = _measure_ratios(model, recording, repeats, name, device)
         costs[name] = {
             what: {"median": statistics.median(r), "low": min(r), "high": max(r)} for what, r in ratios.items()
         }
@@ -63,8 +65,8 @@ def main(
         write(out / "costs.json", {"machine": platform.platform(), "repeats": repeats, "costs": costs})
 
 
-def _record_round(settings: Mapping[str, Any]) -> tuple[Any, RoundRecording]:
-    config = experiments.configure(preset="lda-code/lunarlander", eval_episodes=0, **settings)
+def _record_round(settings: Mapping[str, Any], device: str) -> tuple[Any, RoundRecording]:
+    config = experiments.configure(preset="lda-code/lunarlander", eval_episodes=0, device=device, **settings)
     torch.manual_seed(config.seed)
     model = make_model(config, make_training_env(config))
     callback = InfluenceCallback(KeepAll(), recordings=[3])
@@ -73,7 +75,9 @@ def _record_round(settings: Mapping[str, Any]) -> tuple[Any, RoundRecording]:
     return model, callback.recording
 
 
-def _measure_ratios(model: Any, recording: RoundRecording, repeats: int, name: str) -> dict[str, list[float]]:
+def _measure_ratios(
+    model: Any, recording: RoundRecording, repeats: int, name: str, device: str
+) -> dict[str, list[float]]:
     policy, records, target = model.policy, recording.records, Return()
     objective = model_objective(model)
     kept = draw_subsets(len(records), 0.5, 100, torch.Generator().manual_seed(0))
@@ -91,15 +95,9 @@ def _measure_ratios(model: Any, recording: RoundRecording, repeats: int, name: s
     for _ in track(range(repeats), name):
         for what, run in measured.items():
             # Next to each measurement, so that a busy machine slows both alike.
-            plain = _seconds(lambda: replay_round(model, recording))
-            ratios[what].append(_seconds(run) / plain / (100 if what == "100 trainings" else 1))
+            plain = count_seconds(lambda: replay_round(model, recording), device)
+            ratios[what].append(count_seconds(run, device) / plain / (100 if what == "100 trainings" else 1))
     return ratios
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began = time.process_time()
-    run()
-    return time.process_time() - began
 
 
 if __name__ == "__main__":

@@ -395,7 +395,9 @@ def test_batch_norm_in_training_mode_is_refused_with_the_reason(engine: str) -> 
         attribute(without, records_for(without), target=Return(), engine=engine)
 
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

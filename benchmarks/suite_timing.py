@@ -1,0 +1,136 @@
+"""Clocks of the suite: runs that take turns, growth fitted to sizes, and the most memory that a run takes."""
+
+import ctypes
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whence.engines.memory import measure_bytes
+from whence.errors import WhenceError
+
+LIMIT = 60.0
+"""Seconds of one run, at most; what would take longer is estimated."""
+
+TURNS = 4.0
+"""Seconds that all turns of a measurement may take together, after the first; it has one at least."""
+
+
+def check_device(device: str) -> str:
+    """Return the device's name if torch can compute there.
+
+    Raises:
+        WhenceError: torch knows no such device, or finds no GPU.
+    """
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise WhenceError(f"--device is {device!r}, which torch does not know. Pass cpu or cuda.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise WhenceError(
+            f"--device is {device!r}, but there is no GPU here that torch {torch.__version__} can use "
+            "(torch.cuda.is_available() is False). Run it on a machine with one and a torch built for CUDA, or pass "
+            "--device cpu."
+        )
+    return device
+
+
+def time_once(run: Callable[[], Any], device: str) -> float:
+    """Return the seconds of one run, until the device has finished it."""
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def count_seconds(run: Callable[[], Any], device: str) -> float:
+    """Return the CPU seconds of a run, which other work hardly changes; on a GPU those of the clock."""
+    if device.startswith("cuda"):
+        return time_once(run, device)
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def take_turns(runs: Sequence[Callable[[], Any]], *, repeats: int, device: str) -> list[list[float]]:
+    """Return the seconds of each run in each turn; the first turn counts only if there is time for no other."""
+    first = [time_once(run, device) for run in runs]
+    count = min(repeats, int(TURNS / sum(first)))
+    return [[time_once(run, device) for run in runs] for _ in range(count)] or [first]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, the lowest and the highest."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values), "turns": len(values)}
+
+
+def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the exponent of the growth of values with sizes, by least squares on logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+def predict(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
+    """Return the value at a larger size, by the growth between the two largest sizes; of one size in proportion.
+
+    Args:
+        sizes: the sizes measured, in order, at least one.
+        values: the value at each.
+        size: the larger size.
+    """
+    exponent = fit_exponent(sizes[-2:], values[-2:]) if len(sizes) > 1 else 1.0
+    return values[-1] * (size / sizes[-1]) ** exponent
+
+
+def find_free_memory(device: str) -> int:
+    """Return the free bytes of the device, or of this machine, which Linux alone tells."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[0]
+    if sys.platform != "linux":
+        return sys.maxsize
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+
+
+def measure_peak(run: Callable[[], Any], device: str) -> dict[str, int | None]:
+    """Return the most bytes that a run holds in tensors, and by how many the process, or the GPU's memory, grows.
+
+    The process is measured by Linux' own count, elsewhere not at all (None).
+    """
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        tensors = max(measure_bytes(run))
+        return {"tensors": tensors, "grown": torch.cuda.max_memory_allocated(device) - before}
+    if sys.platform != "linux":
+        return {"tensors": max(measure_bytes(run)), "grown": None}
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free goes back, so that taking it again counts
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    before = read_resident("VmRSS")
+    tensors = max(measure_bytes(run))
+    return {"tensors": tensors, "grown": read_resident("VmHWM") - before}
+
+
+def read_resident(name: str) -> int:
+    """Return a line of /proc/self/status in bytes: "VmRSS", or "VmHWM", the most since the last reset."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def is_too_long(seconds: float) -> bool:
+    """Return whether one run of so many seconds is estimated instead."""
+    return not math.isfinite(seconds) or seconds > LIMIT

@@ -12,7 +12,8 @@ from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from test_llm_trl import TRAINERS, make_trainer
 from whence import NonPositive
-from whence.llm import trl, trl_settings
+from whence.llm import trl_settings
+from whence.llm.trl_passes import SCALE
 
 ROOT = Path(__file__).parent.parent
 HELD = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
@@ -61,13 +62,13 @@ def test_the_batch_that_is_edited(kind, tmp_path, monkeypatch):
 def test_what_is_added_to_a_batch_follows_its_rows():
     rows = {
         "completion_ids": torch.arange(8).reshape(4, 2),
-        trl._SCALE: torch.arange(4.0),
+        SCALE: torch.arange(4.0),
         "num_items_in_batch": torch.tensor(8),
     }
     shuffled = shuffle_sequence_dict(rows)
-    assert torch.equal(shuffled["completion_ids"][:, 0] // 2, shuffled[trl._SCALE].long())
+    assert torch.equal(shuffled["completion_ids"][:, 0] // 2, shuffled[SCALE].long())
     parts = split_tensor_dict(shuffled, 2)
-    assert [len(part[trl._SCALE]) for part in parts] == [2, 2]
+    assert [len(part[SCALE]) for part in parts] == [2, 2]
     assert [int(part["num_items_in_batch"]) for part in parts] == [8, 8]
     # Rows that do not divide are cut off without a word, which is why none is ever removed.
     assert sum(len(part["completion_ids"]) for part in split_tensor_dict({"completion_ids": torch.zeros(5, 2)}, 2)) == 4

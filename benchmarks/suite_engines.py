@@ -127,7 +127,7 @@ def find_obstacle(known: list[Measured], size: int, device: str) -> str | None:
 
 
 def estimate(known: list[Measured], size: int, reason: str) -> Measured:
-    """Return what so many records would take, by the growth of what fewer took."""
+    """Return what so many records would take, in proportion to what fewer took."""
     sizes = [line["records"] for line in known]
     seconds, plain = (predict(sizes, [line[name]["median"] for line in known], size) for name in ("seconds", "plain"))
     return {

@@ -83,15 +83,17 @@ def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 
 def predict(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
-    """Return the value at a larger size, by the growth between the two largest sizes; of one size in proportion.
+    """Return the value at a larger size, in proportion to the value at the largest one that was measured.
+
+    More records than a budget holds are scored part by part. A growth fitted to fewer would see the step from one pass
+    to two, and go on with it.
 
     Args:
         sizes: the sizes measured, in order, at least one.
         values: the value at each.
         size: the larger size.
     """
-    exponent = fit_exponent(sizes[-2:], values[-2:]) if len(sizes) > 1 else 1.0
-    return values[-1] * (size / sizes[-1]) ** exponent
+    return values[-1] * size / sizes[-1]
 
 
 def find_free_memory(device: str) -> int:

@@ -26,7 +26,7 @@ demo: .venv/demo.stamp
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-## The tests that take both cores for long: sweeps over nodes that die, a model in shards of four processes.
+## The tests that take long: sweeps over nodes that die, models in shards, and further cases of what `make test` has.
 test-long: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 

@@ -223,8 +223,15 @@ def test_a_run_is_told_by_what_it_does(cache):
 
 
 @pytest.mark.parametrize("layers", [1, 2, "*.layers.3.*", "*.self_attn.*", ["*.layers.1.mlp.*", "*lm_head*"], None])
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("kind", ["sequence", "validation"])
+@pytest.mark.parametrize(
+    ("lora", "kind"),
+    [
+        (False, "sequence"),
+        pytest.param(True, "validation", marks=pytest.mark.long),
+        pytest.param(False, "validation", marks=pytest.mark.long),
+        pytest.param(True, "sequence", marks=pytest.mark.long),
+    ],
+)
 def test_the_work_of_scoring_follows_the_layers(layers, lora, kind):
     settings = SHAPE | {"num_hidden_layers": 5}
     model = make_model(**settings)

@@ -158,7 +158,9 @@ class TestEngines:
     def test_growth_by_hand(self):
         assert suite_timing.fit_exponent([1, 10, 100], [2, 20, 200]) == pytest.approx(1)
         assert suite_timing.predict([10], [3.0], 40) == pytest.approx(12)
-        assert suite_timing.predict([1, 10, 20], [9.0, 2.0, 8.0], 40) == pytest.approx(16)  # of the last, whatever the growth
+        assert suite_timing.predict([1, 10, 20], [9.0, 2.0, 8.0], 40) == pytest.approx(
+            16
+        )  # of the last, whatever the growth
 
     def test_a_long_first_turn_is_the_only_one(self, monkeypatch):
         seconds = iter([4.0, 3.0])

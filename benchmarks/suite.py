@@ -43,12 +43,12 @@ def measure(out: Path, cells: list[Cell], device: str, repeats: int) -> None:
         if cell.name in results:
             continue
         start = time.perf_counter()
-        measured = cell.measure(Setting(device, repeats, results))
-        if "skipped" in measured:  # no result: it is measured where it can be
-            print(f"[{place}/{len(cells)}] {cell.name}: {measured['skipped']}", flush=True)
+        result = cell.measure(Setting(device, repeats, results))
+        if "skipped" in result:  # no result: it is measured where it can be
+            print(f"[{place}/{len(cells)}] {cell.name}: {result['skipped']}", flush=True)
             continue
         took = round(time.perf_counter() - start, 1)
-        line = write_result(out, device, cell, {**measured, **about, "took": took})
+        line = write_result(out, device, cell, {**result, **about, "took": took})
         print(f"[{place}/{len(cells)}] {cell.name}: {describe(line)} ({took:g} s)", flush=True)
 
 

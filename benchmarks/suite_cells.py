@@ -14,7 +14,7 @@ from whence.experiments.jsonlines import put_line, read_lines
 KEYS = ("device", "cell")
 """What tells the lines of results apart."""
 
-Measured = dict[str, Any]
+Result = dict[str, Any]
 """What was found in a cell: `seconds` and so on; `estimated`, why it was not measured; or `refused`, and why."""
 
 
@@ -30,7 +30,7 @@ class Setting:
 
     device: str
     repeats: int
-    results: Mapping[str, Measured] = field(default_factory=dict)
+    results: Mapping[str, Result] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Cell:
 
     name: str
     section: str
-    measure: Callable[[Setting], Measured]
+    measure: Callable[[Setting], Result]
     smaller: tuple[str, ...] = ()
 
 
@@ -70,9 +70,9 @@ def choose(cells: Sequence[Cell], only: str | None) -> list[Cell]:
             if fnmatch.fnmatchcase(cell.name, pattern) or cell.name.startswith(f"{pattern}/") or cell.section == pattern
         ]
         if not chosen:
-            known = sorted({cell.section for cell in cells} | {cell.name for cell in cells})
+            valid_names = sorted({cell.section for cell in cells} | {cell.name for cell in cells})
             raise WhenceError(
-                f"--only names {pattern!r}, which is no cell.{suggest(pattern, known)} --list shows all cells."
+                f"--only names {pattern!r}, which is no cell.{suggest(pattern, valid_names)} --list shows all cells."
             )
         names.update(name for cell in chosen for name in (cell.name, *cell.smaller))
     return [cell for cell in cells if cell.name in names]
@@ -83,17 +83,17 @@ def results_file(out: Path) -> Path:
     return out / "cells.jsonl"
 
 
-def read_results(out: Path) -> dict[str, dict[str, Measured]]:
+def read_results(out: Path) -> dict[str, dict[str, Result]]:
     """Return what was found, by device and cell."""
-    results: dict[str, dict[str, Measured]] = {}
+    results: dict[str, dict[str, Result]] = {}
     for (device, cell), line in read_lines(results_file(out), KEYS).items():
         results.setdefault(device, {})[cell] = line
     return results
 
 
-def write_result(out: Path, device: str, cell: Cell, measured: Measured) -> Measured:
+def write_result(out: Path, device: str, cell: Cell, result: Result) -> Result:
     """Write a cell's line, and return it; several processes may measure other cells at a time."""
-    line = {"device": device, "cell": cell.name, "section": cell.section, **measured}
+    line = {"device": device, "cell": cell.name, "section": cell.section, **result}
     with FileLock(out / ".lock"):
         put_line(results_file(out), line, KEYS)
     return line

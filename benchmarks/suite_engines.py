@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import whence
-from benchmarks.suite_cells import Cell, Measured, Setting
+from benchmarks.suite_cells import Cell, Result, Setting
 from benchmarks.suite_policies import LANGUAGE, WIDTHS, Subject, make_subject
 from benchmarks.suite_timing import (
     find_free_memory,
@@ -77,16 +77,16 @@ def make_plain_pass(subject: Subject, records: whence.RecordBatch) -> Callable[[
     return run
 
 
-def measure_engine(name: str, engine: str, size: int, setting: Setting) -> Measured:
+def measure_engine(name: str, engine: str, size: int, setting: Setting) -> Result:
     """Return the seconds of scoring and of a plain pass in turns, or their estimates; and the memory."""
-    smaller = [setting.results.get(f"{name}/{engine}/{fewer}") for fewer in (*SIZES, *ROWS) if fewer < size]
-    rows = [line for line in smaller if line is not None]
-    refused = next((line["refused"] for line in rows if "refused" in line), None)
+    lines = [setting.results.get(f"{name}/{engine}/{fewer}") for fewer in (*SIZES, *ROWS) if fewer < size]
+    lines = [line for line in lines if line is not None]
+    refused = next((line["refused"] for line in lines if "refused" in line), None)
     if refused is not None:
         return {"records": size, "refused": refused}
-    known = [line for line in rows if "estimated" not in line]
-    if known and (reason := find_obstacle(known, size, setting.device)):
-        return estimate(known, size, reason)
+    smaller = [line for line in lines if "estimated" not in line]
+    if smaller and (reason := find_obstacle(smaller, size, setting.device)):
+        return estimate(smaller, size, reason)
     subject = make_subject(name, setting.device)
     records = subject.records(size)
     runs = [score(subject, records, engine), make_plain_pass(subject, records)]
@@ -95,7 +95,7 @@ def measure_engine(name: str, engine: str, size: int, setting: Setting) -> Measu
     except (WhenceError, RuntimeError, NotImplementedError) as failure:
         return {"records": size, "refused": first_line(failure)}
     seconds, plain = ([turn[place] for turn in turns] for place in (0, 1))
-    measured = {
+    result = {
         "records": size,
         "parameters": subject.parameters,
         "budget": subject.memory,
@@ -105,8 +105,8 @@ def measure_engine(name: str, engine: str, size: int, setting: Setting) -> Measu
         "ratio": spread([one / other for one, other in zip(seconds, plain, strict=True)]),
     }
     if min(seconds) < PEAK_LIMIT or size == SIZES[-1]:
-        measured["peak"] = measure_peak(runs[0], setting.device)
-    return measured
+        result["peak"] = measure_peak(runs[0], setting.device)
+    return result
 
 
 def count_bytes(records: whence.RecordBatch) -> int:
@@ -115,24 +115,24 @@ def count_bytes(records: whence.RecordBatch) -> int:
     return sum(leaf.nbytes for leaf in leaves) // len(records)
 
 
-def find_obstacle(known: list[Measured], size: int, device: str) -> str | None:
+def find_obstacle(smaller: list[Result], size: int, device: str) -> str | None:
     """Return why so many records are not scored, from what fewer took; None: they are."""
-    sizes = [line["records"] for line in known]
-    seconds = predict(sizes, [line["seconds"]["median"] for line in known], size)
+    sizes = [line["records"] for line in smaller]
+    seconds = predict(sizes, [line["seconds"]["median"] for line in smaller], size)
     if is_too_long(seconds):
         return "time"
-    if 3 * known[-1]["record_bytes"] * size + known[-1]["budget"] > find_free_memory(device):
+    if 3 * smaller[-1]["record_bytes"] * size + smaller[-1]["budget"] > find_free_memory(device):
         return "memory"  # the records, their copies on the way, and what scoring may hold
     return None
 
 
-def estimate(known: list[Measured], size: int, reason: str) -> Measured:
+def estimate(smaller: list[Result], size: int, reason: str) -> Result:
     """Return what so many records would take, in proportion to what fewer took."""
-    sizes = [line["records"] for line in known]
-    seconds, plain = (predict(sizes, [line[name]["median"] for line in known], size) for name in ("seconds", "plain"))
+    sizes = [line["records"] for line in smaller]
+    seconds, plain = (predict(sizes, [line[name]["median"] for line in smaller], size) for name in ("seconds", "plain"))
     return {
         "records": size,
-        "parameters": known[-1]["parameters"],
+        "parameters": smaller[-1]["parameters"],
         "estimated": reason,
         "estimated_from": sizes,
         "seconds": {"median": seconds},
@@ -141,7 +141,7 @@ def estimate(known: list[Measured], size: int, reason: str) -> Measured:
     }
 
 
-def measure_training(name: str, engine: str, setting: Setting) -> Measured:
+def measure_training(name: str, engine: str, setting: Setting) -> Result:
     """Return scoring divided by SB3's `train()`, its memory by a training step's, and ten targets by one."""
     subject = make_subject(name, setting.device)
     assert subject.model is not None

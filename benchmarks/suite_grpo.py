@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.cheap_scores import PROMPT, RESPONSE, VOCABULARY, write_sums
-from benchmarks.suite_cells import Measured, Setting
+from benchmarks.suite_cells import Result, Setting
 from benchmarks.suite_language import make_language_model
 from benchmarks.suite_rounds import spread_stages
 from benchmarks.suite_timing import spread
@@ -86,7 +86,7 @@ def make_grpo(kind: str, folder: str, setting: Setting) -> tuple[Any, StepClock]
     return trainer, clock
 
 
-def measure_trainers(setting: Setting) -> Measured:
+def measure_trainers(setting: Setting) -> Result:
     """Return the seconds of a step of TRL's GRPO and of whence's, and scoring's share; two trainings of each."""
     steps: dict[str, list[dict[str, float]]] = {"TRL": [], "whence": []}
     for _ in range(2):

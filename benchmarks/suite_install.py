@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite_cells import Cell, Measured, Setting
+from benchmarks.suite_cells import Cell, Result, Setting
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +37,7 @@ def run(*command: object, cwd: Path) -> str:
     return process.stdout
 
 
-def measure_install(setting: Setting) -> Measured:
+def measure_install(setting: Setting) -> Result:
     """Return the seconds of each stage, once; where pip has the packages on disk they do not come from the net."""
     seconds = {}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import whence
 from benchmarks.peers import PEERS, Peer, batch_size, is_installed, take
-from benchmarks.suite_cells import Cell, Measured, Setting
+from benchmarks.suite_cells import Cell, Result, Setting
 from benchmarks.suite_engines import score
 from benchmarks.suite_policies import RL, Subject, make_subject
 from benchmarks.suite_timing import find_free_memory, is_too_long, measure_peak, spread, take_turns, time_once
@@ -53,7 +53,7 @@ def silence() -> Iterator[None]:
         yield
 
 
-def measure_peer(policy: str, name: str, size: int, setting: Setting) -> Measured:
+def measure_peer(policy: str, name: str, size: int, setting: Setting) -> Result:
     """Return the seconds of a peer and of whence in turns, its memory, and how its scores agree."""
     peer = PEERS[name]
     if not is_installed(peer):
@@ -72,7 +72,7 @@ def describe_failure(failure: Exception) -> str:
     return f"{type(failure).__name__}: {text}"
 
 
-def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measured:
+def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Result:
     """Return what `measure_peer` does of a peer that can express the question."""
     question = subject.question(size)
     question = replace(question, model=deepcopy(question.model))  # peers leave hooks and gradients behind
@@ -86,7 +86,7 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measur
     turns = take_turns([run, whence_run], repeats=setting.repeats, device=setting.device)
     (scores, peak), (influence, whence_peak) = (run_for_peak(each, setting.device) for each in (run, whence_run))
     scores, truth = scores.detach().cpu().double(), influence.scores.double()
-    measured = {
+    result = {
         "records": size,
         "seconds": spread([turn[0] for turn in turns]),
         "whence": spread([turn[1] for turn in turns]),
@@ -99,8 +99,8 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Measur
     if peer.layers is not None and subject.model is not None:
         settings = {**subject.scoring, "layers": [peer.layers]}
         of_layers = whence.attribute(subject.policy, records, **settings).scores.double()
-        measured["difference_of_layers"] = measure_difference(scores, of_layers)
-    return measured
+        result["difference_of_layers"] = measure_difference(scores, of_layers)
+    return result
 
 
 def measure_difference(scores: Tensor, truth: Tensor) -> float:

@@ -6,7 +6,7 @@ from functools import partial
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-from benchmarks.suite_cells import Cell, Measured, Setting
+from benchmarks.suite_cells import Cell, Result, Setting
 from benchmarks.suite_policies import make_model
 from benchmarks.suite_timing import spread
 from whence import IIF
@@ -45,7 +45,7 @@ class Clock(BaseCallback):
         return True
 
 
-def measure_world(world: str, setting: Setting) -> Measured:
+def measure_world(world: str, setting: Setting) -> Result:
     """Return the seconds of rounds of SB3's PPO and of PPO with IIF by stage; rounds of the two take turns."""
     plain, scored = (make_model(WORLDS[world], setting.device) for _ in range(2))
     influence = InfluenceCallback(IIF(drop=DROP))
@@ -74,7 +74,7 @@ def spread_stages(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]
     return {stage: spread([each[stage] for each in rounds]) for stage in rounds[0]}
 
 
-def measure_grpo(setting: Setting) -> Measured:
+def measure_grpo(setting: Setting) -> Result:
     """Return the seconds of a step of TRL's GRPO and of whence's, and scoring's share."""
     from benchmarks.suite_grpo import measure_trainers  # TRL takes seconds to import
 

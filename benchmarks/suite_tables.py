@@ -12,7 +12,7 @@ import typer
 
 from benchmarks.markdown import table
 from benchmarks.peers import PEERS
-from benchmarks.suite_cells import Measured, read_results
+from benchmarks.suite_cells import Result, read_results
 from benchmarks.suite_engines import ENGINES, LANGUAGE_ENGINES, ROWS, SIZES
 from benchmarks.suite_engines import POLICIES as ENGINE_POLICIES
 from benchmarks.suite_engines import list_cells as list_engine_cells
@@ -24,7 +24,7 @@ from whence.guards import write_atomically
 FLAT = 0.05
 """The change of the peak, at most, for which memory counts as flat."""
 
-Cells = Mapping[str, Measured]
+Cells = Mapping[str, Result]
 
 
 def show_seconds(seconds: float) -> str:
@@ -50,13 +50,13 @@ def show_command(cell: str) -> str:
     return f"`--only {cell}`"
 
 
-def show_failure(line: Measured) -> str:
+def show_failure(line: Result) -> str:
     """Return why a cell has no figure, short enough for a table."""
     text = line["refused"].replace("|", "/")
     return f"no: {text[:157]}…" if len(text) > 158 else f"no: {text}"
 
 
-def mark_of(line: Measured) -> str:
+def mark_of(line: Result) -> str:
     """Return "~" for an estimate."""
     return "~" if "estimated" in line else ""
 
@@ -88,23 +88,23 @@ def tabulate_engines(cells: Cells) -> str:
             lines.append([show_command(name), f"{line['records']:,}", show_failure(line), "–", "–", "–"])
             continue
         mark = mark_of(line)
-        shown = [show(line[key], show_seconds, mark) for key in ("seconds", "plain")]
+        values = [show(line[key], show_seconds, mark) for key in ("seconds", "plain")]
         turns = f"0 ({line['estimated']})" if mark else str(line["seconds"]["turns"])
         ratio = show(line["ratio"], mark=mark)
-        lines.append([show_command(name), f"{line['records']:,}", shown[0], ratio, shown[1], turns])
+        lines.append([show_command(name), f"{line['records']:,}", values[0], ratio, values[1], turns])
     return table(lines) if len(lines) > 1 else ""
 
 
-def find_peaks(cells: Cells) -> dict[str, list[Measured]]:
+def find_peaks(cells: Cells) -> dict[str, list[Result]]:
     """Return the measured cells with a peak of each policy and engine, by the number of records."""
-    peaks: dict[str, list[Measured]] = {}
+    peaks: dict[str, list[Result]] = {}
     for name, line in cells.items():
         if line["section"] == "engines" and "peak" in line and not name.startswith("width-"):
             peaks.setdefault(name.rsplit("/", 1)[0], []).append(line)
     return {row: sorted(each, key=lambda line: line["records"]) for row, each in peaks.items()}
 
 
-def compare_peaks(lines: Sequence[Measured]) -> dict[str, Any]:
+def compare_peaks(lines: Sequence[Result]) -> dict[str, Any]:
     """Return the peaks by records, their change up to the most records, and whether they are within the budget."""
     peaks = {line["records"]: line["peak"]["tensors"] for line in lines}
     last, grown = max(peaks), [line["peak"]["grown"] or 0 for line in lines]
@@ -130,11 +130,11 @@ def tabulate_memory(cells: Cells) -> str:
     head = ["policy/engine", "budget, MiB", "tensors, MiB, by records", "process, MiB", "in it", "flat within 5%"]
     lines = [head]
     for row, each in find_peaks(cells).items():
-        found = compare_peaks(each)
-        peaks = ", ".join(f"{n:,}: {show_bytes(peak)}" for n, peak in found["tensors"].items())
-        flat = "; ".join(f"from {size:,}: {show_change(change)}" for size, change in found["changes"].items()) or "–"
-        grown, within = show_bytes(found["grown"]), "yes" if found["within"] else "**no**"
-        lines.append([f"`{row}`", show_bytes(found["budget"]), peaks, grown, within, flat])
+        memory = compare_peaks(each)
+        peaks = ", ".join(f"{n:,}: {show_bytes(peak)}" for n, peak in memory["tensors"].items())
+        flat = "; ".join(f"from {size:,}: {show_change(change)}" for size, change in memory["changes"].items()) or "–"
+        grown, within = show_bytes(memory["grown"]), "yes" if memory["within"] else "**no**"
+        lines.append([f"`{row}`", show_bytes(memory["budget"]), peaks, grown, within, flat])
     return table(lines) if len(lines) > 1 else ""
 
 
@@ -174,8 +174,8 @@ def tabulate_training(cells: Cells) -> str:
     for name, line in cells.items():
         if line["section"] == "training":
             share = show(line["share"], "{:.2%}".format)
-            shown = [f"{line['records']:,}", show(line["seconds"], show_seconds), share, f"{line['memory']:.2f}"]
-            lines.append([show_command(name), *shown, show(line["ten_targets"], "{:.1f}".format)])
+            values = [f"{line['records']:,}", show(line["seconds"], show_seconds), share, f"{line['memory']:.2f}"]
+            lines.append([show_command(name), *values, show(line["ten_targets"], "{:.1f}".format)])
     return table(lines) if len(lines) > 1 else ""
 
 
@@ -205,7 +205,7 @@ def tabulate_peers(cells: Cells) -> str:
     return table(lines) if len(lines) > 1 else ""
 
 
-def show_difference(line: Measured) -> str:
+def show_difference(line: Result) -> str:
     """Return how far a peer's scores are from whence's, and why, if they are others by definition."""
     of_layers = line.get("difference_of_layers")
     if of_layers is not None:

@@ -36,7 +36,7 @@ def _fixed_seed() -> None:
 def _no_process_is_left() -> Iterator[None]:
     """A file's tests end the processes that they start: else those of other files, which count theirs, fail."""
     yield
-    left = multiprocessing.active_children()
-    for process in left:
+    children = multiprocessing.active_children()
+    for process in children:
         process.kill()
-    assert not left, f"left behind: {left}"
+    assert not children, f"left behind: {children}"

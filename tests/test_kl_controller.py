@@ -140,12 +140,12 @@ def test_rounds_reach_the_target_from_any_rate(learning_rate):
     ("divergences", "times"), [([0.001] * 6 + [0.02] + [0.001] * 6, 1), ([0.001] * 4 + [0.02] + [0.001] * 4, 0)]
 )
 def test_a_target_out_of_reach_is_told_once(caplog, monkeypatch, divergences, times):
-    measured = iter(divergences)
-    monkeypatch.setattr("whence.sb3.kl_controller.measure_divergence", lambda model: next(measured))
+    values = iter(divergences)
+    monkeypatch.setattr("whence.sb3.kl_controller.measure_divergence", lambda model: next(values))
     model(learning_rate=1e-3).learn(len(divergences) * STEPS, callback=KLController(0.01, bounds=(1e-3, 1e-3)))
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == times
-    for text in said:
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == times
+    for text in messages:
         assert text.startswith("The learning rate is at its bound of 0.001, and a round still takes the policy less")
         assert "0.001 nats, the mean of 5 rounds" in text
         assert "choose a target of about 0.001. Else raise `bounds`" in text

@@ -250,13 +250,13 @@ def test_the_work_of_scoring_follows_the_layers(layers, lora, kind):
     with FlopCounterMode(display=False) as counter:
         score(model, rows, scoring)
     with skip_weights():
-        own = AutoModelForCausalLM.from_config(make_model(**settings).config)
-        own = adapted(own) if lora else own
+        empty_model = AutoModelForCausalLM.from_config(make_model(**settings).config)
+        empty_model = adapted(empty_model) if lora else empty_model
     shape = BatchShape(8, 10, 6)
-    own_rows = None if kind == "sequence" else replace(shape, rows=32)
-    estimate = _measure_scoring(own.eval(), shape, 64, own_rows, None, layers=layers).flops
+    target_shape = None if kind == "sequence" else replace(shape, rows=32)
+    estimate = _measure_scoring(empty_model.eval(), shape, 64, target_shape, None, layers=layers).flops
     assert estimate == pytest.approx(counter.get_total_flops(), rel=0.05)
-    assert all(p.requires_grad == (not lora or "lora" in name) for name, p in own.named_parameters())
+    assert all(p.requires_grad == (not lora or "lora" in name) for name, p in empty_model.named_parameters())
 
 
 def test_an_adapter_is_added_without_a_warning_of_old_names(cache):

@@ -87,7 +87,7 @@ class TestRuns:
         suite.measure(tmp_path, cells, "cpu", 1)
         suite.measure(tmp_path, cells, "cpu", 1)
         assert len(calls) == 3
-        assert list(calls[2]) == ["one"]  # it sees what others found
+        assert list(calls[2]) == ["one"]  # it sees what others result
         assert list(read_results(tmp_path)["cpu"]) == ["one", "two"]
         assert "[1/2] one: ~1 s" in capsys.readouterr().out
 
@@ -112,11 +112,11 @@ class TestRuns:
 
 class TestEngines:
     def test_a_row_is_scored_and_its_memory_counted(self, subject):
-        found = suite_engines.measure_engine(TINY, "ghost", 64, Setting("cpu", 2))
-        assert found["seconds"]["turns"] == found["ratio"]["turns"] == 2
-        assert 0 < found["seconds"]["low"] <= found["seconds"]["median"] <= found["seconds"]["high"]
-        assert 0 < found["peak"]["tensors"] < found["budget"]
-        assert found["parameters"] == subject.parameters
+        result = suite_engines.measure_engine(TINY, "ghost", 64, Setting("cpu", 2))
+        assert result["seconds"]["turns"] == result["ratio"]["turns"] == 2
+        assert 0 < result["seconds"]["low"] <= result["seconds"]["median"] <= result["seconds"]["high"]
+        assert 0 < result["peak"]["tensors"] < result["budget"]
+        assert result["parameters"] == subject.parameters
 
     def test_more_records_than_were_collected_repeat_them(self, subject):
         few, many = subject.records(64), subject.records(150)
@@ -134,11 +134,11 @@ class TestEngines:
     def test_what_would_take_too_long_is_estimated_in_proportion(self, monkeypatch):
         monkeypatch.setattr(suite_engines, "make_subject", lambda *_: pytest.fail("it was measured"))
         results = {"mlp/loop/512": engine_line(4.0, 512), "mlp/loop/2048": engine_line(20.0, 2048)}
-        found = suite_engines.measure_engine("mlp", "loop", 16384, Setting("cpu", 1, results))
-        assert (found["estimated"], found["estimated_from"]) == ("time", [512, 2048])
-        assert found["seconds"]["median"] == pytest.approx(160)
-        assert found["plain"]["median"] == pytest.approx(8)
-        results["mlp/loop/16384"] = found
+        result = suite_engines.measure_engine("mlp", "loop", 16384, Setting("cpu", 1, results))
+        assert (result["estimated"], result["estimated_from"]) == ("time", [512, 2048])
+        assert result["seconds"]["median"] == pytest.approx(160)
+        assert result["plain"]["median"] == pytest.approx(8)
+        results["mlp/loop/16384"] = result
         further = suite_engines.measure_engine("mlp", "loop", 131072, Setting("cpu", 1, results))
         assert further["estimated_from"] == [512, 2048]  # not from an estimate
         assert further["seconds"]["median"] == pytest.approx(1280)
@@ -152,8 +152,8 @@ class TestEngines:
     def test_an_engine_that_refused_fewer_records_is_not_asked_again(self, monkeypatch):
         monkeypatch.setattr(suite_engines, "make_subject", lambda *_: pytest.fail("it was asked"))
         results = {"mlp/vmap/512": {"records": 512, "refused": "no rule"}}
-        found = suite_engines.measure_engine("mlp", "vmap", 2048, Setting("cpu", 1, results))
-        assert found == {"records": 2048, "refused": "no rule"}
+        result = suite_engines.measure_engine("mlp", "vmap", 2048, Setting("cpu", 1, results))
+        assert result == {"records": 2048, "refused": "no rule"}
 
     def test_growth_by_hand(self):
         assert suite_timing.fit_exponent([1, 10, 100], [2, 20, 200]) == pytest.approx(1)
@@ -182,10 +182,10 @@ class TestPeers:
         assert suite_peers.measure_difference(scores.double(), truth.scores.double()) < 1e-5
 
     def test_a_peer_and_whence_take_turns(self, subject):
-        found = suite_peers.compare(peers.PEERS["torch-vmap"], subject, 64, Setting("cpu", 1))
-        assert found["difference"] < 1e-5
-        assert found["spearman"] == pytest.approx(1)
-        assert found["ratio"]["median"] == pytest.approx(found["seconds"]["median"] / found["whence"]["median"])
+        result = suite_peers.compare(peers.PEERS["torch-vmap"], subject, 64, Setting("cpu", 1))
+        assert result["difference"] < 1e-5
+        assert result["spearman"] == pytest.approx(1)
+        assert result["ratio"]["median"] == pytest.approx(result["seconds"]["median"] / result["whence"]["median"])
 
     def test_a_peer_that_cannot_express_it_says_why(self, subject, monkeypatch):
         def fail(question):
@@ -193,8 +193,8 @@ class TestPeers:
 
         monkeypatch.setitem(peers.PEERS, "none", peers.Peer(fail, note="other"))
         monkeypatch.setattr(suite_peers, "make_subject", lambda *_: subject)
-        found = suite_peers.measure_peer("mlp", "none", 64, Setting("cpu", 1))
-        assert found == {"records": 64, "note": "other", "refused": "ValueError: policies of two actions alone"}
+        result = suite_peers.measure_peer("mlp", "none", 64, Setting("cpu", 1))
+        assert result == {"records": 64, "note": "other", "refused": "ValueError: policies of two actions alone"}
 
     def test_an_assertion_without_words_is_told_by_its_line(self):
         code = compile("assert ()", "<peer>", "exec")
@@ -261,10 +261,10 @@ class TestTables:
 
     def test_memory_is_flat_where_it_grows_by_less_than_a_twentieth(self):
         peaks = suite_tables.find_peaks(make_results()["cpu"])["mlp/ghost"]
-        found = suite_tables.compare_peaks(peaks)
-        assert found["changes"] == {2048: 7.0}
+        result = suite_tables.compare_peaks(peaks)
+        assert result["changes"] == {2048: 7.0}
         assert suite_tables.compare_peaks(peaks[:2])["changes"] == {512: 3.0}
-        assert found["within"]
+        assert result["within"]
         assert suite_tables.show_change(0.04) == "yes, +4%"
         assert suite_tables.show_change(-0.06) == "no, −6%"
         assert suite_tables.show_change(7.0) == "no, 8 times"

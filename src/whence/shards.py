@@ -33,15 +33,15 @@ def release_whole(modules: Iterable[nn.Module]) -> None:
     FSDP2 keeps those of the outermost module. ZeRO-3 keeps those of layers whose inputs need no gradient, such as
     embeddings; every process has to call this after the same passes.
     """
-    kept: list[Any] = []
+    whole: list[Any] = []
     for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
-        kept += [p for p in module._parameters.values() if p is not None and _is_kept(p)]
-    if kept:
-        for parameter in kept:
+        whole += [p for p in module._parameters.values() if p is not None and _is_kept(p)]
+    if whole:
+        for parameter in whole:
             parameter.ds_active_sub_modules.clear()  # the layers whose passes have not ended, as ZeRO sees it
-        kept[0].partition(param_list=kept)
+        whole[0].partition(param_list=whole)
 
 
 def _is_kept(parameter: Any) -> bool:

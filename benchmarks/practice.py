@@ -1,8 +1,8 @@
 """Does it pay to choose records with the PPO that people use, and at the same divergence a round?
 
 Run: `python -m benchmarks.practice results/practice [--seeds 0,1] [--only cartpole] [--workers 2]`. Runs are made seed
-by seed, all environments before the next seed; a finished run is not made again, an interrupted one goes on. Tables:
-`python -m benchmarks.practice_tables`.
+by seed, all environments before the next seed; the settings that have few seeds come last. A finished run is not made
+again, an interrupted one goes on. Tables: `python -m benchmarks.practice_tables`.
 
 Each run has SB3's default settings, Adam and one environment. It trains
 
@@ -130,17 +130,20 @@ def configure_world(name: str, **settings: Any) -> RunConfig:
     return configure(env=world.env, **world.settings, **{"rounds": rounds, **fixed, **settings})
 
 
-def plan_runs(name: str, seed: int) -> Iterator[Planned]:
+def plan_runs(name: str, seed: int, compared: Iterable[Steps]) -> Iterator[Planned]:
     """Yield the runs of an environment and a seed."""
-    for steps in [*list_steps(), *(list_settings(WORLDS[name]) if seed < FEW else [])]:
+    for steps in compared:
         for arm, drop in steps.arms:
             run = replace(configure_world(name, **steps.settings), seed=seed, arm=arm, drop=drop)
             yield Planned(f"{name}-{steps.name}", make_label(run, DROP), run, metrics=("train/clip_fraction",))
 
 
-def plan_study(names: Iterable[str], seeds: Iterable[int]) -> list[Planned]:
-    """Return the runs of some environments, seed by seed."""
-    return [planned for seed in seeds for name in names for planned in plan_runs(name, seed)]
+def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:
+    """Return the runs of some environments: rates and targets seed by seed, then the other settings."""
+    pairs = [(name, seed) for seed in seeds for name in names]
+    main = [planned for name, seed in pairs for planned in plan_runs(name, seed, list_steps())]
+    few = [(name, seed) for name, seed in pairs if seed < FEW]
+    return main + [planned for name, seed in few for planned in plan_runs(name, seed, list_settings(WORLDS[name]))]
 
 
 def main(

@@ -126,7 +126,15 @@ def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("page", [page for page in PAGES if command_lines(page)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        # The reference repeats what the guides show, with other options.
+        pytest.param(page, marks=pytest.mark.long if page == "reference/command" else ())
+        for page in PAGES
+        if command_lines(page)
+    ],
+)
 def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch, capsys):
     for module in ("comparison", "sweep"):
         for name in ("run_all", "run_all_on_ray"):

@@ -118,9 +118,13 @@ SHORT = {"max_episode_steps": 300}
     [
         (RunConfig("Acrobot-v1", "ppo", 0), 256, 12_288),
         (RunConfig("LunarLander-v3", "ppo", 0), 64, 4_096),
-        (RunConfig("BipedalWalker-v3", "ppo", 0, env_kwargs=SHORT, pool_kwargs=SHORT), 40, 4_096),
+        pytest.param(
+            RunConfig("BipedalWalker-v3", "ppo", 0, env_kwargs=SHORT, pool_kwargs=SHORT),
+            *(40, 4_096),
+            marks=pytest.mark.long,
+        ),
         (replace(GRID, policy="CnnPolicy", policy_kwargs={"features_extractor_class": "MiniGridCNN"}), 128, 8_192),
-        (HIGHWAY, 24, 0),
+        pytest.param(HIGHWAY, 24, 0, marks=pytest.mark.long),
     ],
     ids=lambda given: given.env.rpartition(":")[2] if isinstance(given, RunConfig) else str(given),
 )

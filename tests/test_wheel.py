@@ -1,4 +1,4 @@
-"""What is shipped installs into an empty environment, and works there without the source tree."""
+"""What is shipped works without the source tree, and installs into an empty environment."""
 
 import json
 import os
@@ -12,33 +12,59 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*command: object, cwd: Path) -> str:
+TINY = ("--rounds", 1, "--eval-episodes", 2, "--seeds", 1, "--arms", "ppo,iif", "--workers", 1)
+COMPARE = ("compare", "CartPole-v1", *TINY, "--out", "out")
+
+
+def check_comparison(folder: Path) -> None:
+    assert (folder / "report.html").stat().st_size > 100_000
+    assert "CartPole-v1" in json.loads((folder / "summary.json").read_text())
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
     # The environment of the test run must not leak in; and what one command compiles, the next one reads.
     leaking = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
-    clean = {name: value for name, value in os.environ.items() if name not in leaking}
+    clean = {name: value for name, value in os.environ.items() if name not in leaking} | environment
     process = subprocess.run([str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 
 
+PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the source tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, *PIP, "wheel", ROOT, "--no-deps", "--wheel-dir", folder, cwd=folder)
+    (path,) = folder.glob("whence-*.whl")
+    return path
+
+
+def test_it_holds_all_that_the_command_needs(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as shipped:
+        names = shipped.namelist()
+        shipped.extractall(tmp_path / "unpacked")
+    assert {"whence/experiments/rl/presets.toml", "whence/report/template.html"} <= set(names)
+    assert not [name for name in names if name.startswith(("tests", "docs", "results"))]
+    compare = (sys.executable, "-c", "import whence; print(whence.__file__); from whence.cli import main; main()")
+    printed = run(*compare, *COMPARE, cwd=tmp_path, PYTHONPATH=str(tmp_path / "unpacked"))
+    assert printed.startswith(str(tmp_path / "unpacked"))
+    check_comparison(tmp_path / "out")
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
-    pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
-    run(sys.executable, *pip, "wheel", ROOT, "--no-deps", "--wheel-dir", tmp_path, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("whence-*.whl")
-    shipped = set(zipfile.ZipFile(wheel).namelist())
-    assert {"whence/experiments/rl/presets.toml", "whence/report/template.html"} <= shipped
-    assert not [name for name in shipped if name.startswith(("tests", "docs", "results"))]
+def test_it_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
     # Compiling all of the dependencies would take longer than installing them; imports compile what they need.
-    install = (*pip, "--python", tmp_path / "env" / "bin" / "python", "install", "--no-compile")
+    install = (*PIP, "--python", tmp_path / "env" / "bin" / "python", "install", "--no-compile")
     run(sys.executable, *install, "--constraint", ROOT / "constraints.txt", f"{wheel}[cli]", cwd=tmp_path)
     whence = tmp_path / "env" / "bin" / "whence"
     doctor = json.loads(run(whence, "doctor", "--json", cwd=tmp_path))
     assert doctor["sound"] is True
     assert doctor["extras"]["contrib"] == {"sb3-contrib": None}
     assert doctor["extras"]["envs"] == {"Box2D": None, "minigrid": None}
-    tiny = ["--rounds", 1, "--eval-episodes", 2, "--seeds", 1, "--arms", "ppo,iif", "--workers", 1]
-    run(whence, "compare", "CartPole-v1", *tiny, "--out", "out", cwd=tmp_path)
-    assert (tmp_path / "out" / "report.html").stat().st_size > 100_000
-    assert "CartPole-v1" in json.loads((tmp_path / "out" / "summary.json").read_text())
+    run(whence, *COMPARE, cwd=tmp_path)
+    check_comparison(tmp_path / "out")

@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 import typer
 from numpy.typing import NDArray
-from scipy.stats import mannwhitneyu, trim_mean
+from scipy.stats import trim_mean
 
 from benchmarks.markdown import cell, table
 from benchmarks.practice import DEFAULT, RATES, SETTINGS, TARGETS, USUAL, WORLDS
@@ -120,8 +120,9 @@ def interquartile_mean(scores: Scores) -> float:
 
 def probability_of_improvement(one: Scores, other: Scores) -> float:
     """Return how probably a run of one is better than one of the other, averaged over the environments."""
-    parts = [mannwhitneyu(a, b).statistic / (len(a) * len(b)) for a, b in zip(one, other, strict=True)]
-    return float(np.mean(parts))
+    # scipy.stats.mannwhitneyu has the same statistic, and takes minutes for the bootstraps: it tests, too.
+    pairs = (a[:, None] - b for a, b in zip(one, other, strict=True))
+    return float(np.mean([np.mean(np.heaviside(differences, 0.5)) for differences in pairs]))
 
 
 def bootstrap(one: Scores, other: Scores, statistic: Callable[[Scores, Scores], float]) -> dict[str, float]:

@@ -123,7 +123,11 @@ SHORT = {"max_episode_steps": 300}
             *(40, 4_096),
             marks=pytest.mark.long,
         ),
-        (replace(GRID, policy="CnnPolicy", policy_kwargs={"features_extractor_class": "MiniGridCNN"}), 128, 8_192),
+        pytest.param(
+            replace(GRID, policy="CnnPolicy", policy_kwargs={"features_extractor_class": "MiniGridCNN"}),
+            *(128, 8_192),
+            marks=pytest.mark.long,
+        ),
         pytest.param(HIGHWAY, 24, 0, marks=pytest.mark.long),
     ],
     ids=lambda given: given.env.rpartition(":")[2] if isinstance(given, RunConfig) else str(given),

@@ -139,10 +139,9 @@ def dry_runs():
     return commands
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in range(1, len(dry_runs())))]
-)
+@pytest.mark.parametrize("number", range(len(dry_runs())))
 def test_the_pages_commands_are_what_whence_takes(place, number):
     environment, arguments = dry_runs()[number]
     offline = {"HF_HUB_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}

@@ -12,15 +12,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-TINY = ("--rounds", 1, "--eval-episodes", 2, "--seeds", 1, "--arms", "ppo,iif", "--workers", 1)
-COMPARE = ("compare", "CartPole-v1", *TINY, "--out", "out")
-
-
-def check_comparison(folder: Path) -> None:
-    assert (folder / "report.html").stat().st_size > 100_000
-    assert "CartPole-v1" in json.loads((folder / "summary.json").read_text())
-
-
 def run(*command: object, cwd: Path, **environment: str) -> str:
     # The environment of the test run must not leak in; and what one command compiles, the next one reads.
     leaking = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
@@ -48,10 +39,11 @@ def test_it_holds_all_that_the_command_needs(wheel: Path, tmp_path: Path) -> Non
         shipped.extractall(tmp_path / "unpacked")
     assert {"whence/experiments/rl/presets.toml", "whence/report/template.html"} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "docs", "results"))]
-    compare = (sys.executable, "-c", "import whence; print(whence.__file__); from whence.cli import main; main()")
-    printed = run(*compare, *COMPARE, cwd=tmp_path, PYTHONPATH=str(tmp_path / "unpacked"))
+    whence = (sys.executable, "-c", "import whence; print(whence.__file__); from whence.cli import main; main()")
+    train = ("train", "--preset", "lda-code/frozenlake", "--rounds", 1, "--eval-episodes", 2, "--run", "run")
+    printed = run(*whence, *train, cwd=tmp_path, PYTHONPATH=str(tmp_path / "unpacked"))
     assert printed.startswith(str(tmp_path / "unpacked"))
-    check_comparison(tmp_path / "out")
+    assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
 
 
 @pytest.mark.long
@@ -66,5 +58,7 @@ def test_it_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     assert doctor["sound"] is True
     assert doctor["extras"]["contrib"] == {"sb3-contrib": None}
     assert doctor["extras"]["envs"] == {"Box2D": None, "minigrid": None}
-    run(whence, *COMPARE, cwd=tmp_path)
-    check_comparison(tmp_path / "out")
+    tiny = ("--rounds", 1, "--eval-episodes", 2, "--seeds", 1, "--arms", "ppo,iif", "--workers", 1)
+    run(whence, "compare", "CartPole-v1", *tiny, "--out", "out", cwd=tmp_path)
+    assert (tmp_path / "out" / "report.html").stat().st_size > 100_000
+    assert "CartPole-v1" in json.loads((tmp_path / "out" / "summary.json").read_text())

@@ -37,8 +37,9 @@ def test_it_holds_all_that_the_command_needs(wheel: Path, tmp_path: Path) -> Non
     with zipfile.ZipFile(wheel) as shipped:
         names = shipped.namelist()
         shipped.extractall(tmp_path / "unpacked")
-    assert {"whence/experiments/rl/presets.toml", "whence/report/template.html"} <= set(names)
-    assert not [name for name in names if name.startswith(("tests", "docs", "results"))]
+    files = [path.relative_to(ROOT / "src") for path in (ROOT / "src" / "whence").rglob("*") if path.is_file()]
+    sources = {path.as_posix() for path in files if "__pycache__" not in path.parts}
+    assert sources == {name for name in names if ".dist-info/" not in name}
     whence = (sys.executable, "-c", "import whence; print(whence.__file__); from whence.cli import main; main()")
     train = ("train", "--preset", "lda-code/frozenlake", "--rounds", 1, "--eval-episodes", 2, "--run", "run")
     printed = run(*whence, *train, cwd=tmp_path, PYTHONPATH=str(tmp_path / "unpacked"))

@@ -5,12 +5,12 @@ Run: `python -m benchmarks.cheap_scores results/scoring [--sizes 1M,10M,100M] [-
 prompt, and its rows are scored by `SequenceReturn` with random rewards' advantages. Compared are, one after the other
 in one process, CPU seconds (on a GPU those of the clock) of
 
-- scoring: by all layers in passes of 16 rows ("passes") and in one ("one pass"); by the last 1, 2, 4 blocks from the
-  hidden states that the pass of the old log-probs has kept; the latter in bfloat16, too;
+- scoring: by all layers, and by the last 1, 2, 4 blocks from the hidden states that the pass of the old log-probs has
+  kept; each in passes of 16 rows, in one pass, in bfloat16, and in one pass in bfloat16 ("both");
 - optimisation: one epoch on all rows, with minibatches of 16 and of 64.
 
 The share is scoring divided by one epoch, or by four. The agreement is Spearman's with the scores by all layers. One
-torch thread; medians of `--repeats`, with the lowest and the highest. Models of 100M take about ten minutes.
+torch thread; medians of `--repeats`, with the lowest and the highest. A first run of each is not counted.
 """
 
 import json
@@ -46,6 +46,9 @@ SHAPES: Mapping[str, tuple[int, int, int]] = {"1M": (128, 5, 4), "10M": (320, 8,
 VOCABULARY = "0123456789+=;."
 PROMPT, RESPONSE = 16, 32
 
+VARIANTS = (("", 16, False), (", one pass", None, False), (", bfloat16", 16, True), (", both", None, True))
+"""What is added to the name of a score, its rows in a pass (None: all), and whether it is in bfloat16."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -57,8 +60,7 @@ class Cost:
 
 
 def measure(run: Callable[[], Any], repeats: int, device: str) -> Cost:
-    """Return what a stage costs; a first run is not counted."""
-    run()
+    """Return what a stage costs, once it was run."""
     seconds = [count_seconds(run, device) for _ in range(repeats)]
     return Cost(statistics.median(seconds), min(seconds), max(seconds))
 
@@ -141,27 +143,28 @@ def measure_size(size: str, rows: int, steps: int, repeats: int, device: str = "
     whole = score(model, batch, scoring).scores.double()
     lines = []
 
-    def add(name: str, how: Scoring, hidden: Tensor | None = None, *, autocast: bool = False) -> None:
-        def run() -> Tensor:
-            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
-                return score(model, batch, how, hidden).scores.double()
+    def add(name: str, how: Scoring, hidden: Tensor | None = None) -> None:
+        for kind, chunk_size, autocast in VARIANTS:
+            each = replace(how, chunk_size=chunk_size or rows)
 
-        agreement = rank_agreement(run(), whole)
-        lines.append({"scores": name, "seconds": vars(measure(run, repeats, device)), "spearman": agreement})
+            def run(each: Scoring = each, autocast: bool = autocast) -> Tensor:
+                with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+                    return score(model, batch, each, hidden).scores.double()
 
-    add("all, passes", scoring)
-    add("all, one pass", replace(scoring, chunk_size=rows))
-    add("all, bfloat16", scoring, autocast=True)
+            agreement = rank_agreement(run(), whole)
+            line = {"scores": f"{name}{kind}", "seconds": vars(measure(run, repeats, device)), "spearman": agreement}
+            lines.append(line)
+
+    add("all", scoring)
     for layers in list_last_blocks(model):
-        how = replace(scoring, layers=layers)
         hidden = compute_hidden(view, batch, find_first_block(model, layers), 16)
-        add(f"last {layers}", how, hidden)
-        add(f"last {layers}, bfloat16", how, hidden, autocast=True)
-        add(f"last {layers}, one pass", replace(how, chunk_size=rows), hidden)
+        add(f"last {layers}", replace(scoring, layers=layers), hidden)
     return {
         "size": size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "blocks": SHAPES[size][1],
+        "steps": steps,
+        "repeats": repeats,
         "loss": loss,
         "scores": lines,
         "epoch": {str(rows): vars(_measure_epoch(model, batch, rows, repeats, device)) for rows in (16, 64)},
@@ -172,8 +175,9 @@ def _measure_epoch(model: WithValueHead, rows: RecordBatch, batch_size: int, rep
     """Return what an epoch of optimisation costs; its learning rate is 0, so that the model stays as it is."""
     config = PPOConfig("none", mini_batch_size=batch_size, batch_size=len(rows), ppo_epochs=1, learning_rate=0.0)
     accelerator, optimizer = Accelerator(cpu=device == "cpu"), make_optimizer(model, config)
-    return measure(
-        lambda: optimise(
+
+    def run() -> None:
+        optimise(
             model,
             optimizer,
             rows,
@@ -182,10 +186,10 @@ def _measure_epoch(model: WithValueHead, rows: RecordBatch, batch_size: int, rep
             generator=torch.Generator().manual_seed(0),
             accelerator=accelerator,
             processes=Processes(accelerator),
-        ),
-        repeats,
-        device,
-    )
+        )
+
+    run()
+    return measure(run, repeats, device)
 
 
 def tabulate(results: Sequence[Mapping[str, Any]]) -> str:
@@ -210,13 +214,19 @@ def main(
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 5,
     device: Annotated[str, typer.Option(help="Where it is computed: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measure, and write language.json and language.md."""
+    """Measure, and put the results in language.json and language.md; other sizes stay as they are."""
     torch.set_num_threads(1)
     check_device(device)
-    results = []
+    path = out / "language.json"
+    results = {result["size"]: result for result in json.loads(path.read_text())} if path.exists() else {}
     for size in sizes.split(","):
-        results.append(measure_size(size, rows, steps, repeats, device))
-        print(tabulate(results[-1:]), flush=True)
+        results[size] = measure_size(size, rows, steps, repeats, device)
+        print(tabulate([results[size]]), flush=True)
+        write_results(out, [results[name] for name in SHAPES if name in results])
+
+
+def write_results(out: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Write language.json and language.md."""
     with write_atomically(out / "language.json") as temporary:
         temporary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     with write_atomically(out / "language.md") as temporary:

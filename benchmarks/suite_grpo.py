@@ -3,6 +3,8 @@
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -16,11 +18,26 @@ from benchmarks.suite_cells import Result, Setting
 from benchmarks.suite_language import make_language_model
 from benchmarks.suite_rounds import spread_stages
 from benchmarks.suite_timing import spread
-from whence import NonPositive
+from whence import Influence, NonPositive, Progress, RecordBatch, Selection, SelectionRule
 from whence.llm.trl import InfluenceGRPOTrainer
 
 COMPLETIONS, GENERATIONS = 32, 8
 """Of a GRPO round, and of each of its prompts."""
+
+ITERATIONS = 4
+"""Steps on a round's completions where kept rows are timed; all but the first of them neither draw nor score."""
+
+
+@dataclass(frozen=True)
+class KeepFirst:
+    """Keeps the first completions, without scores."""
+
+    share: float
+    needs_influence = False
+
+    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress) -> Selection:
+        """Keep the first share."""
+        return Selection.dropping(torch.arange(len(records)) < self.share * len(records), "not among the first")
 
 
 class StepClock(TrainerCallback):
@@ -52,8 +69,10 @@ def count_digits(completions: list[str], **columns: Any) -> list[float]:
     return [sum(letter.isdigit() for letter in text) / max(1, len(text)) for text in completions]
 
 
-def make_grpo(kind: str, folder: str, setting: Setting) -> tuple[Any, StepClock]:
-    """Return a trainer, TRL's or whence's, of the suite's smallest language model."""
+def make_grpo(
+    rule: SelectionRule | None, folder: str, setting: Setting, arguments: Mapping[str, Any]
+) -> tuple[Any, StepClock]:
+    """Return a trainer of the suite's smallest language model: whence's with a rule, TRL's without."""
     clock = StepClock()
     ids = write_sums(64, torch.Generator().manual_seed(3))[:, : PROMPT // 2].tolist()
     prompts = ["".join(VOCABULARY[number] for number in row) for row in ids]
@@ -66,10 +85,10 @@ def make_grpo(kind: str, folder: str, setting: Setting) -> tuple[Any, StepClock]
         per_device_train_batch_size=COMPLETIONS,
         num_generations=GENERATIONS,
         max_completion_length=RESPONSE,
-        max_steps=setting.repeats + 1,
         learning_rate=1e-5,
         use_cpu=setting.device == "cpu",
         **{"bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"},
+        **arguments,
     )
     settings = {
         "model": model,
@@ -79,22 +98,31 @@ def make_grpo(kind: str, folder: str, setting: Setting) -> tuple[Any, StepClock]
         "processing_class": make_tokenizer(),
         "callbacks": [clock],
     }
-    if kind == "TRL":
+    if rule is None:
         return GRPOTrainer(**settings), clock
-    trainer = InfluenceGRPOTrainer(rule=NonPositive(), **settings)
+    trainer = InfluenceGRPOTrainer(rule=rule, **settings)
     clock.read_scoring = lambda: trainer.seconds.get("scoring", {}).get("wall", 0.0)
     return trainer, clock
 
 
+def train_in_turns(
+    rules: Mapping[str, SelectionRule | None], setting: Setting, **arguments: Any
+) -> dict[str, list[list[dict[str, float]]]]:
+    """Return the steps of two trainings by each rule."""
+    trainings: dict[str, list[list[dict[str, float]]]] = {name: [] for name in rules}
+    for _ in range(2):
+        for name, rule in rules.items():
+            with tempfile.TemporaryDirectory() as folder:
+                trainer, clock = make_grpo(rule, folder, setting, arguments)
+                trainer.train()
+            trainings[name].append(clock.steps)
+    return trainings
+
+
 def measure_trainers(setting: Setting) -> Result:
     """Return the seconds of a step of TRL's GRPO and of whence's, and scoring's share; two trainings of each."""
-    steps: dict[str, list[dict[str, float]]] = {"TRL": [], "whence": []}
-    for _ in range(2):
-        for kind, each in steps.items():
-            with tempfile.TemporaryDirectory() as folder:
-                trainer, clock = make_grpo(kind, folder, setting)
-                trainer.train()
-            each.extend(clock.steps[1:] or clock.steps)
+    trainings = train_in_turns({"TRL": None, "whence": NonPositive()}, setting, max_steps=setting.repeats + 1)
+    steps = {kind: [step for training in each for step in training[1:] or training] for kind, each in trainings.items()}
     median = statistics.median([step["round"] for step in steps["TRL"]])
     return {
         "records": COMPLETIONS,
@@ -105,4 +133,25 @@ def measure_trainers(setting: Setting) -> Result:
         },
         "ratio": spread([step["round"] / median for step in steps["whence"]]),
         "share": spread([step["scoring"] / step["round"] for step in steps["whence"]]),
+    }
+
+
+def measure_kept(share: float, setting: Setting) -> Result:
+    """Return the seconds of a step that neither draws nor scores, of TRL's GRPO and of whence's on a share of rows."""
+    rules = {"TRL": None, f"whence, {share:.0%} kept": KeepFirst(share)}
+    rounds = max(2, setting.repeats)
+    trainings = train_in_turns(rules, setting, max_steps=ITERATIONS * rounds, num_iterations=ITERATIONS)
+    plain, kept = (
+        [step for training in each for place, step in enumerate(training) if place >= ITERATIONS and place % ITERATIONS]
+        for each in trainings.values()
+    )
+    median = statistics.median([step["round"] for step in plain])
+    return {
+        "records": COMPLETIONS,
+        "stages": {
+            name: {"round": spread([step["round"] for step in steps])}
+            for name, steps in zip(rules, (plain, kept), strict=True)
+        },
+        "seconds": spread([step["round"] for step in kept]),
+        "ratio": spread([step["round"] / median for step in kept]),
     }

@@ -18,6 +18,9 @@ WORLDS = {"lunar-lander": "mlp", "minigrid": "minigrid"}
 DROP = 0.125
 """The share of records that score below 0 that IIF drops."""
 
+KEPT = (1, 0.5, 0.25)
+"""The shares of a GRPO round's completions that are kept where the time they save is measured."""
+
 LEAST = 3
 """Rounds of each kind that are counted, at least; the first of each is not."""
 
@@ -27,6 +30,8 @@ def list_cells() -> Iterator[Cell]:
     for world in WORLDS:
         yield Cell(f"rounds/{world}", "rounds", partial(measure_world, world))
     yield Cell("rounds/grpo", "rounds", measure_grpo)
+    for share in KEPT:
+        yield Cell(f"rounds/grpo-kept/{share:g}", "rounds", partial(measure_grpo, share=share))
 
 
 class Clock(BaseCallback):
@@ -74,8 +79,8 @@ def spread_stages(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]
     return {stage: spread([each[stage] for each in rounds]) for stage in rounds[0]}
 
 
-def measure_grpo(setting: Setting) -> Result:
-    """Return the seconds of a step of TRL's GRPO and of whence's, and scoring's share."""
-    from benchmarks.suite_grpo import measure_trainers  # TRL takes seconds to import
+def measure_grpo(setting: Setting, share: float | None = None) -> Result:
+    """Return the seconds of a step of TRL's GRPO and of whence's; of a share of completions, without generation."""
+    from benchmarks.suite_grpo import measure_kept, measure_trainers  # TRL takes seconds to import
 
-    return measure_trainers(setting)
+    return measure_trainers(setting) if share is None else measure_kept(share, setting)

@@ -223,7 +223,10 @@ def tabulate_rounds(cells: Cells) -> str:
         for place, (kind, stages) in enumerate(line["stages"].items()):
             names = ("collection", "scoring", "optimisation", "round")
             texts = [show(stages[key], show_seconds) if key in stages else "–" for key in names]
-            texts[1] = f"{texts[1]}; {line['share']['median']:.1%} of the round" if place else "–"
+            if not place:
+                texts[1] = "–"
+            elif "share" in line:
+                texts[1] += f"; {line['share']['median']:.1%} of the round"
             lines.append([show_command(name), kind, *texts, show(line["ratio"]) if place else "1"])
     return table(lines) if len(lines) > 1 else ""
 

@@ -530,12 +530,17 @@ def make_causes(number, record, by):
     }
 
 
+POLL = 3000
+"""Milliseconds until a page asks again whether a run under way has new rounds."""
+
+
 @contextmanager
 def open_served(browser, server) -> Iterator:  # noqa: F811
     context = browser.new_context(viewport={"width": 1600, "height": 900})
     problems = []
     context.route("**/*", server.answer)
     page = context.new_page()
+    page.clock.install()  # so that a test need not wait until the page asks again
     page.set_default_timeout(10_000)
     page.on("console", lambda message: None if server.gone else problems.append(message.text))
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -581,14 +586,18 @@ class TestServed:
             expect(page.locator("#explorer-live")).to_be_visible()
             expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 9")
             server.rounds = 3
+            page.clock.fast_forward(POLL)
             expect(page.locator("#explorer-round-name b")).to_have_text("Round 3 of 9")
             page.get_by_role("button", name="Previous round").click()
             server.rounds = 4
+            page.clock.fast_forward(POLL)
             expect(page.locator("#explorer-round")).to_have_attribute("max", "3")
             expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 9")
             server.gone = True
+            page.clock.fast_forward(POLL)
             expect(page.locator("#explorer-status")).to_have_text("The server does not answer. Trying again …")
             server.gone = False
+            page.clock.fast_forward(2 * POLL)
             expect(page.locator("#explorer-status")).to_have_text("")
 
     def test_what_taught_it_this(self, browser):  # noqa: F811

@@ -6,16 +6,18 @@ prompt, and its rows are scored by `SequenceReturn` with random rewards' advanta
 in one process, CPU seconds (on a GPU those of the clock) of
 
 - scoring: by all layers, and by the last 1, 2, 4 blocks from the hidden states that the pass of the old log-probs has
-  kept; each in passes of 16 rows, in one pass, in bfloat16, and in one pass in bfloat16 ("both");
+  kept; each in passes of 16 rows, in one pass, in bfloat16, and in one pass in bfloat16 ("both"); by the last blocks
+  without the kept hidden states, too ("own pass");
 - optimisation: one epoch on all rows, with minibatches of 16 and of 64.
 
 The share is scoring divided by one epoch, or by four. The agreement is Spearman's with the scores by all layers. One
-torch thread; medians of `--repeats`, with the lowest and the highest. A first run of each is not counted.
+torch thread; medians of `--repeats`, with the lowest and the highest. A first run of each is not counted. What is
+measured is written at once, and not measured again.
 """
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +25,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from accelerate import Accelerator
+from jaxtyping import Float
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -132,43 +135,56 @@ def draw_rows(model: WithValueHead, count: int) -> RecordBatch:
     ).to(device)
 
 
-def measure_size(size: str, rows: int, steps: int, repeats: int, device: str = "cpu") -> dict[str, Any]:
-    """Return the costs and agreements of a model."""
-    model = make_model(size).to(device)
-    loss = train_on_sums(model, steps)
-    model.eval()
-    batch = draw_rows(model, rows)
-    scoring = Scoring(SequenceReturn(), TokenPPO(), 1.0, "ghost", None, 16)
+def list_scores(
+    model: WithValueHead, batch: RecordBatch, device: str
+) -> Iterator[tuple[str, Callable[[], Float[Tensor, " n"]]]]:
+    """Yield the name of each way of scoring, the full one first, and what computes its scores."""
+    whole = Scoring(SequenceReturn(), TokenPPO(), 1.0, "ghost", None, 16)
     view = language_view(model)
-    whole = score(model, batch, scoring).scores.double()
-    lines = []
 
-    def add(name: str, how: Scoring, hidden: Tensor | None = None) -> None:
+    def prepare(how: Scoring, hidden: Tensor | None, autocast: bool) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+                return score(model, batch, how, hidden).scores.double()
+
+        return run
+
+    for layers in (None, *list_last_blocks(model)):
+        name, how, hidden = "all", whole, None
+        if layers is not None:
+            name, how = f"last {layers}", replace(whole, layers=layers)
+            yield f"{name}, own pass", prepare(how, None, False)
+            hidden = compute_hidden(view, batch, find_first_block(model, layers), 16)
         for kind, chunk_size, autocast in VARIANTS:
-            each = replace(how, chunk_size=chunk_size or rows)
+            yield f"{name}{kind}", prepare(replace(how, chunk_size=chunk_size or len(batch)), hidden, autocast)
 
-            def run(each: Scoring = each, autocast: bool = autocast) -> Tensor:
-                with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
-                    return score(model, batch, each, hidden).scores.double()
 
-            agreement = rank_agreement(run(), whole)
-            line = {"scores": f"{name}{kind}", "seconds": vars(measure(run, repeats, device)), "spearman": agreement}
-            lines.append(line)
-
-    add("all", scoring)
-    for layers in list_last_blocks(model):
-        hidden = compute_hidden(view, batch, find_first_block(model, layers), 16)
-        add(f"last {layers}", replace(scoring, layers=layers), hidden)
-    return {
+def measure_size(
+    size: str, about: Mapping[str, Any], lines: Mapping[str, Any], repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the costs and agreements of a model, again after each one that `lines` lacks, by the name of the score."""
+    device = about["device"]
+    model = make_model(size).to(device)
+    loss = train_on_sums(model, about["steps"])
+    model.eval()
+    batch = draw_rows(model, about["rows"])
+    result = {
         "size": size,
+        **about,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "blocks": SHAPES[size][1],
-        "steps": steps,
-        "repeats": repeats,
         "loss": loss,
-        "scores": lines,
         "epoch": {str(rows): vars(_measure_epoch(model, batch, rows, repeats, device)) for rows in (16, 64)},
     }
+    scores = list_scores(model, batch, device)
+    full = next(scores)[1]()
+    lines = dict(lines)
+    for name, run in list_scores(model, batch, device):
+        if name not in lines:
+            agreement = rank_agreement(run(), full)
+            seconds = vars(measure(run, repeats, device))
+            lines[name] = {"scores": name, "seconds": seconds, "spearman": agreement}
+            yield {**result, "scores": list(lines.values())}
 
 
 def _measure_epoch(model: WithValueHead, rows: RecordBatch, batch_size: int, repeats: int, device: str) -> Cost:
@@ -214,15 +230,20 @@ def main(
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 5,
     device: Annotated[str, typer.Option(help="Where it is computed: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measure, and put the results in language.json and language.md; other sizes stay as they are."""
+    """Measure what is not in language.json, and write it and language.md."""
     torch.set_num_threads(1)
     check_device(device)
     path = out / "language.json"
     results = {result["size"]: result for result in json.loads(path.read_text())} if path.exists() else {}
+    about = {"rows": rows, "steps": steps, "device": device}
     for size in sizes.split(","):
-        results[size] = measure_size(size, rows, steps, repeats, device)
+        before = results.get(size, {})
+        same = all(before.get(name) == value for name, value in about.items())
+        lines = {line["scores"]: line for line in before["scores"]} if same else {}
+        for result in measure_size(size, about, lines, repeats):
+            results[size] = result
+            write_results(out, [results[name] for name in SHAPES if name in results])
         print(tabulate([results[size]]), flush=True)
-        write_results(out, [results[name] for name in SHAPES if name in results])
 
 
 def write_results(out: Path, results: Sequence[Mapping[str, Any]]) -> None:

@@ -2,11 +2,13 @@
 
 Run: `python -m benchmarks.tuning_tables results/tuning results/practice`. Writes tables.md and summary.json. What
 training gave is the mean return of `benchmarks.practice`'s runs over the same settings, less the one at the defaults,
-over the seeds that have both.
+over the seeds that have both. Both are held against plain rules without recorded rounds: a fixed divergence; the rate
+that is best in the other environments; the sign that a setting's result has in most environments.
 """
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +18,7 @@ import typer
 
 from benchmarks.markdown import cell, table
 from benchmarks.practice import DEFAULT, DEFAULT_RATE, RATES, TARGETS, WORLDS
-from benchmarks.practice_tables import pick, read_runs
+from benchmarks.practice_tables import RATE_STEPS, pick, read_runs, scale_results
 from benchmarks.tuning import AS_RECORDED, bootstrap_mean, recommend_scale
 from benchmarks.tuning_study import read_trials
 from whence.guards import write_atomically
@@ -63,7 +65,14 @@ def describe_step(trials: pl.DataFrame, judge: str) -> dict[str, Any]:
     }
 
 
-def compare_rates(runs: pl.DataFrame, factor: float | None) -> dict[str, Any]:
+def find_others_rate(runs: pl.DataFrame, env: str) -> float:
+    """Return the learning rate whose scaled result is the best on average over the other environments."""
+    scaled = scale_results(runs).filter(pl.col("arm") == "ppo", pl.col("steps").is_in(RATE_STEPS), pl.col("env") != env)
+    means = scaled.group_by("env", "steps").agg(pl.col(RESULT).mean()).group_by("steps").agg(pl.col(RESULT).mean())
+    return float(means.sort(RESULT)["steps"][-1].removeprefix("lr"))
+
+
+def compare_rates(runs: pl.DataFrame, factor: float | None, others_rate: float) -> dict[str, Any]:
     """Return PPO's mean results: at the default, the recommended rate, each target, and the best of the grid."""
     grid = {
         rate: results for rate in RATES if (results := pick(runs, "ppo", f"lr{rate:g}").sort("seed")[RESULT].to_list())
@@ -76,6 +85,8 @@ def compare_rates(runs: pl.DataFrame, factor: float | None) -> dict[str, Any]:
         "nearest_rate": nearest,
         "default": t_interval(grid[DEFAULT_RATE]),
         "named": t_interval(grid[nearest]),
+        "others_rate": others_rate,
+        "others": t_interval(grid[others_rate]),
         "grid": t_interval(grid[best]),
         **{steps: t_interval(pick(runs, "ppo", steps)[RESULT].to_list()) for steps in TARGET_STEPS},
     }
@@ -106,6 +117,23 @@ def agree(row: dict[str, Any], judge: str) -> bool | None:
     return bool(told["mean"] * trained["mean"] > 0)
 
 
+def count_signs(settings: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return for each setting in how many environments training had the sign that recorded rounds or a rule foresaw.
+
+    The rule is the sign of most environments, which is chosen with hindsight.
+    """
+    counts = []
+    for name in TRAINED:
+        rows = [row for each in settings.values() for row in each if row["candidate"] == name]
+        signs = np.array([np.sign(row["trained"]["mean"]) for row in rows])
+        row = {"candidate": name, "environments": len(rows)}
+        for judge in JUDGES:
+            row[judge] = float(np.sum(signs == [np.sign(each[judge]["mean"]) for each in rows]))
+        row["rule"] = float(max(np.sum(signs > 0), np.sum(signs < 0)))
+        counts.append(row)
+    return counts
+
+
 def _is_clear(interval: dict[str, Any]) -> bool:
     return interval["low"] is not None and interval["low"] * interval["high"] > 0
 
@@ -120,7 +148,7 @@ def write_tables(out: Path, practice: Path) -> None:
     for env in envs:
         trials, env_runs = collect_trials(out, env), runs.filter(pl.col("env") == env)
         steps = [describe_step(trials, judge) for judge in JUDGES]
-        rates = compare_rates(env_runs, steps[0]["recommended"])
+        rates = compare_rates(env_runs, steps[0]["recommended"], find_others_rate(runs, env))
         settings = compare_settings(trials, env_runs)
         summary[env] = {"steps": steps, "rates": rates, "settings": settings}
         for each in steps:
@@ -132,7 +160,8 @@ def write_tables(out: Path, practice: Path) -> None:
         named = f"{rates['named_rate']:.2g} ({rates['nearest_rate']:g}): {cell(rates['named'], digits=digits)}"
         best = f"{rates['best_rate']:g}: {cell(rates['grid'], digits=digits)}"
         targets = [cell(rates[f"kl{target:g}"], digits=digits) for target in (0.01, 0.02)]
-        rates_rows.append([env, cell(rates["default"], digits=digits), named, *targets, best])
+        others = f"{rates['others_rate']:g}: {cell(rates['others'], digits=digits)}"
+        rates_rows.append([env, cell(rates["default"], digits=digits), named, *targets, others, best])
         for row in settings:
             gains = [cell({k: 1000 * v for k, v in row[judge].items()}, digits=1) for judge in JUDGES]
             words = ["–" if (same := agree(row, judge)) is None else "yes" if same else "no" for judge in JUDGES]
@@ -153,6 +182,7 @@ def write_tables(out: Path, practice: Path) -> None:
             "named (nearest run)",
             "kl0.01",
             "kl0.02",
+            "best rate of the other environments",
             "best of the grid",
         ],
         "Other settings, less those recorded": [
@@ -164,12 +194,23 @@ def write_tables(out: Path, practice: Path) -> None:
             "seeds",
             "agree",
         ],
+        "Environments where training had the sign that was foreseen": [
+            "setting",
+            "gain",
+            "by returns",
+            "sign of most",
+            "environments",
+        ],
     }
+    signs = count_signs({env: each["settings"] for env, each in summary.items()})
+    keys = (*JUDGES, "rule", "environments")
+    signs_rows = [[each["candidate"], *(f"{each[key]:g}" for key in keys)] for each in signs]
+    signs_rows.append(["together", *(f"{sum(each[key] for each in signs):g}" for key in keys)])
     parts = ["# Tuning: tables\n\nWritten by `python -m benchmarks.tuning_tables results/tuning results/practice`.\n"]
-    for (title, names), rows in zip(head.items(), (steps_rows, rates_rows, settings_rows), strict=True):
+    for (title, names), rows in zip(head.items(), (steps_rows, rates_rows, settings_rows, signs_rows), strict=True):
         parts += [f"## {title}\n", table([names, *rows]), ""]
     _write(out / "tables.md", "\n".join(parts))
-    _write(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+    _write(out / "summary.json", json.dumps(summary | {"signs": signs}, indent=2) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -169,9 +169,10 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
         answers[f"ppo at {steps} less ppo at its own best rate"] = compare(
             pick(scaled, "ppo", steps), best["ppo"], name
         )
-    answers[f"ppo at {USUAL} less ppo at the default rate"] = compare(
-        pick(scaled, "ppo", USUAL), pick(scaled, "ppo", DEFAULT), name
-    )
+    default = pick(scaled, "ppo", DEFAULT)
+    for steps in (*RATE_STEPS, *TARGET_STEPS):
+        if steps != DEFAULT:
+            answers[f"ppo at {steps} less ppo at the default rate"] = compare(pick(scaled, "ppo", steps), default, name)
     answers[f"ppo at {USUAL} less ppo with SB3's target_kl"] = compare(
         pick(scaled, "ppo", USUAL), pick(scaled, "ppo", "early0.02"), name
     )

@@ -160,9 +160,9 @@ def list_scores(
 
 
 def measure_size(
-    size: str, about: Mapping[str, Any], lines: Mapping[str, Any], repeats: int
+    size: str, about: Mapping[str, Any], before: Mapping[str, Any], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the costs and agreements of a model, again after each one that `lines` lacks, by the name of the score."""
+    """Yield the costs and agreements of a model, again after each score that an earlier result lacks."""
     device = about["device"]
     model = make_model(size).to(device)
     loss = train_on_sums(model, about["steps"])
@@ -174,11 +174,12 @@ def measure_size(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "blocks": SHAPES[size][1],
         "loss": loss,
-        "epoch": {str(rows): vars(_measure_epoch(model, batch, rows, repeats, device)) for rows in (16, 64)},
+        "epoch": before.get("epoch")
+        or {str(rows): vars(_measure_epoch(model, batch, rows, repeats, device)) for rows in (16, 64)},
     }
-    scores = list_scores(model, batch, device)
-    full = next(scores)[1]()
-    lines = dict(lines)
+    _, score_fully = next(list_scores(model, batch, device))
+    full = score_fully()
+    lines = {line["scores"]: line for line in before.get("scores", ())}
     for name, run in list_scores(model, batch, device):
         if name not in lines:
             agreement = rank_agreement(run(), full)
@@ -222,6 +223,14 @@ def tabulate(results: Sequence[Mapping[str, Any]]) -> str:
     return table([head, *lines])
 
 
+def write_results(out: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Write language.json and language.md."""
+    with write_atomically(out / "language.json") as temporary:
+        temporary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    with write_atomically(out / "language.md") as temporary:
+        temporary.write_text(f"# Scores of language models\n\n{tabulate(results)}\n", encoding="utf-8")
+
+
 def main(
     out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/scoring"),
     sizes: Annotated[str, typer.Option(help="Sizes, separated by commas.")] = ",".join(SHAPES),
@@ -239,19 +248,10 @@ def main(
     for size in sizes.split(","):
         before = results.get(size, {})
         same = all(before.get(name) == value for name, value in about.items())
-        lines = {line["scores"]: line for line in before["scores"]} if same else {}
-        for result in measure_size(size, about, lines, repeats):
+        for result in measure_size(size, about, before if same else {}, repeats):
             results[size] = result
             write_results(out, [results[name] for name in SHAPES if name in results])
         print(tabulate([results[size]]), flush=True)
-
-
-def write_results(out: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Write language.json and language.md."""
-    with write_atomically(out / "language.json") as temporary:
-        temporary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    with write_atomically(out / "language.md") as temporary:
-        temporary.write_text(f"# Scores of language models\n\n{tabulate(results)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class TestCells:
                 assert {f"{policy}/{engine}/{size}" for size in (512, 2048, 16384, 131072, 1000000)} <= set(names)
         for size in ("1M", "10M", "100M"):
             assert {f"gpt-{size}{kind}/ghost/{rows}" for kind in ("", "-lora") for rows in (16, 64, 256)} <= set(names)
+        assert {"rounds/grpo", *(f"rounds/grpo-kept/{share}" for share in ("1", "0.5", "0.25"))} <= set(names)
         assert {f"peers/{policy}/{peer}" for policy in ("mlp", "gpt-1M") for peer in peers.PEERS} <= set(names)
 
     def test_models_of_the_names_can_be_made(self):

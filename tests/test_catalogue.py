@@ -100,8 +100,11 @@ def said(wrong: Wrong, text: str) -> bool:
 
 
 @choose("command")
-def test_commands(wrong: Wrong, command: Callable[..., Told], runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands(
+    wrong: Wrong, command: Callable[..., Told], runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(runs)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = sorted(runs.rglob("*"))
     code, out, err = command(*shlex.split(str(wrong.command)))
     assert code == wrong.exit_code
@@ -109,6 +112,7 @@ def test_commands(wrong: Wrong, command: Callable[..., Told], runs: Path, monkey
     assert "Traceback" not in err
     assert out == ""
     assert sorted(runs.rglob("*")) == before  # nothing was begun
+    assert not (tmp_path / "whence").exists()  # no small model was trained for it
 
 
 @choose("sweep")

@@ -33,6 +33,7 @@ from whence.cli.options import On, Overwrite
 from whence.cli.runs import run_comparison
 from whence.errors import WhenceError
 from whence.experiments import LanguageConfig
+from whence.experiments.comparison import check_comparison
 from whence.experiments.llm import training
 from whence.experiments.llm.config import SOURCE
 
@@ -98,5 +99,6 @@ def compare(
         config if config.target is None else replace(config, layers=parse_layers(layers)) for config in first_seed
     ]
     configs = [replace(config, seed=seed) for seed in range(seeds) for config in layered]
-    training.prepare(configs[0])
+    check_comparison(configs, workers=workers, on=on)
+    training.prepare(configs[0])  # above the bars, since a small model's own training has a bar too
     run_comparison(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)

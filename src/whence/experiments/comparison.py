@@ -85,13 +85,7 @@ def compare(
         RunDirectoryError: the directory holds runs of another configuration, and nothing was run; or another process is
             writing to it.
     """
-    arms = list(dict.fromkeys(config.arm for config in configs))
-    if STANDARD not in arms:
-        raise WhenceError(
-            f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
-        )
-    check_workers(workers)
-    check_place(on)
+    check_comparison(configs, workers=workers, on=on)
     run_jobs = run_all_on_ray if on == "ray" else run_all
     todo = [each for each in configs if overwrite or not runner_of(each).is_finished(each, run_path(path, each))]
     _prepare_each(todo)
@@ -112,6 +106,22 @@ def compare(
         _write_json(path / "comparison.json", [config.to_json() for config in configs])
         _write_json(path / "summary.json", summary)
         return Comparison(path, configs, summary)
+
+
+def check_comparison(configs: Sequence[AnyConfig], *, workers: int | None, on: str) -> None:
+    """Refuse a comparison that cannot be, before anything is made for it.
+
+    Raises:
+        WhenceError: the standard arm is missing, there are fewer than one worker, or `on` is no place.
+        Unsupported: Ray is not installed.
+    """
+    arms = list(dict.fromkeys(config.arm for config in configs))
+    if STANDARD not in arms:
+        raise WhenceError(
+            f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
+        )
+    check_workers(workers)
+    check_place(on)
 
 
 def _prepare_each(configs: Sequence[AnyConfig]) -> None:

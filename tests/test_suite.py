@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import peers, suite, suite_engines, suite_peers, suite_policies, suite_tables, suite_timing
+from benchmarks import peers, suite, suite_engines, suite_grpo, suite_peers, suite_policies, suite_tables, suite_timing
 from benchmarks.suite_cells import Cell, Setting, choose, read_results, results_file
 
 import whence
@@ -167,6 +167,33 @@ class TestEngines:
         seconds = iter([4.0, 3.0])
         monkeypatch.setattr(suite_timing, "time_once", lambda run, device: next(seconds))
         assert suite_timing.take_turns([None, None], repeats=5, device="cpu") == [[4.0, 3.0]]
+
+
+class TestKeptRows:
+    """Steps that neither draw nor score, on a share of the completions."""
+
+    def test_steps_that_draw_and_the_first_round_do_not_count(self, monkeypatch):
+        asked = {}
+
+        def train(rules, setting, **arguments):
+            asked.update(arguments)
+            one_round = [100.0, *[1.0] * (suite_grpo.ITERATIONS - 1)]  # its first step draws
+            rounds = [*[50.0] * suite_grpo.ITERATIONS, *one_round * 2]
+            return {
+                name: [[{"round": seconds * (0.5 if rule else 1.0), "scoring": 0.0} for seconds in rounds]] * 2
+                for name, rule in rules.items()
+            }
+
+        monkeypatch.setattr(suite_grpo, "train_in_turns", train)
+        result = suite_grpo.measure_kept(0.5, Setting("cpu", 3))
+        assert asked == {"num_iterations": suite_grpo.ITERATIONS, "max_steps": 3 * suite_grpo.ITERATIONS}
+        assert result["stages"]["TRL"]["round"]["high"] == 1.0
+        assert result["stages"]["whence, 50% kept"]["round"]["high"] == 0.5
+        assert result["ratio"]["low"] == result["ratio"]["high"] == 0.5
+
+    def test_the_first_completions_are_kept(self):
+        selection = suite_grpo.KeepFirst(0.25).select(range(8), None, None)
+        assert selection.keep.tolist() == [True] * 2 + [False] * 6
 
 
 class TestPeers:

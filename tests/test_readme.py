@@ -18,8 +18,11 @@ def blocks(language: str) -> list[str]:
 def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     (block,) = blocks("python")
     monkeypatch.chdir(tmp_path)
-    # Ten epochs of each round would show nothing more.
+    # Rounds of 2,048 records and ten epochs would show nothing more.
+    learn = PPO.learn
     monkeypatch.setattr(PPO, "__init__", partialmethod(PPO.__init__, n_epochs=1))
+    block = block.replace("n_steps=2048", "n_steps=256")
+    monkeypatch.setattr(PPO, "learn", lambda self, steps, **settings: learn(self, steps // 8, **settings))
     names: dict[str, object] = {}
     exec(compile(block, "README.md", "exec"), names)
     assert "record_id" in capsys.readouterr().out

@@ -146,18 +146,34 @@ class TestTraining:
 
     def test_layers_are_chosen_in_the_first_round(self, tmp_path, caplog, monkeypatch):
         with caplog.at_level(logging.INFO, "whence"):
-            trainer = make_trainer(tmp_path / "a", NonPositive(), layers="auto", batch_size=16)
+            trainer = make_trainer(tmp_path / "a", NonPositive(), layers="auto", rounds=1, batch_size=16)
             trainer.train()
         assert "Scores are of the last 1 blocks from now on: rank correlation 0.9" in caplog.text
         assert trainer.scorer.choice.layers == 1
         monkeypatch.setattr("whence.llm.layer_choice.AGREEMENT", 1.1)
         with caplog.at_level(logging.INFO, "whence"):
-            trainer = make_trainer(tmp_path / "b", NonPositive(), layers="auto", batch_size=16)
+            trainer = make_trainer(tmp_path / "b", NonPositive(), layers="auto", rounds=1, batch_size=16)
             trainer.train()
         assert trainer.scorer.choice.layers is None
         assert "Scores are of all layers: those of fewer blocks have a rank correlation below 1.10" in caplog.text
 
-    def test_a_choice_goes_on_with_the_training(self, tmp_path):
+    def test_layers_are_chosen_anew_when_the_rounds_have_doubled(self, tmp_path, monkeypatch):
+        choices, scored = iter([1, None, 1]), []
+        monkeypatch.setattr("whence.llm.layer_choice._choose_blocks", lambda *args: next(choices))
+
+        def keep(model, rows, scoring, hidden=None):
+            scored.append((scoring.layers, hidden is not None))
+            return score(model, rows, scoring, hidden)
+
+        monkeypatch.setattr(row_scorer, "score", keep)
+        trainer = make_trainer(tmp_path, NonPositive(), layers="auto", rounds=5, batch_size=16)
+        trainer.train()
+        # In the rounds 1, 2 and 4 it is not known before scoring which hidden states to keep.
+        assert scored == [(1, False), (None, False), (None, False), (1, False), (1, True)]
+        assert next(choices, "none left") == "none left"
+
+    def test_a_choice_goes_on_with_the_training(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("whence.llm.layer_choice.AGREEMENT", 0.5)
         whole = make_trainer(tmp_path / "whole", NonPositive(), layers="auto", rounds=4, batch_size=16)
         whole.train()
         first = make_trainer(
@@ -167,7 +183,7 @@ class TestTraining:
             first.train()
         again = make_trainer(tmp_path / "broken", NonPositive(), layers="auto", rounds=4, batch_size=16)
         again.train()
-        assert again.scorer.choice.state_dict() == whole.scorer.choice.state_dict() == {"layers": 1, "decided": True}
+        assert again.scorer.choice.state_dict() == whole.scorer.choice.state_dict() == {"layers": 1, "chosen_in": 4}
         assert same(copy_state(whole), copy_state(again))
 
     def test_layers_that_are_not_there_are_refused_before_training(self, tmp_path):
@@ -195,7 +211,7 @@ class TestTraining:
         trainer.train()
         assert batches
         assert max(batches) < 1e-4
-        assert trainer.scorer.choice.decided
+        assert bool(trainer.scorer.choice.chosen_in) == (layers == "auto")
 
 
 DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
@@ -250,7 +266,7 @@ class TestRefresh:
             tmp_path, IPPO(), target=target, rounds=3, batch_size=16, refresh_target_every=3, layers="auto"
         )
         trainer.train()
-        assert trainer.scorer.choice.decided
+        assert trainer.scorer.choice.chosen_in
 
     def test_a_target_that_is_new_in_each_round_is_refused(self, tmp_path):
         with pytest.raises(

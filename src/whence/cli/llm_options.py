@@ -89,7 +89,8 @@ Layers: TypeAlias = Annotated[
     str | None,
     typer.Option(
         help="Score by some layers alone, which costs less: a number of last blocks; names of parameters, such as "
-        "`*.lora_*`; or auto: the fewest last blocks that rank the first round as all layers do. (default: all)",
+        "`*.lora_*`; or auto: the fewest last blocks that rank rows as all layers do, chosen in rounds 1, 2, 4, 8, ... "
+        "(default: all)",
         show_default=False,
     ),
 ]

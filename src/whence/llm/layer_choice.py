@@ -24,15 +24,16 @@ class LayerChoice:
     """The layers that a training scores by.
 
     Args:
-        layers: see `whence.attribute`; "auto": in the first round that is scored, the fewest last blocks (1, 2, 4, ...,
-            up to half of them) whose scores have a rank correlation of `AGREEMENT` with those by all layers; all layers
-            if none have.
+        layers: see `whence.attribute`; "auto": the fewest last blocks (1, 2, 4, ..., up to half of them) whose scores
+            have a rank correlation of `AGREEMENT` with those by all layers; all layers if none have. The agreement
+            falls while a model trains, so they are chosen in the first round that is scored, and anew whenever the
+            rounds have doubled since: in rounds 1, 2, 4, 8, ...
         model: the model.
 
     Attributes:
         setting: what was given for `layers`.
         layers: the layers to score by now; None: all of them.
-        decided: whether they are chosen.
+        chosen_in: the round of the last choice by rows; 0: there was none.
 
     Raises:
         WhenceError: the model has no such layers, or none with parameters that train.
@@ -40,36 +41,40 @@ class LayerChoice:
 
     def __init__(self, layers: Layers | Literal["auto"] | None, model: Any) -> None:
         self.setting = layers
-        self.decided = layers != "auto"
-        self.layers: Layers | None = layers if self.decided else None
-        if not self.decided:
+        self.layers: Layers | None = None if layers == "auto" else layers
+        self.chosen_in = 0
+        if layers == "auto":
             list_last_blocks(model)  # refuses a model without blocks
         elif layers is not None:
             choose_parameters(model, _list_trained(model), layers)
 
-    def first_block(self, model: Any) -> int:
-        """Return the block whose incoming hidden states scoring begins at; 0: none."""
-        return find_first_block(model, self.layers)
+    def first_block(self, model: Any, number: int) -> int:
+        """Return the block whose incoming hidden states scoring begins at in a round; 0: none, or it is not known."""
+        return 0 if self._is_due(number) else find_first_block(model, self.layers)
 
-    def decide(self, model: Any, rows: RecordBatch, scoring: Scoring) -> Scoring:
-        """Choose the layers if they are to be chosen by rows, and return how to score; call it in every process.
+    def decide(self, model: Any, rows: RecordBatch, scoring: Scoring, number: int) -> Scoring:
+        """Choose the layers if a choice by rows is due, and return how to score; call it in every process.
 
         Args:
             model: the model.
             rows: all rows of a rollout.
             scoring: how they are scored.
+            number: the round, from 1.
         """
-        if not self.decided and len(rows) > 2:
-            self.layers, self.decided = _choose_blocks(model, rows, replace(scoring, layers=None)), True
+        if self._is_due(number) and len(rows) > 2:
+            self.layers, self.chosen_in = _choose_blocks(model, rows, replace(scoring, layers=None)), number
         return replace(scoring, layers=self.layers)
+
+    def _is_due(self, number: int) -> bool:
+        return self.setting == "auto" and number >= 2 * self.chosen_in
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"layers": self.layers, "decided": self.decided}
+        return {"layers": self.layers, "chosen_in": self.chosen_in}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what a checkpoint kept."""
-        self.layers, self.decided = state["layers"], state["decided"]
+        self.layers, self.chosen_in = state["layers"], state["chosen_in"]
 
 
 def _choose_blocks(model: Any, rows: RecordBatch, scoring: Scoring) -> Layers | None:

@@ -80,7 +80,7 @@ class RowScorer:
         with self._set_precision():
             make_target = make_target or (lambda: self._scoring.target)
             scoring = self._refresh.set_target(model, rows, self._scoring, number, make_target)
-            self._last = self.choice.decide(model, rows, scoring)
+            self._last = self.choice.decide(model, rows, scoring, number)
             return score(model, rows, self._last, hidden)
 
     def score_tokens(self, model: Any, rows: RecordBatch, influence: Influence) -> Float[Tensor, "n R"] | None:

@@ -80,8 +80,8 @@ class PPOTrainer:
         memory: bytes that scoring may hold at a time; more is faster. None: those of a pass over
             `config.mini_batch_size` rows and of the target's gradient.
         layers: score by some layers alone, see `whence.attribute`: a number of last blocks costs least, since their
-            passes begin where those of the old log-probs were. "auto": the fewest last blocks whose scores of the first
-            round have a rank correlation of .9 with those by all layers. None: all.
+            passes begin where those of the old log-probs were. "auto": the fewest last blocks whose scores have a rank
+            correlation of .9 with those by all layers, chosen anew in rounds 1, 2, 4, 8, ... None: all.
         refresh_target_every: rounds from one computation of the target's gradient to the next; those between use the
             last one. For targets over other rows than the scored ones.
         autocast: score in bfloat16 where training does so by Accelerate's mixed precision, which is faster on a GPU;
@@ -256,7 +256,7 @@ class PPOTrainer:
         with time_stage(seconds, "generation"), self.accelerator.autocast():
             responses = self._generate(prompts)
         with time_stage(seconds, "forward"), self.accelerator.autocast(), self._numbers.name_round(number):
-            first_id, first_block = (number - 1) * config.batch_size, self.scorer.choice.first_block(self.model)
+            first_id, first_block = (number - 1) * config.batch_size, self.scorer.choice.first_block(self.model, number)
             rollout = self._make_rollout(responses, prompts, first_id, first_block)
         with time_stage(seconds, "scoring"):
             all_rows, hidden = rollout.rows, rollout.hidden

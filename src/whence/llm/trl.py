@@ -328,7 +328,8 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
         layers: score by some layers alone, see `whence.attribute`; a number of last blocks costs least. "auto": the
-            fewest last blocks whose scores of the first batch have a rank correlation of .9 with those by all layers.
+            fewest last blocks whose scores have a rank correlation of .9 with those by all layers, chosen anew in
+            batches 1, 2, 4, 8, ... None: all.
         refresh_target_every: batches from one computation of the target's gradient to the next; those between use the
             last one. For targets over other rows than the completions.
         autocast: score in bfloat16 where training does so by mixed precision; False: in the model's own precision.

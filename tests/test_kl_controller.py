@@ -178,10 +178,27 @@ def test_a_schedule_is_scaled():
     schedule = toy.lr_schedule
     toy.learn(12 * STEPS, callback=[controller, watch])
     progress = [1 - number / 12 for number in range(1, 13)]
-    expected = [min(1e-4 * left * 1.5**number, 1e-3) for number, left in enumerate(progress)]
-    assert watch.rates[:11] == pytest.approx(expected[:11])
-    assert watch.rates[-1] == 0  # the schedule's end
+    expected = [1e-4 * left * min(1.5**number, 10) for number, left in enumerate(progress)]
+    assert watch.rates == pytest.approx(expected)  # the last is 0, the schedule's end
     assert toy.lr_schedule is schedule
+
+
+def test_a_schedule_that_falls_below_the_bounds_leaves_the_scale():
+    controller, watch = KLController(1e-9), Watch()  # every round divides by 1.5, down to a tenth of the start's
+    toy = model(learning_rate=lambda remaining: 1e-2 * remaining)
+    toy.learn(8 * STEPS, callback=[controller, watch])
+    assert controller.scale == pytest.approx(0.1)
+    assert watch.rates[-2] == pytest.approx(1e-2 * (1 / 8) * 0.1)
+    toy.learn(2 * STEPS, callback=[controller, watch])
+    assert watch.rates[8] == pytest.approx(1e-2 * 0.5 * 0.1)  # the same model goes on with the scale
+
+
+def test_another_model_starts_at_its_own_rate():
+    controller, watch = KLController(1e9), Watch()
+    model(learning_rate=1e-3).learn(2 * STEPS, callback=controller)
+    assert controller.scale == pytest.approx(1.5**2)
+    model(learning_rate=1e-3).learn(2 * STEPS, callback=[controller, watch])
+    assert watch.rates == pytest.approx([1e-3, 1.5e-3])
 
 
 def test_steps_are_steered_as_rsl_rl_does():
@@ -273,9 +290,11 @@ def test_wrong_arguments():
             KLController(target)
     with pytest.raises(WhenceError, match=r"every is 'rounds'. Did you mean round"):
         KLController(every="rounds")
-    for bounds in ((1e-2, 1e-5), (0, 1), (1e-5, math.inf)):
+    for bounds in ((1e-2, 1e-5), (0, 1), (1e-5, math.inf), (1e-5, 1e-3, 1e-2), (1e-5,), 1e-3, ("1e-5", "1e-2")):
         with pytest.raises(WhenceError, match=r"bounds are .*the lower one first"):
             KLController(bounds=bounds)
+    one, other = KLController(np.float32(0.5), bounds=[1e-5, 1e-2]), KLController(0.5, bounds=(1e-5, 1e-2))
+    assert repr(one) == repr(other)  # which a run knows its controller by
     with pytest.raises(WhenceError, match=r"learning rate is 0.1, and the bounds .* are 1e-05 and 0.01. Pass bounds"):
         model(learning_rate=0.1).learn(STEPS, callback=KLController(bounds=(1e-5, 1e-2)))
     with pytest.raises(WhenceError, match="learning rate is 0 at the start"):

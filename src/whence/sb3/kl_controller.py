@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
 from stable_baselines3.common.callbacks import BaseCallback
@@ -24,7 +25,7 @@ FACTOR = 1.5
 RANGE = 10.0
 """By default, the highest learning rate over the one at the start, and that over the lowest.
 
-PPO's clip may keep a round below the target whatever the rate, and then the rate goes to its bound.
+A round may stay below the target whatever the rate, as where PPO's clip holds it, and then the rate goes to its bound.
 """
 
 PATIENCE = 5
@@ -48,10 +49,10 @@ class KLController(BaseCallback):
     metrics, and an interrupted training goes on at the scale where it was.
 
     Args:
-        target_kl: the divergence of a round, in nats; .01 to .02 is usual. SB3's own `target_kl` ends a round early
-            instead.
+        target_kl: the divergence of a round, in nats. SB3's own `target_kl` ends a round early instead.
         every: when the rate is steered: after each "round", or before each "minibatch".
-        bounds: the lowest and the highest learning rate; None: a tenth and ten times the model's at the start.
+        bounds: the lowest and the highest learning rate, of a schedule those at its start; None: a tenth and ten times
+            the model's.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -64,27 +65,27 @@ class KLController(BaseCallback):
     Example:
         ```
         model = PPO("MlpPolicy", "LunarLander-v3")
-        model.learn(200_000, callback=KLController(target_kl=0.015))
+        model.learn(200_000, callback=KLController(target_kl=0.02))
         ```
     """
 
     def __init__(
         self,
-        target_kl: float = 0.015,
+        target_kl: float = 0.02,
         *,
         every: Every = "round",
         bounds: tuple[float, float] | None = None,
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
-        if isinstance(target_kl, bool) or not isinstance(target_kl, int | float) or not 0 < target_kl < math.inf:
-            raise WhenceError(f"target_kl is {target_kl!r}; a finite number above 0 is needed, such as 0.015.")
+        if not _is_positive(target_kl):
+            raise WhenceError(f"target_kl is {target_kl!r}; a finite number above 0 is needed, such as 0.02.")
         if every not in get_args(Every):
             raise WhenceError(f"every is {every!r}.{suggest(str(every), get_args(Every))}")
-        if bounds is not None and not 0 < bounds[0] <= bounds[1] < math.inf:
-            raise WhenceError(f"bounds are {bounds!r}; two finite numbers above 0 are needed, the lower one first.")
-        self.target_kl, self.every, self.bounds = float(target_kl), every, bounds
+        self.target_kl, self.every = float(target_kl), every
+        self.bounds = None if bounds is None else _check_bounds(bounds)
         self._schedule: SteeredSchedule | None = None
+        self._steered: Any = None  # the model of the schedule
         self._short_of_target: list[float] = []
 
     def __repr__(self) -> str:
@@ -94,7 +95,7 @@ class KLController(BaseCallback):
 
     @property
     def scale(self) -> float:
-        """The learning rate over the schedule's."""
+        """The learning rate over that of the model's schedule; the next `learn()` of the same model starts with it."""
         return 1.0 if self._schedule is None else self._schedule.scale
 
     def _init_callback(self) -> None:
@@ -102,7 +103,7 @@ class KLController(BaseCallback):
         self.model.lr_schedule = base = original_schedule(self.model)
         check_model(self.model)
         claim_place(self.model, "control")
-        scale = self.scale
+        scale = self.scale if self._steered is self.model else 1.0
         start = float(base(1.0))
         if not start > 0:
             raise WhenceError(f"The model's learning rate is {start:g} at the start; KLController needs one above 0.")
@@ -112,8 +113,10 @@ class KLController(BaseCallback):
                 f"The model's learning rate is {start:g}, and the bounds of KLController are {low:g} and {high:g}. "
                 "Pass bounds=(lowest, highest) around it."
             )
-        self._schedule = SteeredSchedule(base, scale, (low, high), repr(self))
-        self.model.lr_schedule = self._schedule
+        if self._steered is not self.model:
+            self._short_of_target = []
+        self._schedule = SteeredSchedule(base, scale, (low / start, high / start), repr(self))
+        self._steered, self.model.lr_schedule = self.model, self._schedule
 
     def _on_step(self) -> bool:
         return True
@@ -175,7 +178,7 @@ class KLController(BaseCallback):
         assert self._schedule is not None
         if len(self._short_of_target) == PATIENCE:
             return
-        is_short = rate >= self._schedule.bounds[1] and kl < self.target_kl / FACTOR
+        is_short = self._schedule.is_highest and kl < self.target_kl / FACTOR
         self._short_of_target = [*self._short_of_target, kl] if is_short else []
         if len(self._short_of_target) == PATIENCE:
             mean = sum(self._short_of_target) / PATIENCE
@@ -190,8 +193,21 @@ class KLController(BaseCallback):
         """Multiply the learning rate by a factor, within the bounds; return the new one."""
         assert self._schedule is not None
         progress = self.model._current_progress_remaining
-        self._schedule.multiply(factor, progress)
+        if self._schedule(progress) > 0:  # at the end of a schedule the rate is 0, and a divergence of 0 says nothing
+            self._schedule.multiply(factor)
         return self._schedule(progress)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+
+
+def _check_bounds(bounds: Any) -> tuple[float, float]:
+    """Return two learning rates as numbers of Python, so that a run knows them again however they were given."""
+    rates = tuple(bounds) if isinstance(bounds, Iterable) else ()
+    if len(rates) != 2 or not all(map(_is_positive, rates)) or rates[0] > rates[1]:
+        raise WhenceError(f"bounds are {bounds!r}; two finite numbers above 0 are needed, the lower one first.")
+    return float(rates[0]), float(rates[1])
 
 
 def choose_factor(kl: float, target: float) -> float:

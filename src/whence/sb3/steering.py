@@ -13,7 +13,8 @@ class SteeredSchedule:
     Args:
         base: the model's own schedule.
         scale: the scale.
-        bounds: the lowest and the highest learning rate.
+        bounds: the lowest and the highest scale. They are of the scale, not of the rate: a rate held up while its
+            schedule falls would be a scale that grows, and the next training would start with it.
         controller: the controller's text.
     """
 
@@ -24,17 +25,17 @@ class SteeredSchedule:
 
     def __call__(self, progress_remaining: float) -> float:
         """Return the learning rate, for progress from 1 to 0."""
-        base = float(self.base(progress_remaining))
-        low, high = self.bounds
-        # A scale of 1 is the model's own rate, bit for bit; a rate of 0 is the end of a schedule.
-        return base if base <= 0 or self.scale == 1 else min(max(base * self.scale, low), high)
+        return float(self.base(progress_remaining)) * self.scale
 
-    def multiply(self, factor: float, progress_remaining: float) -> None:
-        """Multiply the learning rate by a factor, within the bounds."""
-        base = float(self.base(progress_remaining))
-        if base > 0:
-            low, high = self.bounds
-            self.scale = min(max(self(progress_remaining) * factor, low), high) / base
+    def multiply(self, factor: float) -> None:
+        """Multiply the scale by a factor, within the bounds."""
+        low, high = self.bounds
+        self.scale = min(max(self.scale * factor, low), high)
+
+    @property
+    def is_highest(self) -> bool:
+        """Whether the scale is at its upper bound."""
+        return self.scale >= self.bounds[1]
 
 
 def original_schedule(model: Any) -> Callable[[float], float]:

@@ -11,7 +11,7 @@ from whence import WhenceError
 from whence.llm import losses
 from whence.llm.config import PPOConfig
 from whence.llm.generation import _mask_until_end
-from whence.llm.kl_controller import KLController
+from whence.llm.kl_coefficient import KLCoefficient
 from whence.llm.rewards import combine_rewards, compute_rewards, find_columns
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
@@ -76,14 +76,14 @@ def test_the_clipped_value_loss():
 
 
 def test_the_divergences_weight_is_steered():
-    fixed = KLController(0.1)
+    fixed = KLCoefficient(0.1)
     fixed.update(99.0, 256)
-    assert fixed.coefficient == 0.1
-    steered = KLController(0.1, target=6.0, horizon=10_000)
+    assert fixed.value == 0.1
+    steered = KLCoefficient(0.1, target=6.0, horizon=10_000)
     steered.update(12.0, 256)  # twice the target, clipped to 0.2 too much
-    assert steered.coefficient == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000))
+    assert steered.value == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000))
     steered.update(5.4, 1000)  # a tenth too little
-    assert steered.coefficient == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000) * (1 - 0.1 * 0.1))
+    assert steered.value == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000) * (1 - 0.1 * 0.1))
 
 
 def test_a_response_ends_with_its_first_end():

@@ -51,7 +51,7 @@ Warmup: TypeAlias = Annotated[
 KLPerRound: TypeAlias = Annotated[
     float | None,
     typer.Option(
-        help="Steer the learning rate so that each round takes the policy this far, in nats; .01 to .02 is usual. "
+        help="Steer the learning rate so that each round takes the policy this far, in nats, such as .02. "
         "(default: the rate is as set)",
         show_default=False,
     ),

@@ -21,7 +21,7 @@ from whence.llm.answers import answer_prompts, read_sample_prompts
 from whence.llm.checkpoints import load_model, read_model
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, Responses, check_tokenizer, context_length, generate
-from whence.llm.kl_controller import KLController
+from whence.llm.kl_coefficient import KLCoefficient
 from whence.llm.model import Reference, WithValueHead, disable_dropout
 from whence.llm.nonfinite import RowChoice, RowGuard
 from whence.llm.objectives import TokenPPO
@@ -187,7 +187,7 @@ class PPOTrainer:
         self.reference = Reference(self.model)
         self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
         self._numbers = RowGuard(on_nonfinite, self.model, self.optimizer.optimizer, config, self.processes)
-        self.kl = KLController(config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon)
+        self.kl = KLCoefficient(config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon)
         self.metrics: list[dict[str, Any]] = []
         self._kinds_of_advice: set[str] = set()
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
@@ -278,7 +278,7 @@ class PPOTrainer:
                 allows_step=lambda rows, losses: self._numbers.check_step(rollout.rows, rows, losses),
             )
             means |= self._numbers.check_model(rollout.rows)
-        row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.coefficient, **means}
+        row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.value, **means}
         self.kl.update(row["kl"], len(rollout.rows))
         self.metrics.append(row)
         self._report_round(rollout, parts, influence, selection, row, seconds)
@@ -318,7 +318,7 @@ class PPOTrainer:
             self.reference,
             responses,
             self.reward,
-            self.kl.coefficient,
+            self.kl.value,
             self.config,
             first_id,
             self.processes,
@@ -378,7 +378,7 @@ class PPOTrainer:
         return {
             **read_model(self.model, self.optimizer.optimizer),
             "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
-            "kl_coef": self.kl.coefficient,
+            "kl_coef": self.kl.value,
             "queue": self._prompt_queue,
             "generator": self._generator.get_state(),
             "advice": sorted(self._kinds_of_advice),
@@ -392,7 +392,7 @@ class PPOTrainer:
         load_model(self.model, self.optimizer.optimizer, content)
         if self.accelerator.scaler is not None and content.get("scaler") is not None:
             self.accelerator.scaler.load_state_dict(content["scaler"])  # of gradients in float16
-        self.kl.coefficient, self._prompt_queue = content["kl_coef"], list(content["queue"])
+        self.kl.value, self._prompt_queue = content["kl_coef"], list(content["queue"])
         self._generator.set_state(content["generator"])
         self._kinds_of_advice = set(content["advice"])
         state = self.processes.load_state(content["processes"])

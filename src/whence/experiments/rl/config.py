@@ -123,7 +123,7 @@ class RunConfig:
         if self.seed >= 2**bits:
             raise WhenceError(f"seed is {self.seed}; less than {2**bits} is needed, since seeds have {bits} bits here.")
         if self.kl_per_round is not None and not 0 < self.kl_per_round < math.inf:
-            raise WhenceError(f"kl_per_round is {self.kl_per_round}; a finite number above 0 is needed, such as 0.015.")
+            raise WhenceError(f"kl_per_round is {self.kl_per_round}; a finite number above 0 is needed, such as 0.02.")
         if self.eval_episodes == 1:
             raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
         self.rule()

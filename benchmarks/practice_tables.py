@@ -1,12 +1,15 @@
 """The tables of `benchmarks.practice`: tables.md and summary.json, from the runs that are there.
 
 Run: `python -m benchmarks.practice_tables results/practice`. A run's result is its last test return, or the mean of its
-evaluations after the start. Each is scaled in its environment: 0 is the untrained policy, 1 the best mean of a group of
-runs. Figures over environments are rliable's (Agarwal et al., 2021): the interquartile mean, and the probability that a
-run of one arm is better than one of the other; intervals by 5,000 bootstraps of the seeds of each environment.
+evaluations after the start. Each is scaled in its environment: 0 is the untrained policy, 1 the best mean of an arm at
+a rate or a target. Figures over environments are rliable's (Agarwal et al., 2021): the interquartile mean, and the
+probability that a run of one arm is better than one of the other; intervals by 5,000 bootstraps of the seeds of each
+environment, where each has three. The same target is not the same divergence, so each target's runs of `iif` are also
+compared with those of `ppo` whose divergence was the nearest, in each environment.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,11 +21,12 @@ from numpy.typing import NDArray
 from scipy.stats import trim_mean
 
 from benchmarks.markdown import cell, table
-from benchmarks.practice import DEFAULT, RATES, SETTINGS, TARGETS, USUAL, WORLDS
+from benchmarks.practice import DEFAULT, DEFAULT_RATE, RATES, SETTINGS, TARGETS, USUAL, WORLDS
 from whence.experiments.rl.curves import KeptRun
 from whence.experiments.sweep import load_sweep
 from whence.guards import write_atomically
 from whence.intervals import t_interval
+from whence.sb3.kl_controller import RANGE
 
 REPEATS = 5000
 RESULTS = {"last": "last return", "mean": "mean return"}
@@ -32,8 +36,14 @@ TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
 
 OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world.others))
 
+LEAST, LEAST_FOR_INTERVAL = 2, 3
+"""The seeds that an environment needs to be compared, and those that each needs for an interval."""
+
+NEAR = 1.25
+"""The largest ratio of two divergences that are compared as the same."""
+
 Scores = list[NDArray[np.float64]]
-"""The scaled results of some runs, an array for each environment."""
+"""The scaled results of some runs, an array of (..., seeds) for each environment."""
 
 
 def read_runs(out: Path) -> pl.DataFrame:
@@ -56,23 +66,28 @@ def _measure(run: KeptRun) -> dict[str, float]:
     late = rounds[name].to_numpy()[len(rounds) // 10 :]
     late = late[np.isfinite(late)]
     target = run.config.kl_per_round or float("nan")
+    rates = rounds["train/learning_rate"].drop_nulls().to_numpy()
     return {
         "first": returns[0],
         "last": returns[-1],
         "mean": float(np.mean(returns[1:])),
         "kl": float(np.median(late)),
         "mean_kl": float(np.mean(late)),
-        "held": float(np.mean((late > target / 1.5) & (late < target * 1.5))),
-        "rate": float(rounds["train/learning_rate"].drop_nulls().median() or 0),
+        "within": float(np.mean((late > target / 1.5) & (late < target * 1.5))),
+        "rate": float(np.median(rates)),
+        # Those of KLController's: a tenth and ten times the rate at the start.
+        "lowest": float(np.mean(rates < 1.01 * DEFAULT_RATE / RANGE)),
+        "highest": float(np.mean(rates > 0.99 * DEFAULT_RATE * RANGE)),
     }
 
 
 def scale_results(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return the runs with each result scaled in its environment."""
+    """Return the runs with each result scaled in its environment; runs at other settings do not set the scale."""
     scaled = runs
+    main = runs.filter(pl.col("steps").is_in([*RATE_STEPS, *TARGET_STEPS]))
     for name in RESULTS:
         best = (
-            runs.group_by("env", "steps", "arm").agg(pl.col(name).mean()).group_by("env").agg(best=pl.col(name).max())
+            main.group_by("env", "steps", "arm").agg(pl.col(name).mean()).group_by("env").agg(best=pl.col(name).max())
         )
         zero = runs.group_by("env").agg(zero=pl.col("first").mean())
         scaled = scaled.join(best, on="env").join(zero, on="env")
@@ -107,47 +122,71 @@ def pick(runs: pl.DataFrame, arm: str, steps: str) -> pl.DataFrame:
 
 
 def list_scores(runs: pl.DataFrame, other: pl.DataFrame, name: str) -> tuple[Scores, Scores]:
-    """Return the results of both, an array for each environment, of the seeds that both have."""
+    """Return the results of both, an array for each environment that has seeds enough, of the seeds that both have."""
     both = runs.join(other.select("env", "seed", pl.col(name).alias("other")), on=["env", "seed"], how="inner")
-    parts = [part for _, part in both.sort("env", "seed").group_by("env", maintain_order=True)]
+    parts = [part for _, part in both.sort("env", "seed").group_by("env", maintain_order=True) if len(part) >= LEAST]
     return [part[name].to_numpy() for part in parts], [part["other"].to_numpy() for part in parts]
 
 
-def interquartile_mean(scores: Scores) -> float:
+def interquartile_mean(scores: Scores) -> NDArray[np.float64]:
     """Return the mean of the middle half of all results."""
-    return float(trim_mean(np.concatenate(scores), 0.25))
+    return np.asarray(trim_mean(np.concatenate(scores, axis=-1), 0.25, axis=-1))
 
 
-def probability_of_improvement(one: Scores, other: Scores) -> float:
+def subtract_means(one: Scores, other: Scores) -> NDArray[np.float64]:
+    """Return the difference of two interquartile means."""
+    return interquartile_mean(one) - interquartile_mean(other)
+
+
+def probability_of_improvement(one: Scores, other: Scores) -> NDArray[np.float64]:
     """Return how probably a run of one is better than one of the other, averaged over the environments."""
     # The statistic of scipy.stats.mannwhitneyu, without its test: the bootstraps would take minutes more.
-    pairs = (a[:, None] - b for a, b in zip(one, other, strict=True))
-    return float(np.mean([np.mean(np.heaviside(differences, 0.5)) for differences in pairs]))
+    pairs = (a[..., :, None] - b[..., None, :] for a, b in zip(one, other, strict=True))
+    return np.mean([np.heaviside(differences, 0.5).mean((-2, -1)) for differences in pairs], axis=0)
 
 
-def bootstrap(one: Scores, other: Scores, statistic: Callable[[Scores, Scores], float]) -> dict[str, float]:
+def bootstrap(
+    one: Scores, other: Scores, statistic: Callable[[Scores, Scores], NDArray[np.float64]]
+) -> dict[str, float | None]:
     """Return a statistic with its 95% interval; seeds are drawn again within each environment, in pairs."""
+    mean = float(statistic(one, other))
+    if min(map(len, one)) < LEAST_FOR_INTERVAL:
+        return {"mean": mean, "low": None, "high": None}
     rng = np.random.default_rng(0)
-    values = []
-    for _ in range(REPEATS):
-        places = [rng.integers(len(scores), size=len(scores)) for scores in one]
-        samples = ([s[p] for s, p in zip(scores, places, strict=True)] for scores in (one, other))
-        values.append(statistic(*samples))
-    low, high = np.quantile(values, [0.025, 0.975])
-    return {"mean": statistic(one, other), "low": float(low), "high": float(high)}
+    places = [rng.integers(len(scores), size=(REPEATS, len(scores))) for scores in one]
+    one, other = ([s[p] for s, p in zip(scores, places, strict=True)] for scores in (one, other))
+    low, high = np.quantile(statistic(one, other), [0.025, 0.975])
+    return {"mean": mean, "low": float(low), "high": float(high)}
 
 
 def compare(one: pl.DataFrame, other: pl.DataFrame, name: str = "last") -> dict[str, Any] | None:
     """Return the difference of interquartile means and the probability of improvement; None without runs."""
     a, b = list_scores(one, other, name)
-    if not a or min(map(len, a)) < 2:
+    if not a:
         return None
     return {
         "environments": len(a),
         "runs": sum(map(len, a)),
-        "difference": bootstrap(a, b, lambda x, y: interquartile_mean(x) - interquartile_mean(y)),
+        "difference": bootstrap(a, b, subtract_means),
         "improves": bootstrap(a, b, probability_of_improvement),
     }
+
+
+def match_divergence(runs: pl.DataFrame, steps: str) -> pl.DataFrame:
+    """Return the runs of `ppo` at the target whose divergence is the nearest to that of `iif` at a target.
+
+    Each environment has its own; one whose nearest divergence is further than `NEAR` has none.
+    """
+    controlled = runs.filter(pl.col("steps").is_in(TARGET_STEPS))
+    means = controlled.group_by("env", "arm", "steps", maintain_order=True).agg(pl.col("kl").mean())
+    parts = []
+    for env, kl in pick(means, "iif", steps).select("env", "kl").iter_rows():
+        others = means.filter(pl.col("env") == env, pl.col("arm") == "ppo")
+        ratios = {target: abs(math.log(other / kl)) for target, other in others.select("steps", "kl").iter_rows()}
+        nearest = min(ratios, key=lambda target: ratios[target], default=None)
+        if nearest is not None and ratios[nearest] <= math.log(NEAR):
+            parts.append(pick(runs.filter(pl.col("env") == env), "ppo", nearest))
+    return pl.concat(parts) if parts else runs.clear()
 
 
 def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] | None]:
@@ -158,6 +197,11 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
             answers[f"{arm} less ppo, {steps}"] = compare(pick(scaled, arm, steps), pick(scaled, "ppo", steps), name)
     for steps in (*RATE_STEPS, *TARGET_STEPS):
         answers[f"iif less ppo, {steps}"] = compare(pick(scaled, "iif", steps), pick(scaled, "ppo", steps), name)
+    for steps in TARGET_STEPS:
+        nearest = match_divergence(scaled, steps)
+        answers[f"iif at {steps} less ppo of the nearest divergence"] = compare(
+            pick(scaled, "iif", steps), nearest, name
+        )
     best = {arm: choose_best(scaled, arm, name) for arm in ("ppo", "iif")}
     answers["iif less ppo, each at its own best rate"] = compare(best["iif"], best["ppo"], name)
     for other in OTHERS:
@@ -211,6 +255,22 @@ def tabulate_world(runs: pl.DataFrame) -> str:
     return table([head, *rows])
 
 
+def tabulate_differences(runs: pl.DataFrame, name: str) -> str:
+    """Return `iif` less `ppo` in each environment and at each step, over the seeds that both have."""
+    rows = []
+    for env in dict.fromkeys(runs["env"]):
+        env_runs = runs.filter(pl.col("env") == env)
+        ppo = env_runs.filter(pl.col("arm") == "ppo").select("steps", "seed", pl.col(name).alias("other"))
+        both = env_runs.filter(pl.col("arm") == "iif").join(ppo, on=["steps", "seed"])
+        both = both.with_columns(difference=pl.col(name) - pl.col("other"))
+        intervals = [
+            t_interval(both.filter(pl.col("steps") == steps).sort("seed")["difference"].to_list())
+            for steps in (*RATE_STEPS, *TARGET_STEPS)
+        ]
+        rows.append([env, *(cell(each, digits=_digits(env_runs)) for each in intervals)])
+    return table([["environment", *RATE_STEPS, *TARGET_STEPS], *rows])
+
+
 def _digits(runs: pl.DataFrame) -> int:
     return 2 if float(runs["last"].abs().max() or 0) < 5 else 0
 
@@ -231,10 +291,23 @@ def tabulate_control(runs: pl.DataFrame) -> str:
             if any(part.is_empty() for part in some):
                 continue
             usual = pick(runs.filter(pl.col("env") == env), arm, USUAL)
-            held = pl.concat(some)["held"].mean()
-            rows.append(
-                [env, arm, *(f"{part['kl'].mean():.4f}" for part in some), f"{usual['rate'].mean():.2g}", f"{held:.0%}"]
-            )
+            within = pl.concat(some)["within"].mean()
+            divergences = [f"{part['kl'].mean():.4f}" for part in some]
+            rows.append([env, arm, *divergences, f"{usual['rate'].mean():.2g}", f"{within:.0%}"])
+    return table([head, *rows])
+
+
+def tabulate_bounds(runs: pl.DataFrame) -> str:
+    """Return the share of rounds in which the controller's rate was at its lowest and at its highest."""
+    head = ["environment", "arm", *(f"at {target:g}: lowest / highest" for target in sorted(TARGETS))]
+    rows = []
+    for env in dict.fromkeys(runs["env"]):
+        for arm in ("ppo", "iif"):
+            some = [pick(runs.filter(pl.col("env") == env), arm, steps) for steps in TARGET_STEPS]
+            cells = [
+                f"{part['lowest'].mean():.0%} / {part['highest'].mean():.0%}" if len(part) else "–" for part in some
+            ]
+            rows.append([env, arm, *cells])
     return table([head, *rows])
 
 
@@ -262,15 +335,19 @@ def write_tables(out: Path) -> None:
     for name, about in RESULTS.items():
         summary[name] = list_questions(scaled, name)
         parts += [f"## By the {about}\n", tabulate_questions(summary[name]), ""]
+    for name, about in RESULTS.items():
+        parts += [f"## iif less ppo by the {about}, by environment\n", tabulate_differences(runs, name), ""]
     parts += ["## Does the controller hold its target?\n", tabulate_control(runs), ""]
+    parts += ["## How often is its rate at a bound?\n", tabulate_bounds(runs), ""]
     parts += ["## Divergence a round at fixed learning rates\n", tabulate_divergence(runs), ""]
     for env in dict.fromkeys(runs["env"]):
         parts += [f"## {env}: last test return\n", tabulate_world(runs.filter(pl.col("env") == env)), ""]
-    _write(out / "tables.md", "\n".join(parts))
-    _write(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_text(out / "tables.md", "\n".join(parts))
+    write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file, complete or not at all."""
     with write_atomically(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -17,11 +17,10 @@ import polars as pl
 import typer
 
 from benchmarks.markdown import cell, table
-from benchmarks.practice import DEFAULT, DEFAULT_RATE, RATES, TARGETS, WORLDS
-from benchmarks.practice_tables import RATE_STEPS, pick, read_runs, scale_results
+from benchmarks.practice import DEFAULT, DEFAULT_RATE, RATES, WORLDS
+from benchmarks.practice_tables import RATE_STEPS, TARGET_STEPS, pick, read_runs, scale_results, write_text
 from benchmarks.tuning import AS_RECORDED, bootstrap_mean, recommend_scale
 from benchmarks.tuning_study import read_trials
-from whence.guards import write_atomically
 from whence.intervals import t_interval
 
 TRAINED = {
@@ -36,7 +35,6 @@ TRAINED = {
 
 JUDGES = {"gain": "as recorded", "gain_by_returns": "returns"}
 RESULT = "mean"
-TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
 
 
 def collect_trials(out: Path, env: str) -> pl.DataFrame:
@@ -111,10 +109,10 @@ def compare_settings(trials: pl.DataFrame, runs: pl.DataFrame) -> list[dict[str,
 
 def agree(row: dict[str, Any], judge: str) -> bool | None:
     """Return whether both say the same direction; None if either's interval holds 0."""
-    told, trained = row[judge], row["trained"]
-    if not _is_clear(told) or not _is_clear(trained):
+    foreseen, trained = row[judge], row["trained"]
+    if not _is_clear(foreseen) or not _is_clear(trained):
         return None
-    return bool(told["mean"] * trained["mean"] > 0)
+    return bool(foreseen["mean"] * trained["mean"] > 0)
 
 
 def count_signs(settings: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -152,9 +150,9 @@ def write_tables(out: Path, practice: Path) -> None:
         settings = compare_settings(trials, env_runs)
         summary[env] = {"steps": steps, "rates": rates, "settings": settings}
         for each in steps:
-            told = "cannot tell" if each["recommended"] is None else f"× {each['recommended']:g}"
+            words = "cannot tell" if each["recommended"] is None else f"× {each['recommended']:g}"
             steps_rows.append(
-                [env, each["judge"], f"{each['best']:g}", f"{each['kl']:.4f}", told, f"{each['kl_as_recorded']:.4f}"]
+                [env, each["judge"], f"{each['best']:g}", f"{each['kl']:.4f}", words, f"{each['kl_as_recorded']:.4f}"]
             )
         digits = 2 if abs(rates["grid"]["mean"]) < 5 else 0
         named = f"{rates['named_rate']:.2g} ({rates['nearest_rate']:g}): {cell(rates['named'], digits=digits)}"
@@ -209,13 +207,8 @@ def write_tables(out: Path, practice: Path) -> None:
     parts = ["# Tuning: tables\n\nWritten by `python -m benchmarks.tuning_tables results/tuning results/practice`.\n"]
     for (title, names), rows in zip(head.items(), (steps_rows, rates_rows, settings_rows, signs_rows), strict=True):
         parts += [f"## {title}\n", table([names, *rows]), ""]
-    _write(out / "tables.md", "\n".join(parts))
-    _write(out / "summary.json", json.dumps(summary | {"signs": signs}, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    with write_atomically(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(out / "tables.md", "\n".join(parts))
+    write_text(out / "summary.json", json.dumps(summary | {"signs": signs}, indent=2) + "\n")
 
 
 def main(

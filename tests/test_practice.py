@@ -1,6 +1,8 @@
 """The study of practice: what it trains, in which order, and what is made of its results."""
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -10,6 +12,7 @@ from scipy import stats
 from whence.experiments.rl.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results" / "practice"
 
 
 @pytest.fixture
@@ -59,10 +62,107 @@ def test_a_seeds_best_rate_is_chosen_by_the_other_seeds(study):
     assert best["last"].to_list() == [1.0]
 
 
-def test_one_seed_makes_no_comparison(study, monkeypatch):
+def test_results_are_scaled_by_the_main_runs(study):
+    _, tables = study
+    rows = [("lr0.0003", "ppo", 15.0), ("lr0.0003", "ppo", 25.0), ("kl0.02", "iif", 30.0), ("zoo", "ppo", 90.0)]
+    runs = pl.DataFrame(
+        [{"env": "a", "steps": steps, "arm": arm, "first": 10.0, "last": r, "mean": r} for steps, arm, r in rows]
+    )
+    # 0 is the untrained policy's 10, 1 the best mean of a main group, 30.
+    assert tables.scale_results(runs)["last"].to_list() == [0.25, 0.75, 1.0, 4.0]
+
+
+def test_the_middle_half_is_averaged(study):
+    _, tables = study
+    assert tables.interquartile_mean([np.array([0.0, 3.0, 4.0]), np.array([5.0, -9.0, 2.0, 99.0, 7.0])]) == 3.5
+    both = np.array([[0.0, 1.0, 3.0, 9.0], [8.0, 2.0, 4.0, 0.0]])
+    assert tables.interquartile_mean([both]).tolist() == [2.0, 3.0]
+
+
+def test_seeds_are_drawn_within_their_environment_and_in_pairs(study):
+    _, tables = study
+    # Constant in each environment: a draw across environments would have an interval.
+    levels = [np.zeros(3), np.ones(3)]
+    zeros = [np.zeros(3), np.zeros(3)]
+    assert tables.bootstrap(levels, zeros, tables.subtract_means) == {"mean": 0.5, "low": 0.5, "high": 0.5}
+    spread = [np.array([0.0, 5.0, 9.0, 2.0, 4.0])]
+    shifted = [spread[0] - 1]
+    answer = tables.bootstrap(spread, shifted, tables.subtract_means)
+    assert answer == pytest.approx({"mean": 1.0, "low": 1.0, "high": 1.0})
+    answer = tables.bootstrap(spread, [np.zeros(5)], tables.subtract_means)
+    assert 0 < answer["low"] < answer["mean"] < answer["high"] < 9
+    two = [np.array([0.0, 5.0])]
+    assert tables.bootstrap(two, two, tables.subtract_means) == {"mean": 0.0, "low": None, "high": None}
+
+
+def test_means_over_steps_are_of_seeds_that_have_all(study):
+    _, tables = study
+    rows = [(0, "lr0.0001", 1.0), (0, "lr0.001", 3.0), (1, "lr0.0001", 5.0), (0, "kl0.02", 99.0)]
+    runs = pl.DataFrame(
+        [{"env": "a", "arm": "iif", "seed": seed, "steps": steps, "last": r, "mean": r} for seed, steps, r in rows]
+    )
+    means = tables.average_steps(runs, "iif", ["lr0.0001", "lr0.001"])
+    assert means.select("seed", "last").to_dicts() == [{"seed": 0, "last": 2.0}]
+
+
+def test_a_divergence_is_the_median_of_the_last_nine_tenths(study):
+    _, tables = study
+    kl = [9.0] * 2 + [0.004] * 4 + [0.02] * 12 + [0.5] * 2
+    rounds = pl.DataFrame({"train/kl": kl, "train/learning_rate": [3e-5] * 5 + [1e-3] * 5 + [3e-3] * 10})
+    evaluations = pl.DataFrame({"test_return": [1.0, 2.0, 6.0]})
+    run = SimpleNamespace(
+        tables={"rounds": rounds, "evaluations": evaluations}, config=SimpleNamespace(kl_per_round=0.02)
+    )
+    found = tables._measure(run)
+    assert (found["first"], found["last"], found["mean"]) == (1.0, 6.0, 4.0)
+    assert found["kl"] == 0.02
+    assert found["within"] == pytest.approx(12 / 18)
+    assert (found["lowest"], found["highest"]) == (0.25, 0.5)
+
+
+def test_runs_of_the_nearest_divergence_are_compared(study):
+    _, tables = study
+    divergences = {("a", "iif", "kl0.01"): 0.02, ("a", "ppo", "kl0.01"): 0.01, ("a", "ppo", "kl0.02"): 0.018}
+    divergences |= {("b", "iif", "kl0.01"): 0.03, ("b", "ppo", "kl0.04"): 0.04, ("a", "ppo", "lr0.001"): 0.02}
+    runs = pl.DataFrame(
+        [
+            {"env": env, "arm": arm, "steps": steps, "seed": seed, "kl": kl * (1 + 0.1 * seed)}
+            for (env, arm, steps), kl in divergences.items()
+            for seed in (-1, 1)
+        ]
+    )
+    found = tables.match_divergence(runs, "kl0.01")
+    # In b the nearest is a third further.
+    assert found.select("env", "steps").unique().to_dicts() == [{"env": "a", "steps": "kl0.02"}]
+    assert len(found) == 2
+
+
+def test_environments_of_one_seed_are_left_out(study, monkeypatch):
     _, tables = study
     monkeypatch.setattr(tables, "REPEATS", 20)
     runs = pl.DataFrame({"env": ["a", "a", "b"], "seed": [0, 1, 0], "last": [1.0, 2.0, 3.0]})
-    assert tables.compare(runs, runs) is None
-    answer = tables.compare(runs.filter(pl.col("env") == "a"), runs)
+    assert tables.compare(runs.filter(pl.col("env") == "b"), runs) is None
+    answer = tables.compare(runs, runs)
     assert (answer["environments"], answer["runs"], answer["difference"]["mean"]) == (1, 2, 0)
+
+
+@pytest.fixture
+def written(study, monkeypatch):
+    """The texts that the module of tables would write, by the name of their file."""
+    texts = {}
+    monkeypatch.setattr(study[1], "write_text", lambda path, text: texts.update({path.name: text}))
+    return texts
+
+
+def test_the_tables_are_those_of_the_runs(study, written):
+    study[1].write_tables(RESULTS)
+    assert written == {name: (RESULTS / name).read_text(encoding="utf-8") for name in ("tables.md", "summary.json")}
+
+
+@pytest.mark.parametrize("page", ["results/practice/README.md", "docs/guide/tuning.md", "docs/guide/compare.md"])
+def test_every_interval_of_the_texts_is_in_the_tables(page):
+    tables = re.sub(r"\b0\.", ".", (RESULTS / "tables.md").read_text(encoding="utf-8"))
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    intervals = re.findall(r"−?\d*\.?\d+ \[−?\d*\.?\d+, −?\d*\.?\d+\]", text)
+    assert intervals or page == "docs/guide/compare.md"
+    assert [interval for interval in intervals if interval not in tables] == []

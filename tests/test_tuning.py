@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import polars as pl
 import pytest
 import torch
+from benchmarks import tuning_tables
 from benchmarks.advantages import change_lambda
 from benchmarks.tuning import (
     AS_RECORDED,
@@ -171,3 +174,39 @@ def test_every_setting_changes_one_thing():
         {}, {"n_epochs": 5}, {"n_epochs": 20}, {"batch_size": 32}, {"batch_size": 128}, {"gae_lambda": 0.9},
         {"gae_lambda": 1.0}, {"drop": 0.125}, {"drop": 0.5},
     ]  # fmt: skip
+
+
+def test_signs_are_counted_in_each_environment():
+    def rows(*, gain, by_returns, trained):
+        means = {"gain": gain, "gain_by_returns": by_returns, "trained": trained}
+        return [{"candidate": "5 epochs", **{name: {"mean": mean} for name, mean in means.items()}}]
+
+    settings = {
+        "a": rows(gain=1.0, by_returns=-1.0, trained=-2.0),
+        "b": rows(gain=-1.0, by_returns=-1.0, trained=-0.1),
+        "c": rows(gain=1.0, by_returns=-1.0, trained=3.0),
+    }
+    (count,) = [each for each in tuning_tables.count_signs(settings) if each["environments"]]
+    assert count == {"candidate": "5 epochs", "environments": 3, "gain": 2, "gain_by_returns": 2, "rule": 2}
+
+
+def test_a_rate_that_is_named_is_that_of_the_nearest_run():
+    results = {"lr0.0001": 1.0, "lr0.0003": 2.0, "lr0.001": 5.0, "lr0.003": 3.0}
+    rows = {**results, **dict.fromkeys(tuning_tables.TARGET_STEPS, 4.0)}
+    runs = pl.DataFrame(
+        [{"arm": "ppo", "steps": steps, "seed": seed, "mean": r + seed} for steps, r in rows.items() for seed in (0, 1)]
+    )
+    rates = tuning_tables.compare_rates(runs, 2.0, others_rate=0.003)
+    assert (rates["best_rate"], rates["named_rate"], rates["nearest_rate"]) == (0.001, 0.0006, 0.001)
+    assert (rates["named"]["mean"], rates["others"]["mean"], rates["kl0.02"]["mean"]) == (5.5, 3.5, 4.5)
+    assert tuning_tables.compare_rates(runs, None, others_rate=0.003)["nearest_rate"] == 0.0003
+
+
+def test_the_tables_are_those_of_the_runs(monkeypatch):
+    texts = {}
+    monkeypatch.setattr(tuning_tables, "write_text", lambda path, text: texts.update({path.name: text}))
+    results = Path(__file__).parent.parent / "results"
+    tuning_tables.write_tables(results / "tuning", results / "practice")
+    assert texts == {
+        name: (results / "tuning" / name).read_text(encoding="utf-8") for name in ("tables.md", "summary.json")
+    }

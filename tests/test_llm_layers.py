@@ -148,14 +148,22 @@ class TestTraining:
         with caplog.at_level(logging.INFO, "whence"):
             trainer = make_trainer(tmp_path / "a", NonPositive(), layers="auto", rounds=1, batch_size=16)
             trainer.train()
-        assert "Scores are of the last 1 blocks from now on: rank correlation 0.9" in caplog.text
+        assert "From round 1 on scores are of the last 1 blocks: rank correlation 0.9" in caplog.text
         assert trainer.scorer.choice.layers == 1
         monkeypatch.setattr("whence.llm.layer_choice.AGREEMENT", 1.1)
         with caplog.at_level(logging.INFO, "whence"):
             trainer = make_trainer(tmp_path / "b", NonPositive(), layers="auto", rounds=1, batch_size=16)
             trainer.train()
         assert trainer.scorer.choice.layers is None
-        assert "Scores are of all layers: those of fewer blocks have a rank correlation below 1.10" in caplog.text
+        assert "on scores are of all layers: those of fewer blocks have a rank correlation below 1.10" in caplog.text
+
+    def test_scores_without_an_order_choose_no_layers(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(
+            "whence.llm.layer_choice.score", lambda model, rows, how: SimpleNamespace(scores=torch.zeros(len(rows)))
+        )
+        trainer = make_trainer(tmp_path, NonPositive(), layers="auto", rounds=2, batch_size=16)
+        trainer.train()
+        assert trainer.scorer.choice.state_dict() == {"layers": None, "chosen_in": 0}
 
     def test_layers_are_chosen_anew_when_the_rounds_have_doubled(self, tmp_path, monkeypatch):
         choices, scored = iter([1, None, 1]), []

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from jaxtyping import Float64
 from torch import Tensor
 
 from whence.checks import list_last_blocks, rank_agreement
@@ -62,7 +63,9 @@ class LayerChoice:
             number: the round, from 1.
         """
         if self._is_due(number) and len(rows) > 2:
-            self.layers, self.chosen_in = _choose_blocks(model, rows, replace(scoring, layers=None)), number
+            scores = score(model, rows, replace(scoring, layers=None)).scores.double()
+            if bool((scores != scores[0]).any()):  # else, as where all rewards are equal, there is no order to keep
+                self.layers, self.chosen_in = _choose_blocks(model, rows, scoring, scores, number), number
         return replace(scoring, layers=self.layers)
 
     def _is_due(self, number: int) -> bool:
@@ -77,15 +80,20 @@ class LayerChoice:
         self.layers, self.chosen_in = state["layers"], state["chosen_in"]
 
 
-def _choose_blocks(model: Any, rows: RecordBatch, scoring: Scoring) -> Layers | None:
-    whole = score(model, rows, scoring).scores.double()
+def _choose_blocks(
+    model: Any, rows: RecordBatch, scoring: Scoring, whole: Float64[Tensor, " n"], number: int
+) -> Layers | None:
+    """Return the fewest last blocks that score rows in the order of `whole`, the scores by all layers; None: all."""
     for layers in filter(partial(_do_train, model), list_last_blocks(model)):
         scores = score(model, rows, replace(scoring, layers=layers)).scores.double()
         if (agreement := rank_agreement(scores, whole)) >= AGREEMENT:
-            message = "Scores are of the last %s blocks from now on: rank correlation %.2f with those of all layers."
-            log.info(message, layers, agreement)
+            message = (
+                "From round %d on scores are of the last %s blocks: rank correlation %.2f with those of all layers."
+            )
+            log.info(message, number, layers, agreement)
             return layers
-    log.info("Scores are of all layers: those of fewer blocks have a rank correlation below %.2f.", AGREEMENT)
+    message = "From round %d on scores are of all layers: those of fewer blocks have a rank correlation below %.2f."
+    log.info(message, number, AGREEMENT)
     return None
 
 

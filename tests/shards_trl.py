@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from test_llm_trainer import ScoreAndKeepAll, make_model
 from test_llm_trl import TRAINERS, make_trainer
-from whence import NonPositive, attribute
+from whence import NonPositive, Selection, attribute
 from whence.llm import TokenReturn, language_view
 
 Training = tuple[str, Any]
@@ -58,7 +59,25 @@ def compare_trainers(
         trainer_type._score_rows = score_and_compare
         selected = train("selected", NonPositive(), target=TokenReturn())
         trainer_type._score_rows = score_rows
+        before_drop: list[dict[str, torch.Tensor]] = []
+
+        class KeepFirstBatch:
+            needs_influence = False
+
+            def select(self, records: Any, influence: Any, progress: Any) -> Selection:
+                return Selection.dropping(torch.full((len(records),), progress.round == 1), "not of the first batch")
+
+        class Copy(TrainerCallback):
+            def on_step_end(
+                self, *_: Any, model: Any = None, states: list[dict[str, torch.Tensor]] = before_drop, **rest: Any
+            ) -> None:
+                states.append(copy_whole(model))
+
+        train("dropped", KeepFirstBatch(), watch=Copy())
         results[f"{kind} {how}"] = {
+            "moved by a dropped batch": max(
+                float((before_drop[1][name] - tensor).abs().max()) for name, tensor in before_drop[0].items()
+            ),
             "scores": distances,
             "kept": int(selected.selection.keep.sum()),
             "training": max(float((copies[1][name] - tensor).abs().max()) for name, tensor in copies[0].items()),

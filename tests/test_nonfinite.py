@@ -564,6 +564,19 @@ class TestTRL:
     def test_a_reward_that_does_not_apply_is_trls(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.make(tmp_path, math.nan, monkeypatch, "rloo").train()
 
+    def test_a_loss_is_checked_before_a_backward_pass_that_steps(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("whence.llm.trl._SelectingTrainer._steps_in_backward", True)  # as under DeepSpeed
+        trainer = self.make(tmp_path, 1.0, monkeypatch, run=tmp_path / "run")
+        compute = type(trainer).__mro__[2]._compute_loss
+        monkeypatch.setattr(type(trainer).__mro__[2], "_compute_loss", lambda *args: compute(*args) * math.nan)
+        passes: list[Any] = []
+        monkeypatch.setattr(trainer.accelerator, "backward", lambda *args, **more: passes.append(args))
+        with pytest.raises(NonFinite, match=r"Round 1: the loss is nan .* The step was not taken"):
+            trainer.train()
+        assert passes == []
+
     @pytest.mark.parametrize("on_nonfinite", ["stop", "drop"])
     def test_a_gradient(self, on_nonfinite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = tmp_path / "run"

@@ -32,3 +32,4 @@ def test_trls_trainers_score_and_train_as_without_scores(tmp_path):
             assert max(result["scores"]) < 1e-4, training
             assert 0 < result["kept"] < 16, training
             assert result["training"] == 0, training
+            assert result["moved by a dropped batch"] == 0, training

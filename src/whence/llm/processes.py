@@ -23,6 +23,15 @@ _KINDS_WITH_COPIES = (
     DistributedType.MULTI_XPU,
 )
 
+NO_KEPT_GRADIENT = (
+    "The parameters are in shards, and a target's gradient is kept whole between rounds: leave refresh_target_every "
+    "at 1."
+)
+NO_TOKEN_PARTS = (
+    "The parameters are in shards, and tokens' parts of scores need them whole: leave token_parts off, or score tokens "
+    "in one process later (whence llm why)."
+)
+
 
 def check_copies(accelerator: Accelerator) -> None:
     """Refuse processes that split the model's parameters among them.
@@ -52,13 +61,25 @@ class Processes:
     def __post_init__(self) -> None:
         if self.accelerator is None or self.accelerator.distributed_type in _KINDS_WITH_COPIES:
             return
-        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        if not is_deepspeed and not getattr(self.accelerator, "is_fsdp2", False):
+        if not self.is_deepspeed and not getattr(self.accelerator, "is_fsdp2", False):
             raise Unsupported(
                 f"The processes split the model's parameters among them by {self.accelerator.distributed_type.value}, "
                 "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), DeepSpeed's ZeRO "
                 "(--use_deepspeed), or processes that hold a copy each (--multi_gpu)."
             )
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed trains; it steps within `accelerator.backward`, not after it."""
+        return self.accelerator is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
+    @property
+    def hold_shards(self) -> bool:
+        """Whether each process holds a part of the parameters alone."""
+        if self.is_deepspeed:
+            plugin: Any = self.accelerator.state.deepspeed_plugin  # type: ignore[union-attr]
+            return int(plugin.zero_stage) == 3
+        return bool(getattr(self.accelerator, "is_fsdp2", False))
 
     @property
     def number(self) -> int:
@@ -92,6 +113,27 @@ class Processes:
                 "Accelerate's own gradient_accumulation_steps is "
                 f"{self.accelerator.gradient_accumulation_steps}; set PPOConfig.gradient_accumulation_steps, and leave "
                 "Accelerate's at 1."
+            )
+
+    def check_settings(self, *, refreshes: bool, has_parts: bool, drops_gradients: bool) -> None:
+        """Refuse what cannot be where processes hold shards, or where DeepSpeed trains.
+
+        Args:
+            refreshes: whether a target's gradient is kept between rounds.
+            has_parts: whether tokens' parts of scores are computed.
+            drops_gradients: whether gradients that are not finite are left out.
+
+        Raises:
+            Unsupported: see above.
+        """
+        if refreshes and self.hold_shards:
+            raise Unsupported(NO_KEPT_GRADIENT)
+        if has_parts and self.hold_shards:
+            raise Unsupported(NO_TOKEN_PARTS)
+        if drops_gradients and self.is_deepspeed:
+            raise Unsupported(
+                "DeepSpeed steps within its backward pass, so a gradient that is not finite cannot be left out before: "
+                "leave on_nonfinite at 'stop', which checks the loss."
             )
 
     def part(self, count: int) -> slice:

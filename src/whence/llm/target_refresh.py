@@ -12,6 +12,7 @@ from whence.attribution import open_problem
 from whence.engines import Gradient, target_gradients
 from whence.errors import Unsupported, WhenceError
 from whence.layers import restrict_view
+from whence.llm.processes import NO_KEPT_GRADIENT
 from whence.llm.scoring import Scoring, split_work
 from whence.llm.targets import SequenceReturn, TokenReturn
 from whence.llm.view import language_view
@@ -114,10 +115,7 @@ def compute_target_gradient(model: Any, rows: RecordBatch, scoring: Scoring) -> 
     """
     view = restrict_view(language_view(model, temperature=scoring.temperature), scoring.layers)
     if is_in_shards(view.parameters().values()):
-        raise Unsupported(
-            "The parameters are in shards, and a target's gradient is kept whole between rounds: leave "
-            "refresh_target_every at 1."
-        )
+        raise Unsupported(NO_KEPT_GRADIENT)
     local_rows, target, reduce = split_work(rows, scoring.target, scoring.processes)
     with open_problem(
         view,

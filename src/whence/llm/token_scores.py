@@ -24,7 +24,7 @@ from whence.errors import NonFinite, Unsupported, WhenceError, suggest
 from whence.influence import Influence
 from whence.layers import Layers, restrict_view
 from whence.llm.objectives import TokenPPO
-from whence.llm.processes import ONE, Processes
+from whence.llm.processes import NO_TOKEN_PARTS, ONE, Processes
 from whence.llm.scoring import Scoring, split_work
 from whence.llm.target_refresh import Along
 from whence.llm.targets import split_mean
@@ -88,10 +88,7 @@ def score_tokens(
         raise WhenceError(f"engine is {engine!r}.{suggest(engine, ['auto', *ENGINES])}")
     view = restrict_view(language_view(model, temperature=temperature), layers)
     if is_in_shards(view.parameters().values()):
-        raise Unsupported(
-            "The parameters are in shards, and tokens' parts of scores need them whole: leave token_parts off, or "
-            "score tokens in one process later (whence llm why)."
-        )
+        raise Unsupported(NO_TOKEN_PARTS)
     local_rows, local_target, reduce = split_work(rows, target, processes)
     objective = TokenPPO() if objective is None else as_objective(objective)
     with open_problem(view, local_rows, targets=[local_target], objective=objective, summed=reduce) as problem:

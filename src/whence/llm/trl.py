@@ -6,6 +6,7 @@ minibatch then gets the kept rows alone, so that dropped ones cost no pass. A st
 groups' statistics are over all of them.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -90,6 +91,10 @@ class _SelectingTrainer:
         drops = self._numbers.drops
         if type(self.rule) is not KeepAll or run is not None or drops:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
+            self._processes.check_settings(
+                refreshes=refresh_target_every > 1, has_parts=self.token_parts, drops_gradients=drops
+            )
+        self._held_rates: list[tuple[dict[str, Any], float]] = []
         self.scorer = self._make_scorer(memory, layers, refresh_target_every, autocast)
         if type(self.rule) is not KeepAll or drops:
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
@@ -268,17 +273,39 @@ class _SelectingTrainer:
             count = self._processes.agree_on_most(max(1, int(inputs[KEPT].sum())))
             rows, factor = take_kept(inputs, count, averages=self._averages_rows)
         loss: Tensor = super()._compute_loss(model, rows)  # type: ignore[misc]
-        return loss if factor is None else loss * factor
+        loss = loss if factor is None else loss * factor
+        if model.training and self._steps_in_backward:
+            self._guard_next_step(model, loss.detach())
+        return loss
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take TRL's step; if the whole batch was dropped, remove the gradients, so that no parameter moves."""
         with self._time_stage("optimisation"):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-            self._check_gradient(model, loss)
+            if not self._steps_in_backward:
+                self._check_gradient(model, loss)
+        while self._held_rates:
+            group, rate = self._held_rates.pop()
+            group["lr"] = rate
         if self.selection is not None and not self.selection.keep.any():
             for parameter in model.parameters():
                 parameter.grad = None
         return loss
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        return getattr(self, "_processes", ONE).is_deepspeed
+
+    def _guard_next_step(self, model: Any, loss: Tensor) -> None:
+        """Before a backward pass that also steps: check the loss, and hold the parameters if the batch was dropped."""
+        # Every process has to stop, or the others wait for it in the pass.
+        if self._processes.agree_on_most(int(not torch.isfinite(loss))):
+            self._check_gradient(model, torch.full_like(loss, math.nan) if torch.isfinite(loss) else loss)
+        if self.selection is not None and not self.selection.keep.any():
+            optimizer: Any = self.optimizer  # type: ignore[attr-defined]
+            for group in optimizer.param_groups:  # Adam would step by its earlier gradients
+                self._held_rates.append((group, group["lr"]))
+                group["lr"] = 0.0
 
     def _check_gradient(self, model: Any, loss: Tensor) -> None:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]

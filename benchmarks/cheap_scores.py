@@ -183,7 +183,7 @@ def measure_size(
     for name, run in list_scores(model, batch, device):
         if name not in lines:
             agreement = rank_agreement(run(), full)
-            seconds = vars(measure(run, repeats, device))
+            seconds = {**vars(measure(run, repeats, device)), "repeats": repeats}
             lines[name] = {"scores": name, "seconds": seconds, "spearman": agreement}
             yield {**result, "scores": list(lines.values())}
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.cheap_scores import SHAPES, draw_rows, make_model
 from benchmarks.markdown import table
+from benchmarks.suite_timing import read_resident
 from whence.guards import write_atomically
 from whence.layers import find_blocks
 from whence.llm import SequenceReturn, TokenPPO
@@ -31,12 +32,6 @@ from whence.llm.scoring import Scoring, score
 
 ROWS, AT_ONCE = 16, 2
 MIB = 2**20
-
-
-def read_resident(name: str) -> int:
-    """Return a line of /proc/self/status in bytes: "VmRSS", or "VmHWM", the most since the last reset."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
 def measure(size: str, folder: Path) -> None:

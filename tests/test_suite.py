@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,11 +225,12 @@ class TestPeers:
         result = suite_peers.measure_peer("mlp", "none", 64, Setting("cpu", 1))
         assert result == {"records": 64, "note": "other", "refused": "ValueError: policies of two actions alone"}
 
-    def test_an_assertion_without_words_is_told_by_its_line(self):
-        code = compile("assert ()", "<peer>", "exec")
+    def test_an_assertion_without_words_is_told_by_its_line(self, tmp_path):
+        peer = tmp_path / "peer.py"  # a file of its own: pytest gives words to the assertions of this one
+        peer.write_text("assert ()\n", encoding="utf-8")
         with pytest.raises(AssertionError) as failure:
-            exec(code)
-        assert suite_peers.describe_failure(failure.value).startswith("AssertionError: ")
+            runpy.run_path(str(peer))
+        assert suite_peers.describe_failure(failure.value) == "AssertionError: assert ()"
 
     def test_a_peer_whose_gradients_do_not_fit_into_memory_is_estimated(self, subject, monkeypatch):
         few = 4 * 4 * 16 * subject.parameters  # one batch's

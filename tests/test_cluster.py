@@ -14,6 +14,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -489,6 +490,32 @@ def test_a_sweep_over_two_nodes_one_of_which_is_killed(tmp_path, monkeypatch):
     assert study.read_lines(tmp_path / "ray") == study.read_lines(tmp_path / "local")
     assert len(study.read_lines(tmp_path / "ray")) == len(runs)
     assert not (tmp_path / "ray" / "runs" / "lake" / "iif" / "seed_0").exists()
+
+
+def test_a_node_that_does_not_start_is_the_error_and_its_cluster_ends(monkeypatch):
+    """Of the study's cluster, with a Ray that starts no node."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import cluster as study
+
+    class Cluster:
+        shut_down = False
+
+        def __init__(self, **settings):
+            pass
+
+        def add_node(self, **settings):
+            raise RuntimeError("no node")
+
+        def shutdown(self):
+            Cluster.shut_down = True
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.cluster_utils", SimpleNamespace(Cluster=Cluster))
+    with patch.dict(os.environ):
+        os.environ.pop("RAY_ADDRESS", None)
+        with pytest.raises(RuntimeError, match="no node"), study.start_cluster(1):
+            pytest.fail("the cluster is there")
+    assert Cluster.shut_down
 
 
 def test_lock_is_of_this_process(tmp_path):

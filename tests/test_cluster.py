@@ -160,6 +160,10 @@ def results(path):
     return {name: text for name, text in read_all(path).items() if name not in others and "checkpoints" not in name}
 
 
+EXITS = (3, 3), (None, 0), ("no display", 1)
+"""What sys.exit() is called with, and the exit code that a process has then."""
+
+
 class TestNode:
     def test_a_run_comes_home_as_if_it_had_been_made_there(self, on_node, job, tmp_path):
         with preserve_rng_state():
@@ -213,6 +217,25 @@ class TestNode:
         assert files[0] == "files"
         assert (kind, message) == ("ended", f"{job[1]} is no run")
         assert "in fail" in text
+
+    @pytest.mark.parametrize(
+        ("failure", "message"),
+        [
+            *((SystemExit(code), f"exit code {number} before the run did") for code, number in EXITS),
+            (GeneratorExit("odd"), "GeneratorExit: odd"),
+        ],
+    )
+    def test_a_run_that_ends_its_process_is_reported(self, on_node, job, monkeypatch, failure, message):
+        def end(config, path, on_round):
+            on_round(0, {})
+            raise failure
+
+        monkeypatch.setattr(node, "runner_of", lambda config: SimpleNamespace(run=end))
+        started, (kind, reason, text) = on_node(job)
+        assert started == ("round", 0, None)
+        assert kind == "ended"
+        assert reason.endswith(message)
+        assert "in end" in text
 
     def test_another_version_is_refused(self, on_node, job):
         ((kind, message, _),) = on_node(job, versions={**list_versions(), "torch": "1.0"})

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from whence import cli
+from whence.checkpoints import checkpoint_path
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import (
     LanguageConfig,
@@ -321,13 +322,44 @@ seeds = 1
 
 class TestDispatch:
     def test_a_lost_run_is_handed_out_again_with_the_files_that_came_home(self, dispatch, folder, tmp_path):
-        archive = pack_files(folder, ["records/round_1"])
+        checkpoint_path(folder, 1).parent.mkdir()
+        checkpoint_path(folder, 1).touch()
+        archive = pack_files(folder, ["records/round_1", "checkpoints/round_00001.safetensors"])
         ray, ends = dispatch(one=[[("files", archive, []), Lost()], [DONE]])
         assert [*ends] == [(0, None)]
         (_, first), (home, second) = ray.inputs
         assert first is None
         assert home == str(tmp_path / "runs" / "one")
-        assert set(zipfile.ZipFile(io.BytesIO(second)).namelist()) == {"records/round_1"}
+        assert set(zipfile.ZipFile(io.BytesIO(second)).namelist()) == {
+            "records/round_1",
+            "checkpoints/round_00001.safetensors",
+        }
+
+    @pytest.mark.parametrize("checkpoint", [None, "checkpoints/round_00001.safetensors", "trl/checkpoint-2/state"])
+    def test_a_lost_run_starts_anew_without_a_checkpoint(self, dispatch, folder, tmp_path, checkpoint):
+        names = ["records/round_1"]
+        if checkpoint is not None:
+            (folder / checkpoint).parent.mkdir(parents=True)
+            (folder / checkpoint).touch()
+            names.append(checkpoint)
+        again = ("files", pack_files(folder, ["records/round_2"]), [])
+        ray, ends = dispatch(one=[[("files", pack_files(folder, names), []), Lost()], [again, Lost()], [DONE]])
+        assert [*ends] == [(0, None)]
+        inputs = [None if files is None else zipfile.ZipFile(io.BytesIO(files)).namelist() for _, files in ray.inputs]
+        if checkpoint is None:
+            assert inputs == [None, None, None]
+            assert list((tmp_path / "runs").iterdir()) == []
+        else:
+            assert inputs[0] is None
+            assert list(map(sorted, inputs[1:])) == [sorted(names), sorted([*names, "records/round_2"])]
+
+    def test_a_lost_run_keeps_rounds_that_were_there_before(self, dispatch, folder, tmp_path):
+        shutil.copytree(folder, tmp_path / "runs" / "one")
+        (tmp_path / "runs" / "one" / "config.json").unlink()
+        ray, ends = dispatch(one=[[Lost()], [DONE]])
+        assert [*ends] == [(0, None)]
+        first, second = (files for _, files in ray.inputs)
+        assert first == second is not None
 
     @pytest.mark.parametrize("loss", [[Lost()], []])
     def test_it_is_given_up_in_the_end(self, dispatch, loss):

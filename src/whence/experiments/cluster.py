@@ -9,13 +9,15 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from whence.checkpoints import list_checkpoints
 from whence.errors import Unsupported, WhenceError, first_line
 from whence.experiments.kinds import AnyConfig, runner_of
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.node import list_versions, train_on_node
-from whence.experiments.parcels import apply_changes, list_files, pack_files
+from whence.experiments.parcels import apply_changes, list_files, pack_files, remove_copy
 from whence.experiments.workers import Job, OnJobRound, describe_failure, remove_traceback, write_traceback
 
 PLACES = "local", "ray"
@@ -181,6 +183,7 @@ class _Dispatch:
         self._waiting = deque(range(len(jobs)))
         self._streams: dict[Any, int] = {}  # of the runs under way, and their places
         self._losses: Counter[int] = Counter()
+        self._copied: set[int] = set()  # places whose directories hold files that came home
 
     def run(self) -> Iterator[tuple[int, str | None]]:
         """Yield each job as it ends."""
@@ -211,6 +214,9 @@ class _Dispatch:
         if runner_of(config).is_finished(config, path):
             self._on_round(place, config.rounds)
             return True
+        if place in self._copied and not _has_checkpoint(path):
+            # The run was lost, and its rounds would be refused: nothing can go on from them.
+            remove_copy(path)
         files = pack_files(path, list_files(path)) if path.exists() else None
         gpus = int(_takes_gpu(config, self._ray.cluster_resources()))
         task = self._task.options(num_gpus=gpus, name=f"whence {path.parent.name}/{path.name}")
@@ -243,6 +249,7 @@ class _Dispatch:
         elif kind == "files":
             try:
                 apply_changes(path, content, more)
+                self._copied.add(place)
             except Exception as failure:  # such as a full disk: of this run alone
                 self._cancel([stream])
                 yield place, f"{describe_failure(failure)}{self._write_traceback(place)}"
@@ -272,6 +279,11 @@ class _Dispatch:
                     if ready:
                         self._ray.get(next(stream))
                 self._ray.cancel(stream, force=True)
+
+
+def _has_checkpoint(path: Path) -> bool:
+    """Return whether a run's directory holds a checkpoint: whence's, or TRL's, of a run by GRPO or RLOO."""
+    return bool(list_checkpoints(path)) or any(path.glob("trl/checkpoint-*"))
 
 
 def _describe_loss(loss: BaseException) -> str:

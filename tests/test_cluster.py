@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -427,13 +428,96 @@ class TestDispatch:
         assert [force for _, force in ray.cancelled] == [False, False]
 
 
+class FakeCluster(FakeRay):
+    """A Ray that this process connects to, and what it calls, in order.
+
+    Args:
+        resources: of the cluster.
+        connected: whether this process is connected to it already.
+        scripts: see `FakeRay`.
+    """
+
+    def __init__(self, resources, *, connected=False, **scripts):
+        super().__init__(scripts)
+        self.resources, self.connected, self.calls = resources, connected, []
+
+    def is_initialized(self):
+        return self.connected
+
+    def init(self, *address, **settings):
+        self.calls.append("init")
+        self.connected = True
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+        self.connected = False
+
+    def cluster_resources(self):
+        return self.resources
+
+    def remote(self, *job, **settings):
+        return super().remote(*job) if job else lambda function: self
+
+    def cancel(self, stream, force):
+        self.calls.append("cancel")
+        super().cancel(stream, force)
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """Put a fake in the place of Ray, at an address or started here."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+    def join(ray, address):
+        os.environ["RAY_ADDRESS"] = address
+        monkeypatch.setitem(sys.modules, "ray", ray)
+
+    for module in (comparison, sys.modules["whence.experiments.sweep"]):
+        monkeypatch.setattr(module, "check_place", lambda on: None)
+    return join
+
+
 class TestConnecting:
+    def test_runs_under_way_end_before_the_connection_does(self, dispatch, join, job, tmp_path):
+        ray = FakeCluster({"CPU": 2.0}, one=[[DONE]], two=[[Lost()]])
+        join(ray, "auto")
+        jobs = [(job[0], tmp_path / "runs" / name) for name in ("one", "two")]
+        with cluster.run_all_on_ray(jobs, None, lambda place, rounds: None) as ends:
+            assert (ray.calls, ray.inputs) == (["init"], [])
+            assert next(ends) == (0, None)
+        assert ray.calls == ["init", "cancel", "shutdown"]
+
+    def test_a_comparison_deletes_nothing_where_there_is_no_cluster(self, join, job, tmp_path):
+        config = replace(job[0], arm="ppo")
+        path = comparison.run_path(tmp_path, config)
+        RunDirectory.create(path, config.to_json()).release()
+        (path / "records").mkdir()
+        (path / "records" / "round_00001.parquet").touch()
+        (tmp_path / "summary.json").touch()
+        before = read_all(path)
+        join(FakeCluster({}), "127.0.0.1:99999")
+        with pytest.raises(WhenceError, match="There is no Ray cluster"):
+            comparison.compare([config], tmp_path, overwrite=True, on="ray")
+        assert read_all(path) == before
+        assert (tmp_path / "summary.json").exists()
+
+    def test_a_sweep_deletes_nothing_where_there_is_no_cluster(self, join, tmp_path):
+        (tmp_path / "lake.toml").write_text(SWEEP)
+        (planned,) = read_sweep(tmp_path / "lake.toml")
+        path = planned.run_path(tmp_path / "out")
+        RunDirectory.create(path, {**planned.config.to_json(), "rounds": 99}).release()
+        before = read_all(path)
+        join(FakeCluster({}), "127.0.0.1:99999")
+        with pytest.raises(WhenceError, match="There is no Ray cluster"):
+            run_sweep([planned], tmp_path / "out", None, on="ray")
+        assert read_all(path) == before
+
     def test_a_comparison_goes_there_as_well(self, job, monkeypatch, tmp_path):
         calls = []
 
         def run_nothing(jobs, workers, on_round):
             calls.append((jobs, workers))
-            yield 0, "no node"
+            return nullcontext(iter([(0, "no node")]))
 
         monkeypatch.setattr(comparison, "run_all_on_ray", run_nothing)
         monkeypatch.setattr(comparison, "check_place", lambda on: None)
@@ -461,7 +545,7 @@ class TestConnecting:
     def test_what_ray_prints_is_no_part_of_the_json(self, command, monkeypatch, tmp_path, capsys):
         def print_and_fail(jobs, workers, on_round):
             print("(raylet) A node has been marked dead.")
-            yield from ((place, "no node") for place in range(len(jobs)))
+            return nullcontext((place, "no node") for place in range(len(jobs)))
 
         monkeypatch.setattr(sys.modules["whence.experiments.sweep"], "run_all_on_ray", print_and_fail)
         monkeypatch.setattr(comparison, "run_all_on_ray", print_and_fail)

@@ -7,8 +7,8 @@ import socket
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,21 @@ def check_place(on: str) -> None:
         )
 
 
-def run_all_on_ray(jobs: Sequence[Job], workers: int | None, on_round: OnJobRound) -> Iterator[tuple[int, str | None]]:
-    """Run jobs as tasks of a Ray cluster, and yield each as it ends; see `workers.run_all`.
+@contextmanager
+def run_all_on_ray(
+    jobs: Sequence[Job], workers: int | None, on_round: OnJobRound
+) -> Iterator[Iterator[tuple[int, str | None]]]:
+    """Connect to a Ray cluster, and yield what `workers.run_all` returns: an iterator that runs jobs as its tasks.
+
+    No job is touched before the iterator's first item, so that a caller may make room for them once there is a cluster.
+    At the end of the context, runs under way are ended, and the connection.
 
     The cluster is the one that this process is connected to, or that RAY_ADDRESS names; otherwise Ray is started on
     this machine, and ended afterwards. A run has a process of its own with one torch thread, and a GPU if its device is
-    one, or if it trains a language model and the cluster has one. It trains in a temporary directory of its node. Its
-    files come home once a minute and at its end, so that a run whose node is lost goes on where the last copy was made,
-    and so does one that the caller broke off.
+    one, or if it trains a language model and the cluster has one.
+
+    A run trains in a temporary directory of its node. Its files come home once a minute and at its end, so that a run
+    whose node is lost goes on where the last copy was made, and so does one that the caller broke off.
 
     Args:
         jobs: what to run; a finished run is left as it is.
@@ -68,10 +75,10 @@ def run_all_on_ray(jobs: Sequence[Job], workers: int | None, on_round: OnJobRoun
         on_round: called with a job's place and the number of its rounds that are done.
 
     Yields:
-        The place in `jobs`, and None or a sentence that says what went wrong.
+        An iterator of places in `jobs`, each with None or a sentence that says what went wrong.
 
     Raises:
-        WhenceError: there is no such cluster, or it has no GPU and a run needs one; nothing was run.
+        WhenceError: there is no such cluster, or it has no GPU and a run needs one.
     """
     with _connect(workers, needs_gpu=any(_needs_gpu(config) for config, _ in jobs)) as ray:
         make_task = ray.remote(
@@ -81,7 +88,8 @@ def run_all_on_ray(jobs: Sequence[Job], workers: int | None, on_round: OnJobRoun
             # Ray would start a lost run with the files that it had at first, and newer ones may have come home since.
             max_retries=0,
         )
-        yield from _Dispatch(ray, make_task(train_on_node), jobs, workers, on_round).run()
+        with closing(_Dispatch(ray, make_task(train_on_node), jobs, workers, on_round).run()) as ends:
+            yield ends
 
 
 @contextmanager
@@ -185,7 +193,7 @@ class _Dispatch:
         self._losses: Counter[int] = Counter()
         self._copied: set[int] = set()  # places whose directories hold files that came home
 
-    def run(self) -> Iterator[tuple[int, str | None]]:
+    def run(self) -> Generator[tuple[int, str | None], None, None]:
         """Yield each job as it ends."""
         try:
             while self._waiting or self._streams:

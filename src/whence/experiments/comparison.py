@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,24 +82,28 @@ def compare(
 
     Raises:
         WhenceError: the standard arm is missing, a run's settings are refused or there is no Ray cluster, and nothing
-            was run; or a run failed.
+            was run or deleted; or a run failed.
         Unsupported: Ray is not installed.
         RunDirectoryError: the directory holds runs of another configuration, and nothing was run; or another process is
             writing to it.
     """
     check_comparison(configs, workers=workers, on=on)
-    run_jobs = run_all_on_ray if on == "ray" else run_all
     todo = [each for each in configs if overwrite or not runner_of(each).is_finished(each, run_path(path, each))]
     _prepare_each(todo)
-    with lock_directory(path):
+    jobs = [(config, run_path(path, config)) for config in todo]
+
+    def report(place: int, rounds: int) -> None:
+        progress(todo[place], rounds)
+
+    running = run_all_on_ray(jobs, workers, report) if on == "ray" else closing(run_all(jobs, workers, report))
+    with lock_directory(path), running as ends:  # nothing is deleted before the cluster is there
         if overwrite:
             _remove_summary(path)
             for config in configs:
                 RunDirectory.create(run_path(path, config), config.to_json(), overwrite=True).release()
         for config in configs:
             progress(config, 0 if config in todo else config.rounds)
-        jobs = [(config, run_path(path, config)) for config in todo]
-        for place, failure in run_jobs(jobs, workers, lambda place, done: progress(todo[place], done)):
+        for place, failure in ends:
             if failure is not None:
                 config = todo[place]
                 raise WhenceError(

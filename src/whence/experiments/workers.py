@@ -9,7 +9,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -39,7 +39,9 @@ def check_workers(workers: int | None) -> None:
         raise WhenceError(f"workers is {workers}; at least 1 is needed.")
 
 
-def run_all(jobs: Sequence[Job], workers: int | None, on_round: OnJobRound) -> Iterator[tuple[int, str | None]]:
+def run_all(
+    jobs: Sequence[Job], workers: int | None, on_round: OnJobRound
+) -> Generator[tuple[int, str | None], None, None]:
     """Run jobs, each in a process with one torch thread, and yield each as it ends: its place and why it failed.
 
     Results do not depend on the number of processes. When the caller breaks off, runs under way are ended.

@@ -512,6 +512,32 @@ class TestConnecting:
             run_sweep([planned], tmp_path / "out", None, on="ray")
         assert read_all(path) == before
 
+    @pytest.mark.parametrize(("address", "connected"), [("auto", False), ("", True)])
+    def test_a_cluster_without_a_gpu_is_warned_of(self, join, job, caplog, address, connected):
+        jobs = [(replace(job[0], device="cuda"), job[1])]
+        for resources, needs_gpu in (({"GPU": 1.0}, True), ({"CPU": 2.0}, False)):
+            join(FakeCluster(resources, connected=connected), address)
+            with cluster.run_all_on_ray(jobs if needs_gpu else [job], None, lambda place, rounds: None):
+                pass
+        assert caplog.messages == []
+        join(FakeCluster({"CPU": 2.0}, connected=connected), address)
+        with cluster.run_all_on_ray(jobs, None, lambda place, rounds: None):
+            pass
+        ((name, level, message),) = caplog.record_tuples
+        assert (name, level) == ("whence", logging.WARNING)
+        assert "no node of the Ray cluster has one: the run waits until one joins. `ray status`" in message
+
+    def test_a_ray_that_is_started_here_without_a_gpu_is_refused(self, join, job):
+        ray = FakeCluster({"CPU": 2.0})
+        join(ray, "")
+        jobs = [(replace(job[0], device="cuda"), job[1])]
+        with (
+            pytest.raises(WhenceError, match="Ray finds none on this machine"),
+            cluster.run_all_on_ray(jobs, None, lambda place, rounds: None),
+        ):
+            pytest.fail("it is connected")
+        assert ray.calls == ["init", "shutdown"]
+
     def test_a_comparison_goes_there_as_well(self, job, monkeypatch, tmp_path):
         calls = []
 

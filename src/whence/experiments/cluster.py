@@ -34,6 +34,8 @@ _ANSWER_SECONDS = 10.0
 ENDING_SECONDS = 10.0
 """How long runs under way have, at Ctrl-C, to end their round and to leave nothing on their nodes."""
 
+log = logging.getLogger("whence")
+
 
 def check_place(on: str) -> None:
     """Refuse a place where runs cannot be made.
@@ -64,7 +66,8 @@ def run_all_on_ray(
 
     The cluster is the one that this process is connected to, or that RAY_ADDRESS names; otherwise Ray is started on
     this machine, and ended afterwards. A run has a process of its own with one torch thread, and a GPU if its device is
-    one, or if it trains a language model and the cluster has one.
+    one, or if it trains a language model and the cluster has one. In a cluster without a GPU, a run whose device is one
+    waits for a node that has one, and a warning says so.
 
     A run trains in a temporary directory of its node. Its files come home once a minute and at its end, so that a run
     whose node is lost goes on where the last copy was made, and so does one that the caller broke off.
@@ -78,7 +81,7 @@ def run_all_on_ray(
         An iterator of places in `jobs`, each with None or a sentence that says what went wrong.
 
     Raises:
-        WhenceError: there is no such cluster, or it has no GPU and a run needs one.
+        WhenceError: there is no such cluster; or Ray is started here, finds no GPU, and a run needs one.
     """
     with _connect(workers, needs_gpu=any(_needs_gpu(config) for config, _ in jobs)) as ray:
         make_task = ray.remote(
@@ -103,6 +106,8 @@ def _connect(workers: int | None, *, needs_gpu: bool) -> Iterator[Any]:
     import ray
 
     if ray.is_initialized():
+        if needs_gpu:
+            _warn_without_gpu(ray)
         yield ray
         return
     check_address(address)
@@ -110,6 +115,8 @@ def _connect(workers: int | None, *, needs_gpu: bool) -> Iterator[Any]:
     try:
         if address:
             _join(ray, address, quiet)
+            if needs_gpu:
+                _warn_without_gpu(ray)
         else:
             ray.init("local", num_cpus=workers, include_dashboard=False, **quiet)
             if needs_gpu and not ray.cluster_resources().get("GPU"):
@@ -120,6 +127,15 @@ def _connect(workers: int | None, *, needs_gpu: bool) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _warn_without_gpu(ray: Any) -> None:
+    """Warn of a cluster without a GPU, in which a run that needs one waits: the cluster may add a node that has one."""
+    if not ray.cluster_resources().get("GPU"):
+        log.warning(
+            "A run's device is a GPU, and no node of the Ray cluster has one: the run waits until one joins. `ray "
+            "status` lists the nodes, and what waits. To train on the CPU, break off, and pass --set device=cpu."
+        )
 
 
 def _join(ray: Any, address: str, settings: Mapping[str, Any]) -> None:

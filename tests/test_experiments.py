@@ -849,6 +849,7 @@ class TestComparison:
     def test_killed_in_a_run_that_replaces_another_it_is_not_finished(self, two_workers, tmp_path, monkeypatch):
         def kill(jobs, workers, on_round):
             raise KeyboardInterrupt
+            yield
 
         monkeypatch.setattr(comparison, "run_all", kill)
         shutil.copytree(two_workers.path, tmp_path / "again")

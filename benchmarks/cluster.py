@@ -47,15 +47,11 @@ def start_cluster(nodes: int) -> Iterator[tuple[Any, list[Any]]]:
     from ray.cluster_utils import Cluster
 
     ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    before = os.environ.get("RAY_ADDRESS")
     try:
         workers = [ray_cluster.add_node(num_cpus=1, include_dashboard=False) for _ in range(nodes)]
-        os.environ["RAY_ADDRESS"] = ray_cluster.address
-        yield ray_cluster, workers
+        with patch.dict(os.environ, RAY_ADDRESS=ray_cluster.address):
+            yield ray_cluster, workers
     finally:
-        os.environ.pop("RAY_ADDRESS")
-        if before is not None:
-            os.environ["RAY_ADDRESS"] = before
         ray_cluster.shutdown()
 
 

@@ -11,14 +11,17 @@ import socket
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from whence import cli
+from whence.checkpoints import checkpoint_path
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import (
     LanguageConfig,
@@ -159,6 +162,10 @@ def results(path):
     return {name: text for name, text in read_all(path).items() if name not in others and "checkpoints" not in name}
 
 
+EXITS = (3, 3), (None, 0), ("no display", 1)
+"""What sys.exit() is called with, and the exit code that a process has then."""
+
+
 class TestNode:
     def test_a_run_comes_home_as_if_it_had_been_made_there(self, on_node, job, tmp_path):
         with preserve_rng_state():
@@ -212,6 +219,25 @@ class TestNode:
         assert files[0] == "files"
         assert (kind, message) == ("ended", f"{job[1]} is no run")
         assert "in fail" in text
+
+    @pytest.mark.parametrize(
+        ("failure", "message"),
+        [
+            *((SystemExit(code), f"exit code {number} before the run did") for code, number in EXITS),
+            (GeneratorExit("odd"), "GeneratorExit: odd"),
+        ],
+    )
+    def test_a_run_that_ends_its_process_is_reported(self, on_node, job, monkeypatch, failure, message):
+        def end(config, path, on_round):
+            on_round(0, {})
+            raise failure
+
+        monkeypatch.setattr(node, "runner_of", lambda config: SimpleNamespace(run=end))
+        started, (kind, reason, text) = on_node(job)
+        assert started == ("round", 0, None)
+        assert kind == "ended"
+        assert reason.endswith(message)
+        assert "in end" in text
 
     def test_another_version_is_refused(self, on_node, job):
         ((kind, message, _),) = on_node(job, versions={**list_versions(), "torch": "1.0"})
@@ -297,13 +323,44 @@ seeds = 1
 
 class TestDispatch:
     def test_a_lost_run_is_handed_out_again_with_the_files_that_came_home(self, dispatch, folder, tmp_path):
-        archive = pack_files(folder, ["records/round_1"])
+        checkpoint_path(folder, 1).parent.mkdir()
+        checkpoint_path(folder, 1).touch()
+        archive = pack_files(folder, ["records/round_1", "checkpoints/round_00001.safetensors"])
         ray, ends = dispatch(one=[[("files", archive, []), Lost()], [DONE]])
         assert [*ends] == [(0, None)]
         (_, first), (home, second) = ray.inputs
         assert first is None
         assert home == str(tmp_path / "runs" / "one")
-        assert set(zipfile.ZipFile(io.BytesIO(second)).namelist()) == {"records/round_1"}
+        assert set(zipfile.ZipFile(io.BytesIO(second)).namelist()) == {
+            "records/round_1",
+            "checkpoints/round_00001.safetensors",
+        }
+
+    @pytest.mark.parametrize("checkpoint", [None, "checkpoints/round_00001.safetensors", "trl/checkpoint-2/state"])
+    def test_a_lost_run_starts_anew_without_a_checkpoint(self, dispatch, folder, tmp_path, checkpoint):
+        names = ["records/round_1"]
+        if checkpoint is not None:
+            (folder / checkpoint).parent.mkdir(parents=True)
+            (folder / checkpoint).touch()
+            names.append(checkpoint)
+        again = ("files", pack_files(folder, ["records/round_2"]), [])
+        ray, ends = dispatch(one=[[("files", pack_files(folder, names), []), Lost()], [again, Lost()], [DONE]])
+        assert [*ends] == [(0, None)]
+        inputs = [None if files is None else zipfile.ZipFile(io.BytesIO(files)).namelist() for _, files in ray.inputs]
+        if checkpoint is None:
+            assert inputs == [None, None, None]
+            assert list((tmp_path / "runs").iterdir()) == []
+        else:
+            assert inputs[0] is None
+            assert list(map(sorted, inputs[1:])) == [sorted(names), sorted([*names, "records/round_2"])]
+
+    def test_a_lost_run_keeps_rounds_that_were_there_before(self, dispatch, folder, tmp_path):
+        shutil.copytree(folder, tmp_path / "runs" / "one")
+        (tmp_path / "runs" / "one" / "config.json").unlink()
+        ray, ends = dispatch(one=[[Lost()], [DONE]])
+        assert [*ends] == [(0, None)]
+        first, second = (files for _, files in ray.inputs)
+        assert first == second is not None
 
     @pytest.mark.parametrize("loss", [[Lost()], []])
     def test_it_is_given_up_in_the_end(self, dispatch, loss):
@@ -371,13 +428,122 @@ class TestDispatch:
         assert [force for _, force in ray.cancelled] == [False, False]
 
 
+class FakeCluster(FakeRay):
+    """A Ray that this process connects to, and what it calls, in order.
+
+    Args:
+        resources: of the cluster.
+        connected: whether this process is connected to it already.
+        scripts: see `FakeRay`.
+    """
+
+    def __init__(self, resources, *, connected=False, **scripts):
+        super().__init__(scripts)
+        self.resources, self.connected, self.calls = resources, connected, []
+
+    def is_initialized(self):
+        return self.connected
+
+    def init(self, *address, **settings):
+        self.calls.append("init")
+        self.connected = True
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+        self.connected = False
+
+    def cluster_resources(self):
+        return self.resources
+
+    def remote(self, *job, **settings):
+        return super().remote(*job) if job else lambda function: self
+
+    def cancel(self, stream, force):
+        self.calls.append("cancel")
+        super().cancel(stream, force)
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """Put a fake in the place of Ray, at an address or started here."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+    def join(ray, address):
+        os.environ["RAY_ADDRESS"] = address
+        monkeypatch.setitem(sys.modules, "ray", ray)
+
+    for module in (comparison, sys.modules["whence.experiments.sweep"]):
+        monkeypatch.setattr(module, "check_place", lambda on: None)
+    return join
+
+
 class TestConnecting:
+    def test_runs_under_way_end_before_the_connection_does(self, dispatch, join, job, tmp_path):
+        ray = FakeCluster({"CPU": 2.0}, one=[[DONE]], two=[[Lost()]])
+        join(ray, "auto")
+        jobs = [(job[0], tmp_path / "runs" / name) for name in ("one", "two")]
+        with cluster.run_all_on_ray(jobs, None, lambda place, rounds: None) as ends:
+            assert (ray.calls, ray.inputs) == (["init"], [])
+            assert next(ends) == (0, None)
+        assert ray.calls == ["init", "cancel", "shutdown"]
+
+    def test_a_comparison_deletes_nothing_where_there_is_no_cluster(self, join, job, tmp_path):
+        config = replace(job[0], arm="ppo")
+        path = comparison.run_path(tmp_path, config)
+        RunDirectory.create(path, config.to_json()).release()
+        (path / "records").mkdir()
+        (path / "records" / "round_00001.parquet").touch()
+        (tmp_path / "summary.json").touch()
+        before = read_all(path)
+        join(FakeCluster({}), "127.0.0.1:99999")
+        with pytest.raises(WhenceError, match="There is no Ray cluster"):
+            comparison.compare([config], tmp_path, overwrite=True, on="ray")
+        assert read_all(path) == before
+        assert (tmp_path / "summary.json").exists()
+
+    def test_a_sweep_deletes_nothing_where_there_is_no_cluster(self, join, tmp_path):
+        (tmp_path / "lake.toml").write_text(SWEEP)
+        (planned,) = read_sweep(tmp_path / "lake.toml")
+        path = planned.run_path(tmp_path / "out")
+        RunDirectory.create(path, {**planned.config.to_json(), "rounds": 99}).release()
+        before = read_all(path)
+        join(FakeCluster({}), "127.0.0.1:99999")
+        with pytest.raises(WhenceError, match="There is no Ray cluster"):
+            run_sweep([planned], tmp_path / "out", None, on="ray")
+        assert read_all(path) == before
+
+    @pytest.mark.parametrize(("address", "connected"), [("auto", False), ("", True)])
+    def test_a_cluster_without_a_gpu_is_warned_of(self, join, job, caplog, address, connected):
+        jobs = [(replace(job[0], device="cuda"), job[1])]
+        for resources, needs_gpu in (({"GPU": 1.0}, True), ({"CPU": 2.0}, False)):
+            join(FakeCluster(resources, connected=connected), address)
+            with cluster.run_all_on_ray(jobs if needs_gpu else [job], None, lambda place, rounds: None):
+                pass
+        assert caplog.messages == []
+        join(FakeCluster({"CPU": 2.0}, connected=connected), address)
+        with cluster.run_all_on_ray(jobs, None, lambda place, rounds: None):
+            pass
+        ((name, level, message),) = caplog.record_tuples
+        assert (name, level) == ("whence", logging.WARNING)
+        assert "no node of the Ray cluster has one: the run waits until one joins. `ray status`" in message
+
+    def test_a_ray_that_is_started_here_without_a_gpu_is_refused(self, join, job):
+        ray = FakeCluster({"CPU": 2.0})
+        join(ray, "")
+        jobs = [(replace(job[0], device="cuda"), job[1])]
+        with (
+            pytest.raises(WhenceError, match="Ray finds none on this machine"),
+            cluster.run_all_on_ray(jobs, None, lambda place, rounds: None),
+        ):
+            pytest.fail("it is connected")
+        assert ray.calls == ["init", "shutdown"]
+
     def test_a_comparison_goes_there_as_well(self, job, monkeypatch, tmp_path):
         calls = []
 
         def run_nothing(jobs, workers, on_round):
             calls.append((jobs, workers))
-            yield 0, "no node"
+            return nullcontext(iter([(0, "no node")]))
 
         monkeypatch.setattr(comparison, "run_all_on_ray", run_nothing)
         monkeypatch.setattr(comparison, "check_place", lambda on: None)
@@ -405,7 +571,7 @@ class TestConnecting:
     def test_what_ray_prints_is_no_part_of_the_json(self, command, monkeypatch, tmp_path, capsys):
         def print_and_fail(jobs, workers, on_round):
             print("(raylet) A node has been marked dead.")
-            yield from ((place, "no node") for place in range(len(jobs)))
+            return nullcontext((place, "no node") for place in range(len(jobs)))
 
         monkeypatch.setattr(sys.modules["whence.experiments.sweep"], "run_all_on_ray", print_and_fail)
         monkeypatch.setattr(comparison, "run_all_on_ray", print_and_fail)
@@ -489,6 +655,32 @@ def test_a_sweep_over_two_nodes_one_of_which_is_killed(tmp_path, monkeypatch):
     assert study.read_lines(tmp_path / "ray") == study.read_lines(tmp_path / "local")
     assert len(study.read_lines(tmp_path / "ray")) == len(runs)
     assert not (tmp_path / "ray" / "runs" / "lake" / "iif" / "seed_0").exists()
+
+
+def test_a_node_that_does_not_start_is_the_error_and_its_cluster_ends(monkeypatch):
+    """Of the study's cluster, with a Ray that starts no node."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import cluster as study
+
+    class Cluster:
+        shut_down = False
+
+        def __init__(self, **settings):
+            pass
+
+        def add_node(self, **settings):
+            raise RuntimeError("no node")
+
+        def shutdown(self):
+            Cluster.shut_down = True
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.cluster_utils", SimpleNamespace(Cluster=Cluster))
+    with patch.dict(os.environ):
+        os.environ.pop("RAY_ADDRESS", None)
+        with pytest.raises(RuntimeError, match="no node"), study.start_cluster(1):
+            pytest.fail("the cluster is there")
+    assert Cluster.shut_down
 
 
 def test_lock_is_of_this_process(tmp_path):

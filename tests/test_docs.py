@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -137,8 +138,10 @@ def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch)
 )
 def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch, capsys):
     for module in ("comparison", "sweep"):
-        for name in ("run_all", "run_all_on_ray"):
-            monkeypatch.setattr(sys.modules[f"whence.experiments.{module}"], name, run_one_by_one)
+        monkeypatch.setattr(sys.modules[f"whence.experiments.{module}"], "run_all", run_one_by_one)
+        monkeypatch.setattr(
+            sys.modules[f"whence.experiments.{module}"], "run_all_on_ray", lambda *jobs: closing(run_one_by_one(*jobs))
+        )
     # The page is served until Ctrl-C.
     monkeypatch.setattr("whence.viewer.serve", lambda runs, *, on_start, **settings: on_start("http://127.0.0.1/"))
     monkeypatch.setattr("webbrowser.open", lambda url: None)

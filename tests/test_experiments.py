@@ -19,7 +19,15 @@ from stable_baselines3 import PPO
 
 from whence import IIF, Action, BelowMean
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments import Comparison, RunConfig, compare, configure, load_comparison, plan_comparison
+from whence.experiments import (
+    Comparison,
+    RunConfig,
+    compare,
+    comparison,
+    configure,
+    load_comparison,
+    plan_comparison,
+)
 from whence.experiments.comparison import run_path
 from whence.experiments.rl import arms
 from whence.experiments.rl.arms import ARMS, PLAIN
@@ -824,6 +832,32 @@ class TestComparison:
         assert found.summary == made.summary
         assert_frame_equal(found.table("evaluations"), made.table("evaluations"), check_exact=True)
 
+    def test_killed_between_its_two_files_it_is_not_finished(self, two_workers, tmp_path, monkeypatch):
+        def write_until_killed(path, content):
+            if path.name == "summary.json":
+                raise KeyboardInterrupt
+            write_json(path, content)
+
+        write_json = comparison._write_json
+        monkeypatch.setattr(comparison, "_write_json", write_until_killed)
+        shutil.copytree(two_workers.path, tmp_path / "again")
+        with pytest.raises(KeyboardInterrupt):
+            compare(planned(seeds=1), tmp_path / "again")
+        with pytest.raises(WhenceError, match=r"summary\.json is not there"):
+            load_comparison(tmp_path / "again")
+
+    def test_killed_in_a_run_that_replaces_another_it_is_not_finished(self, two_workers, tmp_path, monkeypatch):
+        def kill(jobs, workers, on_round):
+            raise KeyboardInterrupt
+            yield
+
+        monkeypatch.setattr(comparison, "run_all", kill)
+        shutil.copytree(two_workers.path, tmp_path / "again")
+        with pytest.raises(KeyboardInterrupt):
+            compare(planned(), tmp_path / "again", overwrite=True)
+        with pytest.raises(WhenceError, match=r"summary\.json is not there"):
+            load_comparison(tmp_path / "again")
+
     @pytest.mark.parametrize("missing", ["comparison.json", "summary.json"])
     def test_what_is_not_finished_cannot_be_read(self, two_workers, tmp_path, missing):
         shutil.copytree(two_workers.path, tmp_path / "again")
@@ -871,6 +905,8 @@ class TestComparison:
             [],
             [entry for entry in listed if entry["arm"] != "iif"],
             [entry | {"env": "a"} for entry in listed],
+            [entry for entry in listed if entry["seed"] == 0],
+            [*listed, *(entry | {"seed": 2} for entry in listed if entry["seed"] == 0)],
         ):
             (tmp_path / "comparison.json").write_text(json.dumps(others))
             with pytest.raises(WhenceError, match="does not hold the figures of the runs in comparison"):

@@ -7,15 +7,17 @@ import socket
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from whence.checkpoints import list_checkpoints
 from whence.errors import Unsupported, WhenceError, first_line
 from whence.experiments.kinds import AnyConfig, runner_of
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.node import list_versions, train_on_node
-from whence.experiments.parcels import apply_changes, list_files, pack_files
+from whence.experiments.parcels import apply_changes, list_files, pack_files, remove_copy
 from whence.experiments.workers import Job, OnJobRound, describe_failure, remove_traceback, write_traceback
 
 PLACES = "local", "ray"
@@ -31,6 +33,8 @@ _ANSWER_SECONDS = 10.0
 
 ENDING_SECONDS = 10.0
 """How long runs under way have, at Ctrl-C, to end their round and to leave nothing on their nodes."""
+
+log = logging.getLogger("whence")
 
 
 def check_place(on: str) -> None:
@@ -51,14 +55,22 @@ def check_place(on: str) -> None:
         )
 
 
-def run_all_on_ray(jobs: Sequence[Job], workers: int | None, on_round: OnJobRound) -> Iterator[tuple[int, str | None]]:
-    """Run jobs as tasks of a Ray cluster, and yield each as it ends; see `workers.run_all`.
+@contextmanager
+def run_all_on_ray(
+    jobs: Sequence[Job], workers: int | None, on_round: OnJobRound
+) -> Iterator[Iterator[tuple[int, str | None]]]:
+    """Connect to a Ray cluster, and yield what `workers.run_all` returns: an iterator that runs jobs as its tasks.
+
+    No job is touched before the iterator's first item, so that a caller may make room for them once there is a cluster.
+    At the end of the context, runs under way are ended, and the connection.
 
     The cluster is the one that this process is connected to, or that RAY_ADDRESS names; otherwise Ray is started on
     this machine, and ended afterwards. A run has a process of its own with one torch thread, and a GPU if its device is
-    one, or if it trains a language model and the cluster has one. It trains in a temporary directory of its node. Its
-    files come home once a minute and at its end, so that a run whose node is lost goes on where the last copy was made,
-    and so does one that the caller broke off.
+    one, or if it trains a language model and the cluster has one. In a cluster without a GPU, a run whose device is one
+    waits for a node that has one, and a warning says so.
+
+    A run trains in a temporary directory of its node. Its files come home once a minute and at its end, so that a run
+    whose node is lost goes on where the last copy was made, and so does one that the caller broke off.
 
     Args:
         jobs: what to run; a finished run is left as it is.
@@ -66,10 +78,10 @@ def run_all_on_ray(jobs: Sequence[Job], workers: int | None, on_round: OnJobRoun
         on_round: called with a job's place and the number of its rounds that are done.
 
     Yields:
-        The place in `jobs`, and None or a sentence that says what went wrong.
+        An iterator of places in `jobs`, each with None or a sentence that says what went wrong.
 
     Raises:
-        WhenceError: there is no such cluster, or it has no GPU and a run needs one; nothing was run.
+        WhenceError: there is no such cluster; or Ray is started here, finds no GPU, and a run needs one.
     """
     with _connect(workers, needs_gpu=any(_needs_gpu(config) for config, _ in jobs)) as ray:
         make_task = ray.remote(
@@ -79,7 +91,8 @@ def run_all_on_ray(jobs: Sequence[Job], workers: int | None, on_round: OnJobRoun
             # Ray would start a lost run with the files that it had at first, and newer ones may have come home since.
             max_retries=0,
         )
-        yield from _Dispatch(ray, make_task(train_on_node), jobs, workers, on_round).run()
+        with closing(_Dispatch(ray, make_task(train_on_node), jobs, workers, on_round).run()) as ends:
+            yield ends
 
 
 @contextmanager
@@ -93,6 +106,8 @@ def _connect(workers: int | None, *, needs_gpu: bool) -> Iterator[Any]:
     import ray
 
     if ray.is_initialized():
+        if needs_gpu:
+            _warn_without_gpu(ray)
         yield ray
         return
     check_address(address)
@@ -100,6 +115,8 @@ def _connect(workers: int | None, *, needs_gpu: bool) -> Iterator[Any]:
     try:
         if address:
             _join(ray, address, quiet)
+            if needs_gpu:
+                _warn_without_gpu(ray)
         else:
             ray.init("local", num_cpus=workers, include_dashboard=False, **quiet)
             if needs_gpu and not ray.cluster_resources().get("GPU"):
@@ -110,6 +127,15 @@ def _connect(workers: int | None, *, needs_gpu: bool) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _warn_without_gpu(ray: Any) -> None:
+    """Warn of a cluster without a GPU, in which a run that needs one waits: the cluster may add a node that has one."""
+    if not ray.cluster_resources().get("GPU"):
+        log.warning(
+            "A run's device is a GPU, and no node of the Ray cluster has one: the run waits until one joins. `ray "
+            "status` lists the nodes, and what waits. To train on the CPU, break off, and pass --set device=cpu."
+        )
 
 
 def _join(ray: Any, address: str, settings: Mapping[str, Any]) -> None:
@@ -181,8 +207,9 @@ class _Dispatch:
         self._waiting = deque(range(len(jobs)))
         self._streams: dict[Any, int] = {}  # of the runs under way, and their places
         self._losses: Counter[int] = Counter()
+        self._copied: set[int] = set()  # places whose directories hold files that came home
 
-    def run(self) -> Iterator[tuple[int, str | None]]:
+    def run(self) -> Generator[tuple[int, str | None], None, None]:
         """Yield each job as it ends."""
         try:
             while self._waiting or self._streams:
@@ -211,6 +238,9 @@ class _Dispatch:
         if runner_of(config).is_finished(config, path):
             self._on_round(place, config.rounds)
             return True
+        if place in self._copied and not _has_checkpoint(path):
+            # The run was lost, and its rounds would be refused: nothing can go on from them.
+            remove_copy(path)
         files = pack_files(path, list_files(path)) if path.exists() else None
         gpus = int(_takes_gpu(config, self._ray.cluster_resources()))
         task = self._task.options(num_gpus=gpus, name=f"whence {path.parent.name}/{path.name}")
@@ -243,6 +273,7 @@ class _Dispatch:
         elif kind == "files":
             try:
                 apply_changes(path, content, more)
+                self._copied.add(place)
             except Exception as failure:  # such as a full disk: of this run alone
                 self._cancel([stream])
                 yield place, f"{describe_failure(failure)}{self._write_traceback(place)}"
@@ -272,6 +303,11 @@ class _Dispatch:
                     if ready:
                         self._ray.get(next(stream))
                 self._ray.cancel(stream, force=True)
+
+
+def _has_checkpoint(path: Path) -> bool:
+    """Return whether a run's directory holds a checkpoint: whence's, or TRL's, of a run by GRPO or RLOO."""
+    return bool(list_checkpoints(path)) or any(path.glob("trl/checkpoint-*"))
 
 
 def _describe_loss(loss: BaseException) -> str:

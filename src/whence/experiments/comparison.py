@@ -1,7 +1,9 @@
 """Several arms over several seeds, run in worker processes and measured against each other."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from whence.experiments.shared import STANDARD
 from whence.experiments.workers import check_workers, run_all
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
-from whence.run_files import lock_directory
+from whence.run_files import explain_write_errors, lock_directory
 from whence.runs import RunDirectory, Table
 
 Progress = Callable[[AnyConfig, int], None]
@@ -80,29 +82,35 @@ def compare(
 
     Raises:
         WhenceError: the standard arm is missing, a run's settings are refused or there is no Ray cluster, and nothing
-            was run; or a run failed.
+            was run or deleted; or a run failed.
         Unsupported: Ray is not installed.
         RunDirectoryError: the directory holds runs of another configuration, and nothing was run; or another process is
             writing to it.
     """
     check_comparison(configs, workers=workers, on=on)
-    run_jobs = run_all_on_ray if on == "ray" else run_all
     todo = [each for each in configs if overwrite or not runner_of(each).is_finished(each, run_path(path, each))]
     _prepare_each(todo)
-    with lock_directory(path):
+    jobs = [(config, run_path(path, config)) for config in todo]
+
+    def report(place: int, rounds: int) -> None:
+        progress(todo[place], rounds)
+
+    running = run_all_on_ray(jobs, workers, report) if on == "ray" else closing(run_all(jobs, workers, report))
+    with lock_directory(path), running as ends:  # nothing is deleted before the cluster is there
         if overwrite:
+            _remove_summary(path)
             for config in configs:
                 RunDirectory.create(run_path(path, config), config.to_json(), overwrite=True).release()
         for config in configs:
             progress(config, 0 if config in todo else config.rounds)
-        jobs = [(config, run_path(path, config)) for config in todo]
-        for place, failure in run_jobs(jobs, workers, lambda place, done: progress(todo[place], done)):
+        for place, failure in ends:
             if failure is not None:
                 config = todo[place]
                 raise WhenceError(
                     f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}. Finished runs are kept."
                 )
         summary = {configs[0].env: summarise(_read_curves(configs, path), standard=STANDARD)}
+        _remove_summary(path)  # killed between the two files, it leaves no figures of other runs than those listed
         _write_json(path / "comparison.json", [config.to_json() for config in configs])
         _write_json(path / "summary.json", summary)
         return Comparison(path, configs, summary)
@@ -132,6 +140,13 @@ def _prepare_each(configs: Sequence[AnyConfig]) -> None:
         if without_seed not in checked:
             runner_of(config).prepare(config)
             checked.append(without_seed)
+
+
+def _remove_summary(path: Path) -> None:
+    """Remove an earlier comparison's figures; without them, a directory holds no finished comparison."""
+    file = path / "summary.json"
+    with explain_write_errors(file):
+        file.unlink(missing_ok=True)
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -174,19 +189,21 @@ def _read_json(path: Path) -> Any:
 
 
 def _is_summary(value: Any, configs: Sequence[AnyConfig]) -> bool:
+    """Return whether a file holds figures of these arms, each over as many seeds as its runs have."""
     names = *PAIR_METRICS, *CURVE_METRICS
+    seeds = Counter(config.arm for config in configs)
     try:
         ((env, arms),) = value.items()
-        entries = [metrics[name] for metrics in arms.values() for name in names]
-        complete = all(_is_interval(entry) for entry in entries)
+        entries = [(arm, metrics[name]) for arm, metrics in arms.items() for name in names]
+        complete = all(_is_interval(entry) and len(entry["per_seed"]) == seeds[arm] for arm, entry in entries)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
-    return complete and {env} == {config.env for config in configs} and set(arms) == {config.arm for config in configs}
+    return complete and {env} == {config.env for config in configs} and set(arms) == set(seeds)
 
 
 def _is_interval(entry: Mapping[str, Any]) -> bool:
     """Return whether a figure has a mean and an interval, and these and the figures of seeds are numbers or null."""
-    values = [entry["mean"], entry["low"], entry["high"], *entry.get("per_seed", ())]
+    values = [entry["mean"], entry["low"], entry["high"], *entry["per_seed"]]
     return all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
 
 

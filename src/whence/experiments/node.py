@@ -20,7 +20,7 @@ import torch
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.kinds import read_config, runner_of
 from whence.experiments.parcels import list_files, pack_changes, unpack_files
-from whence.experiments.workers import describe_failure
+from whence.experiments.workers import describe_exit, describe_failure
 from whence.run_files import lock_directory
 
 Event: TypeAlias = tuple[str, Any, Any]
@@ -99,14 +99,23 @@ def _train(
             except Exception as error:
                 failure = describe_failure(error).replace(str(folder), home)
                 text = traceback.format_exc()
+            except SystemExit as end:
+                failure, text = describe_exit(_exit_code(end)), traceback.format_exc()
             now, archive, removed = pack_changes(folder, stamps)
             if now != stamps:
                 events.put(("files", archive, removed))
     except KeyboardInterrupt:
         failure = "it was broken off"
-    except Exception as error:
+    except BaseException as error:  # whatever it is: without a last event, home would wait for ever
         failure, text = describe_failure(error), traceback.format_exc()
     events.put(("ended", failure, text))
+
+
+def _exit_code(end: SystemExit) -> int:
+    """Return the exit code of a process that ends in this way."""
+    if end.code is None:
+        return 0
+    return end.code if isinstance(end.code, int) else 1
 
 
 def _check_versions(versions: Mapping[str, str]) -> None:

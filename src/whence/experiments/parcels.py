@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from whence.errors import RunDirectoryError
-from whence.run_files import LOCK, system_reason
+from whence.run_files import LOCK, explain_write_errors, system_reason
 
 Stamp: TypeAlias = tuple[int, int, int]
 """What differs between two files of one name: inode, size and the time of the last change."""
@@ -95,7 +95,7 @@ def apply_changes(path: Path, archive: bytes, removed: Collection[str]) -> None:
     Raises:
         RunDirectoryError: the archive is damaged, or the system refuses to write.
     """
-    incoming, replaced = (path.with_name(f".{path.name}.{word}") for word in ("incoming", "replaced"))
+    incoming, replaced = path.with_name(f".{path.name}.incoming"), _replaced_path(path)
     try:
         for leftover in (incoming, replaced):  # of a process that was killed here
             shutil.rmtree(leftover, ignore_errors=True)
@@ -113,6 +113,24 @@ def apply_changes(path: Path, archive: bytes, removed: Collection[str]) -> None:
             f"{path} cannot be written: {system_reason(refusal)}. Free space there, or choose another directory."
         ) from refusal
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_copy(path: Path) -> None:
+    """Remove what `apply_changes` made; killed half-way, it leaves the directory or nothing under that name.
+
+    Raises:
+        RunDirectoryError: the system refuses to.
+    """
+    replaced = _replaced_path(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+    with explain_write_errors(path):
+        path.rename(replaced)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _replaced_path(path: Path) -> Path:
+    """Return where a directory lies until it is removed."""
+    return path.with_name(f".{path.name}.replaced")
 
 
 def _link(source: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,34 +62,39 @@ def run_sweep(
     Raises:
         RunDirectoryError: another sweep is writing to the directory, or it holds another run where one of these
             belongs, or a damaged file; nothing was run.
-        WhenceError: fewer than one worker, or there is no Ray cluster; nothing was run.
+        WhenceError: fewer than one worker, or there is no Ray cluster; nothing was run or deleted.
         Unsupported: Ray is not installed.
     """
     check_workers(workers)
     check_place(on)
-    run_jobs = run_all_on_ray if on == "ray" else run_all
     with lock_directory(out):
         finished = _find_finished(runs, out)
         todo = [planned for planned in runs if planned not in finished]
-        for planned in finished:
-            watch.kept(planned)
-            if not keep_runs and _discard_mark(planned.run_path(out)).exists():  # killed before it was discarded
-                _discard(planned.run_path(out))
-        for planned in todo:
-            _remove_other_run(planned, out)
-        failures = {}
         jobs = [(planned.config, planned.run_path(out)) for planned in todo]
-        for place, failure in run_jobs(jobs, workers, lambda place, rounds: watch.rounds(todo[place], rounds)):
-            planned = todo[place]
-            if failure is None:
-                try:
-                    _store_run(planned, out, keep_runs=keep_runs)
-                except Exception as error:  # of this run alone, whatever it is
-                    failure = describe_failure(error)
-            if failure is not None:
-                failures[planned.name] = failure
-            watch.ended(planned, failure)
-        return failures
+
+        def report(place: int, rounds: int) -> None:
+            watch.rounds(todo[place], rounds)
+
+        running = run_all_on_ray(jobs, workers, report) if on == "ray" else closing(run_all(jobs, workers, report))
+        with running as ends:  # nothing is deleted before the cluster is there
+            for planned in finished:
+                watch.kept(planned)
+                if not keep_runs and _discard_mark(planned.run_path(out)).exists():  # killed before it was discarded
+                    _discard(planned.run_path(out))
+            for planned in todo:
+                _remove_other_run(planned, out)
+            failures = {}
+            for place, failure in ends:
+                planned = todo[place]
+                if failure is None:
+                    try:
+                        _store_run(planned, out, keep_runs=keep_runs)
+                    except Exception as error:  # of this run alone, whatever it is
+                        failure = describe_failure(error)
+                if failure is not None:
+                    failures[planned.name] = failure
+                watch.ended(planned, failure)
+            return failures
 
 
 def _curve_files(out: Path, group: str) -> CurveFiles:

@@ -9,7 +9,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -39,7 +39,9 @@ def check_workers(workers: int | None) -> None:
         raise WhenceError(f"workers is {workers}; at least 1 is needed.")
 
 
-def run_all(jobs: Sequence[Job], workers: int | None, on_round: OnJobRound) -> Iterator[tuple[int, str | None]]:
+def run_all(
+    jobs: Sequence[Job], workers: int | None, on_round: OnJobRound
+) -> Generator[tuple[int, str | None], None, None]:
     """Run jobs, each in a process with one torch thread, and yield each as it ends: its place and why it failed.
 
     Results do not depend on the number of processes. When the caller breaks off, runs under way are ended.
@@ -105,13 +107,18 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 def _describe_end(code: int | None) -> str:
     """Return how a process ended that sent no message at its end."""
     if code is None or code >= 0:
-        return f"its process ended with exit code {code} before the run did"
+        return describe_exit(code)
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     reason = ", perhaps for want of memory: try fewer workers" if name == "SIGKILL" else ""
     return f"its process was ended by {name}{reason}"
 
 
-def describe_failure(failure: Exception) -> str:
+def describe_exit(code: int | None) -> str:
+    """Return that a run's process was told to end in the middle of it, as by sys.exit() in an environment."""
+    return f"its process ended with exit code {code} before the run did"
+
+
+def describe_failure(failure: BaseException) -> str:
     """Return what went wrong as a sentence: errors of whence as they are, others with their kind."""
     if isinstance(failure, WhenceError):
         return str(failure)

@@ -9,7 +9,7 @@ Each run has SB3's default settings, Adam and one environment. It trains
 - at a fixed learning rate: SB3's default, 3e-4, and three others; or
 - at a target: a `KLController` steers the rate, from the default, so that each round has the same divergence; or
 - with SB3's own `target_kl`, which ends a round early, or with other epochs or another lambda of GAE (`ppo` alone); or
-- with RL Baselines3 Zoo's hyper-parameters, at their rate and at a target, for as many steps (its linear
+- with RL Baselines3 Zoo's hyper-parameters, at their rate and at a target, for about as many steps (its linear
   schedules are constants here, and observations and rewards are not normalised); or
 - as LDA's published script does on LunarLander: Adam at 1e-3, 100 rounds, gradients not clipped.
 

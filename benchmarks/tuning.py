@@ -39,7 +39,7 @@ SCALES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 LOW, HIGH = 0.5, 2.0
 """The ratios beyond which the judge no longer credits a gain."""
 
-REPEATS = 5000
+REPEATS = 100_000
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,8 @@ def recommend_scale(rows: Sequence[dict[str, Any]], candidate: str = AS_RECORDED
     It cannot be told if no factor gains anything measurably.
     """
     trials = pl.DataFrame(list(rows)).filter(pl.col("candidate") == candidate)
-    by_round = trials.group_by("round", "scale").agg(pl.col("gain").mean()).pivot("scale", index="round", values="gain")
+    means = trials.group_by("round", "scale").agg(pl.col("gain").mean()).sort("round", "scale")  # the draws follow it
+    by_round = means.pivot("scale", index="round", values="gain")
     gains = {scale: by_round[str(scale)].to_numpy() for scale in trials["scale"].unique().sort()}
     best = max(gains, key=lambda scale: gains[scale].mean())
     if bootstrap_mean(gains[best])["low"] <= 0:

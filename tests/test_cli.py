@@ -316,7 +316,10 @@ def test_ctrl_c_promises_nothing_where_nothing_goes_on(whence, monkeypatch, tmp_
     assert whence("report", tmp_path) == (130, "", "Interrupted.")
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGKILL, -signal.SIGKILL)],
+)
 def test_a_command_that_is_ended_leaves_no_worker(tmp_path, sent, code):
     exit_code, out, err = stop(tmp_path, "ppo", sent)  # returns when the last worker has gone
     assert (exit_code, out) == (code, "")

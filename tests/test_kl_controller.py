@@ -126,8 +126,8 @@ def test_divergence_is_that_of_each_record_in_turn(algorithm, settings):
 def test_rounds_reach_the_target_from_any_rate(learning_rate):
     target, watch = 0.005, Watch()
     env = gym.make("CartPole-v1")
-    ppo = PPO("MlpPolicy", env, learning_rate=learning_rate, n_steps=256, batch_size=64, n_epochs=4, seed=0)
-    ppo.learn(45 * 256, callback=[KLController(target, bounds=(1e-6, 1.0)), watch])
+    ppo = PPO("MlpPolicy", env, learning_rate=learning_rate, n_steps=128, batch_size=64, n_epochs=4, seed=0)
+    ppo.learn(45 * 128, callback=[KLController(target, bounds=(1e-6, 1.0)), watch])
     late = watch.divergences[20:]
     assert len(late) == 25
     assert target / 1.5 < np.median(late) < 1.5 * target

@@ -270,7 +270,9 @@ print(status("VmHWM") - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize("engine", ["ghost", "forward", "vmap"])
+@pytest.mark.parametrize(
+    "engine", ["ghost", *(pytest.param(name, marks=pytest.mark.long) for name in ("forward", "vmap"))]
+)
 def test_the_process_stays_under_256_mib_for_100_000_records(engine: str) -> None:
     budget = 256 * MIB
     command = [sys.executable, "-c", RISE, engine, str(budget)]

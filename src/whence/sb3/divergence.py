@@ -1,7 +1,5 @@
 """How far a policy is from the one that collected its rollout."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,14 +40,7 @@ def measure_sample_divergence(model: Any, samples: Any) -> float:
     if isinstance(model.action_space, spaces.Discrete):
         actions = actions.long().flatten()
     masks = {"action_masks": samples.action_masks} if hasattr(samples, "action_masks") else {}
-    with _read(model):
+    with preserve_rng_state(), eval_mode(model.policy.modules()), torch.no_grad():
         _, log_probs, _ = model.policy.evaluate_actions(samples.observations, actions, **masks)
     log_ratio = (log_probs - samples.old_log_prob.flatten()).double()
     return float((log_ratio.exp() - 1 - log_ratio).mean())
-
-
-@contextmanager
-def _read(model: Any) -> Iterator[None]:
-    """Let the policy be read in eval mode, without gradients or a trace in the generators."""
-    with preserve_rng_state(), eval_mode(model.policy.modules()), torch.no_grad():
-        yield

@@ -204,6 +204,9 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
         )
     best = {arm: choose_best(scaled, arm, name) for arm in ("ppo", "iif")}
     answers["iif less ppo, each at its own best rate"] = compare(best["iif"], best["ppo"], name)
+    for env in dict.fromkeys(scaled["env"]):
+        parts = [best[arm].filter(pl.col("env") != env) for arm in ("iif", "ppo")]
+        answers[f"iif less ppo, each at its own best rate, without {env}"] = compare(parts[0], parts[1], name)
     for other in OTHERS:
         answers[f"iif less ppo, {other}"] = compare(pick(scaled, "iif", other), pick(scaled, "ppo", other), name)
     for about, steps_list in (("mean of the rates", RATE_STEPS), ("mean of the targets", TARGET_STEPS)):

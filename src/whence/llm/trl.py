@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import DistributedType
 from jaxtyping import Float
 from torch import Tensor
 from transformers.trainer_utils import TrainOutput
@@ -294,12 +295,13 @@ class _SelectingTrainer:
 
     @property
     def _steps_in_backward(self) -> bool:
-        return getattr(self, "_processes", ONE).is_deepspeed
+        return bool(self.accelerator.distributed_type == DistributedType.DEEPSPEED)  # type: ignore[attr-defined]
 
     def _guard_next_step(self, model: Any, loss: Tensor) -> None:
         """Before a backward pass that also steps: check the loss, and hold the parameters if the batch was dropped."""
         # Every process has to stop, or the others wait for it in the pass.
-        if self._processes.agree_on_most(int(not torch.isfinite(loss))):
+        processes = Processes(self.accelerator)  # type: ignore[attr-defined]
+        if processes.agree_on_most(int(not torch.isfinite(loss))):
             self._check_gradient(model, torch.full_like(loss, math.nan) if torch.isfinite(loss) else loss)
         if self.selection is not None and not self.selection.keep.any():
             optimizer: Any = self.optimizer  # type: ignore[attr-defined]

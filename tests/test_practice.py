@@ -113,11 +113,11 @@ def test_a_divergence_is_the_median_of_the_last_nine_tenths(study):
     run = SimpleNamespace(
         tables={"rounds": rounds, "evaluations": evaluations}, config=SimpleNamespace(kl_per_round=0.02)
     )
-    found = tables._measure(run)
-    assert (found["first"], found["last"], found["mean"]) == (1.0, 6.0, 4.0)
-    assert found["kl"] == 0.02
-    assert found["within"] == pytest.approx(12 / 18)
-    assert (found["lowest"], found["highest"]) == (0.25, 0.5)
+    measures = tables._measure(run)
+    assert (measures["first"], measures["last"], measures["mean"]) == (1.0, 6.0, 4.0)
+    assert measures["kl"] == 0.02
+    assert measures["within"] == pytest.approx(12 / 18)
+    assert (measures["lowest"], measures["highest"]) == (0.25, 0.5)
 
 
 def test_runs_of_the_nearest_divergence_are_compared(study):
@@ -131,10 +131,10 @@ def test_runs_of_the_nearest_divergence_are_compared(study):
             for seed in (-1, 1)
         ]
     )
-    found = tables.match_divergence(runs, "kl0.01")
+    nearest = tables.match_divergence(runs, "kl0.01")
     # In b the nearest is a third further.
-    assert found.select("env", "steps").unique().to_dicts() == [{"env": "a", "steps": "kl0.02"}]
-    assert len(found) == 2
+    assert nearest.select("env", "steps").unique().to_dicts() == [{"env": "a", "steps": "kl0.02"}]
+    assert len(nearest) == 2
 
 
 def test_environments_of_one_seed_are_left_out(study, monkeypatch):

@@ -174,10 +174,10 @@ class TestKeptRows:
     """Steps that neither draw nor score, on a share of the completions."""
 
     def test_steps_that_draw_and_the_first_round_do_not_count(self, monkeypatch):
-        asked = {}
+        settings = {}
 
         def train(rules, setting, **arguments):
-            asked.update(arguments)
+            settings.update(arguments)
             one_round = [100.0, *[1.0] * (suite_grpo.ITERATIONS - 1)]  # its first step draws
             rounds = [*[50.0] * suite_grpo.ITERATIONS, *one_round * 2]
             return {
@@ -187,7 +187,7 @@ class TestKeptRows:
 
         monkeypatch.setattr(suite_grpo, "train_in_turns", train)
         result = suite_grpo.measure_kept(0.5, Setting("cpu", 3))
-        assert asked == {"num_iterations": suite_grpo.ITERATIONS, "max_steps": 3 * suite_grpo.ITERATIONS}
+        assert settings == {"num_iterations": suite_grpo.ITERATIONS, "max_steps": 3 * suite_grpo.ITERATIONS}
         assert result["stages"]["TRL"]["round"]["high"] == 1.0
         assert result["stages"]["whence, 50% kept"]["round"]["high"] == 0.5
         assert result["ratio"]["low"] == result["ratio"]["high"] == 0.5

@@ -282,12 +282,14 @@ class _SelectingTrainer:
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take TRL's step; if the whole batch was dropped, remove the gradients, so that no parameter moves."""
         with self._time_stage("optimisation"):
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            try:
+                loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            finally:
+                while self._held_rates:
+                    group, rate = self._held_rates.pop()
+                    group["lr"] = rate
             if not self._steps_in_backward:
                 self._check_gradient(model, loss)
-        while self._held_rates:
-            group, rate = self._held_rates.pop()
-            group["lr"] = rate
         if self.selection is not None and not self.selection.keep.any():
             for parameter in model.parameters():
                 parameter.grad = None

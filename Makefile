@@ -1,7 +1,9 @@
 # The set-up is part of every target: a fresh machine needs Python 3.11 and make, nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# pip compiles one file after the other. Some templates among the packages are no Python: hence the `true`.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 
 .PHONY: demo test test-long check audit mutants oldest benchmark peers gpu clean
 
@@ -11,10 +13,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) --editable '.[cli]'
+	$(COMPILE)
 	touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) --editable '.[dev]'
+	$(COMPILE)
 	touch $@ .venv/demo.stamp
 
 ## Train PPO, IIF and a random-drop control on FrozenLake for 30 rounds; print a verdict, write out/demo/report.html.

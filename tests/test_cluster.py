@@ -616,6 +616,7 @@ class TestConnecting:
             check_address(address)
         check_address("auto")
 
+    @pytest.mark.long
     def test_a_ray_that_is_started_here_is_for_this_machine_alone(self):
         pytest.importorskip("ray")
         script = """

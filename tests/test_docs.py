@@ -130,8 +130,8 @@ def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch)
 @pytest.mark.parametrize(
     "page",
     [
-        # The reference repeats what the guides show, with other options.
-        pytest.param(page, marks=pytest.mark.long if page == "reference/command" else ())
+        # The reference repeats what the guides show; two guides train for long.
+        pytest.param(page, marks=pytest.mark.long if page in {"reference/command", "guide/llm", "guide/trust"} else ())
         for page in PAGES
         if command_lines(page)
     ],

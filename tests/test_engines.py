@@ -21,8 +21,14 @@ from whence.sb3 import InfluenceCallback, collect
 OBSERVATIONS = ("vector", "image", "discrete", "multidiscrete", "multibinary", "dict")
 ACTIONS = ("discrete", "box", "multidiscrete", "multibinary", "gsde", "squashed")
 CELLS = [
-    *itertools.product([PPO], OBSERVATIONS, ACTIONS, [True, False]),
-    *itertools.product([MaskablePPO], ["vector", "dict"], ["discrete", "multidiscrete", "multibinary"], [True, False]),
+    # Every two of observation, action and sharing stand together in a cell that is not long.
+    pytest.param(*cell, marks=pytest.mark.long if cell[1] != "vector" and cell[2] != "discrete" and not cell[3] else ())
+    for cell in (
+        *itertools.product([PPO], OBSERVATIONS, ACTIONS, [True, False]),
+        *itertools.product(
+            [MaskablePPO], ["vector", "dict"], ["discrete", "multidiscrete", "multibinary"], [True, False]
+        ),
+    )
 ]
 ENGINES_BESIDE_LOOP = ("ghost", "forward", "vmap")
 OBJECTIVES = [PPOClip(), PPOClip(ent_coef=0.1, vf_coef=0.5, clip_range_vf=0.3), A2C(ent_coef=0.1, vf_coef=0.5)]

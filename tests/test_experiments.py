@@ -117,13 +117,13 @@ def two_workers(tmp_path_factory, reported) -> Comparison:
 
 
 @pytest.fixture(scope="module")
-def one_worker(tmp_path_factory) -> Comparison:
-    """The same comparison: four runs are made in this process, the last two one after the other by a worker."""
+def in_this_process(tmp_path_factory) -> Comparison:
+    """The same comparison, made in this process, one run after the other."""
     configs, path = planned(), tmp_path_factory.mktemp("one")
     with preserve_rng_state():
-        for config in configs[:4]:
+        for config in configs:
             run(config, run_path(path, config))
-    return compare(configs, path, workers=1)
+    return compare(configs, path)
 
 
 @pytest.fixture
@@ -660,20 +660,20 @@ class TestEvaluate:
 
 
 class TestComparison:
-    def test_results_do_not_depend_on_the_number_of_workers(self, one_worker, two_workers):
-        assert one_worker.configs == two_workers.configs
-        for config in one_worker.configs:
-            assert_same_results(one_worker.run(config), two_workers.run(config))
+    def test_results_do_not_depend_on_the_process(self, in_this_process, two_workers):
+        assert in_this_process.configs == two_workers.configs
+        for config in in_this_process.configs:
+            assert_same_results(in_this_process.run(config), two_workers.run(config))
 
-    def test_nor_does_the_summary_but_for_times(self, one_worker, two_workers):
-        (mine,), (other,) = one_worker.summary.values(), two_workers.summary.values()
+    def test_nor_does_the_summary_but_for_times(self, in_this_process, two_workers):
+        (mine,), (other,) = in_this_process.summary.values(), two_workers.summary.values()
         assert mine.keys() == other.keys() == set(ARM_NAMES)
         for arm, metrics in mine.items():
             untimed = metrics.keys() - TIMED
             assert len(untimed) >= 8
             assert {name: metrics[name] for name in untimed} == {name: other[arm][name] for name in untimed}
 
-    def test_nor_on_other_runs_of_the_same_process(self, two_workers, tmp_path):
+    def test_nor_on_other_runs_before_it(self, two_workers, tmp_path):
         config = two_workers.configs[4]
         assert (config.arm, config.seed) == ("iif", 1)
         with preserve_rng_state():

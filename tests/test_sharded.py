@@ -7,8 +7,10 @@ import pytest
 from launching import run_script
 from sharded_processes import CASES
 
+pytestmark = pytest.mark.long
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
+
+@pytest.fixture(scope="module", params=[2, 4])
 def sharded_run(request, tmp_path_factory):
     """Run sharded_processes.py in several processes, and return what each wrote."""
     folder = tmp_path_factory.mktemp("sharded")
@@ -25,7 +27,6 @@ def test_scores_are_those_of_the_whole_model(sharded_run):
             assert result["same selection"], case
 
 
-@pytest.mark.long
 def test_trls_trainers_score_and_train_under_fsdp2_as_without_scores(tmp_path):
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     run_script(launcher, "fsdp_trl.py", tmp_path, ACCELERATE_USE_CPU="0")

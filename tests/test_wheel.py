@@ -12,6 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+pytestmark = pytest.mark.long
+
+
 def run(*command: object, cwd: Path, **environment: str) -> str:
     # The environment of the test run must not leak in; and what one command compiles, the next one reads.
     leaking = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
@@ -47,7 +50,6 @@ def test_it_holds_all_that_the_command_needs(wheel: Path, tmp_path: Path) -> Non
     assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_it_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)

@@ -1,10 +1,10 @@
-"""Parameters in shards are recognised and released, on stand-ins that look as DeepSpeed's ZeRO stage 3 leaves them."""
+"""Parameters in shards are recognised and released: FSDP2's, and stand-ins that look as ZeRO-3 leaves them."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from whence.engines.rules import rule_for
 from whence.llm.layer_rules import register_rules
@@ -36,6 +36,29 @@ def put_in_shards(parameter, *, whole=False, persists=False):
     if not whole:
         parameter.data = torch.empty(0)
     return parameter
+
+
+@pytest.fixture
+def one_process():
+    """A group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_layer_of_fsdp2_is_recognised_and_released():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    layer = nn.Linear(3, 2)
+    assert not is_in_shards(layer.parameters())
+    fully_shard(layer, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    assert is_in_shards(layer.parameters())
+    layer(torch.ones(1, 3))
+    assert not isinstance(layer.weight, DTensor)  # the outermost module's stay whole
+    release_whole(layer.modules())
+    assert isinstance(layer.weight, DTensor)
 
 
 def test_parameters_in_shards_are_told_by_what_zero_gives_them():

@@ -2,20 +2,27 @@
 
 FSDP2 turns a parameter into a `DTensor`, and a pass runs on other, whole tensors. ZeRO-3 keeps the parameter, empties
 its data, and fills it while the layer runs; its shape is in `ds_shape`.
+
+FSDP's classes are looked up, not imported: that takes half a second, and without it there is no object of theirs.
 """
 
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 
 def is_in_shards(parameters: Iterable[Tensor]) -> bool:
     """Tell whether processes hold any of the parameters in shards; a detached copy does not tell it of ZeRO-3."""
-    return any(isinstance(parameter, DTensor) or _is_zero(parameter) for parameter in parameters)
+    sharded = _find_class("torch.distributed.tensor", "DTensor")
+    return any(isinstance(parameter, sharded) or _is_zero(parameter) for parameter in parameters)
+
+
+def _find_class(module: str, name: str) -> type | tuple[()]:
+    """Return a class, or none to be an instance of where its module was not imported."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 def _is_zero(parameter: Tensor) -> bool:
@@ -34,9 +41,10 @@ def release_whole(modules: Iterable[nn.Module]) -> None:
     embeddings; every process has to call this after the same passes.
     """
     whole: list[Any] = []
+    wrapped = _find_class("torch.distributed.fsdp", "FSDPModule")
     for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        if isinstance(module, wrapped):
+            cast(Any, module).reshard()
         whole += [p for p in module._parameters.values() if p is not None and _is_kept(p)]
     if whole:
         for parameter in whole:

@@ -184,6 +184,12 @@ def test_commands_and_options_named_in_the_text_are_there(page):
         assert {argument for argument in arguments if argument.startswith("--")} <= known, arguments
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_fits_an_editor_of_100_columns(page):
+    prose = re.sub(r"^ *```.*?^ *```$", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in prose.splitlines() if len(line) > 100 and "|" not in line] == []
+
+
 def test_each_command_has_a_section_that_names_its_options_and_no_others():
     section = r"^## whence (\w+(?: \w+)?)\n(.*?)(?=^## |\Z)"
     sections = re.findall(section, PAGES["reference/command"], flags=re.DOTALL | re.MULTILINE)

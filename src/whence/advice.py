@@ -172,7 +172,7 @@ def _entropy_collapses(metrics: pl.DataFrame) -> Iterator[Advice]:
 
 
 _SHORT, _LONG = 0.005, 0.1
-"""Divergence of a round, in nats; PPO's best learning rates lay between them in all of six environments.
+"""Divergence of a round, in nats; PPO's best learning rates lay between them in all of nine environments.
 
 Source: results/practice, tables.md, "Divergence a round at fixed learning rates".
 """

@@ -13,13 +13,14 @@ Each run has SB3's default settings, Adam and one environment. It trains
   schedules are constants here, and observations and rewards are not normalised); or
 - as LDA's published script does on LunarLander: Adam at 1e-3, 100 rounds, gradients not clipped.
 
-Rates and targets have all seeds, the others three. Arms: `ppo`; `iif`, which drops an eighth of the records that score
-below 0; the same with one half; `random`, which drops as many as `iif`, at random.
+Rates, targets and LDA's script have all seeds, the others three. Arms: `ppo`; `iif`, which drops an eighth of the
+records that score below 0; the same with one half; `random`, which drops as many as `iif`, at random.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,7 @@ DROP = 0.125
 """The usual share to drop."""
 
 FEW = 3
-"""The seeds of settings that answer none of the main questions; rates and targets have all seeds."""
+"""The seeds of settings that answer none of the main questions."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,11 @@ def list_steps() -> list[Steps]:
     return [*usual, rates[1], targets[1], targets[2], rates[2], rates[3], targets[3]]
 
 
-def list_settings(world: World) -> list[Steps]:
-    """Return the settings that are compared on a few seeds."""
+def list_settings(world: World, seed: int) -> list[Steps]:
+    """Return the other settings of a seed: LDA's script, and of the first seeds the rest."""
     some = [Steps(name, {"hyperparameters": {**each}}, arms=[("ppo", DROP)]) for name, each in SETTINGS.items()]
-    return [*some, *(Steps(name, each) for name, each in world.others.items())]
+    others = [Steps(name, each) for name, each in world.others.items()]
+    return [steps for steps in (*some, *others) if seed < FEW or steps.name == "lda"]
 
 
 def configure_world(name: str, **settings: Any) -> RunConfig:
@@ -142,8 +144,8 @@ def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:
     """Return the runs of some environments: rates and targets seed by seed, then the other settings."""
     pairs = [(name, seed) for seed in seeds for name in names]
     main = [planned for name, seed in pairs for planned in plan_runs(name, seed, list_steps())]
-    few = [(name, seed) for name, seed in pairs if seed < FEW]
-    return main + [planned for name, seed in few for planned in plan_runs(name, seed, list_settings(WORLDS[name]))]
+    others = [plan_runs(name, seed, list_settings(WORLDS[name], seed)) for name, seed in pairs]
+    return [*main, *chain.from_iterable(others)]
 
 
 def main(

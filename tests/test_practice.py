@@ -36,6 +36,11 @@ def test_rates_and_targets_of_all_seeds_come_before_the_other_settings(study, mo
         run.config.seed for run, first in zip(planned, is_main, strict=True) if first
     )
     assert {run.config.seed for run, first in zip(planned, is_main, strict=True) if not first} == {0, 1}
+    late = practice.plan_study(["lunarlander"], [practice.FEW])
+    assert [run.group for run in late if run.group not in {f"lunarlander-{s.name}" for s in practice.list_steps()}] == [
+        "lunarlander-lda",
+        "lunarlander-lda",
+    ]
 
 
 def test_the_probability_of_improvement_is_mann_whitneys_over_the_pairs(study):

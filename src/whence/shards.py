@@ -3,7 +3,7 @@
 FSDP2 turns a parameter into a `DTensor`, and a pass runs on other, whole tensors. ZeRO-3 keeps the parameter, empties
 its data, and fills it while the layer runs; its shape is in `ds_shape`.
 
-FSDP's classes are looked up, not imported: that takes half a second, and without it there is no object of theirs.
+FSDP's classes are looked up, not imported: an import takes half a second, and before it no object of theirs exists.
 """
 
 import sys
@@ -21,7 +21,7 @@ def is_in_shards(parameters: Iterable[Tensor]) -> bool:
 
 
 def _find_class(module: str, name: str) -> type | tuple[()]:
-    """Return a class, or none to be an instance of where its module was not imported."""
+    """Return a class; where its module was not imported, an empty tuple, of which nothing is an instance."""
     return getattr(sys.modules.get(module), name, ())
 
 

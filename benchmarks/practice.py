@@ -14,7 +14,8 @@ Each run has SB3's default settings, Adam and one environment. It trains
 - as LDA's published script does on LunarLander: Adam at 1e-3, 100 rounds, gradients not clipped.
 
 Rates, targets and LDA's script have all seeds, the others three. Arms: `ppo`; `iif`, which drops an eighth of the
-records that score below 0; the same with one half; `random`, which drops as many as `iif`, at random.
+records that score below 0; the same with one half; `random`, which drops as many as `iif`, at random; and, where rounds
+can be flat, `iif-rewarded`, which is `iif` in the other rounds and `ppo` in the flat ones.
 """
 
 import math
@@ -99,6 +100,10 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 """Other hyper-parameters than SB3's defaults, for `ppo` alone."""
 
 
+CAN_BE_FLAT = ("minigrid-doorkey", "acrobot", "minigrid-empty", "cartpole")
+"""Environments in which a round may give every action the same reward."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """How large steps are: what a group of runs shares."""
@@ -115,6 +120,11 @@ def list_steps() -> list[Steps]:
     targets = [Steps(f"kl{target:g}", {"kl_per_round": target}) for target in TARGETS]
     usual = [replace(rates[0], arms=more), replace(targets[0], arms=more)]
     return [*usual, rates[1], targets[1], targets[2], rates[2], rates[3], targets[3]]
+
+
+def list_rewarded() -> list[Steps]:
+    """Return the rates and targets for `iif` that leaves flat rounds whole."""
+    return [replace(steps, arms=[("iif-rewarded", DROP)]) for steps in list_steps()]
 
 
 def list_settings(world: World, seed: int) -> list[Steps]:
@@ -141,9 +151,10 @@ def plan_runs(name: str, seed: int, compared: Iterable[Steps]) -> Iterator[Plann
 
 
 def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:
-    """Return the runs of some environments: rates and targets seed by seed, then the other settings."""
+    """Return the runs of some environments: rates and targets seed by seed, flat rounds, then the other settings."""
     pairs = [(name, seed) for seed in seeds for name in names]
     main = [planned for name, seed in pairs for planned in plan_runs(name, seed, list_steps())]
+    main += [p for name, seed in pairs if name in CAN_BE_FLAT for p in plan_runs(name, seed, list_rewarded())]
     others = [plan_runs(name, seed, list_settings(WORLDS[name], seed)) for name, seed in pairs]
     return [*main, *chain.from_iterable(others)]
 

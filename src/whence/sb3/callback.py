@@ -23,6 +23,7 @@ from whence.run_config import strip_addresses
 from whence.runs import RunDirectory
 from whence.sb3.buffer import Last, check_last, check_model, select_from
 from whence.sb3.episodes import Ongoing
+from whence.sb3.flat_rounds import FlatRoundDetector
 from whence.sb3.moment_log import check_can_draw, log_moments
 from whence.sb3.nonfinite import NumberGuard
 from whence.sb3.objective import model_objective
@@ -31,7 +32,7 @@ from whence.sb3.results import Choice, RoundResult, check_selection
 from whence.sb3.steering import check_recorded_rate
 from whence.sb3.train_hook import cancel_hook, claim_place, wrap_next_train
 from whence.sb3.training_run import TrainingRun
-from whence.selection import Progress, Selection, SelectionRule
+from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection, summarise_selection
 from whence.targets import Return, Target, as_target, target_name
@@ -71,6 +72,8 @@ class InfluenceCallback(BaseCallback):
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
+        keep_flat: train on every record of a round in which no action earned more than another; see
+            `FlatRoundDetector`. Scores of such a round follow the errors of the values.
         strict: raise if a round keeps fewer than two records.
         log_images: the logger also gets a picture of the scores, `influence/scores`, and a table of the most harmful
             moments, `influence/moments`: TensorBoard shows both, and W&B with `sync_tensorboard=True`.
@@ -100,6 +103,7 @@ class InfluenceCallback(BaseCallback):
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
         last: Last = "keep",
+        keep_flat: bool = False,
         strict: bool = False,
         log_images: bool = False,
         on_nonfinite: OnNonFinite = "stop",
@@ -116,6 +120,7 @@ class InfluenceCallback(BaseCallback):
         if log_images:
             check_can_draw()
         self.rule, self.last, self.strict, self.log_images = rule, last, strict, log_images
+        self.keep_flat = keep_flat
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
@@ -133,6 +138,7 @@ class InfluenceCallback(BaseCallback):
         self._last_timestep = 0
         self._checkpoint: Checkpoint | None = None
         self._numbers = NumberGuard(on_nonfinite)
+        self._flat = FlatRoundDetector()
 
     def check_model(self) -> None:
         """Refuse a model that cannot be trained in this way; called when `learn()` begins.
@@ -178,8 +184,9 @@ class InfluenceCallback(BaseCallback):
             WhenceError: the rule returned something else than a selection with n entries.
         """
         progress = Progress(self.next_round, max(0.0, self.progress_remaining))
-        selection = self.rule.select(records, influence, progress)
-        check_selection(selection, records, f"{self.rule!r}.select()")
+        rule = KeepAll() if self.keep_flat and self._flat.is_flat else self.rule
+        selection = rule.select(records, influence, progress)
+        check_selection(selection, records, f"{rule!r}.select()")
         return selection
 
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
@@ -207,6 +214,7 @@ class InfluenceCallback(BaseCallback):
             "objective": "the model's" if self.objective is None else strip_addresses(repr(self.objective)),
             "engine": self.engine,
             "last": self.last,
+            "keep_flat": self.keep_flat,
             **({} if self._numbers.on_nonfinite == "stop" else {"on_nonfinite": self._numbers.on_nonfinite}),
         }
 
@@ -276,12 +284,14 @@ class InfluenceCallback(BaseCallback):
     def _on_rollout_start(self) -> None:
         self._collection_clock = Stopwatch()
         self._numbers.start_round(self.model, self.next_round, None if self._run is None else self._run.directory.path)
+        self._flat.start_round()
 
     def _on_step(self) -> bool:
         if self._run is not None:
             actions = self.locals.get("clipped_actions", self.locals["actions"])  # a MaskablePPO clips none
             self._run.tracker.step(actions, self.locals["dones"], self.locals["infos"])
         self._numbers.check_step(self.locals, self._ongoing)
+        self._flat.read_step(self.model, self.locals)
         return True
 
     def _on_rollout_end(self) -> None:
@@ -304,7 +314,7 @@ class InfluenceCallback(BaseCallback):
             **summarise_selection(choice.selection, choice.influence),
             "episode_return": self._episode_return(),
         }
-        metrics["skipped"] = metrics["kept"] < 2
+        metrics |= {"skipped": metrics["kept"] < 2, "flat": self._flat.is_flat}
         metrics |= choice.metrics
         self._log(metrics, choice.metrics, scoring_seconds=seconds["scoring"]["wall"])
         if self.log_images and choice.influence is not None:

@@ -88,9 +88,12 @@ PARTS: Sequence[Mapping[str, Part]] = (
         },
     },
     {"frozen": Part({"advantage_norm": "buffer"}, "on advantages normalised once, before anything is dropped")},
-    {"guarded": Part({"guard": True}, "in rounds where held-out episodes speak for it, ppo in the others")},
+    {
+        "guarded": Part({"guard": True}, "in rounds where held-out episodes speak for it, ppo in the others"),
+        "rewarded": Part({"keep_flat": True}, "in rounds where actions earned different rewards, ppo in the others"),
+    },
 )
-"""The parts in three groups: the score, how advantages are normalised, whether there is a guard."""
+"""The parts in three groups: the score, how advantages are normalised, in which rounds it selects."""
 
 
 def _compose_arms(rule: str) -> Iterator[tuple[str, Arm]]:

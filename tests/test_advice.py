@@ -50,6 +50,12 @@ def test_a_page_knows_an_arms_method() -> None:
         assert list_kinds({}, resumed=crafted) == []
 
 
+def test_selecting_in_a_flat_round() -> None:
+    assert kinds(flat=[False, True, True], dropped_share=[0.1, 0.0, 0.1]) == {"selects in a flat round": 3}
+    assert kinds(flat=[True, False], dropped_share=[0.0, 0.1]) == {}
+    assert kinds(flat=[True, None]) == {}  # a run without selection
+
+
 def test_nearly_all_dropped() -> None:
     assert kinds(dropped_share=[0.5, 0.94, 0.95, 0.99]) == {"drops nearly all": 3}
     assert kinds(dropped_share=[0.94] * 5) == {}

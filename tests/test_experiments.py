@@ -1049,13 +1049,13 @@ class TestRefusals:
     def test_names_of_arms_are_composed(self):
         scores = ("", "-crossfit", *(f"-{method}" for method in METHODS))
         names = {
-            f"{rule}{score}{frozen}{guarded}"
+            f"{rule}{score}{frozen}{rounds}"
             for rule in ("iif", "mean")
             for score in scores
             for frozen in ("", "-frozen")
-            for guarded in ("", "-guarded")
+            for rounds in ("", "-guarded", "-rewarded")
         }
-        assert len(names) == 2 * 7 * 2 * 2
+        assert len(names) == 2 * 7 * 2 * 3
         assert {*ARMS} == {*PLAIN} | names
         for name in names:
             run = RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2)
@@ -1067,7 +1067,7 @@ class TestRefusals:
         ("arm", "near"),
         [
             ("mean-unroled", "Did you mean mean-unrolled"),
-            ("iif-guarded-frozen", "then frozen, then guarded"),
+            ("iif-guarded-frozen", "then frozen, then guarded or rewarded"),
             ("random-crossfit", "after iif or mean a score may follow"),
             ("mean-crossfit-unrolled", "a score may follow"),
         ],
@@ -1077,7 +1077,7 @@ class TestRefusals:
         said = rf"The arm '{arm}' is unknown\..*{near}.*"
         with pytest.raises(WhenceError, match=said) as refused:
             configure(env="CartPole-v1", arm=arm)
-        for part in (", ".join(PLAIN), listed, "then frozen, then guarded"):
+        for part in (", ".join(PLAIN), listed, "then frozen, then guarded or rewarded"):
             assert part in str(refused.value)
 
 
@@ -1207,7 +1207,8 @@ class TestArmsOfOtherScores:
             ("iif", {"method": "snapshot", "guard": False, "advantage_norm": "minibatch"}),
             ("iif-crossfit", {"method": "crossfit"}),
             ("iif-smoothed", {"method": "smoothed"}),
-            ("iif-guarded", {"guard": True}),
+            ("iif-guarded", {"guard": True, "keep_flat": False}),
+            ("iif-rewarded", {"guard": False, "keep_flat": True}),
             ("iif-frozen", {"advantage_norm": "buffer"}),
             ("ppo-frozen", {"advantage_norm": "buffer"}),
             ("mean-trajectory", {"method": "trajectory", "guard": False, "advantage_norm": "minibatch"}),

@@ -47,6 +47,7 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
     _check_metrics(metrics)
     advice = [
         *_adaptive_optimizer(metrics, config),
+        *_selects_in_flat_round(metrics),
         *_drops_nearly_all(metrics),
         *_kept_share_collapses(metrics),
         *(_responses_become_alike(metrics) if "length" in metrics.columns else _entropy_collapses(metrics)),
@@ -76,7 +77,7 @@ def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, An
 
 _READ = (
     *("mean", "dropped_share", "train/entropy_loss", "train/approx_kl", "train/kl"),
-    *("length", "kl", "ended_share", "episode_return"),
+    *("length", "kl", "ended_share", "episode_return", "flat"),
 )
 """Columns that the rules read."""
 
@@ -118,6 +119,21 @@ def _adaptive_optimizer(metrics: pl.DataFrame, config: Mapping[str, Any]) -> Ite
             "gradients, so scores say less about the effect of training on a record. Compare with a run without "
             "selection, and with one of a higher learning rate.",
         )
+
+
+def _selects_in_flat_round(metrics: pl.DataFrame) -> Iterator[Advice]:
+    shares = dict(_known(metrics, "dropped_share"))
+    for number, is_flat in _known(metrics, "flat"):
+        if is_flat and shares.get(number, 0) > 0:
+            yield Advice(
+                "selects in a flat round",
+                number,
+                "All rewards of this round were the same, and no episode was longer for its actions, so advantages "
+                "hold only the errors of the values. Selecting by them takes the policy further on these errors: where "
+                "rewards were rare, IIF often stopped learning. Keep such rounds whole: keep_flat=True, or the arm "
+                "iif-rewarded.",
+            )
+            return
 
 
 def _drops_nearly_all(metrics: pl.DataFrame) -> Iterator[Advice]:

@@ -162,8 +162,8 @@ FIRST = (STANDARD, "iif", "random", "nonpositive", "negative-random", "ppo-lr-2"
 
 def describe_arms() -> str:
     """Return the names of all arms, for people."""
-    scores, *others = (", ".join(part_group) for part_group in PARTS)
-    then = "".join(f", then {other}" for other in others)
+    scores = ", ".join(PARTS[0])
+    then = "".join(f", then {' or '.join(part_group)}" for part_group in PARTS[1:])
     composed = f"after {' or '.join(RULES)} a score may follow ({scores}){then}, as in mean-unrolled-guarded"
     return f"{', '.join(PLAIN)}; {composed}"
 

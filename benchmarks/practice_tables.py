@@ -10,27 +10,26 @@ compared with those of `ppo` whose divergence was the nearest, in each environme
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import polars as pl
 import typer
-from numpy.typing import NDArray
-from scipy.stats import trim_mean
 
+from benchmarks.interquartile import Scores, bootstrap, probability_of_improvement, subtract_means
 from benchmarks.markdown import cell, table
-from benchmarks.practice import DEFAULT, DEFAULT_RATE, RATES, SETTINGS, TARGETS, USUAL, WORLDS
+from benchmarks.practice import CAN_BE_FLAT, DEFAULT, DEFAULT_RATE, RATES, SETTINGS, TARGETS, USUAL, WORLDS
 from whence.experiments.rl.curves import KeptRun
 from whence.experiments.sweep import load_sweep
 from whence.guards import write_atomically
 from whence.intervals import t_interval
 from whence.sb3.kl_controller import RANGE
 
-REPEATS = 5000
 RESULTS = {"last": "last return", "mean": "mean return"}
 ARMS = ("ppo", "iif", "iif-drop0.5", "random")
+REWARDED = "iif-rewarded"
 RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
 TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
 
@@ -39,17 +38,17 @@ OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world
 LATE = ("walker2d", "bipedalwalker", "minigrid-doorkey")
 """Environments that were trained when the others had been tabulated."""
 
-SEEDS = dict.fromkeys(WORLDS, 5) | dict.fromkeys(LATE, 3)
+SEEDS = dict.fromkeys(WORLDS, 5) | dict.fromkeys(LATE, 4)
 """The seeds that are tabulated: those that are complete. Runs of the next one are kept until it is, too."""
 
-LEAST, LEAST_FOR_INTERVAL = 2, 3
-"""The seeds that an environment needs to be compared, and those that each needs for an interval."""
+LDA_SEEDS = 20
+"""Those of LDA's script."""
+
+LEAST = 2
+"""The seeds that an environment needs to be compared."""
 
 NEAR = 1.25
 """The largest ratio of two divergences that are compared as the same."""
-
-Scores = list[NDArray[np.float64]]
-"""The scaled results of some runs, an array of (..., seeds) for each environment."""
 
 
 def read_runs(out: Path) -> pl.DataFrame:
@@ -61,7 +60,7 @@ def read_runs(out: Path) -> pl.DataFrame:
             {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run)}
             for arm, runs in arms.items()
             for seed, run in runs.items()
-            if seed < SEEDS[env]
+            if seed < (LDA_SEEDS if steps == "lda" else SEEDS[env])
         ]
     return pl.DataFrame(rows)
 
@@ -81,6 +80,7 @@ def _measure(run: KeptRun) -> dict[str, float]:
         "kl": float(np.median(late)),
         "mean_kl": float(np.mean(late)),
         "within": float(np.mean((late > target / 1.5) & (late < target * 1.5))),
+        "whole": float(np.mean(rounds["dropped_share"].to_numpy() == 0)),
         "rate": float(np.median(rates)),
         # Those of KLController's: a tenth and ten times the rate at the start.
         "lowest": float(np.mean(rates < 1.01 * DEFAULT_RATE / RANGE)),
@@ -135,37 +135,6 @@ def list_scores(runs: pl.DataFrame, other: pl.DataFrame, name: str) -> tuple[Sco
     return [part[name].to_numpy() for part in parts], [part["other"].to_numpy() for part in parts]
 
 
-def interquartile_mean(scores: Scores) -> NDArray[np.float64]:
-    """Return the mean of the middle half of all results."""
-    return np.asarray(trim_mean(np.concatenate(scores, axis=-1), 0.25, axis=-1))
-
-
-def subtract_means(one: Scores, other: Scores) -> NDArray[np.float64]:
-    """Return the difference of two interquartile means."""
-    return interquartile_mean(one) - interquartile_mean(other)
-
-
-def probability_of_improvement(one: Scores, other: Scores) -> NDArray[np.float64]:
-    """Return how probably a run of one is better than one of the other, averaged over the environments."""
-    # The statistic of scipy.stats.mannwhitneyu, without its test: the bootstraps would take minutes more.
-    pairs = (a[..., :, None] - b[..., None, :] for a, b in zip(one, other, strict=True))
-    return np.mean([np.heaviside(differences, 0.5).mean((-2, -1)) for differences in pairs], axis=0)
-
-
-def bootstrap(
-    one: Scores, other: Scores, statistic: Callable[[Scores, Scores], NDArray[np.float64]]
-) -> dict[str, float | None]:
-    """Return a statistic with its 95% interval; seeds are drawn again within each environment, in pairs."""
-    mean = float(statistic(one, other))
-    if min(map(len, one)) < LEAST_FOR_INTERVAL:
-        return {"mean": mean, "low": None, "high": None}
-    rng = np.random.default_rng(0)
-    places = [rng.integers(len(scores), size=(REPEATS, len(scores))) for scores in one]
-    one, other = ([s[p] for s, p in zip(scores, places, strict=True)] for scores in (one, other))
-    low, high = np.quantile(statistic(one, other), [0.025, 0.975])
-    return {"mean": mean, "low": float(low), "high": float(high)}
-
-
 def compare(one: pl.DataFrame, other: pl.DataFrame, name: str = "last") -> dict[str, Any] | None:
     """Return the difference of interquartile means and the probability of improvement; None without runs."""
     a, b = list_scores(one, other, name)
@@ -209,6 +178,11 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
         answers[f"iif at {steps} less ppo of the nearest divergence"] = compare(
             pick(scaled, "iif", steps), nearest, name
         )
+    for steps in (DEFAULT, USUAL):
+        for arm in ("iif", "ppo"):
+            answers[f"{REWARDED} less {arm}, {steps}"] = compare(
+                pick(scaled, REWARDED, steps), pick(scaled, arm, steps), name
+            )
     best = {arm: choose_best(scaled, arm, name) for arm in ("ppo", "iif")}
     answers["iif less ppo, each at its own best rate"] = compare(best["iif"], best["ppo"], name)
     for env in dict.fromkeys(scaled["env"]):
@@ -279,6 +253,25 @@ def tabulate_differences(runs: pl.DataFrame, name: str) -> str:
         ]
         rows.append([env, *(cell(each, digits=_digits(env_runs)) for each in intervals)])
     return table([["environment", *RATE_STEPS, *TARGET_STEPS], *rows])
+
+
+def tabulate_flat(runs: pl.DataFrame) -> str:
+    """Return what becomes of `iif` if it leaves flat rounds whole: last returns over the seeds that all arms have."""
+    arms = ("ppo", "iif", REWARDED)
+    rows = []
+    for env in CAN_BE_FLAT:
+        for steps in (*RATE_STEPS, *TARGET_STEPS):
+            some = runs.filter(pl.col("env") == env, pl.col("steps") == steps, pl.col("arm").is_in(arms))
+            seeds = [set(pick(some, arm, steps)["seed"]) for arm in arms]
+            both = some.filter(pl.col("seed").is_in(list(set.intersection(*seeds)))).sort("seed")
+            if both.is_empty():
+                continue
+            parts = [pick(both, arm, steps) for arm in arms]
+            gains = (parts[2]["last"] - parts[1]["last"]).to_list()
+            cells = [f"{part['last'].mean():.{_digits(both)}f}".replace("-", "−") for part in parts]
+            gain = cell(t_interval(gains), digits=_digits(both))
+            rows.append([env, steps, *cells, gain, f"{parts[2]['whole'].mean():.0%}", str(len(parts[0]))])
+    return table([["environment", "step", *arms, f"{REWARDED} less iif", "rounds kept whole", "seeds"], *rows])
 
 
 def _digits(runs: pl.DataFrame) -> int:
@@ -352,6 +345,7 @@ def write_tables(out: Path) -> None:
         parts += [heading, tabulate_questions(summary["late"][name]), ""]
     for name, about in RESULTS.items():
         parts += [f"## iif less ppo by the {about}, by environment\n", tabulate_differences(runs, name), ""]
+    parts += ["## Flat rounds kept whole: last test return\n", tabulate_flat(runs), ""]
     parts += ["## Does the controller hold its target?\n", tabulate_control(runs), ""]
     parts += ["## How often is its rate at a bound?\n", tabulate_bounds(runs), ""]
     parts += ["## Divergence a round at fixed learning rates\n", tabulate_divergence(runs), ""]

@@ -50,10 +50,15 @@ def test_a_page_knows_an_arms_method() -> None:
         assert list_kinds({}, resumed=crafted) == []
 
 
-def test_selecting_in_a_flat_round() -> None:
-    assert kinds(flat=[False, True, True], dropped_share=[0.1, 0.0, 0.1]) == {"selects in a flat round": 3}
-    assert kinds(flat=[True, False], dropped_share=[0.0, 0.1]) == {}
-    assert kinds(flat=[True, None]) == {}  # a run without selection
+def test_selecting_before_the_first_reward() -> None:
+    def list_kinds(flat: list[bool | None], dropped_share: list[float], episode_return: list[float | None]) -> Any:
+        return kinds(flat=flat, dropped_share=dropped_share, episode_return=episode_return)
+
+    assert list_kinds([True] * 3, [0.0, 0.1, 0.1], [None, None, -200.0]) == {"selects before the first reward": 3}
+    assert list_kinds([True] * 3, [0.0] * 3, [-200.0] * 3) == {}  # kept whole
+    assert list_kinds([True] * 3, [0.1] * 3, [None] * 3) == {}  # short rounds, in which no episode ended
+    assert list_kinds([False, True, True], [0.1] * 3, [-200.0] * 3) == {}  # the values may know by now
+    assert list_kinds([None] * 3, [0.1] * 3, [-200.0] * 3) == {}
 
 
 def test_nearly_all_dropped() -> None:

@@ -24,18 +24,32 @@ def study(monkeypatch):
     return practice, practice_tables
 
 
+@pytest.fixture
+def interquartile(monkeypatch):
+    """The module of the figures over environments."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import interquartile
+
+    return interquartile
+
+
 def test_rates_and_targets_of_all_seeds_come_before_the_other_settings(study, monkeypatch):
     practice, _ = study
     # Settings are checked against a live environment, which takes long for so many.
     monkeypatch.setattr(practice, "configure_world", lambda name, **settings: RunConfig(name, "ppo", 0))
     planned = practice.plan_study(["cartpole", "acrobot"], [0, 1, practice.FEW])
     main = {f"{env}-{steps.name}" for env in ("cartpole", "acrobot") for steps in practice.list_steps()}
-    is_main = [run.group in main for run in planned]
+    is_main = [run.group in main and run.label != "iif-rewarded" for run in planned]
     assert is_main == sorted(is_main, reverse=True)
     assert [run.config.seed for run, first in zip(planned, is_main, strict=True) if first] == sorted(
         run.config.seed for run, first in zip(planned, is_main, strict=True) if first
     )
-    assert {run.config.seed for run, first in zip(planned, is_main, strict=True) if not first} == {0, 1}
+    others = [run for run in planned if run.group not in main]
+    assert planned[-len(others) :] == others
+    assert {run.config.seed for run in others} == {0, 1}
+    flat = practice.plan_study(["cartpole", "lunarlander"], [practice.FEW])
+    assert {run.label for run in flat if run.group == "cartpole-kl0.01"} == {"ppo", "iif", "iif-rewarded"}
+    assert {run.label for run in flat if run.group == "lunarlander-kl0.01"} == {"ppo", "iif"}
     late = practice.plan_study(["lunarlander"], [practice.FEW])
     assert [run.group for run in late if run.group not in {f"lunarlander-{s.name}" for s in practice.list_steps()}] == [
         "lunarlander-lda",
@@ -43,15 +57,14 @@ def test_rates_and_targets_of_all_seeds_come_before_the_other_settings(study, mo
     ]
 
 
-def test_the_probability_of_improvement_is_mann_whitneys_over_the_pairs(study):
-    _, tables = study
+def test_the_probability_of_improvement_is_mann_whitneys_over_the_pairs(interquartile):
     rng = np.random.default_rng(0)
     one = [rng.integers(5, size=size).astype(float) for size in (4, 7)]
     other = [rng.integers(5, size=size).astype(float) for size in (4, 7)]
     expected = [stats.mannwhitneyu(a, b).statistic / (a.size * b.size) for a, b in zip(one, other, strict=True)]
-    assert tables.probability_of_improvement(one, other) == pytest.approx(np.mean(expected), abs=1e-12)
-    assert tables.probability_of_improvement([np.ones(2)], [np.ones(3)]) == 0.5
-    assert tables.probability_of_improvement([np.ones(2)], [np.zeros(3)]) == 1
+    assert interquartile.probability_of_improvement(one, other) == pytest.approx(np.mean(expected), abs=1e-12)
+    assert interquartile.probability_of_improvement([np.ones(2)], [np.ones(3)]) == 0.5
+    assert interquartile.probability_of_improvement([np.ones(2)], [np.zeros(3)]) == 1
 
 
 def test_a_seeds_best_rate_is_chosen_by_the_other_seeds(study):
@@ -77,27 +90,29 @@ def test_results_are_scaled_by_the_main_runs(study):
     assert tables.scale_results(runs)["last"].to_list() == [0.25, 0.75, 1.0, 4.0]
 
 
-def test_the_middle_half_is_averaged(study):
-    _, tables = study
-    assert tables.interquartile_mean([np.array([0.0, 3.0, 4.0]), np.array([5.0, -9.0, 2.0, 99.0, 7.0])]) == 3.5
+def test_the_middle_half_is_averaged(interquartile):
+    assert interquartile.interquartile_mean([np.array([0.0, 3.0, 4.0]), np.array([5.0, -9.0, 2.0, 99.0, 7.0])]) == 3.5
     both = np.array([[0.0, 1.0, 3.0, 9.0], [8.0, 2.0, 4.0, 0.0]])
-    assert tables.interquartile_mean([both]).tolist() == [2.0, 3.0]
+    assert interquartile.interquartile_mean([both]).tolist() == [2.0, 3.0]
 
 
-def test_seeds_are_drawn_within_their_environment_and_in_pairs(study):
-    _, tables = study
+def test_seeds_are_drawn_within_their_environment_and_in_pairs(interquartile):
     # Constant in each environment: a draw across environments would have an interval.
     levels = [np.zeros(3), np.ones(3)]
     zeros = [np.zeros(3), np.zeros(3)]
-    assert tables.bootstrap(levels, zeros, tables.subtract_means) == {"mean": 0.5, "low": 0.5, "high": 0.5}
+    assert interquartile.bootstrap(levels, zeros, interquartile.subtract_means) == {
+        "mean": 0.5,
+        "low": 0.5,
+        "high": 0.5,
+    }
     spread = [np.array([0.0, 5.0, 9.0, 2.0, 4.0])]
     shifted = [spread[0] - 1]
-    answer = tables.bootstrap(spread, shifted, tables.subtract_means)
+    answer = interquartile.bootstrap(spread, shifted, interquartile.subtract_means)
     assert answer == pytest.approx({"mean": 1.0, "low": 1.0, "high": 1.0})
-    answer = tables.bootstrap(spread, [np.zeros(5)], tables.subtract_means)
+    answer = interquartile.bootstrap(spread, [np.zeros(5)], interquartile.subtract_means)
     assert 0 < answer["low"] < answer["mean"] < answer["high"] < 9
     two = [np.array([0.0, 5.0])]
-    assert tables.bootstrap(two, two, tables.subtract_means) == {"mean": 0.0, "low": None, "high": None}
+    assert interquartile.bootstrap(two, two, interquartile.subtract_means) == {"mean": 0.0, "low": None, "high": None}
 
 
 def test_means_over_steps_are_of_seeds_that_have_all(study):
@@ -113,7 +128,8 @@ def test_means_over_steps_are_of_seeds_that_have_all(study):
 def test_a_divergence_is_the_median_of_the_last_nine_tenths(study):
     _, tables = study
     kl = [9.0] * 2 + [0.004] * 4 + [0.02] * 12 + [0.5] * 2
-    rounds = pl.DataFrame({"train/kl": kl, "train/learning_rate": [3e-5] * 5 + [1e-3] * 5 + [3e-3] * 10})
+    rates = [3e-5] * 5 + [1e-3] * 5 + [3e-3] * 10
+    rounds = pl.DataFrame({"train/kl": kl, "train/learning_rate": rates, "dropped_share": [0.0] * 4 + [0.1] * 16})
     evaluations = pl.DataFrame({"test_return": [1.0, 2.0, 6.0]})
     run = SimpleNamespace(
         tables={"rounds": rounds, "evaluations": evaluations}, config=SimpleNamespace(kl_per_round=0.02)
@@ -123,6 +139,7 @@ def test_a_divergence_is_the_median_of_the_last_nine_tenths(study):
     assert measures["kl"] == 0.02
     assert measures["within"] == pytest.approx(12 / 18)
     assert (measures["lowest"], measures["highest"]) == (0.25, 0.5)
+    assert measures["whole"] == 0.2
 
 
 def test_runs_of_the_nearest_divergence_are_compared(study):
@@ -142,13 +159,43 @@ def test_runs_of_the_nearest_divergence_are_compared(study):
     assert len(nearest) == 2
 
 
-def test_environments_of_one_seed_are_left_out(study, monkeypatch):
+def test_environments_of_one_seed_are_left_out(study, interquartile, monkeypatch):
     _, tables = study
-    monkeypatch.setattr(tables, "REPEATS", 20)
+    monkeypatch.setattr(interquartile, "REPEATS", 20)
     runs = pl.DataFrame({"env": ["a", "a", "b"], "seed": [0, 1, 0], "last": [1.0, 2.0, 3.0]})
     assert tables.compare(runs.filter(pl.col("env") == "b"), runs) is None
     answer = tables.compare(runs, runs)
     assert (answer["environments"], answer["runs"], answer["difference"]["mean"]) == (1, 2, 0)
+
+
+def test_flat_rounds_kept_whole_are_compared_over_the_seeds_that_all_arms_have(study):
+    _, tables = study
+    results = {"ppo": [1.0, 2.0, 9.0], "iif": [1.0, 1.0, 9.0, 9.0], "iif-rewarded": [2.0, 4.0]}
+    runs = pl.DataFrame(
+        [
+            {"env": "acrobot", "steps": "kl0.02", "arm": arm, "seed": seed, "last": last, "whole": 0.25 + 0.5 * seed}
+            for arm, lasts in results.items()
+            for seed, last in enumerate(lasts)
+        ]
+    )
+    (row,) = [line for line in tables.tabulate_flat(runs).splitlines() if "acrobot" in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:5] == ["acrobot", "kl0.02", "1.50", "1.00", "3.00"]
+    assert cells[5].startswith("2.00 [")
+    assert cells[6:] == ["50%", "2"]
+
+
+def test_ldas_script_has_more_seeds_than_the_rest(study, monkeypatch):
+    _, tables = study
+    last, more = tables.SEEDS["lunarlander"], tables.LDA_SEEDS
+    seeds = dict.fromkeys((0, last - 1, last, more - 1, more))
+    monkeypatch.setattr(
+        tables, "load_sweep", lambda out: {f"lunarlander-{s}": {"iif": seeds} for s in ("lda", "lr0.001")}
+    )
+    monkeypatch.setattr(tables, "_measure", lambda run: {})
+    runs = tables.read_runs(RESULTS)
+    assert runs.filter(pl.col("steps") == "lda")["seed"].to_list() == [0, last - 1, last, more - 1]
+    assert runs.filter(pl.col("steps") != "lda")["seed"].to_list() == [0, last - 1]
 
 
 @pytest.fixture

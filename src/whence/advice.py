@@ -47,7 +47,7 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
     _check_metrics(metrics)
     advice = [
         *_adaptive_optimizer(metrics, config),
-        *_selects_in_flat_round(metrics),
+        *_selects_before_first_reward(metrics),
         *_drops_nearly_all(metrics),
         *_kept_share_collapses(metrics),
         *(_responses_become_alike(metrics) if "length" in metrics.columns else _entropy_collapses(metrics)),
@@ -121,16 +121,19 @@ def _adaptive_optimizer(metrics: pl.DataFrame, config: Mapping[str, Any]) -> Ite
         )
 
 
-def _selects_in_flat_round(metrics: pl.DataFrame) -> Iterator[Advice]:
-    shares = dict(_known(metrics, "dropped_share"))
+def _selects_before_first_reward(metrics: pl.DataFrame) -> Iterator[Advice]:
+    """Look at the rounds up to the first that is not flat, where an episode has ended; later, values may know more."""
+    shares, returns = dict(_known(metrics, "dropped_share")), dict(_known(metrics, "episode_return"))
     for number, is_flat in _known(metrics, "flat"):
-        if is_flat and shares.get(number, 0) > 0:
+        if not is_flat:
+            return
+        if shares.get(number, 0) > 0 and number in returns:
             yield Advice(
-                "selects in a flat round",
+                "selects before the first reward",
                 number,
-                "All rewards of this round were the same, and no episode was longer for its actions, so advantages "
-                "hold only the errors of the values. Selecting by them takes the policy further on these errors: where "
-                "rewards were rare, IIF often stopped learning. Keep such rounds whole: keep_flat=True, or the arm "
+                "So far no action has earned more than another, so advantages hold only the errors of the values. "
+                "Selecting by them takes the policy further on these errors. That may find a first reward sooner, or "
+                "end exploration before there is one. To keep such rounds whole: keep_flat=True, or the arm "
                 "iif-rewarded.",
             )
             return

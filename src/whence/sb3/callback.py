@@ -72,8 +72,8 @@ class InfluenceCallback(BaseCallback):
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
-        keep_flat: train on every record of a round in which no action earned more than another; see
-            `FlatRoundDetector`. Scores of such a round follow the errors of the values.
+        keep_flat: train on every record of a flat round: one whose rewards are all the same, and either 0 or paid in
+            episodes of which none ended but by a time limit. Its advantages rest on the values alone.
         strict: raise if a round keeps fewer than two records.
         log_images: the logger also gets a picture of the scores, `influence/scores`, and a table of the most harmful
             moments, `influence/moments`: TensorBoard shows both, and W&B with `sync_tensorboard=True`.

@@ -12,9 +12,8 @@ class FlatRoundDetector:
     """Tells whether a rollout's rewards say anything about its actions.
 
     They do if two of them differ, or if an episode ended and rewards are not 0, so that a longer one earns another sum.
-    Otherwise the rollout is flat. Its advantages then hold only the errors of the values: of the predicted ones, and of
-    those that SB3 adds where a time limit cut an episode. Rewards are read before VecNormalize, and before SB3 adds
-    values to them.
+    Otherwise the rollout is flat: its advantages rest on the values alone, and no reward corrects these. Rewards are
+    read before VecNormalize, and before SB3 adds the value of the last state where a time limit cut an episode.
     """
 
     def __init__(self) -> None:

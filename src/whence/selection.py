@@ -88,6 +88,14 @@ class SelectionRule(Protocol):
         ...
 
 
+def check_rule(rule: object) -> None:
+    """Refuse what is no selection rule, such as the class of one."""
+    if isinstance(rule, type) or not isinstance(rule, SelectionRule):
+        raise WhenceError(
+            f"rule is {rule!r}; pass an instance, such as IIF(drop=0.5), with `needs_influence` and `select`."
+        )
+
+
 START = Progress()
 
 

@@ -1,6 +1,7 @@
 """Engines: they compute all per-record products with the gradients of one or several targets."""
 
 from whence.engines.auto import ENGINES as ENGINES
+from whence.engines.auto import check_engine as check_engine
 from whence.engines.auto import register_engine as register_engine
 from whence.engines.auto import solve as solve
 from whence.engines.loop import record_gradient as record_gradient

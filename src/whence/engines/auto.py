@@ -14,7 +14,7 @@ from whence.engines.memory import fit_chunk_size
 from whence.engines.problem import Engine, Problem, Refused, objective_fails_on_parts, target_gradients
 from whence.engines.sharded import sharded
 from whence.engines.vmap import vmap
-from whence.errors import WhenceError, first_line
+from whence.errors import WhenceError, first_line, suggest
 from whence.shards import is_in_shards
 
 _ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
@@ -68,6 +68,12 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
             "from the objective's argument `records` (`rewards`, `returns`, or `advantages` as `prepare` sets them), "
             "not from a tensor of all records."
         ) from failure
+
+
+def check_engine(engine: object) -> None:
+    """Refuse what is neither "auto" nor the name of an engine."""
+    if engine not in ("auto", *ENGINES):
+        raise WhenceError(f"engine is {engine!r}.{suggest(str(engine), ['auto', *ENGINES])}")
 
 
 def _run_sharded(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tensor, "targets n"], str, str]:

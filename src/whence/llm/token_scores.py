@@ -16,11 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.attribution import attribute, open_problem
-from whence.engines import ENGINES, Gradient, Problem, record_gradient, solve, target_gradients
+from whence.engines import Gradient, Problem, check_engine, record_gradient, solve, target_gradients
 from whence.engines.forward import outputs_along
 from whence.engines.memory import fit_chunk_size
 from whence.engines.problem import compute_seeds, map_outputs
-from whence.errors import NonFinite, Unsupported, WhenceError, suggest
+from whence.errors import NonFinite, Unsupported, WhenceError
 from whence.influence import Influence
 from whence.layers import Layers, restrict_view
 from whence.llm.objectives import TokenPPO
@@ -84,8 +84,7 @@ def score_tokens(
         NonFinite: a part is not finite.
         NotImplementedError: engine is "forward", and torch has no forward mode for one of the model's kernels.
     """
-    if engine not in ("auto", *ENGINES):
-        raise WhenceError(f"engine is {engine!r}.{suggest(engine, ['auto', *ENGINES])}")
+    check_engine(engine)
     view = restrict_view(language_view(model, temperature=temperature), layers)
     if is_in_shards(view.parameters().values()):
         raise Unsupported(NO_TOKEN_PARTS)

@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
 from whence.checkpoints import Checkpoint
-from whence.engines import ENGINES
-from whence.errors import WhenceError, suggest
+from whence.engines import ENGINES, check_engine
+from whence.errors import WhenceError
 from whence.folds import FOLDS, check_folds, usable_folds
 from whence.influence import Influence
 from whence.nonfinite import OnNonFinite
@@ -22,7 +21,7 @@ from whence.rounds import RoundRecording
 from whence.run_config import strip_addresses
 from whence.runs import RunDirectory
 from whence.sb3.buffer import Last, check_last, check_model, select_from
-from whence.sb3.episodes import Ongoing
+from whence.sb3.episodes import Ongoing, mean_episode_return
 from whence.sb3.flat_rounds import FlatRoundDetector
 from whence.sb3.moment_log import check_can_draw, log_moments
 from whence.sb3.nonfinite import NumberGuard
@@ -32,7 +31,7 @@ from whence.sb3.results import Choice, RoundResult, check_selection
 from whence.sb3.steering import check_recorded_rate
 from whence.sb3.train_hook import cancel_hook, claim_place, wrap_next_train
 from whence.sb3.training_run import TrainingRun
-from whence.selection import KeepAll, Progress, Selection, SelectionRule
+from whence.selection import KeepAll, Progress, Selection, SelectionRule, check_rule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection, summarise_selection
 from whence.targets import Return, Target, as_target, target_name
@@ -110,12 +109,8 @@ class InfluenceCallback(BaseCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
-        if isinstance(rule, type) or not isinstance(rule, SelectionRule):
-            raise WhenceError(
-                f"rule is {rule!r}; pass an instance, such as IIF(drop=0.5), with `needs_influence` and `select`."
-            )
-        if engine not in ("auto", *ENGINES):
-            raise WhenceError(f"engine is {engine!r}.{suggest(str(engine), ['auto', *ENGINES])}")
+        check_rule(rule)
+        check_engine(engine)
         check_last(last)
         if log_images:
             check_can_draw()
@@ -312,7 +307,7 @@ class InfluenceCallback(BaseCallback):
             "round": self.round.number,
             "timestep": self.model.num_timesteps,
             **summarise_selection(choice.selection, choice.influence),
-            "episode_return": self._episode_return(),
+            "episode_return": mean_episode_return(self.model),
         }
         metrics |= {"skipped": metrics["kept"] < 2, "flat": self._flat.is_flat}
         metrics |= choice.metrics
@@ -376,11 +371,6 @@ class InfluenceCallback(BaseCallback):
         if self._run is not None:
             ends_after_round = self.model.num_timesteps == self._last_timestep
             self._run.end(self._rounds_done, self.model, self._read_state() if ends_after_round else None)
-
-    def _episode_return(self) -> float | None:
-        """Return SB3's running mean over the last hundred episodes, unshaped; None without a Monitor."""
-        returns = [float(episode["r"]) for episode in self.model.ep_info_buffer or ()]
-        return float(np.mean(returns)) if returns else None
 
     def _log(self, metrics: Mapping[str, Any], more: Mapping[str, Any], *, scoring_seconds: float) -> None:
         for name in ("dropped_share", "negative_share", "mean", *more):

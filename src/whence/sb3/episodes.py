@@ -71,6 +71,12 @@ def number_episodes(
     return ids, steps, Ongoing(ids[-1], lengths, next_id)
 
 
+def mean_episode_return(model: Any) -> float | None:
+    """Return SB3's running mean over the last hundred episodes, unshaped; None without a Monitor."""
+    returns = [float(episode["r"]) for episode in model.ep_info_buffer or ()]
+    return float(np.mean(returns)) if returns else None
+
+
 class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
     """Put into infos what is needed to play an episode again, and to check that the same was seen.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from whence.attribution import attribute
 from whence.crossfitting import attribute_crossfit
-from whence.engines import ENGINES
+from whence.engines import check_engine
 from whence.errors import WhenceError, suggest
 from whence.experiments.rl.trial import Trial, restrict_recording
 from whence.influence import Influence
@@ -62,8 +62,7 @@ class Scoring:
         """
         if method not in SCORES:
             raise WhenceError(f"method is {method!r}.{suggest(str(method), SCORES)}")
-        if engine not in ("auto", *ENGINES):
-            raise WhenceError(f"engine is {engine!r}.{suggest(str(engine), ['auto', *ENGINES])}")
+        check_engine(engine)
         if method in METHODS and (objective is not None or engine != "auto"):
             raise WhenceError(
                 f"method={method!r} differentiates the round as the model trains it, so objective and engine have no "

@@ -33,8 +33,8 @@ class Arm:
         learning_rate_scale: factor of the run's learning rate.
         trains: "selection": on the records that the rule keeps; "matched": on every record, with an update as long, or
             as far, as the selection's (`MatchedUpdate`).
-        settings: arguments of the callback: `method`, `advantage_norm` and `guard` of `ResearchCallback`, `by` of
-            `MatchedUpdate`.
+        settings: arguments of the callback: `method`, `advantage_norm`, `guard` and `keep_flat` of `ResearchCallback`,
+            `by` of `MatchedUpdate`.
     """
 
     rule: str

@@ -98,7 +98,8 @@ def scale_results(runs: pl.DataFrame) -> pl.DataFrame:
         )
         zero = runs.group_by("env").agg(zero=pl.col("first").mean())
         scaled = scaled.join(best, on="env").join(zero, on="env")
-        scaled = scaled.with_columns(((pl.col(name) - pl.col("zero")) / (pl.col("best") - pl.col("zero"))).alias(name))
+        share = (pl.col(name) - pl.col("zero")) / (pl.col("best") - pl.col("zero"))
+        scaled = scaled.with_columns(share.round(9).alias(name))  # polars adds up in any order
         scaled = scaled.drop("best", "zero")
     return scaled
 

@@ -132,9 +132,9 @@ def _selects_before_first_reward(metrics: pl.DataFrame) -> Iterator[Advice]:
                 "selects before the first reward",
                 number,
                 "So far no action has earned more than another, so advantages hold only the errors of the values. "
-                "Selecting by them takes the policy further on these errors. That may find a first reward sooner, or "
-                "end exploration before there is one. To keep such rounds whole: keep_flat=True, or the arm "
-                "iif-rewarded.",
+                "Selecting by them takes the policy further on these errors, which may find a first reward sooner or "
+                "end exploration before there is one. If the return stays where it is, compare with a run without "
+                "selection, and with another seed.",
             )
             return
 

@@ -31,7 +31,7 @@ from whence.sb3.results import Choice, RoundResult, check_selection
 from whence.sb3.steering import check_recorded_rate
 from whence.sb3.train_hook import cancel_hook, claim_place, wrap_next_train
 from whence.sb3.training_run import TrainingRun
-from whence.selection import KeepAll, Progress, Selection, SelectionRule, check_rule
+from whence.selection import Progress, Selection, SelectionRule, check_rule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection, summarise_selection
 from whence.targets import Return, Target, as_target, target_name
@@ -71,8 +71,6 @@ class InfluenceCallback(BaseCallback):
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
-        keep_flat: train on every record of a flat round: one whose rewards are all the same, and either 0 or paid in
-            episodes of which none ended but by a time limit. Its advantages rest on the values alone.
         strict: raise if a round keeps fewer than two records.
         log_images: the logger also gets a picture of the scores, `influence/scores`, and a table of the most harmful
             moments, `influence/moments`: TensorBoard shows both, and W&B with `sync_tensorboard=True`.
@@ -102,7 +100,6 @@ class InfluenceCallback(BaseCallback):
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
         last: Last = "keep",
-        keep_flat: bool = False,
         strict: bool = False,
         log_images: bool = False,
         on_nonfinite: OnNonFinite = "stop",
@@ -115,7 +112,6 @@ class InfluenceCallback(BaseCallback):
         if log_images:
             check_can_draw()
         self.rule, self.last, self.strict, self.log_images = rule, last, strict, log_images
-        self.keep_flat = keep_flat
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
@@ -179,9 +175,8 @@ class InfluenceCallback(BaseCallback):
             WhenceError: the rule returned something else than a selection with n entries.
         """
         progress = Progress(self.next_round, max(0.0, self.progress_remaining))
-        rule = KeepAll() if self.keep_flat and self._flat.is_flat else self.rule
-        selection = rule.select(records, influence, progress)
-        check_selection(selection, records, f"{rule!r}.select()")
+        selection = self.rule.select(records, influence, progress)
+        check_selection(selection, records, f"{self.rule!r}.select()")
         return selection
 
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
@@ -209,7 +204,6 @@ class InfluenceCallback(BaseCallback):
             "objective": "the model's" if self.objective is None else strip_addresses(repr(self.objective)),
             "engine": self.engine,
             "last": self.last,
-            "keep_flat": self.keep_flat,
             **({} if self._numbers.on_nonfinite == "stop" else {"on_nonfinite": self._numbers.on_nonfinite}),
         }
 

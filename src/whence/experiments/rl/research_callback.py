@@ -45,6 +45,7 @@ class ResearchCallback(InfluenceCallback):
         guard: train on everything in rounds in which selecting does not pay, judged by held-out episodes of the same
             rollout (see `held_out_gain`). It costs two extra trainings a round, whole-round scores are computed twice,
             and it takes no environment step.
+        keep_flat: train on every record of a flat round; see `FlatRoundDetector`.
         advantage_norm: "minibatch" as SB3 does it, or "buffer": once over the rollout, before anything is dropped.
         options: further arguments of `InfluenceCallback`.
 
@@ -63,6 +64,7 @@ class ResearchCallback(InfluenceCallback):
         method: str = "snapshot",
         draws: int = DRAWS,
         guard: bool = False,
+        keep_flat: bool = False,
         advantage_norm: AdvantageNormalisation = "minibatch",
         **options: Any,
     ) -> None:
@@ -74,7 +76,7 @@ class ResearchCallback(InfluenceCallback):
                 "advantage_norm='buffer' trains on normalised advantages. Recordings would hold these, but targets "
                 "read raw ones. Leave out advantage_norm or recordings."
             )
-        self.guard, self.advantage_norm = guard, advantage_norm
+        self.guard, self.keep_flat, self.advantage_norm = guard, keep_flat, advantage_norm
 
     def check_model(self) -> None:
         """Refuse a model that cannot be trained in this way, or of which the method or the guard could make no trial.
@@ -112,6 +114,12 @@ class ResearchCallback(InfluenceCallback):
         selection = selection if pays else KeepAll().select(records)
         return Choice(influence, selection, {"held_out_gain": gain, "fell_back": not pays})
 
+    def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
+        """Return the rule's selection, or everything in a flat round that is to be kept whole."""
+        if self.keep_flat and self._flat.is_flat:
+            return KeepAll().select(records)
+        return super().select(records, influence)
+
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
         """Train on the selected records, on advantages as `advantage_norm` says."""
         with normalise_advantages(self.model) if self.advantage_norm == "buffer" else nullcontext():
@@ -124,5 +132,6 @@ class ResearchCallback(InfluenceCallback):
             "method": scoring.method,
             **({"draws": scoring.draws} if scoring.method == SMOOTHED else {}),
             "guard": self.guard,
+            "keep_flat": self.keep_flat,
             "advantage_norm": self.advantage_norm,
         }

@@ -410,7 +410,9 @@ class TestRunPage:
             ),
             *("Time by stage", "Influence, iif", "What was run"),
         ]
-        assert page.of("li") == ["iif, round 1, seed 1"]
+        # Adam's steps, and a round in which nothing was earned.
+        assert page.of("li") == ["iif, round 1, seed 1"] * 2
+        assert tiny.run(config).table("metrics")["flat"][0]
         assert page.of("dt")[0] == "steps"
         assert page.of("dd")[0] == "128"
         assert "No rounds yet" not in page.of("h2")

@@ -460,6 +460,12 @@ class TestRunPage:
         assert figure["layout"]["yaxis"]["title"]["text"] == "mean return of training episodes"
         assert dict(zip(page.of("dt"), page.of("dd"), strict=True))["training return"] == "3"
 
+    def test_a_return_below_zero_has_the_minus_of_the_other_figures(self, tmp_path):
+        directory = RunDirectory.create(tmp_path / "lake", {"env": "Some-v0"})
+        directory.append("metrics", {"round": 1, "episode_return": -454.25})
+        page = page_of(directory)
+        assert dict(zip(page.of("dt"), page.of("dd"), strict=True))["training return"] == "−454.2"
+
     def test_a_run_that_diverged(self, tmp_path):
         directory = run_of(tmp_path / "lake", {"env": "Some-v0"})
         for number, value in enumerate((0.1, float("nan"), float("inf")), start=1):

@@ -154,7 +154,7 @@ def list_latest(tables: Tables) -> list[tuple[str, str]]:
         ("records kept", f"{1 - dropped:.1%}" if dropped is not None else None),
         ("policy entropy", f"{-entropy:.3g} nats" if entropy is not None else None),
     ]
-    return [(name, value) for name, value in shown if value is not None]
+    return [(name, value.replace("-", "−")) for name, value in shown if value is not None]
 
 
 def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[tuple[str, list[tuple[str, str]]]]:

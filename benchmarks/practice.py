@@ -13,9 +13,9 @@ Each run has SB3's default settings, Adam and one environment. It trains
   schedules are constants here, and observations and rewards are not normalised); or
 - as LDA's published script does on LunarLander: Adam at 1e-3, 100 rounds, gradients not clipped.
 
-Rates, targets and LDA's script have all seeds, the others three. Arms: `ppo`; `iif`, which drops an eighth of the
-records that score below 0; the same with one half; `random`, which drops as many as `iif`, at random; and, where rounds
-can be flat, `iif-rewarded`, which is `iif` in the other rounds and `ppo` in the flat ones.
+Arms: `ppo`; `iif`, which drops an eighth of the records that score below 0; the same with one half; `random`, which
+drops as many as `iif`, at random; and, where rounds can be flat, `iif-rewarded`, which is `iif` in the other rounds and
+`ppo` in the flat ones. `SEEDS`, `ARM_SEEDS` and `FEW` say how many seeds each has.
 """
 
 import math
@@ -38,6 +38,9 @@ DROP = 0.125
 
 FEW = 3
 """The seeds of settings that answer none of the main questions."""
+
+ARM_SEEDS: Mapping[tuple[str, float], int] = {("random", DROP): 10, ("iif-rewarded", DROP): 5, ("iif", 0.5): 5}
+"""The seeds of some arms, where the environment has more."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ WORLDS: Mapping[str, World] = {
     "minigrid-doorkey": World("minigrid:MiniGrid-DoorKey-5x5-v0", 40, _GRID),
 }
 """The environments, in the order in which each seed is trained."""
+
+SEEDS: Mapping[str, int] = dict.fromkeys(WORLDS, 10) | {"lunarlander": 20}
+"""The seeds of rates and targets in each environment, and of LDA's script."""
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-4)
 TARGETS = (0.02, 0.01, 0.04, 0.005)
@@ -142,10 +148,15 @@ def configure_world(name: str, **settings: Any) -> RunConfig:
     return configure(env=world.env, **world.settings, **{"rounds": rounds, **fixed, **settings})
 
 
+def list_arms(name: str, seed: int, steps: Steps) -> list[tuple[str, float]]:
+    """Return the arms that have this seed in an environment, with the share that each drops."""
+    return [arm for arm in steps.arms if seed < min(SEEDS[name], ARM_SEEDS.get(arm, math.inf))]
+
+
 def plan_runs(name: str, seed: int, compared: Iterable[Steps]) -> Iterator[Planned]:
     """Yield the runs of an environment and a seed."""
     for steps in compared:
-        for arm, drop in steps.arms:
+        for arm, drop in list_arms(name, seed, steps):
             run = replace(configure_world(name, **steps.settings), seed=seed, arm=arm, drop=drop)
             yield Planned(f"{name}-{steps.name}", make_label(run, DROP), run, metrics=("train/clip_fraction",))
 
@@ -162,7 +173,9 @@ def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:
 def main(
     out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/practice"),
     only: Annotated[str, typer.Option(help="Environments, separated by commas.")] = ",".join(WORLDS),
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2,3,4,5,6,7,8,9",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = ",".join(
+        map(str, range(max(SEEDS.values())))
+    ),
     workers: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
 ) -> None:
     """Train what is not there yet."""

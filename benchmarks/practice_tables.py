@@ -14,94 +14,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import polars as pl
 import typer
 
 from benchmarks.interquartile import Scores, bootstrap, probability_of_improvement, subtract_means
 from benchmarks.markdown import cell, table
-from benchmarks.practice import CAN_BE_FLAT, DEFAULT, DEFAULT_RATE, RATES, SETTINGS, TARGETS, USUAL, WORLDS
-from whence.experiments.rl.curves import KeptRun
-from whence.experiments.sweep import load_sweep
+from benchmarks.practice import CAN_BE_FLAT, DEFAULT, SETTINGS, TARGETS, USUAL, WORLDS
+from benchmarks.practice_runs import RATE_STEPS, RESULTS, TARGET_STEPS, pick, read_runs, scale_results
 from whence.guards import write_atomically
 from whence.intervals import t_interval
-from whence.sb3.kl_controller import RANGE
 
-RESULTS = {"last": "last return", "mean": "mean return"}
 ARMS = ("ppo", "iif", "iif-drop0.5", "random")
 REWARDED = "iif-rewarded"
-RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
-TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
-
 OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world.others))
 
 LATE = ("walker2d", "bipedalwalker", "minigrid-doorkey")
 """Environments that were trained when the others had been tabulated."""
-
-SEEDS = dict.fromkeys(WORLDS, 5) | {"bipedalwalker": 4, "minigrid-doorkey": 4}
-"""The seeds that are tabulated: those that are complete. Runs of the next one are kept until it is, too."""
-
-LDA_SEEDS = 20
-"""Those of LDA's script."""
 
 LEAST = 2
 """The seeds that an environment needs to be compared."""
 
 NEAR = 1.25
 """The largest ratio of two divergences that are compared as the same."""
-
-
-def read_runs(out: Path) -> pl.DataFrame:
-    """Return a row for each finished run: environment, steps, arm, seed, results and divergence."""
-    rows = []
-    for group, arms in load_sweep(out).items():
-        env, _, steps = group.rpartition("-")
-        rows += [
-            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run)}
-            for arm, runs in arms.items()
-            for seed, run in runs.items()
-            if seed < (LDA_SEEDS if steps == "lda" else SEEDS[env])
-        ]
-    return pl.DataFrame(rows)
-
-
-def _measure(run: KeptRun) -> dict[str, float]:
-    returns = run.tables["evaluations"]["test_return"].to_list()
-    rounds = run.tables["rounds"]
-    name = "train/kl" if "train/kl" in rounds.columns else "train/approx_kl"
-    late = rounds[name].to_numpy()[len(rounds) // 10 :]
-    late = late[np.isfinite(late)]
-    target = run.config.kl_per_round or float("nan")
-    rates = rounds["train/learning_rate"].drop_nulls().to_numpy()
-    return {
-        "first": returns[0],
-        "last": returns[-1],
-        "mean": float(np.mean(returns[1:])),
-        "kl": float(np.median(late)),
-        "mean_kl": float(np.mean(late)),
-        "within": float(np.mean((late > target / 1.5) & (late < target * 1.5))),
-        "whole": float(np.mean(rounds["dropped_share"].to_numpy() == 0)),
-        "rate": float(np.median(rates)),
-        # Those of KLController's: a tenth and ten times the rate at the start.
-        "lowest": float(np.mean(rates < 1.01 * DEFAULT_RATE / RANGE)),
-        "highest": float(np.mean(rates > 0.99 * DEFAULT_RATE * RANGE)),
-    }
-
-
-def scale_results(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return the runs with each result scaled in its environment; runs at other settings do not set the scale."""
-    scaled = runs
-    main = runs.filter(pl.col("steps").is_in([*RATE_STEPS, *TARGET_STEPS]))
-    for name in RESULTS:
-        best = (
-            main.group_by("env", "steps", "arm").agg(pl.col(name).mean()).group_by("env").agg(best=pl.col(name).max())
-        )
-        zero = runs.group_by("env").agg(zero=pl.col("first").mean())
-        scaled = scaled.join(best, on="env").join(zero, on="env")
-        share = (pl.col(name) - pl.col("zero")) / (pl.col("best") - pl.col("zero"))
-        scaled = scaled.with_columns(share.round(9).alias(name))  # polars adds up in any order
-        scaled = scaled.drop("best", "zero")
-    return scaled
 
 
 def choose_best(runs: pl.DataFrame, arm: str, name: str) -> pl.DataFrame:
@@ -122,11 +56,6 @@ def average_steps(runs: pl.DataFrame, arm: str, steps: Sequence[str]) -> pl.Data
     some = runs.filter(pl.col("arm") == arm, pl.col("steps").is_in(steps))
     means = some.group_by("env", "seed").agg(*(pl.col(name).mean() for name in RESULTS), count=pl.len())
     return means.filter(pl.col("count") == len(steps))
-
-
-def pick(runs: pl.DataFrame, arm: str, steps: str) -> pl.DataFrame:
-    """Return the runs of an arm at one size of step."""
-    return runs.filter(pl.col("arm") == arm, pl.col("steps") == steps)
 
 
 def list_scores(runs: pl.DataFrame, other: pl.DataFrame, name: str) -> tuple[Scores, Scores]:
@@ -172,6 +101,8 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
     for arm in ARMS[1:]:
         for steps in (DEFAULT, USUAL):
             answers[f"{arm} less ppo, {steps}"] = compare(pick(scaled, arm, steps), pick(scaled, "ppo", steps), name)
+    for steps in (DEFAULT, USUAL):
+        answers[f"iif less random, {steps}"] = compare(pick(scaled, "iif", steps), pick(scaled, "random", steps), name)
     for steps in (*RATE_STEPS, *TARGET_STEPS):
         answers[f"iif less ppo, {steps}"] = compare(pick(scaled, "iif", steps), pick(scaled, "ppo", steps), name)
     for steps in TARGET_STEPS:
@@ -275,6 +206,40 @@ def tabulate_flat(runs: pl.DataFrame) -> str:
     return table([["environment", "step", *arms, f"{REWARDED} less iif", "rounds kept whole", "seeds"], *rows])
 
 
+def tabulate_first_rounds(runs: pl.DataFrame) -> str:
+    """Return how far the first round takes the policy at the usual target, apart for the seeds where it is flat."""
+    arms = ("ppo", "iif", "random")
+    rows = []
+    for env in CAN_BE_FLAT:
+        some = runs.filter(pl.col("env") == env)
+        # All arms collect the same first round, and of a flat one this arm drops nothing.
+        firsts = pick(some, REWARDED, USUAL).select("seed", flat="first_whole")
+        for arm in arms:
+            firsts = firsts.join(pick(some, arm, USUAL).select("seed", pl.col("first_kl").alias(arm)), on="seed")
+        for (is_flat,), part in firsts.sort("flat", "seed", descending=[True, False]).group_by(
+            "flat", maintain_order=True
+        ):
+            ratios = [part[arm] / part["ppo"] for arm in arms[1:]]
+            cells = [f"{part[arm].mean():.4f}" for arm in arms] + [f"{r.min():.1f} to {r.max():.1f}" for r in ratios]
+            rows.append([env, "yes" if is_flat else "no", *cells, str(len(part))])
+    return table([["environment", "flat", *arms, "iif / ppo", "random / ppo", "seeds"], *rows])
+
+
+def tabulate_failures(runs: pl.DataFrame) -> str:
+    """Return how many runs end no better than they began, of `ppo` and `iif`, over the seeds that both have."""
+    ended = runs.with_columns(failed=pl.col("last") <= pl.col("first")).select("env", "steps", "arm", "seed", "failed")
+    both = ended.filter(pl.col("arm") == "ppo").join(
+        ended.filter(pl.col("arm") == "iif"), on=["env", "steps", "seed"], suffix="_iif"
+    )
+    rows = []
+    for env in (*dict.fromkeys(runs["env"]), "all"):
+        some = both if env == "all" else both.filter(pl.col("env") == env)
+        parts = [some.filter(pl.col("steps") == steps) for steps in (*RATE_STEPS, *TARGET_STEPS)]
+        cells = [f"{part['failed'].sum()} / {part['failed_iif'].sum()}" for part in parts]
+        rows.append([env, *cells, str(max(map(len, parts)))])
+    return table([["environment", *RATE_STEPS, *TARGET_STEPS, "pairs at each step"], *rows])
+
+
 def _digits(runs: pl.DataFrame) -> int:
     return 2 if float(runs["last"].abs().max() or 0) < 5 else 0
 
@@ -347,6 +312,8 @@ def write_tables(out: Path) -> None:
     for name, about in RESULTS.items():
         parts += [f"## iif less ppo by the {about}, by environment\n", tabulate_differences(runs, name), ""]
     parts += ["## Flat rounds kept whole: last test return\n", tabulate_flat(runs), ""]
+    parts += ["## How far the first round goes at the target .02\n", tabulate_first_rounds(runs), ""]
+    parts += ["## Runs that end no better than they began: ppo / iif\n", tabulate_failures(runs), ""]
     parts += ["## Does the controller hold its target?\n", tabulate_control(runs), ""]
     parts += ["## How often is its rate at a bound?\n", tabulate_bounds(runs), ""]
     parts += ["## Divergence a round at fixed learning rates\n", tabulate_divergence(runs), ""]

@@ -18,7 +18,8 @@ import typer
 
 from benchmarks.markdown import cell, table
 from benchmarks.practice import DEFAULT, DEFAULT_RATE, RATES, WORLDS
-from benchmarks.practice_tables import RATE_STEPS, TARGET_STEPS, pick, read_runs, scale_results, write_text
+from benchmarks.practice_runs import RATE_STEPS, TARGET_STEPS, pick, read_runs, scale_results
+from benchmarks.practice_tables import write_text
 from benchmarks.tuning import AS_RECORDED, bootstrap_mean, recommend_scale
 from benchmarks.tuning_study import read_trials
 from whence.intervals import t_interval

@@ -1,5 +1,6 @@
 """The study of practice: what it trains, in which order, and what is made of its results."""
 
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 from scipy import stats
 
 from whence.experiments.rl.config import RunConfig
+from whence.experiments.sweepfile import make_label
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "practice"
@@ -17,11 +19,11 @@ RESULTS = ROOT / "results" / "practice"
 
 @pytest.fixture
 def study(monkeypatch):
-    """The modules of the study."""
+    """The modules of the study: what it plans, its runs, its tables."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import practice, practice_tables
+    from benchmarks import practice, practice_runs, practice_tables
 
-    return practice, practice_tables
+    return SimpleNamespace(plan=practice, runs=practice_runs, tables=practice_tables)
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def interquartile(monkeypatch):
 
 
 def test_rates_and_targets_of_all_seeds_come_before_the_other_settings(study, monkeypatch):
-    practice, _ = study
+    practice = study.plan
     # Settings are checked against a live environment, which takes long for so many.
     monkeypatch.setattr(practice, "configure_world", lambda name, **settings: RunConfig(name, "ppo", 0))
     planned = practice.plan_study(["cartpole", "acrobot"], [0, 1, practice.FEW])
@@ -68,7 +70,7 @@ def test_the_probability_of_improvement_is_mann_whitneys_over_the_pairs(interqua
 
 
 def test_a_seeds_best_rate_is_chosen_by_the_other_seeds(study):
-    _, tables = study
+    tables = study.tables
     low, high = tables.RATE_STEPS[:2]
     # By its own result seed 0 would take the first rate, by the others' the second.
     results = [(0, low, 9.0), (0, high, 1.0), (1, low, 2.0), (1, high, 3.0), (2, low, 2.0), (2, high, 3.0)]
@@ -81,13 +83,12 @@ def test_a_seeds_best_rate_is_chosen_by_the_other_seeds(study):
 
 
 def test_results_are_scaled_by_the_main_runs(study):
-    _, tables = study
     rows = [("lr0.0003", "ppo", 15.0), ("lr0.0003", "ppo", 25.0), ("kl0.02", "iif", 30.0), ("zoo", "ppo", 90.0)]
     runs = pl.DataFrame(
         [{"env": "a", "steps": steps, "arm": arm, "first": 10.0, "last": r, "mean": r} for steps, arm, r in rows]
     )
     # 0 is the untrained policy's 10, 1 the best mean of a main group, 30.
-    assert tables.scale_results(runs)["last"].to_list() == [0.25, 0.75, 1.0, 4.0]
+    assert study.runs.scale_results(runs)["last"].to_list() == [0.25, 0.75, 1.0, 4.0]
 
 
 def test_the_middle_half_is_averaged(interquartile):
@@ -116,7 +117,7 @@ def test_seeds_are_drawn_within_their_environment_and_in_pairs(interquartile):
 
 
 def test_means_over_steps_are_of_seeds_that_have_all(study):
-    _, tables = study
+    tables = study.tables
     rows = [(0, "lr0.0001", 1.0), (0, "lr0.001", 3.0), (1, "lr0.0001", 5.0), (0, "kl0.02", 99.0)]
     runs = pl.DataFrame(
         [{"env": "a", "arm": "iif", "seed": seed, "steps": steps, "last": r, "mean": r} for seed, steps, r in rows]
@@ -126,7 +127,6 @@ def test_means_over_steps_are_of_seeds_that_have_all(study):
 
 
 def test_a_divergence_is_the_median_of_the_last_nine_tenths(study):
-    _, tables = study
     kl = [9.0] * 2 + [0.004] * 4 + [0.02] * 12 + [0.5] * 2
     rates = [3e-5] * 5 + [1e-3] * 5 + [3e-3] * 10
     rounds = pl.DataFrame({"train/kl": kl, "train/learning_rate": rates, "dropped_share": [0.0] * 4 + [0.1] * 16})
@@ -134,16 +134,16 @@ def test_a_divergence_is_the_median_of_the_last_nine_tenths(study):
     run = SimpleNamespace(
         tables={"rounds": rounds, "evaluations": evaluations}, config=SimpleNamespace(kl_per_round=0.02)
     )
-    measures = tables._measure(run)
+    measures = study.runs._measure(run)
     assert (measures["first"], measures["last"], measures["mean"]) == (1.0, 6.0, 4.0)
     assert measures["kl"] == 0.02
     assert measures["within"] == pytest.approx(12 / 18)
     assert (measures["lowest"], measures["highest"]) == (0.25, 0.5)
-    assert measures["whole"] == 0.2
+    assert (measures["whole"], measures["first_whole"], measures["first_kl"]) == (0.2, True, 9.0)
 
 
 def test_runs_of_the_nearest_divergence_are_compared(study):
-    _, tables = study
+    tables = study.tables
     divergences = {("a", "iif", "kl0.01"): 0.02, ("a", "ppo", "kl0.01"): 0.01, ("a", "ppo", "kl0.02"): 0.018}
     divergences |= {("b", "iif", "kl0.01"): 0.03, ("b", "ppo", "kl0.04"): 0.04, ("a", "ppo", "lr0.001"): 0.02}
     runs = pl.DataFrame(
@@ -160,7 +160,7 @@ def test_runs_of_the_nearest_divergence_are_compared(study):
 
 
 def test_environments_of_one_seed_are_left_out(study, interquartile, monkeypatch):
-    _, tables = study
+    tables = study.tables
     monkeypatch.setattr(interquartile, "REPEATS", 20)
     runs = pl.DataFrame({"env": ["a", "a", "b"], "seed": [0, 1, 0], "last": [1.0, 2.0, 3.0]})
     assert tables.compare(runs.filter(pl.col("env") == "b"), runs) is None
@@ -169,7 +169,7 @@ def test_environments_of_one_seed_are_left_out(study, interquartile, monkeypatch
 
 
 def test_flat_rounds_kept_whole_are_compared_over_the_seeds_that_all_arms_have(study):
-    _, tables = study
+    tables = study.tables
     results = {"ppo": [1.0, 2.0, 9.0], "iif": [1.0, 1.0, 9.0, 9.0], "iif-rewarded": [2.0, 4.0]}
     runs = pl.DataFrame(
         [
@@ -185,29 +185,108 @@ def test_flat_rounds_kept_whole_are_compared_over_the_seeds_that_all_arms_have(s
     assert cells[6:] == ["50%", "2"]
 
 
-def test_ldas_script_has_more_seeds_than_the_rest(study, monkeypatch):
-    _, tables = study
-    last, more = tables.SEEDS["lunarlander"], tables.LDA_SEEDS
-    seeds = dict.fromkeys((0, last - 1, last, more - 1, more))
-    monkeypatch.setattr(
-        tables, "load_sweep", lambda out: {f"lunarlander-{s}": {"iif": seeds} for s in ("lda", "lr0.001")}
+@pytest.fixture
+def sweep(study, monkeypatch):
+    """All runs of two environments that are planned at rates and targets: two seeds of the first, four of LunarLander.
+
+    Nothing was measured of them.
+    """
+    monkeypatch.setattr(study.runs, "_measure", lambda run: {})
+    monkeypatch.setattr(study.runs, "WORLDS", ("acrobot", "lunarlander"))
+    monkeypatch.setattr(study.runs, "SEEDS", {"acrobot": 2, "lunarlander": 4})
+    monkeypatch.setattr(study.plan, "SEEDS", study.runs.SEEDS)
+    runs = {}
+    for name, seeds in study.runs.SEEDS.items():
+        for steps, seed in itertools.product(study.plan.list_steps(), range(seeds)):
+            for arm, drop in study.plan.list_arms(name, seed, steps):
+                config = RunConfig(name, arm, seed, drop=drop)
+                arms = runs.setdefault(f"{name}-{steps.name}", {})
+                arms.setdefault(make_label(config, study.plan.DROP), {})[seed] = SimpleNamespace(config=config)
+    monkeypatch.setattr(study.runs, "load_sweep", lambda out: runs)
+    return runs
+
+
+def test_seeds_count_once_every_environment_has_all_of_their_runs(study, sweep):
+    assert study.runs.count_seeds(sweep) == 2
+    assert set(study.runs.read_runs(RESULTS)["seed"]) == {0, 1}
+    del sweep["acrobot-kl0.02"]["random"][1]
+    assert study.runs.count_seeds(sweep) == 1
+    assert set(study.runs.read_runs(RESULTS)["seed"]) == {0}
+    del sweep["lunarlander-lr0.003"]
+    assert study.runs.count_seeds(sweep) == 0
+
+
+def test_an_arm_of_fewer_seeds_holds_up_none(study, sweep, monkeypatch):
+    seeds = {("iif", 0.5): 1}
+    monkeypatch.setattr(study.plan, "ARM_SEEDS", seeds)
+    monkeypatch.setattr(study.runs, "ARM_SEEDS", seeds)
+    del sweep["acrobot-kl0.02"]["iif-drop0.5"][1]
+    assert study.runs.count_seeds(sweep) == 2
+    half = study.runs.read_runs(RESULTS).filter(pl.col("arm") == "iif-drop0.5")
+    assert set(half["seed"]) == {0}  # the second seeds, which some environments have, are left out
+    assert study.plan.list_arms("acrobot", 1, study.plan.list_steps()[0]) == [
+        ("ppo", 0.125),
+        ("iif", 0.125),
+        ("random", 0.125),
+    ]
+
+
+def test_ldas_script_has_more_seeds_than_the_rest(study, sweep):
+    sweep["lunarlander-lda"] = {"iif": {seed: SimpleNamespace(config=RunConfig("", "iif", 0)) for seed in (0, 3, 4)}}
+    runs = study.runs.read_runs(RESULTS)
+    assert runs.filter(pl.col("steps") == "lda")["seed"].to_list() == [0, 3]
+    assert set(runs.filter(pl.col("steps") != "lda")["seed"]) == {0, 1}
+
+
+def test_first_rounds_are_compared_apart_where_they_are_flat(study):
+    divergences = {"ppo": [0.01, 0.01, 0.02, 0.5], "iif": [0.02, 0.05, 0.03, 0.5], "random": [0.01, 0.008, 0.02, 0.5]}
+    whole = [True, True, False]
+    rows = [("iif-rewarded", seed, 9.0, first_whole) for seed, first_whole in enumerate(whole)]
+    # PPO drops nothing of any round: it tells no flat one.
+    rows += [(arm, seed, kl, arm == "ppo") for arm, kls in divergences.items() for seed, kl in enumerate(kls)]
+    runs = pl.DataFrame(rows, ["arm", "seed", "first_kl", "first_whole"], orient="row").with_columns(
+        env=pl.lit("acrobot"), steps=pl.lit("kl0.02")
     )
-    monkeypatch.setattr(tables, "_measure", lambda run: {})
-    runs = tables.read_runs(RESULTS)
-    assert runs.filter(pl.col("steps") == "lda")["seed"].to_list() == [0, last - 1, last, more - 1]
-    assert runs.filter(pl.col("steps") != "lda")["seed"].to_list() == [0, last - 1]
+    lines = [line for line in study.tables.tabulate_first_rounds(runs).splitlines() if "acrobot" in line]
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == [
+        ["acrobot", "yes", "0.0100", "0.0350", "0.0090", "2.0 to 5.0", "0.8 to 1.0", "2"],
+        ["acrobot", "no", "0.0200", "0.0300", "0.0200", "1.5 to 1.5", "1.0 to 1.0", "1"],
+    ]
+
+
+def test_runs_that_end_no_better_than_they_began_are_counted(study):
+    rows = [
+        ("a", "ppo", 0, 1.0),
+        ("a", "ppo", 1, 0.0),
+        ("a", "ppo", 2, -1.0),
+        ("a", "iif", 0, -1.0),
+        ("a", "iif", 1, 2.0),
+    ]
+    rows += [("b", "ppo", 0, 1.0), ("b", "iif", 0, 0.0), ("b", "random", 0, 0.0)]
+    runs = pl.DataFrame(rows, ["env", "arm", "seed", "last"], orient="row").with_columns(
+        first=pl.lit(0.0), steps=pl.lit("lr0.001")
+    )
+    lines = study.tables.tabulate_failures(runs).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.strip()]
+    rate = cells[0].index("lr0.001")
+    # Seed 2 of the first has no partner.
+    assert {row[0]: (row[rate], row[-1]) for row in cells[2:]} == {
+        "a": ("1 / 1", "2"),
+        "b": ("0 / 1", "1"),
+        "all": ("1 / 2", "3"),
+    }
 
 
 @pytest.fixture
 def written(study, monkeypatch):
     """The texts that the module of tables would write, by the name of their file."""
     texts = {}
-    monkeypatch.setattr(study[1], "write_text", lambda path, text: texts.update({path.name: text}))
+    monkeypatch.setattr(study.tables, "write_text", lambda path, text: texts.update({path.name: text}))
     return texts
 
 
 def test_the_tables_are_those_of_the_runs(study, written):
-    study[1].write_tables(RESULTS)
+    study.tables.write_tables(RESULTS)
     assert written == {name: (RESULTS / name).read_text(encoding="utf-8") for name in ("tables.md", "summary.json")}
 
 

@@ -32,15 +32,37 @@ def probability_of_improvement(one: Scores, other: Scores) -> NDArray[np.float64
     return np.mean([np.heaviside(differences, 0.5).mean((-2, -1)) for differences in pairs], axis=0)
 
 
+def choose_best(scores: NDArray[np.float64], places: NDArray[np.int_]) -> NDArray[np.float64]:
+    """Return the results of drawn seeds, each at the choice that is the best for the other seeds of its draw.
+
+    Args:
+        scores: (choices, seeds) results; with one choice there is nothing to choose. Equals go to the first choice.
+        places: (draws, seeds) which seeds each draw has.
+    """
+    seeds = np.arange(scores.shape[1])
+    drawn = (places[..., None] == seeds).sum(1)
+    sums = drawn @ scores.T
+    # A seed that was drawn twice is no other seed.
+    others = sums[:, None] - drawn[..., None] * scores.T
+    best = others.round(9).argmax(-1)
+    return np.take_along_axis(scores[best, seeds], places, axis=1)
+
+
 def bootstrap(
     one: Scores, other: Scores, statistic: Callable[[Scores, Scores], NDArray[np.float64]]
 ) -> dict[str, float | None]:
-    """Return a statistic with its 95% interval; seeds are drawn again within each environment, in pairs."""
-    mean = float(statistic(one, other))
-    if min(map(len, one)) < LEAST_FOR_INTERVAL:
-        return {"mean": mean, "low": None, "high": None}
+    """Return a statistic with its 95% interval; seeds are drawn again within each environment, in pairs.
+
+    Args:
+        one, other: (choices, seeds) for each environment. Each seed's choice is made anew in each draw.
+        statistic: of the results of all draws, (draws, seeds) for each environment.
+    """
     rng = np.random.default_rng(0)
-    places = [rng.integers(len(scores), size=(REPEATS, len(scores))) for scores in one]
-    one, other = ([s[p] for s, p in zip(scores, places, strict=True)] for scores in (one, other))
-    low, high = np.quantile(statistic(one, other), [0.025, 0.975])
-    return {"mean": mean, "low": float(low), "high": float(high)}
+    seeds = [scores.shape[1] for scores in one]
+    draws = [np.vstack([np.arange(n), rng.integers(n, size=(REPEATS, n))]) for n in seeds]
+    drawn = ([choose_best(s, places) for s, places in zip(scores, draws, strict=True)] for scores in (one, other))
+    mean, *others = statistic(*drawn)
+    if min(seeds) < LEAST_FOR_INTERVAL:
+        return {"mean": float(mean), "low": None, "high": None}
+    low, high = np.quantile(others, [0.025, 0.975])
+    return {"mean": float(mean), "low": float(low), "high": float(high)}

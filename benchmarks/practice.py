@@ -54,7 +54,7 @@ class World:
     """Other people's settings of the environment, by name."""
 
 
-def zoo(rounds: int, n_envs: int, kl_per_round: float = 0.02, **hyperparameters: Any) -> dict[str, Any]:
+def configure_zoo(rounds: int, n_envs: int, kl_per_round: float = 0.02, **hyperparameters: Any) -> dict[str, Any]:
     """Return the zoo's settings at their rate and at a target."""
     settings = {"rounds": rounds, "n_envs": n_envs, "hyperparameters": hyperparameters}
     return {"zoo": settings, f"zoo_kl{kl_per_round:g}": settings | {"kl_per_round": kl_per_round}}
@@ -68,17 +68,19 @@ _GRID = _POOL | {
 }
 _MUJOCO = _POOL | {"collect_with": "envpool"}
 
+_CARTPOLE_ZOO = configure_zoo(
+    rounds=160, n_envs=8, n_steps=32, batch_size=256, n_epochs=20, gamma=0.98, gae_lambda=0.8, learning_rate=1e-3
+)
+_ACROBOT_ZOO = configure_zoo(rounds=12, n_envs=16, n_steps=256, n_epochs=4, gae_lambda=0.94)
+_LUNARLANDER_ZOO = configure_zoo(
+    rounds=8, n_envs=16, n_steps=1024, n_epochs=4, gamma=0.999, gae_lambda=0.98, ent_coef=0.01
+)
+_LDA = {"rounds": 100, "hyperparameters": {"learning_rate": 1e-3, "max_grad_norm": math.inf}}
+
 WORLDS: Mapping[str, World] = {
-    "cartpole": World(
-        *("CartPole-v1", 20, _POOL),
-        zoo(160, 8, n_steps=32, batch_size=256, n_epochs=20, gamma=0.98, gae_lambda=0.8, learning_rate=1e-3),
-    ),
-    "acrobot": World("Acrobot-v1", 25, _POOL, zoo(12, 16, n_steps=256, n_epochs=4, gae_lambda=0.94)),
-    "lunarlander": World(
-        *("LunarLander-v3", 60, _POOL),
-        zoo(8, 16, n_steps=1024, n_epochs=4, gamma=0.999, gae_lambda=0.98, ent_coef=0.01)
-        | {"lda": {"rounds": 100, "hyperparameters": {"learning_rate": 1e-3, "max_grad_norm": math.inf}}},
-    ),
+    "cartpole": World("CartPole-v1", 20, _POOL, _CARTPOLE_ZOO),
+    "acrobot": World("Acrobot-v1", 25, _POOL, _ACROBOT_ZOO),
+    "lunarlander": World("LunarLander-v3", 60, _POOL, _LUNARLANDER_ZOO | {"lda": _LDA}),
     "halfcheetah": World("HalfCheetah-v5", 50, _MUJOCO),
     "minigrid-empty": World("minigrid:MiniGrid-Empty-8x8-v0", 15, _GRID),
     "hopper": World("Hopper-v5", 50, _MUJOCO),
@@ -164,10 +166,10 @@ def plan_runs(name: str, seed: int, compared: Iterable[Steps]) -> Iterator[Plann
 def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:
     """Return the runs of some environments: rates and targets seed by seed, flat rounds, then the other settings."""
     pairs = [(name, seed) for seed in seeds for name in names]
-    main = [planned for name, seed in pairs for planned in plan_runs(name, seed, list_steps())]
-    main += [p for name, seed in pairs if name in CAN_BE_FLAT for p in plan_runs(name, seed, list_rewarded())]
-    others = [plan_runs(name, seed, list_settings(WORLDS[name], seed)) for name, seed in pairs]
-    return [*main, *chain.from_iterable(others)]
+    planned = [plan_runs(name, seed, list_steps()) for name, seed in pairs]
+    planned += [plan_runs(name, seed, list_rewarded()) for name, seed in pairs if name in CAN_BE_FLAT]
+    planned += [plan_runs(name, seed, list_settings(WORLDS[name], seed)) for name, seed in pairs]
+    return list(chain.from_iterable(planned))
 
 
 def main(

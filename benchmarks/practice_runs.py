@@ -18,10 +18,9 @@ RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
 TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
 
 
-def count_seeds(sweep: Results) -> int:
-    """Return the seeds, 0 and those after it, of which every environment has all planned runs at rates and targets."""
-    seeds = range(min(SEEDS.values()))
-    return len(list(takewhile(lambda seed: all(_is_complete(sweep, name, seed) for name in WORLDS), seeds)))
+def count_seeds(sweep: Results, name: str) -> int:
+    """Return the seeds, 0 and those after it, of which an environment has all planned runs at rates and targets."""
+    return len(list(takewhile(lambda seed: _is_complete(sweep, name, seed), range(SEEDS[name]))))
 
 
 def _is_complete(sweep: Results, name: str, seed: int) -> bool:
@@ -33,19 +32,19 @@ def _is_complete(sweep: Results, name: str, seed: int) -> bool:
 
 
 def read_runs(out: Path) -> pl.DataFrame:
-    """Return a row for each run: environment, steps, arm, seed, results and divergence.
+    """Return a row for each run: environment, steps, arm, seed, results, divergence, and whether it is pooled.
 
-    LDA's script has seeds of its own. Of the rest those seeds are read that are complete in every environment: runs of
-    the next seed are kept until it is, too.
+    Those seeds of an environment are read that are complete: runs of the next one are kept until it is, too. Those are
+    pooled that are complete in every environment. LDA's script has seeds of its own.
     """
     sweep = load_sweep(out)
-    complete = count_seeds(sweep)
+    complete = {name: count_seeds(sweep, name) for name in WORLDS}
     rows = []
     for group, arms in sweep.items():
         env, _, steps = group.rpartition("-")
-        seeds = SEEDS[env] if steps == "lda" else complete
+        seeds, pooled = (SEEDS[env],) * 2 if steps == "lda" else (complete[env], min(complete.values()))
         rows += [
-            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run)}
+            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run), "pooled": seed < pooled}
             for arm, runs in arms.items()
             for seed, run in runs.items()
             if seed < min(seeds, ARM_SEEDS.get((run.config.arm, run.config.drop), seeds))
@@ -58,8 +57,8 @@ def _measure(run: KeptRun) -> dict[str, float | bool]:
     rounds = run.tables["rounds"]
     name = "train/kl" if "train/kl" in rounds.columns else "train/approx_kl"
     divergences = rounds[name].to_numpy()
-    late = divergences[len(rounds) // 10 :]
-    late = late[np.isfinite(late)]
+    settled = divergences[len(rounds) // 10 :]
+    settled = settled[np.isfinite(settled)]
     target = run.config.kl_per_round or float("nan")
     whole = rounds["dropped_share"].to_numpy() == 0
     rates = rounds["train/learning_rate"].drop_nulls().to_numpy()
@@ -67,9 +66,8 @@ def _measure(run: KeptRun) -> dict[str, float | bool]:
         "first": returns[0],
         "last": returns[-1],
         "mean": float(np.mean(returns[1:])),
-        "kl": float(np.median(late)),
-        "mean_kl": float(np.mean(late)),
-        "within": float(np.mean((late > target / 1.5) & (late < target * 1.5))),
+        "kl": float(np.median(settled)),
+        "within": float(np.mean((settled > target / 1.5) & (settled < target * 1.5))),
         "first_kl": float(divergences[0]),
         "whole": float(np.mean(whole)),
         "first_whole": bool(whole[0]),

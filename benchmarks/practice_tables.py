@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from benchmarks.interquartile import Scores, bootstrap, probability_of_improvement, subtract_means
+from benchmarks.interquartile import LEAST_FOR_INTERVAL, Scores, bootstrap, probability_of_improvement, subtract_means
 from benchmarks.markdown import cell, table
-from benchmarks.practice import CAN_BE_FLAT, DEFAULT, SETTINGS, TARGETS, USUAL, WORLDS
+from benchmarks.practice import CAN_BE_FLAT, DEFAULT, RATES, SETTINGS, TARGETS, USUAL, USUAL_TARGET, WORLDS
 from benchmarks.practice_runs import RATE_STEPS, RESULTS, TARGET_STEPS, pick, read_runs, scale_results
 from whence.guards import write_atomically
 from whence.intervals import t_interval
@@ -28,7 +28,7 @@ ARMS = ("ppo", "iif", "iif-drop0.5", "random")
 REWARDED = "iif-rewarded"
 OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world.others))
 
-LATE = ("walker2d", "bipedalwalker", "minigrid-doorkey")
+LAST = ("walker2d", "bipedalwalker", "minigrid-doorkey")
 """Environments that were trained when the others had been tabulated."""
 
 LEAST = 2
@@ -38,41 +38,44 @@ NEAR = 1.25
 """The largest ratio of two divergences that are compared as the same."""
 
 
-def choose_best(runs: pl.DataFrame, arm: str, name: str) -> pl.DataFrame:
-    """Return each seed's run of an arm at the learning rate whose mean over the other seeds is the best."""
-    arm_runs = runs.filter(pl.col("arm") == arm, pl.col("steps").is_in(RATE_STEPS))
-    best_runs = []
-    for (env, seed), seed_runs in arm_runs.group_by("env", "seed", maintain_order=True):
-        others = arm_runs.filter(pl.col("env") == env, pl.col("seed") != seed)
-        if others.is_empty():
-            continue
-        best = others.group_by("steps").agg(pl.col(name).mean()).sort(name, "steps", descending=True)["steps"][0]
-        best_runs.append(seed_runs.filter(pl.col("steps") == best))
-    return pl.concat(best_runs) if best_runs else arm_runs.clear()
-
-
 def average_steps(runs: pl.DataFrame, arm: str, steps: Sequence[str]) -> pl.DataFrame:
     """Return each seed's mean result of an arm over several sizes of step; seeds that lack one are left out."""
     some = runs.filter(pl.col("arm") == arm, pl.col("steps").is_in(steps))
     means = some.group_by("env", "seed").agg(*(pl.col(name).mean() for name in RESULTS), count=pl.len())
-    return means.filter(pl.col("count") == len(steps))
+    return means.filter(pl.col("count") == len(steps)).with_columns(steps=pl.lit("mean"))
 
 
-def list_scores(runs: pl.DataFrame, other: pl.DataFrame, name: str) -> tuple[Scores, Scores]:
-    """Return the results of both, an array for each environment that has seeds enough, of the seeds that both have."""
-    both = runs.join(other.select("env", "seed", pl.col(name).alias("other")), on=["env", "seed"], how="inner")
-    parts = [part for _, part in both.sort("env", "seed").group_by("env", maintain_order=True) if len(part) >= LEAST]
-    return [part[name].to_numpy() for part in parts], [part["other"].to_numpy() for part in parts]
+def list_scores(one: pl.DataFrame, other: pl.DataFrame, name: str) -> tuple[Scores, Scores]:
+    """Return the results of both, (steps, seeds) for each environment that has seeds enough, of those that both have.
+
+    Where runs have several sizes of step, a seed counts that has all of them.
+    """
+    scores: tuple[Scores, Scores] = [], []
+    for env in sorted({*one["env"]} & {*other["env"]}):
+        parts = [_widen(runs.filter(pl.col("env") == env), name) for runs in (one, other)]
+        seeds = {*parts[0]["seed"]} & {*parts[1]["seed"]}
+        if len(seeds) >= LEAST:
+            for each, part in zip(scores, parts, strict=True):
+                each.append(part.filter(pl.col("seed").is_in(list(seeds))).drop("seed").to_numpy().T)
+    return scores
+
+
+def _widen(runs: pl.DataFrame, name: str) -> pl.DataFrame:
+    """Return a row for each seed with a column for each size of step, in the order of the runs."""
+    return runs.pivot(on="steps", index="seed", values=name).drop_nulls().sort("seed")
 
 
 def compare(one: pl.DataFrame, other: pl.DataFrame, name: str = "last") -> dict[str, Any] | None:
-    """Return the difference of interquartile means and the probability of improvement; None without runs."""
+    """Return the difference of interquartile means and the probability of improvement; None without runs.
+
+    Of runs at several sizes of step each seed's is taken that is the best for the other seeds.
+    """
     a, b = list_scores(one, other, name)
     if not a:
         return None
     return {
         "environments": len(a),
-        "runs": sum(map(len, a)),
+        "runs": sum(scores.shape[1] for scores in a),
         "difference": bootstrap(a, b, subtract_means),
         "improves": bootstrap(a, b, probability_of_improvement),
     }
@@ -95,10 +98,26 @@ def match_divergence(runs: pl.DataFrame, steps: str) -> pl.DataFrame:
     return pl.concat(parts) if parts else runs.clear()
 
 
+def list_rates(runs: pl.DataFrame, arm: str) -> pl.DataFrame:
+    """Return the runs of an arm at all learning rates, the default first."""
+    return pl.concat([pick(runs, arm, f"lr{rate:g}") for rate in RATES])
+
+
+def list_omissions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] | None]:
+    """Return what is left of the difference at the best rates without each environment."""
+    parts = {env: scaled.filter(pl.col("env") != env) for env in dict.fromkeys(scaled["env"])}
+    return {
+        f"iif less ppo, each at its own best rate, without {env}": compare(
+            list_rates(part, "iif"), list_rates(part, "ppo"), name
+        )
+        for env, part in parts.items()
+    }
+
+
 def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] | None]:
     """Return the comparisons that answer the study's questions, for one kind of result."""
     answers: dict[str, dict[str, Any] | None] = {}
-    for arm in ARMS[1:]:
+    for arm in ARMS[2:]:
         for steps in (DEFAULT, USUAL):
             answers[f"{arm} less ppo, {steps}"] = compare(pick(scaled, arm, steps), pick(scaled, "ppo", steps), name)
     for steps in (DEFAULT, USUAL):
@@ -115,11 +134,8 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
             answers[f"{REWARDED} less {arm}, {steps}"] = compare(
                 pick(scaled, REWARDED, steps), pick(scaled, arm, steps), name
             )
-    best = {arm: choose_best(scaled, arm, name) for arm in ("ppo", "iif")}
+    best = {arm: list_rates(scaled, arm) for arm in ("ppo", "iif")}
     answers["iif less ppo, each at its own best rate"] = compare(best["iif"], best["ppo"], name)
-    for env in dict.fromkeys(scaled["env"]):
-        parts = [best[arm].filter(pl.col("env") != env) for arm in ("iif", "ppo")]
-        answers[f"iif less ppo, each at its own best rate, without {env}"] = compare(parts[0], parts[1], name)
     for other in OTHERS:
         answers[f"iif less ppo, {other}"] = compare(pick(scaled, "iif", other), pick(scaled, "ppo", other), name)
     for about, steps_list in (("mean of the rates", RATE_STEPS), ("mean of the targets", TARGET_STEPS)):
@@ -161,10 +177,7 @@ def tabulate_world(runs: pl.DataFrame) -> str:
     head = ["step", *ARMS, "seeds"]
     rows = []
     for steps in (*RATE_STEPS, *TARGET_STEPS, *SETTINGS, *OTHERS):
-        cells = [
-            t_interval(pick(runs, arm, steps)["last"].to_list()) if len(pick(runs, arm, steps)) else None
-            for arm in ARMS
-        ]
+        cells = [_average(pick(runs, arm, steps)["last"].to_list()) for arm in ARMS]
         seeds = len(pick(runs, "ppo", steps))
         if seeds:
             rows.append([steps, *(cell(each, digits=_digits(runs)) for each in cells), str(seeds)])
@@ -207,7 +220,10 @@ def tabulate_flat(runs: pl.DataFrame) -> str:
 
 
 def tabulate_first_rounds(runs: pl.DataFrame) -> str:
-    """Return how far the first round takes the policy at the usual target, apart for the seeds where it is flat."""
+    """Return how far the first round takes the policy, apart for the seeds where it is flat.
+
+    Of the runs at the usual target, which measure it over all records; the rate is not steered yet.
+    """
     arms = ("ppo", "iif", "random")
     rows = []
     for env in CAN_BE_FLAT:
@@ -240,6 +256,12 @@ def tabulate_failures(runs: pl.DataFrame) -> str:
     return table([["environment", *RATE_STEPS, *TARGET_STEPS, "pairs at each step"], *rows])
 
 
+def _average(results: Sequence[float]) -> dict[str, float | None]:
+    """Return the mean with its t interval, without the interval where seeds are few."""
+    interval = t_interval(results)
+    return interval if len(results) >= LEAST_FOR_INTERVAL else {**interval, "low": None, "high": None}
+
+
 def _digits(runs: pl.DataFrame) -> int:
     return 2 if float(runs["last"].abs().max() or 0) < 5 else 0
 
@@ -250,8 +272,8 @@ def tabulate_control(runs: pl.DataFrame) -> str:
         "environment",
         "arm",
         *(f"KL at {target:g}" for target in sorted(TARGETS)),
-        "median rate",
-        "rounds within 1.5",
+        f"median rate at {USUAL_TARGET:g}",
+        "rounds within 1.5, all targets",
     ]
     rows = []
     for env in dict.fromkeys(runs["env"]):
@@ -298,22 +320,25 @@ def write_tables(out: Path) -> None:
     runs = read_runs(out)
     order = {name: place for place, name in enumerate(WORLDS)}
     runs = runs.sort(pl.col("env").replace_strict(order, return_dtype=pl.Int64), "steps", "arm", "seed")
-    scaled = scale_results(runs)
+    pooled = runs.filter("pooled")
+    scaled = scale_results(pooled)
+    groups = {
+        "all": ("", scaled),
+        "last": (", the last three environments alone", scaled.filter(pl.col("env").is_in(LAST))),
+    }
     parts = ["# Practice: tables\n\nWritten by `python -m benchmarks.practice_tables results/practice`.\n"]
     summary: dict[str, Any] = {"runs": len(runs)}
-    for name, about in RESULTS.items():
-        summary[name] = list_questions(scaled, name)
-        parts += [f"## By the {about}\n", tabulate_questions(summary[name]), ""]
-    late = scaled.filter(pl.col("env").is_in(LATE))
-    summary["late"] = {name: list_questions(late, name) for name in RESULTS}
-    for name, about in RESULTS.items():
-        heading = f"## By the {about}, the last three environments alone\n"
-        parts += [heading, tabulate_questions(summary["late"][name]), ""]
+    for group, (which, some) in groups.items():
+        summary[group] = {name: list_questions(some, name) for name in RESULTS}
+        if group == "all":
+            summary[group] = {name: each | list_omissions(some, name) for name, each in summary[group].items()}
+        for name, about in RESULTS.items():
+            parts += [f"## By the {about}{which}\n", tabulate_questions(summary[group][name]), ""]
     for name, about in RESULTS.items():
         parts += [f"## iif less ppo by the {about}, by environment\n", tabulate_differences(runs, name), ""]
-    parts += ["## Flat rounds kept whole: last test return\n", tabulate_flat(runs), ""]
-    parts += ["## How far the first round goes at the target .02\n", tabulate_first_rounds(runs), ""]
-    parts += ["## Runs that end no better than they began: ppo / iif\n", tabulate_failures(runs), ""]
+    parts += ["## Flat rounds kept whole: last test return\n", tabulate_flat(pooled), ""]
+    parts += ["## How far the first round goes: runs that are steered to .02\n", tabulate_first_rounds(pooled), ""]
+    parts += ["## Runs that end no better than they began: ppo / iif\n", tabulate_failures(pooled), ""]
     parts += ["## Does the controller hold its target?\n", tabulate_control(runs), ""]
     parts += ["## How often is its rate at a bound?\n", tabulate_bounds(runs), ""]
     parts += ["## Divergence a round at fixed learning rates\n", tabulate_divergence(runs), ""]

@@ -139,7 +139,7 @@ def _is_clear(interval: dict[str, Any]) -> bool:
 
 def write_tables(out: Path, practice: Path) -> None:
     """Write tables.md and summary.json."""
-    runs = read_runs(practice)
+    runs = read_runs(practice).filter("pooled")
     done = {line["env"] for line in read_trials(out)}
     trained = set(pick(runs, "ppo", DEFAULT)["env"])
     envs = [env for env in WORLDS if env in done & trained]

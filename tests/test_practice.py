@@ -69,17 +69,46 @@ def test_the_probability_of_improvement_is_mann_whitneys_over_the_pairs(interqua
     assert interquartile.probability_of_improvement([np.ones(2)], [np.zeros(3)]) == 1
 
 
-def test_a_seeds_best_rate_is_chosen_by_the_other_seeds(study):
-    tables = study.tables
-    low, high = tables.RATE_STEPS[:2]
-    # By its own result seed 0 would take the first rate, by the others' the second.
-    results = [(0, low, 9.0), (0, high, 1.0), (1, low, 2.0), (1, high, 3.0), (2, low, 2.0), (2, high, 3.0)]
-    runs = pl.DataFrame(
-        [{"env": "a", "arm": "ppo", "seed": seed, "steps": steps, "last": last} for seed, steps, last in results]
-    )
-    best = tables.choose_best(runs, "ppo", "last").filter(pl.col("seed") == 0)
-    assert best["steps"].to_list() == [high]
-    assert best["last"].to_list() == [1.0]
+def test_each_seed_of_a_draw_has_the_choice_that_is_best_for_the_others(interquartile):
+    rng = np.random.default_rng(0)
+    scores = rng.integers(3, size=(4, 6)) / 7  # many are equal
+    places = np.vstack([np.arange(6), rng.integers(6, size=(200, 6)), [[3, 3, 3, 3, 3, 2]]])
+
+    def choose_plainly(seed, draw):
+        others = [scores[:, other] for other in draw if other != seed]
+        sums = np.sum(others, axis=0).round(9).tolist()
+        return scores[sums.index(max(sums)), seed]
+
+    expected = [[choose_plainly(seed, draw) for seed in draw] for draw in places]
+    assert interquartile.choose_best(scores, places).tolist() == expected
+
+
+def test_equal_choices_go_to_the_first(interquartile):
+    # By its own result seed 0 would take the second choice; the others are the same for both.
+    scores = np.array([[1.0, 2.0, 2.0], [9.0, 2.0, 2.0]])
+    assert interquartile.choose_best(scores, np.array([[0, 1, 2]])).tolist() == [[1.0, 2.0, 2.0]]
+    assert interquartile.choose_best(scores, np.array([[0, 0, 0]])).tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_a_draw_chooses_anew(interquartile):
+    # The first choice is the better one for all seeds; a draw that has the last one often takes the second.
+    scores = np.array([[1.0, 1.0, 1.0, 1.0, 1.0], [0.9, 0.9, 0.9, 0.9, 1.2]])
+    zeros = [np.zeros((1, 5))]
+    chosen = interquartile.bootstrap([scores], zeros, interquartile.subtract_means)
+    assert chosen["mean"] == 1.0
+    assert chosen["low"] < 0.95
+    fixed = interquartile.bootstrap([scores[:1]], zeros, interquartile.subtract_means)
+    assert fixed == {"mean": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_a_seed_counts_that_has_all_sizes_of_step(study):
+    low, high = study.runs.RATE_STEPS[:2]
+    rows = [(0, low, 1.0), (0, high, 2.0), (1, high, 4.0), (1, low, 3.0), (2, low, 5.0), (2, high, 6.0), (3, low, 9.0)]
+    runs = pl.DataFrame(rows, ["seed", "steps", "last"], orient="row").with_columns(env=pl.lit("a"))
+    other = runs.filter(pl.col("steps") == low, pl.col("seed") > 0).with_columns(last=-pl.col("last"))
+    one, others = study.tables.list_scores(runs, other, "last")
+    assert [each.tolist() for each in one] == [[[3.0, 5.0], [4.0, 6.0]]]
+    assert [each.tolist() for each in others] == [[[-3.0, -5.0]]]
 
 
 def test_results_are_scaled_by_the_main_runs(study):
@@ -99,20 +128,20 @@ def test_the_middle_half_is_averaged(interquartile):
 
 def test_seeds_are_drawn_within_their_environment_and_in_pairs(interquartile):
     # Constant in each environment: a draw across environments would have an interval.
-    levels = [np.zeros(3), np.ones(3)]
-    zeros = [np.zeros(3), np.zeros(3)]
+    levels = [np.zeros((1, 3)), np.ones((1, 3))]
+    zeros = [np.zeros((1, 3)), np.zeros((1, 3))]
     assert interquartile.bootstrap(levels, zeros, interquartile.subtract_means) == {
         "mean": 0.5,
         "low": 0.5,
         "high": 0.5,
     }
-    spread = [np.array([0.0, 5.0, 9.0, 2.0, 4.0])]
+    spread = [np.array([[0.0, 5.0, 9.0, 2.0, 4.0]])]
     shifted = [spread[0] - 1]
     answer = interquartile.bootstrap(spread, shifted, interquartile.subtract_means)
     assert answer == pytest.approx({"mean": 1.0, "low": 1.0, "high": 1.0})
-    answer = interquartile.bootstrap(spread, [np.zeros(5)], interquartile.subtract_means)
+    answer = interquartile.bootstrap(spread, [np.zeros((1, 5))], interquartile.subtract_means)
     assert 0 < answer["low"] < answer["mean"] < answer["high"] < 9
-    two = [np.array([0.0, 5.0])]
+    two = [np.array([[0.0, 5.0]])]
     assert interquartile.bootstrap(two, two, interquartile.subtract_means) == {"mean": 0.0, "low": None, "high": None}
 
 
@@ -162,7 +191,7 @@ def test_runs_of_the_nearest_divergence_are_compared(study):
 def test_environments_of_one_seed_are_left_out(study, interquartile, monkeypatch):
     tables = study.tables
     monkeypatch.setattr(interquartile, "REPEATS", 20)
-    runs = pl.DataFrame({"env": ["a", "a", "b"], "seed": [0, 1, 0], "last": [1.0, 2.0, 3.0]})
+    runs = pl.DataFrame({"env": ["a", "a", "b"], "seed": [0, 1, 0], "last": [1.0, 2.0, 3.0], "steps": "lr0.001"})
     assert tables.compare(runs.filter(pl.col("env") == "b"), runs) is None
     answer = tables.compare(runs, runs)
     assert (answer["environments"], answer["runs"], answer["difference"]["mean"]) == (1, 2, 0)
@@ -206,14 +235,20 @@ def sweep(study, monkeypatch):
     return runs
 
 
-def test_seeds_count_once_every_environment_has_all_of_their_runs(study, sweep):
-    assert study.runs.count_seeds(sweep) == 2
-    assert set(study.runs.read_runs(RESULTS)["seed"]) == {0, 1}
+def test_seeds_are_read_that_are_complete_and_pooled_that_are_complete_everywhere(study, sweep):
+    def list_seeds():
+        runs = study.runs.read_runs(RESULTS).filter(pl.col("arm") == "ppo", pl.col("steps") == "lr0.001")
+        return {
+            env: [(seed, pooled) for _, seed, pooled in part.select("env", "seed", "pooled").sort("seed").iter_rows()]
+            for (env,), part in runs.group_by("env")
+        }
+
+    both, only = [(0, True), (1, True)], [(2, False), (3, False)]
+    assert list_seeds() == {"acrobot": both, "lunarlander": both + only}
     del sweep["acrobot-kl0.02"]["random"][1]
-    assert study.runs.count_seeds(sweep) == 1
-    assert set(study.runs.read_runs(RESULTS)["seed"]) == {0}
-    del sweep["lunarlander-lr0.003"]
-    assert study.runs.count_seeds(sweep) == 0
+    assert list_seeds() == {"acrobot": both[:1], "lunarlander": [both[0], (1, False), *only]}
+    del sweep["lunarlander-lr0.003"]["ppo"][0]
+    assert list_seeds() == {"acrobot": [(0, False)]}
 
 
 def test_an_arm_of_fewer_seeds_holds_up_none(study, sweep, monkeypatch):
@@ -221,7 +256,7 @@ def test_an_arm_of_fewer_seeds_holds_up_none(study, sweep, monkeypatch):
     monkeypatch.setattr(study.plan, "ARM_SEEDS", seeds)
     monkeypatch.setattr(study.runs, "ARM_SEEDS", seeds)
     del sweep["acrobot-kl0.02"]["iif-drop0.5"][1]
-    assert study.runs.count_seeds(sweep) == 2
+    assert study.runs.count_seeds(sweep, "acrobot") == 2
     half = study.runs.read_runs(RESULTS).filter(pl.col("arm") == "iif-drop0.5")
     assert set(half["seed"]) == {0}  # the second seeds, which some environments have, are left out
     assert study.plan.list_arms("acrobot", 1, study.plan.list_steps()[0]) == [
@@ -233,9 +268,10 @@ def test_an_arm_of_fewer_seeds_holds_up_none(study, sweep, monkeypatch):
 
 def test_ldas_script_has_more_seeds_than_the_rest(study, sweep):
     sweep["lunarlander-lda"] = {"iif": {seed: SimpleNamespace(config=RunConfig("", "iif", 0)) for seed in (0, 3, 4)}}
+    del sweep["lunarlander-lr0.003"]["ppo"][1]
     runs = study.runs.read_runs(RESULTS)
-    assert runs.filter(pl.col("steps") == "lda")["seed"].to_list() == [0, 3]
-    assert set(runs.filter(pl.col("steps") != "lda")["seed"]) == {0, 1}
+    assert runs.filter(pl.col("steps") == "lda").select("seed", "pooled").rows() == [(0, True), (3, True)]
+    assert set(runs.filter(pl.col("steps") != "lda", pl.col("env") == "lunarlander")["seed"]) == {0}
 
 
 def test_first_rounds_are_compared_apart_where_they_are_flat(study):

@@ -39,7 +39,7 @@ DROP = 0.125
 FEW = 3
 """The seeds of settings that answer none of the main questions."""
 
-ARM_SEEDS: Mapping[tuple[str, float], int] = {("random", DROP): 10, ("iif-rewarded", DROP): 5, ("iif", 0.5): 5}
+ARM_SEEDS: Mapping[tuple[str, float], int] = {("random", DROP): 10, ("iif", 0.5): 5}
 """The seeds of some arms, where the environment has more."""
 
 

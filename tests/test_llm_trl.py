@@ -453,6 +453,15 @@ class TestRunDirectory:
         with pytest.raises(WhenceError, match="is no run of whence's"):
             make_trainer("grpo", tmp_path / "trl", None, run=tmp_path / "other").train()
 
+    def test_no_token_of_the_hub_is_written(self, tmp_path):
+        settings = {"hub_token": "hf_secret", "hub_model_id": "mine/model", "beta": 0.25}
+        make_trainer("grpo", tmp_path / "trl", NonPositive(), run=tmp_path / "run", max_steps=1, **settings).train()
+        settings = RunDirectory.open(tmp_path / "run").config["trl"]
+        assert settings["beta"] == 0.25
+        assert not [name for name in settings if "hub" in name]
+        texts = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+        assert not [text for text in texts if b"hf_secret" in text]
+
     def test_dropping_is_part_of_the_configuration(self, tmp_path):
         shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
         make_trainer("grpo", tmp_path, NonPositive(), on_nonfinite="drop", **shared).train()

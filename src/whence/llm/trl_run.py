@@ -292,12 +292,16 @@ def _check_reward_names(names: Sequence[str]) -> None:
 
 
 def _list_settings(args: Any) -> dict[str, Any]:
-    """Return TRL's settings that differ from their defaults, those of JSON types."""
+    """Return TRL's settings that differ from their defaults, those of JSON types.
+
+    Those of the hub are none of the training's, and one of them is a secret.
+    """
     settings = {}
     for one in fields(args):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
         value = getattr(args, one.name)
-        if one.name not in _ELSEWHERE and type(value) in (bool, int, float, str) and value != default:
+        kept = one.name not in _ELSEWHERE and not one.name.startswith(("hub_", "push_to_hub"))
+        if kept and type(value) in (bool, int, float, str) and value != default:
             settings[one.name] = value
     return settings
 

@@ -15,7 +15,9 @@ from whence.experiments.sweepfile import Planned
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="A TOML file of [[experiment]] tables; docs/command.md shows one.")],
+    file: Annotated[
+        Path, typer.Argument(help="A TOML file of [[experiment]] tables; docs/reference/command.md shows one.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Directory for curves and timings. (default: out/NAME-OF-FILE)")
     ] = None,

@@ -89,7 +89,7 @@ def read_sweep(path: Path) -> list[Planned]:
         document = tomllib.loads(text)
     except OSError as error:
         raise WhenceError(
-            f"{path} cannot be read ({error.strerror}). Write a sweep file; docs/command.md shows one."
+            f"{path} cannot be read ({error.strerror}). Write a sweep file; docs/reference/command.md shows one."
         ) from None
     except (RecursionError, ValueError) as error:
         raise WhenceError(f"{path} is not TOML: {error}.") from None

@@ -454,8 +454,10 @@ class TestRunDirectory:
             make_trainer("grpo", tmp_path / "trl", None, run=tmp_path / "other").train()
 
     def test_no_token_of_the_hub_is_written(self, tmp_path):
-        settings = {"hub_token": "hf_secret", "hub_model_id": "mine/model", "beta": 0.25}
-        make_trainer("grpo", tmp_path / "trl", NonPositive(), run=tmp_path / "run", max_steps=1, **settings).train()
+        hub = {"hub_token": "hf_secret", "hub_model_id": "mine/model"}
+        make_trainer(
+            "grpo", tmp_path / "trl", NonPositive(), run=tmp_path / "run", max_steps=1, beta=0.25, **hub
+        ).train()
         settings = RunDirectory.open(tmp_path / "run").config["trl"]
         assert settings["beta"] == 0.25
         assert not [name for name in settings if "hub" in name]

@@ -38,6 +38,8 @@ _RUN_ID = "id"
 _LIBRARIES = ("whence", "torch", "transformers", "trl", "accelerate")
 _MAY_CHANGE = ("rounds", *(f"trl.{name}" for name in ("save_steps", "save_total_limit", "logging_steps")))
 _ELSEWHERE = ("output_dir", "logging_dir", "run_name", "max_steps", "seed")
+# They say nothing of the training, and hub_token is a secret.
+_OF_THE_HUB = ("hub_", "push_to_hub")
 
 
 def count_steps(args: Any) -> int:
@@ -292,16 +294,14 @@ def _check_reward_names(names: Sequence[str]) -> None:
 
 
 def _list_settings(args: Any) -> dict[str, Any]:
-    """Return TRL's settings that differ from their defaults, those of JSON types.
-
-    Those of the hub are none of the training's, and one of them is a secret.
-    """
+    """Return TRL's settings of the training that differ from their defaults, those of JSON types."""
     settings = {}
     for one in fields(args):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
         value = getattr(args, one.name)
-        kept = one.name not in _ELSEWHERE and not one.name.startswith(("hub_", "push_to_hub"))
-        if kept and type(value) in (bool, int, float, str) and value != default:
+        if one.name in _ELSEWHERE or one.name.startswith(_OF_THE_HUB):
+            continue
+        if type(value) in (bool, int, float, str) and value != default:
             settings[one.name] = value
     return settings
 

@@ -40,10 +40,10 @@ def choose_best(scores: NDArray[np.float64], places: NDArray[np.int_]) -> NDArra
         places: (draws, seeds) which seeds each draw has.
     """
     seeds = np.arange(scores.shape[1])
-    drawn = (places[..., None] == seeds).sum(1)
-    sums = drawn @ scores.T
+    counts = (places[..., None] == seeds).sum(1)
+    sums = counts @ scores.T
     # A seed that was drawn twice is no other seed.
-    others = sums[:, None] - drawn[..., None] * scores.T
+    others = sums[:, None] - counts[..., None] * scores.T
     best = others.round(9).argmax(-1)
     return np.take_along_axis(scores[best, seeds], places, axis=1)
 
@@ -60,8 +60,8 @@ def bootstrap(
     rng = np.random.default_rng(0)
     seeds = [scores.shape[1] for scores in one]
     draws = [np.vstack([np.arange(n), rng.integers(n, size=(REPEATS, n))]) for n in seeds]
-    drawn = ([choose_best(s, places) for s, places in zip(scores, draws, strict=True)] for scores in (one, other))
-    mean, *others = statistic(*drawn)
+    results = ([choose_best(s, places) for s, places in zip(scores, draws, strict=True)] for scores in (one, other))
+    mean, *others = statistic(*results)
     if min(seeds) < LEAST_FOR_INTERVAL:
         return {"mean": float(mean), "low": None, "high": None}
     low, high = np.quantile(others, [0.025, 0.975])

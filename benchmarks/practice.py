@@ -166,10 +166,10 @@ def plan_runs(name: str, seed: int, compared: Iterable[Steps]) -> Iterator[Plann
 def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:
     """Return the runs of some environments: rates and targets seed by seed, flat rounds, then the other settings."""
     pairs = [(name, seed) for seed in seeds for name in names]
-    planned = [plan_runs(name, seed, list_steps()) for name, seed in pairs]
-    planned += [plan_runs(name, seed, list_rewarded()) for name, seed in pairs if name in CAN_BE_FLAT]
-    planned += [plan_runs(name, seed, list_settings(WORLDS[name], seed)) for name, seed in pairs]
-    return list(chain.from_iterable(planned))
+    runs = [plan_runs(name, seed, list_steps()) for name, seed in pairs]
+    runs += [plan_runs(name, seed, list_rewarded()) for name, seed in pairs if name in CAN_BE_FLAT]
+    runs += [plan_runs(name, seed, list_settings(WORLDS[name], seed)) for name, seed in pairs]
+    return list(chain.from_iterable(runs))
 
 
 def main(

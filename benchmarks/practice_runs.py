@@ -42,9 +42,10 @@ def read_runs(out: Path) -> pl.DataFrame:
     rows = []
     for group, arms in sweep.items():
         env, _, steps = group.rpartition("-")
-        seeds, pooled = (SEEDS[env],) * 2 if steps == "lda" else (complete[env], min(complete.values()))
+        seeds = SEEDS[env] if steps == "lda" else complete[env]
+        shared = SEEDS[env] if steps == "lda" else min(complete.values())
         rows += [
-            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run), "pooled": seed < pooled}
+            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run), "pooled": seed < shared}
             for arm, runs in arms.items()
             for seed, run in runs.items()
             if seed < min(seeds, ARM_SEEDS.get((run.config.arm, run.config.drop), seeds))
@@ -57,8 +58,8 @@ def _measure(run: KeptRun) -> dict[str, float | bool]:
     rounds = run.tables["rounds"]
     name = "train/kl" if "train/kl" in rounds.columns else "train/approx_kl"
     divergences = rounds[name].to_numpy()
-    settled = divergences[len(rounds) // 10 :]
-    settled = settled[np.isfinite(settled)]
+    tail = divergences[len(rounds) // 10 :]
+    tail = tail[np.isfinite(tail)]
     target = run.config.kl_per_round or float("nan")
     whole = rounds["dropped_share"].to_numpy() == 0
     rates = rounds["train/learning_rate"].drop_nulls().to_numpy()
@@ -66,8 +67,8 @@ def _measure(run: KeptRun) -> dict[str, float | bool]:
         "first": returns[0],
         "last": returns[-1],
         "mean": float(np.mean(returns[1:])),
-        "kl": float(np.median(settled)),
-        "within": float(np.mean((settled > target / 1.5) & (settled < target * 1.5))),
+        "kl": float(np.median(tail)),
+        "within": float(np.mean((tail > target / 1.5) & (tail < target * 1.5))),
         "first_kl": float(divergences[0]),
         "whole": float(np.mean(whole)),
         "first_whole": bool(whole[0]),

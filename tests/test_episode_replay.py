@@ -121,6 +121,33 @@ def test_a_callbacks_run_is_played_again(tmp_path, env):
         assert check_all(directory) == 128
 
 
+class Legacy(Summing):
+    """It draws from another generator than Gymnasium's."""
+
+    def __init__(self, make):
+        self._make = make
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None or self._np_random is None:
+            self.np_random = self._make(seed)
+        self._sum = self.np_random.normal(size=1).astype(np.float32)
+        return self._sum, {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        np.random.RandomState,
+        lambda seed: np.random.Generator(np.random.MT19937(seed)),
+        lambda seed: np.random.Generator(np.random.Philox(seed)),
+        lambda seed: np.random.Generator(np.random.SFC64(seed)),
+    ],
+)
+def test_episodes_of_other_generators_are_played_again(tmp_path, make):
+    directory = learn(tmp_path / "run", RecordResets(Legacy(make)))
+    assert check_all(directory, env=lambda: Legacy(make)) == 128
+
+
 def test_actions_are_clipped_to_their_bounds_as_in_training(tmp_path):
     assert check_all(learn(tmp_path / "run", Summing()), env=Summing) == 128
 

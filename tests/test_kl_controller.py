@@ -11,8 +11,9 @@ import torch
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import DummyVecEnv
 
-from toys import model
+from toys import Toy, model
 from whence import IIF, KeepAll, RunDirectory, Selection, Unsupported, WhenceError
 from whence.errors import RunDirectoryError
 from whence.experiments import RunConfig, run
@@ -269,6 +270,64 @@ def test_a_run_goes_on_with_its_own_controller_only(tmp_path):
     toy, callback = resume(tmp_path / "steered", model().get_env(), rule=KeepAll())
     toy.learn(3 * STEPS, callback=[callback, KLController(0.002)])
     assert RunDirectory.open(tmp_path / "steered").table("metrics").height == 3
+
+
+def test_an_interrupted_training_leaves_the_models_own_rate():
+    class InterruptStep(BaseCallback):
+        """Raise KeyboardInterrupt inside of the second round's training."""
+
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_end(self) -> None:
+            if self.num_timesteps > STEPS:
+                self.model.policy.optimizer.register_step_pre_hook(self.interrupt)
+
+        def interrupt(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    toy, controller = model(), KLController(1e9)
+    schedule = toy.lr_schedule
+    with pytest.raises(KeyboardInterrupt):
+        toy.learn(4 * STEPS, callback=[controller, InterruptStep()])
+    assert controller.scale == pytest.approx(1.5)
+    assert toy.lr_schedule is schedule
+    toy.policy.optimizer._optimizer_step_pre_hooks.clear()
+    toy.learn(STEPS, callback=(watch := Watch()))
+    assert toy.logger.name_to_value["train/learning_rate"] == pytest.approx(3e-4)
+    assert watch.divergences == []  # nothing steers it
+
+
+def test_records_that_are_dropped_leave_the_controller_in_place():
+    class Faulty(Toy):
+        """Return a reward that is not a number in each tenth step."""
+
+        def step(self, action: Any) -> Any:
+            self.count = getattr(self, "count", 0) + 1
+            observation, reward, *rest = super().step(action)
+            return observation, math.nan if self.count % 10 == 0 else reward, *rest
+
+    def train(*callbacks: BaseCallback) -> Any:
+        toy = PPO("MlpPolicy", DummyVecEnv([Faulty]), n_steps=STEPS, batch_size=16, n_epochs=2, seed=0, device="cpu")
+        with np.errstate(invalid="ignore"):
+            toy.learn(3 * STEPS, callback=list(callbacks))
+        return toy
+
+    trained = []
+    for order in (1, -1):
+        controller, callback = KLController(1e9), InfluenceCallback(KeepAll(), on_nonfinite="drop")
+        trained.append(train(*[controller, callback][::order]))
+        assert all(row["nonfinite"] and row["kept"] >= 2 for row in callback.metrics)
+        assert [row["train/kl"] > 0 for row in callback.metrics] == [True] * 3
+        assert controller.scale == pytest.approx(1.5**3)
+    assert parameters(trained[0]).equal(parameters(trained[1]))
+
+
+def test_a_model_of_one_step_a_round_has_no_minibatch_to_steer():
+    for toy in (model(A2C), model(batch_size=STEPS, n_epochs=1)):
+        with pytest.raises(Unsupported, match=r"takes one step a round.*KLController\(every='round'\)"):
+            toy.learn(STEPS, callback=KLController(every="minibatch"))
+    model(batch_size=STEPS, n_epochs=2).learn(STEPS, callback=KLController(every="minibatch"))
 
 
 def test_what_stays_of_it():

@@ -89,8 +89,8 @@ def test_reads_what_its_coefficients_ask_for() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(WhenceError, match=r"advantage_norm is 'bufer'\. Did you mean buffer"):
         PPOClip(advantage_norm="bufer")  # type: ignore[arg-type]
-    with pytest.raises(WhenceError, match="clip_range is 0"):
-        PPOClip(clip_range=0)
+    with pytest.raises(WhenceError, match=r"clip_range is -0\.2"):
+        PPOClip(clip_range=-0.2)
     with pytest.raises(WhenceError, match="chunk_size is 1"):
         A2C(chunk_size=1)
     with pytest.raises(InvalidRecords, match="needs `values` and `returns`"):

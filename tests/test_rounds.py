@@ -99,6 +99,7 @@ CASES = {
         model_of(learning_rate=lambda left: 0.01 * (1 + left), clip_range=lambda left: 0.1 * (1 + left)),
         None,
     ),
+    "a clip range that ends at 0": lambda: (model_of(clip_range=lambda left: 0.2 * left), None),
     "advantages as they are": lambda: (model_of(normalize_advantage=False), None),
     "no clipping": lambda: (model_of("SGD", max_grad_norm=float("inf")), None),
     "a short last minibatch": lambda: (model_of(batch_size=24), None),

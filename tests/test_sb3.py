@@ -229,6 +229,21 @@ def test_collect_trains_nothing_and_leaves_the_buffer() -> None:
     assert attribute(toy.policy, second, target=Return()).scores.shape == (64,)
 
 
+def test_collect_leaves_the_counts_and_the_logger_of_a_loaded_model(tmp_path: Any) -> None:
+    toy = model(n_envs=2, normalised=True)
+    toy.learn(128)
+    toy.save(tmp_path / "model")
+    loaded = PPO.load(
+        tmp_path / "model", env=model(n_envs=2, normalised=True).env, device="cpu", print_system_info=False
+    )
+    before = dict(vars(loaded))
+    records = collect(loaded)
+    assert sorted(records.ids.tolist()) == list(range(128, 192))
+    assert records.episode_starts[0] == 1
+    changed = {name for name, value in vars(loaded).items() if name not in before or value is not before[name]}
+    assert changed == {"num_timesteps", "_last_obs", "_last_original_obs", "_last_episode_starts"}
+
+
 def test_collect_without_an_environment_is_refused(tmp_path: Any) -> None:
     model().save(tmp_path / "model")
     with pytest.raises(WhenceError, match="set_env"):

@@ -132,7 +132,7 @@ class PPOClip(_ActorCritic):
     probability to the recorded one and `A` the normalised advantage.
 
     Attributes:
-        clip_range: eps, how far the ratio may move from 1 before it is clipped.
+        clip_range: eps, 0 or more: how far the ratio may move from 1 before it is clipped.
         ent_coef: weight of the entropy; if the policy returns no entropy, -log pi of the action replaces it.
         vf_coef: weight of the squared value error; 0 omits it, as LDA does.
         clip_range_vf: how far the value may move from the recorded one; None: any distance.
@@ -150,8 +150,8 @@ class PPOClip(_ActorCritic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.clip_range > 0:
-            raise WhenceError(f"clip_range is {self.clip_range}; it must be greater than 0 (PPO's usual value: 0.2).")
+        if not self.clip_range >= 0:  # a schedule may end at 0
+            raise WhenceError(f"clip_range is {self.clip_range}; it must be 0 or greater (PPO's usual value: 0.2).")
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""

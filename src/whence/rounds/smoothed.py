@@ -68,7 +68,7 @@ class SoftClip(PPOClip):
 
 def soften(objective: Objective, width: float = WIDTH) -> Objective:
     """Return PPO's objective with an edge of `width` times the clip range; with width 0, or any other, as it is."""
-    if type(objective) is not PPOClip or width == 0:
+    if type(objective) is not PPOClip or width * objective.clip_range == 0:
         return objective
     return SoftClip(**vars(objective), width=width * objective.clip_range)
 

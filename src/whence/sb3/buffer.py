@@ -1,6 +1,7 @@
 """SB3's rollout buffer: read as records, and restricted to the selected ones while `train()` runs."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, get_args
@@ -23,7 +24,7 @@ from whence.sb3.contrib import (
     RecurrentPPO,
     is_masking_supported,
 )
-from whence.sb3.episodes import Ongoing, number_episodes
+from whence.sb3.episodes import Ongoing, begin_episodes, number_episodes
 from whence.sb3.policy import check_policy
 from whence.sb3.recorder import Recorder
 from whence.sb3.train_hook import original_class
@@ -55,13 +56,14 @@ def check_model(model: Any) -> None:
         raise Unsupported(
             f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are, and MaskablePPO of sb3-contrib."
         )
-    if original_class(model).train is not base.train:
+    if original_class(model).train is not base.train or "train" in vars(model):
         raise Unsupported(
             f"{name} overrides train(), so whence cannot know which records it trains on. Use {base.__name__}."
         )
     check_policy(model.policy)
     buffer = type(model.rollout_buffer)
-    if not any(buffer.get is getattr(known, "get", None) for known in _BUFFERS):
+    is_known = any(buffer.get is getattr(known, "get", None) for known in _BUFFERS)
+    if not is_known or "get" in vars(model.rollout_buffer):
         raise Unsupported(
             f"The rollout buffer {buffer.__name__} overrides get(), so whence cannot know what it yields. Use SB3's "
             "own (rollout_buffer_class=None)."
@@ -89,7 +91,8 @@ def snapshot(model: Any) -> RecordBatch:
 def collect(model: Any) -> RecordBatch:
     """Collect one rollout with the model's environment and return its records; nothing is trained.
 
-    The environment and the random generators advance, as in any rollout. The model's own buffer stays as it is.
+    The environment, the model's count of steps and the random generators advance, as in any rollout. The model's own
+    buffer stays as it is.
 
     Args:
         model: an SB3 PPO or A2C, or a MaskablePPO, with an environment.
@@ -102,9 +105,10 @@ def collect(model: Any) -> RecordBatch:
     if model.env is None:
         raise WhenceError("The model has no environment to collect from; give it one with model.set_env(env).")
     if model._last_obs is None:
-        _, callback = model._setup_learn(model.n_steps * model.n_envs, None)
-    else:
-        callback = model._init_callback(None)
+        begin_episodes(model)
+    if model.ep_info_buffer is None:
+        model.ep_info_buffer, model.ep_success_buffer = (deque(maxlen=model._stats_window_size) for _ in range(2))
+    callback = model._init_callback(None)
     buffer = copy.deepcopy(model.rollout_buffer)
     # A MaskablePPO does not store whether it trains with masks; by default, learn() uses them.
     masked = {"use_masking": is_masking_supported(model.env)} if isinstance(model, MaskablePPO) else {}

@@ -71,6 +71,14 @@ def number_episodes(
     return ids, steps, Ongoing(ids[-1], lengths, next_id)
 
 
+def begin_episodes(model: Any) -> None:
+    """Reset a model's environments, as `learn()` does."""
+    model._last_obs = model.env.reset()
+    model._last_episode_starts = np.ones(model.env.num_envs, dtype=bool)
+    if model._vec_normalize_env is not None:
+        model._last_original_obs = model._vec_normalize_env.get_original_obs()
+
+
 def mean_episode_return(model: Any) -> float | None:
     """Return SB3's running mean over the last hundred episodes, unshaped; None without a Monitor."""
     returns = [float(episode["r"]) for episode in model.ep_info_buffer or ()]
@@ -98,9 +106,9 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         """Reset; the info holds the generator's state before, or the seed if there is one."""
         if self.renews_world:
             _renew_world(self.env.unwrapped)
-        before = {"seed": seed} if seed is not None else self.env.unwrapped.np_random.bit_generator.state
+        before = {"seed": seed} if seed is not None else read_generator(self.env.unwrapped.np_random)
         observation, info = self.env.reset(seed=seed, options=options)
-        return observation, {**info, STATE: json.dumps(before), DIGEST: self._digest(observation)}
+        return observation, {**info, STATE: json.dumps(before, default=to_plain), DIGEST: self._digest(observation)}
 
     def set_generator(self, state: Mapping[str, Any]) -> None:
         """Put the environment's generator into a state that a reset's info held; not for one that is a seed.
@@ -119,6 +127,18 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         return digest_observation(observation, self.env.observation_space)
 
 
+def to_plain(value: Any) -> Any:
+    """Return an array or a number of NumPy as Python's, for JSON."""
+    return value.tolist()
+
+
+def read_generator(generator: Any) -> dict[str, Any]:
+    """Return the state of an environment's generator: a `numpy.random.Generator`, or an older `RandomState`."""
+    if isinstance(generator, np.random.RandomState):
+        return {**generator.get_state(legacy=False), "legacy": True}
+    return dict(generator.bit_generator.state)
+
+
 def set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
     """Put an environment's generator into a state that a reset's info held; not for one that is a seed.
 
@@ -129,8 +149,13 @@ def set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
     if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
         raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")
     bits = kind()
-    bits.state = dict(state)
-    env.unwrapped.np_random = np.random.Generator(bits)
+    if state.get("legacy"):
+        generator: Any = np.random.RandomState(bits)
+        generator.set_state(dict(state))
+    else:
+        bits.state = dict(state)
+        generator = np.random.Generator(bits)
+    env.unwrapped.np_random = generator
 
 
 def reuses_world(env: Any) -> bool:

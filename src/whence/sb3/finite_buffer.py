@@ -56,11 +56,12 @@ def keep_records(buffer: RolloutBuffer, keep: Bool[Tensor, " n"]) -> None:
             return {key: reduce(part) for key, part in array.items()}
         return array.swapaxes(0, 1).reshape(-1, *array.shape[2:])[mask][:, None]
 
+    rewards = buffer.rewards
     for name in _ARRAYS:
         if getattr(buffer, name, None) is not None:
             setattr(buffer, name, reduce(getattr(buffer, name)))
-    if _SIZES not in vars(buffer):
-        setattr(buffer, _SIZES, (buffer.buffer_size, buffer.n_envs))
+    if _WHOLE not in vars(buffer):
+        setattr(buffer, _WHOLE, (buffer.buffer_size, buffer.n_envs, rewards))
 
         def reset() -> None:
             restore_sizes(buffer)
@@ -73,9 +74,16 @@ def keep_records(buffer: RolloutBuffer, keep: Bool[Tensor, " n"]) -> None:
 
 def restore_sizes(buffer: RolloutBuffer) -> None:
     """Give a buffer the sizes back that it had before `keep_records`."""
-    if _SIZES in vars(buffer):
-        buffer.buffer_size, buffer.n_envs = vars(buffer).pop(_SIZES)
+    if _WHOLE in vars(buffer):
+        buffer.buffer_size, buffer.n_envs, _ = vars(buffer).pop(_WHOLE)
         del buffer.reset  # the instance's, so that the class's is in effect again
 
 
-_SIZES = "_whence_sizes"
+def identify_rollout(buffer: RolloutBuffer) -> object:
+    """Return an object that is another one for each rollout, and the same before and after `keep_records`."""
+    *_, rewards = vars(buffer).get(_WHOLE, (buffer.rewards,))  # SB3 makes a new array for each rollout
+    return rewards
+
+
+_WHOLE = "_whence_whole"
+"""The attribute for the sizes and the rewards that a buffer had before `keep_records`."""

@@ -7,12 +7,13 @@ from contextlib import contextmanager, nullcontext
 from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
+from stable_baselines3 import A2C
 from stable_baselines3.common.callbacks import BaseCallback
 
-from whence.errors import WhenceError, suggest
+from whence.errors import Unsupported, WhenceError, suggest
 from whence.sb3.buffer import check_model, replace_samples
 from whence.sb3.divergence import measure_divergence, measure_sample_divergence
-from whence.sb3.steering import SteeredSchedule, original_schedule
+from whence.sb3.steering import SteeredSchedule, apply_schedule, note_schedule
 from whence.sb3.train_hook import cancel_hook, claim_place, wrap_next_train
 
 log = logging.getLogger("whence")
@@ -44,8 +45,8 @@ class KLController(BaseCallback):
     the policy has diverged by more than twice the target on the step's minibatch, multiplied by 1.5 if by less than
     half. That costs a forward pass a step.
 
-    The model's logger gets `train/kl`, the round's divergence in nats; SB3 logs `train/learning_rate`. The model gets
-    its own schedule back when `learn()` ends. With an `InfluenceCallback`, in any order, `train/kl` is in the run's
+    The model's logger gets `train/kl`, the round's divergence in nats; SB3 logs `train/learning_rate`. The model has
+    its own schedule outside of `train()`. With an `InfluenceCallback`, in any order, `train/kl` is in the run's
     metrics, and an interrupted training goes on at the scale where it was.
 
     Args:
@@ -99,10 +100,12 @@ class KLController(BaseCallback):
         return 1.0 if self._schedule is None else self._schedule.scale
 
     def _init_callback(self) -> None:
-        cancel_hook(self.model)  # left by a learn() that was interrupted, as is a steered schedule
-        self.model.lr_schedule = base = original_schedule(self.model)
+        cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
         check_model(self.model)
         claim_place(self.model, "control")
+        if self.every == "minibatch":
+            _check_several_steps(self.model)
+        base = self.model.lr_schedule
         scale = self.scale if self._steered is self.model else 1.0
         start = float(base(1.0))
         if not start > 0:
@@ -116,7 +119,8 @@ class KLController(BaseCallback):
         if self._steered is not self.model:
             self._short_of_target = []
         self._schedule = SteeredSchedule(base, scale, (low / start, high / start), repr(self))
-        self._steered, self.model.lr_schedule = self.model, self._schedule
+        self._steered = self.model
+        note_schedule(self.model, self._schedule)
 
     def _on_step(self) -> bool:
         return True
@@ -124,20 +128,21 @@ class KLController(BaseCallback):
     def _on_rollout_end(self) -> None:
         wrap_next_train(self.model, self._train_round, "control")
 
-    def _on_training_end(self) -> None:
-        self.model.lr_schedule = original_schedule(self.model)
-
     def _train_round(self, train: Callable[[], None]) -> None:
         """Train a round, measure its divergence and, with `every="round"`, steer the rate of the next."""
+        assert self._schedule is not None
         model: Any = self.model
         updates = model._n_updates
-        with self._steer_steps() if self.every == "minibatch" else nullcontext():
+        with (
+            apply_schedule(model, self._schedule),
+            self._steer_steps() if self.every == "minibatch" else nullcontext(),
+        ):
             train()
         if model._n_updates == updates:
             return  # the round was skipped
         kl = measure_divergence(model)
         self.logger.record("train/kl", kl)
-        rate = model.lr_schedule(model._current_progress_remaining)
+        rate = self._schedule(model._current_progress_remaining)
         self._note_out_of_reach(kl, rate)
         if self.every == "round":
             self._multiply_rate(choose_factor(kl, self.target_kl))
@@ -208,6 +213,21 @@ def _check_bounds(bounds: Any) -> tuple[float, float]:
     if len(rates) != 2 or not all(map(_is_positive, rates)) or rates[0] > rates[1]:
         raise WhenceError(f"bounds are {bounds!r}; two finite numbers above 0 are needed, the lower one first.")
     return float(rates[0]), float(rates[1])
+
+
+def _check_several_steps(model: Any) -> None:
+    """Refuse a model that takes one step a round: it has not moved when the rate would be steered.
+
+    Raises:
+        Unsupported: it does.
+    """
+    records = model.n_steps * model.n_envs
+    steps = 1 if isinstance(model, A2C) else model.n_epochs * math.ceil(records / model.batch_size)
+    if steps == 1:
+        raise Unsupported(
+            f"This {type(model).__name__} takes one step a round, so no step can follow the divergence of the one "
+            "before. Steer after each round: KLController(every='round')."
+        )
 
 
 def choose_factor(kl: float, target: float) -> float:

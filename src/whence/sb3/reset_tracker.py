@@ -21,10 +21,14 @@ class ResetTracker:
     Args:
         vec_env: the environments of a model. Those of a `DummyVecEnv` are wrapped in `RecordResets` until `unwrap`.
             Others have to be wrapped where they are made; otherwise nothing is known of them.
+
+    Attributes:
+        has_started: whether `start` or `load_state` was called.
     """
 
     def __init__(self, vec_env: VecEnv) -> None:
         self.vec_env, self._base = vec_env, vec_env.unwrapped
+        self.has_started = False
         self._digests: list[list[int | None]] = []
         self._current: list[int | None] = [None] * vec_env.num_envs
         self._states: list[list[str | None]] = [[] for _ in range(vec_env.num_envs)]
@@ -34,7 +38,7 @@ class ResetTracker:
         """Wrap the environments that are not yet, if they can be reached."""
         if isinstance(self._base, DummyVecEnv):
             envs = self._base.envs
-            envs[:] = [env if _records_resets(env) else _AddedRecordResets(env, fresh_world=False) for env in envs]
+            envs[:] = [env if _records_resets(env) else _AddedRecordResets(env) for env in envs]
 
     def unwrap(self) -> None:
         """Take away the wrappers that `wrap` added."""
@@ -47,7 +51,7 @@ class ResetTracker:
         Args:
             starts: (envs,) True where an episode is about to begin.
         """
-        self._digests = []
+        self.has_started, self._digests = True, []
         infos = self._base.reset_infos
         self._current = [info.get(DIGEST) if start else None for start, info in zip(starts, infos, strict=True)]
         states = [info.get(STATE) for info in infos]
@@ -101,7 +105,7 @@ class ResetTracker:
 
     def load_state(self, noted: list[Mapping[str, Any]]) -> None:
         """Take over what `read_state` returned."""
-        self._digests = []
+        self.has_started, self._digests = True, []
         self._states = [list(each["pending"]) for each in noted]
         self._current = [each["digest"] for each in noted]
         self._open = [(each["generator"], list(each["actions"])) for each in noted]
@@ -114,7 +118,27 @@ class ResetTracker:
 
 
 class _AddedRecordResets(RecordResets):
-    """The wrapper that whence adds to a user's environments while it trains in them."""
+    """The wrapper that whence adds to a user's environments while it trains in them.
+
+    It is outermost, where `VecEnv.set_attr` sets attributes, so all but its own are read and set in the user's
+    environment, as if the wrapper were not there.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env, fresh_world=False)
+        vars(self)["_names"] = frozenset(vars(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "env":  # not set yet, as while it is copied
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        names = vars(self).get("_names")
+        if names is None or name in names:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.env, name, value)
 
 
 def _records_resets(env: gym.Env[Any, Any]) -> bool:

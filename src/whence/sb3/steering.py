@@ -1,8 +1,10 @@
 """A learning rate that a `KLController` steers: the model's schedule times a scale, and what checkpoints hold of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from whence.errors import RunDirectoryError, Unsupported
 
@@ -38,24 +40,42 @@ class SteeredSchedule:
         return self.scale >= self.bounds[1]
 
 
-def original_schedule(model: Any) -> Callable[[float], float]:
-    """Return a model's own learning-rate schedule, even while it is steered."""
-    schedule = model.lr_schedule
-    return schedule.base if isinstance(schedule, SteeredSchedule) else schedule
+_STEERED: WeakKeyDictionary[Any, tuple[float, SteeredSchedule]] = WeakKeyDictionary()
+"""When the `learn()` of each steered model began, and its schedule."""
+
+
+def note_schedule(model: Any, schedule: SteeredSchedule) -> None:
+    """Note the schedule that steers a model in the `learn()` that begins."""
+    _STEERED[model] = model.start_time, schedule
+
+
+@contextmanager
+def apply_schedule(model: Any, schedule: SteeredSchedule) -> Iterator[None]:
+    """Let a model train at a steered learning rate inside; it has its own schedule again on exit, even by an error."""
+    base, model.lr_schedule = model.lr_schedule, schedule
+    try:
+        yield
+    finally:
+        model.lr_schedule = base
+
+
+def _find_schedule(model: Any) -> SteeredSchedule | None:
+    """Return the schedule that steers a model in the present `learn()`; None if nothing does."""
+    began, schedule = _STEERED.get(model, (None, None))
+    return schedule if began == model.start_time else None
 
 
 def read_steering(model: Any) -> dict[str, Any] | None:
     """Return what steers a model's learning rate, `controller` and `scale`; None if nothing does."""
-    schedule = model.lr_schedule
-    if not isinstance(schedule, SteeredSchedule):
-        return None
-    return {"controller": schedule.controller, "scale": schedule.scale}
+    schedule = _find_schedule(model)
+    return None if schedule is None else {"controller": schedule.controller, "scale": schedule.scale}
 
 
 def load_steering(model: Any, steering: Mapping[str, Any] | None) -> None:
     """Give a model's steered learning rate the scale that `read_steering` returned."""
-    if isinstance(model.lr_schedule, SteeredSchedule) and steering is not None:
-        model.lr_schedule.scale = steering["scale"]
+    schedule = _find_schedule(model)
+    if schedule is not None and steering is not None:
+        schedule.scale = steering["scale"]
 
 
 def check_steering(run: Path, steering: Mapping[str, Any] | None, model: Any) -> None:

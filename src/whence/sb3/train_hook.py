@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
 from whence.errors import WhenceError
+from whence.sb3.finite_buffer import identify_rollout
 
 Place: TypeAlias = Literal["selection", "control", "rows"]
 """What a hook does, from the innermost to the outermost: trains, steers the learning rate, writes the round's rows."""
@@ -48,7 +49,7 @@ def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None], pl
         place: which of several hooks it is; the callback has claimed the place.
     """
     buffer = model.rollout_buffer
-    rollout = buffer.rewards  # a new array for each rollout
+    rollout = identify_rollout(buffer)
     hooks = vars(type(model)).get(_HOOKS, {})
     if hooks.get("rollout") is not rollout:
         cancel_hook(model)
@@ -67,7 +68,7 @@ def _insert_class(model: Any, hooks: dict[str, Any], buffer: Any) -> None:
             return
         cancel_hook(self)
         run = self.train
-        if buffer.rewards is hooks["rollout"]:
+        if identify_rollout(buffer) is hooks["rollout"]:
             for place in get_args(Place):
                 if place in hooks:
                     run = partial(hooks[place], run)

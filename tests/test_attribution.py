@@ -375,6 +375,8 @@ def test_a_target_that_depends_on_no_parameter_is_refused(engine: str) -> None:
             "engine is 'fast'; it has to be one of auto, ghost, forward, vmap, loop",
         ),
         ({"target": Return(), "chunk_size": 0}, "chunk_size is 0"),
+        ({"target": Return(), "memory": 0}, "memory is 0; a number of bytes above 0"),
+        ({"target": Return(), "memory": "2GB"}, "memory is '2GB'; a number of bytes above 0"),
         ({"target": Return(), "objective": lambda o, r: o.log_prob.mean()}, "one value per record"),
         ({"target": Return(), "objective": PPOClip(vf_coef=0.5)}, "needs `values` and `returns`"),
         ({"target": Action(torch.zeros(4), torch.tensor(0))}, r"observation of Action\(\) has shape \(4,\)"),

@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import whence
 from toys import Toy, model
-from whence import IIF, KeepAll, RandomDrop, RecordBatch, Return, RunDirectory, Selection, WhenceError
+from whence import IIF, KeepAll, RandomDrop, RecordBatch, Return, RunDirectory, Selection, WhenceError, replay_episode
 from whence.sb3 import Choice, InfluenceCallback, model_objective
 from whence.sb3.description import HYPERPARAMETERS
 
@@ -429,6 +429,7 @@ def test_a_choice_of_ones_own_trains_and_its_metrics_are_logged(tmp_path: Path) 
         ({"rule": IIF}, "rule is <class"),
         ({"rule": 0.5}, "rule is 0.5; pass an instance"),
         ({"rule": KeepAll(), "engine": "gohst"}, "Did you mean ghost"),
+        ({"rule": KeepAll(), "memory": "2GB"}, "memory is '2GB'; a number of bytes above 0"),
         ({"rule": KeepAll(), "last": "all"}, "last is 'all'"),
         ({"rule": KeepAll(), "target": Return}, "pass an instance"),
         ({"rule": KeepAll(), "run": 5}, "run is 5; pass the directory's path"),
@@ -541,7 +542,7 @@ def test_the_configuration_is_written_in_words_and_numbers(tmp_path: Path) -> No
         "net_arch": {"pi": [8]},
     }
     settings = config["hyperparameters"]
-    assert settings["clip_range"] == "a schedule: 0.25 at the start, 0.125 half-way, 0.0 at the end"
+    assert settings["clip_range"] == "a schedule: 0.25 at the start, 0.125 half-way, 0.0 at the end, 0.125 on average"
     assert (settings["learning_rate"], settings["max_grad_norm"]) == (3e-4, "inf")
     assert (settings["seed"], settings["target_kl"]) == (7, None)
     assert set(settings) == {*HYPERPARAMETERS, "seed"}
@@ -582,3 +583,140 @@ def test_a_seed_that_waits_for_cuda_is_the_users_again(seeded, monkeypatch):
             torch.manual_seed(4)
     assert seeds == ([123, 4, 123] if seeded else [123])
     assert torch.initial_seed() == 123
+
+
+class Curriculum(Toy):
+    """An environment whose reward depends on a level that is set from outside."""
+
+    level = 0
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, float(self.level), *rest
+
+
+class RaiseLevel(BaseCallback):
+    """Raise the level at each rollout."""
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_start(self) -> None:
+        self.training_env.set_attr("level", self.num_timesteps)
+
+
+def test_attributes_set_in_environments_reach_them_while_a_run_is_written(tmp_path: Path) -> None:
+    env = DummyVecEnv([Curriculum])
+    toy = PPO("MlpPolicy", env, n_steps=32, batch_size=16, n_epochs=1, device="cpu", gamma=0)
+    callback = InfluenceCallback(KeepAll(), run=tmp_path)
+    toy.learn(96, callback=[RaiseLevel(), callback])
+    rewards = [RunDirectory.open(tmp_path).round("records", number)["reward"].unique().to_list() for number in (1, 3)]
+    assert rewards == [[0], [64]]
+    assert type(env.envs[0]) is Curriculum
+    with pytest.raises(KeyboardInterrupt):
+        toy.learn(96, callback=[callback, Interrupts()], reset_num_timesteps=False)
+    assert env.envs[0].level == 64  # still wrapped, as if it were not
+    assert copy.deepcopy(env.envs[0]).level == 64
+
+
+class Interrupts(BaseCallback):
+    def _on_step(self) -> bool:
+        raise KeyboardInterrupt
+
+
+def test_a_model_with_a_train_or_get_of_its_own_is_refused() -> None:
+    for change, message in (
+        (lambda toy: setattr(toy, "train", toy.train), r"PPO overrides train\(\)"),
+        (lambda toy: setattr(toy.rollout_buffer, "get", toy.rollout_buffer.get), r"RolloutBuffer overrides get\(\)"),
+    ):
+        toy = model()
+        change(toy)
+        with pytest.raises(whence.Unsupported, match=message):
+            toy.learn(32, callback=InfluenceCallback(KeepAll()))
+
+
+def test_a_clip_range_that_ends_at_0_lets_a_second_learn_begin() -> None:
+    toy = model(clip_range=lambda left: 0.2 * left)
+    callback = InfluenceCallback(IIF(0.5))
+    toy.learn(64, callback=callback)
+    assert toy.clip_range(toy._current_progress_remaining) == 0
+    toy.learn(64, callback=callback)
+    assert model_objective(toy) == whence.PPOClip(clip_range=0.2)
+
+
+@pytest.mark.parametrize("case", ["the same, reset", "others", "others, not reset"])
+def test_episodes_begin_anew_in_new_environments(tmp_path: Path, case: str) -> None:
+    toy = model(n_steps=32)
+    callback = InfluenceCallback(KeepAll(), run=tmp_path)
+    toy.learn(32, callback=callback)
+    assert not toy._last_episode_starts.all()
+    others = model(seed=5).get_env()
+    others.reset()
+    others.seed(5)
+    toy.set_env(toy.env if case == "the same, reset" else others, force_reset="not" not in case)
+    toy.learn(32, callback=callback, reset_num_timesteps=False)
+    run = RunDirectory.open(tmp_path)
+    before, after = (set(run.round("records", number)["episode_id"]) for number in (1, 2))
+    assert not before & after
+    if case != "others, not reset":
+        # The generator's state before a reset is known if that was its first, or a wrapper was there.
+        for episode in run.round("episodes", 2)["episode_id"].to_list()[case == "the same, reset" :]:
+            assert replay_episode(run, episode, env=Toy).mismatch is None
+
+
+def test_a_callback_is_not_reused_for_another_configuration(tmp_path: Path) -> None:
+    callback = InfluenceCallback(KeepAll(), run=tmp_path)
+    model(seed=1).learn(32, callback=callback)
+    with pytest.raises(whence.RunDirectoryError, match=r"hyperparameters\.seed was 1, now 2"):
+        model(seed=2).learn(32, callback=callback)
+
+
+def test_what_is_logged_beside_numbers_does_not_end_training(tmp_path: Path) -> None:
+    class Logs(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_end(self) -> None:
+            self.logger.record("train/note", "all is well", exclude="tensorboard")
+            self.logger.record("train/list", [1, 2], exclude=("stdout", "log", "csv", "json", "tensorboard"))
+            self.logger.record("train/one", torch.ones(1), exclude="tensorboard")
+
+    callback = InfluenceCallback(KeepAll())
+    model().learn(32, callback=[Logs(), callback], log_interval=10)
+    row = callback.metrics[-1]
+    assert row["train/one"] == 1
+    assert not {"train/note", "train/list"} & row.keys()
+
+
+def test_a_summed_target_has_no_errors_and_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Total(Return):
+        def from_outputs(self, outputs: Any, records: RecordBatch) -> torch.Tensor:
+            return super().from_outputs(outputs, records) * len(records)
+
+    callback = InfluenceCallback(IIF(0.5), target=Total(), run=tmp_path)
+    toy = model(n_steps=64)
+    toy.learn(128, callback=callback)
+    assert "influence_error" not in RunDirectory.open(tmp_path).round("records", 2).columns
+    (warning,) = [record.message for record in caplog.records if "without errors" in record.message]
+    assert warning.startswith("round 1: scores are written without errors. The target")
+    assert "is no mean over the scored records" in warning
+
+
+def test_a_schedule_that_repeats_itself_is_a_schedule(tmp_path: Path) -> None:
+    cycle = {"learning_rate": lambda left: 1e-3 * (1.5 + np.cos(4 * np.pi * left))}
+    config = first_round(tmp_path, **cycle)
+    assert config["hyperparameters"]["learning_rate"].endswith("0.0025 at the end, 0.00149 on average")
+    with pytest.raises(whence.RunDirectoryError, match="another configuration"):
+        first_round(tmp_path, learning_rate=2.5e-3)
+
+
+def test_settings_of_vec_normalize_are_part_of_the_configuration(tmp_path: Path) -> None:
+    def train(**settings: Any) -> None:
+        env = VecNormalize(DummyVecEnv([Toy]), **settings)
+        toy = PPO("MlpPolicy", env, n_steps=32, batch_size=16, n_epochs=1, device="cpu")
+        toy.learn(32, callback=InfluenceCallback(KeepAll(), run=tmp_path))
+
+    train()
+    train()
+    with pytest.raises(whence.RunDirectoryError, match=r"VecNormalize\.clip_obs was 10\.0, now 5\.0"):
+        train(clip_obs=5.0)

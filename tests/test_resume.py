@@ -25,6 +25,7 @@ from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
 import toys
@@ -312,6 +313,49 @@ class TestFinished:
         assert contents(tmp_path) == before
         assert "finished after 5 rounds: nothing is trained" in caplog.text
 
+    def test_of_a_finished_run_neither_checkpoint_nor_notes_change(self, tmp_path, caplog):
+        def make():
+            return small(SubprocVecEnv([Walk] * 2))  # whose episodes cannot be gone on with
+
+        train(make, tmp_path).env.close()
+        file = checkpoint_path(tmp_path, ROUNDS)
+        before = file.stat().st_ino, (tmp_path / "config.json").read_text()
+        caplog.clear()
+        model = train(make, tmp_path)
+        assert (file.stat().st_ino, (tmp_path / "config.json").read_text()) == before
+        assert "The training goes on" not in caplog.text
+        callback = InfluenceCallback(IIF(0.5), run=tmp_path, save_every=1)
+        model.learn(STEPS, callback=callback, reset_num_timesteps=False)
+        model.env.close()
+        assert RunDirectory.open(tmp_path).rounds()[-1] == ROUNDS + 1
+        (note,) = RunDirectory.open(tmp_path).notes["resumed"]
+        assert note["after_round"] == ROUNDS
+
+    def test_a_second_learn_is_not_gone_on_with_in_the_first(self, tmp_path):
+        def script(*more):
+            model, callback = MODELS["walk"](), InfluenceCallback(IIF(0.5), run=tmp_path, save_every=1)
+            model.learn(3 * STEPS, callback=callback)
+            model.learn(3 * STEPS, callback=[callback, *more])  # it counts its steps from 0 again
+            return model
+
+        with pytest.raises(KeyboardInterrupt):
+            script(Interrupt(STEPS + 5))
+        with pytest.raises(RunDirectoryError, match=r"a run of 2 calls of learn\(\), .* in its first\. .*sb3\.resume"):
+            script()
+        model, callback = resume(tmp_path, monitored(Walk))
+        model.learn(3 * STEPS, callback=[callback])
+        assert RunDirectory.open(tmp_path).rounds() == [1, 2, 3, 4, 5, 6]
+        with pytest.raises(RunDirectoryError, match="2 calls"):  # it was the second that went on
+            script()
+
+    def test_after_a_longer_training_a_script_may_be_interrupted_again(self, tmp_path):
+        train(MODELS["walk"], tmp_path)
+        callback = InfluenceCallback(IIF(0.5), run=tmp_path, save_every=1)
+        with pytest.raises(KeyboardInterrupt):
+            MODELS["walk"]().learn(8 * STEPS, callback=[callback, Interrupt(7 * STEPS + 5)])
+        MODELS["walk"]().learn(8 * STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path))
+        assert RunDirectory.open(tmp_path).rounds()[-1] == 8
+
     def test_a_longer_run_is_not_overwritten(self, tmp_path):
         train(MODELS["walk"], tmp_path)
         before = contents(tmp_path)
@@ -392,6 +436,24 @@ class TestResume:
         model.learn(total(model), callback=callback)
         assert_same_model(model, whole)
         assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+    def test_a2c_without_rms_prop(self, tmp_path):
+        def make():
+            return small(monitored(Walk), A2C, use_rms_prop=False)
+
+        whole = train(make, tmp_path / "whole")
+        train(make, tmp_path / "parts", until=0.7)
+        model, callback = resume(tmp_path / "parts", monitored(Walk))
+        model.learn(total(model), callback=callback)
+        assert_same_model(model, whole)
+
+    def test_arguments_of_the_callback_are_sent_to_it(self, tmp_path):
+        train(MODELS["walk"], tmp_path, until=0.7)
+        with pytest.raises(RunDirectoryError, match=r"recordings is no hyper-parameter of PPO.*make the callback"):
+            resume(tmp_path, monitored(Walk), recordings=[4])
+        model, _ = resume(tmp_path, monitored(Walk))
+        model.learn(total(model), callback=InfluenceCallback(IIF(0.5), run=tmp_path, recordings=[4]))
+        assert RunDirectory.open(tmp_path).recording_path(4).exists()
 
     def test_schedules_are_asked_for(self, tmp_path):
         whole = train(MODELS["schedule"], tmp_path / "whole")
@@ -510,6 +572,44 @@ class TestWhereItCannotBeHad:
         train(make, tmp_path)
         (note,) = RunDirectory.open(tmp_path).notes["resumed"]
         assert "environment 0: its ongoing episode came out otherwise when it was played again" in note["reason"]
+
+    def test_an_attribute_of_another_kind(self, tmp_path, caplog):
+        class Lazy(gym.Wrapper):
+            def __init__(self, env):
+                super().__init__(env)
+                self.statistics = None
+
+            def step(self, action):
+                observation, reward, terminated, truncated, info = self.env.step(action)
+                if truncated:  # not when its ongoing episode is played again
+                    self.statistics = RunningMeanStd(shape=())
+                return observation, reward, terminated, truncated, info
+
+        def make():
+            return small(monitored(lambda: Lazy(gym.wrappers.TimeLimit(Walk(), 20))))
+
+        train(make, tmp_path, until=0.5)
+        train(make, tmp_path)
+        (note,) = RunDirectory.open(tmp_path).notes["resumed"]
+        assert "Lazy.statistics is of another kind in a new wrapper" in note["reason"]
+
+    @pytest.mark.parametrize("vec_env", [DummyVecEnv, SubprocVecEnv])
+    @pytest.mark.parametrize("exact", [True, False])
+    def test_monitors_that_refuse_early_resets(self, tmp_path, vec_env, exact):
+        def strict():
+            env = Monitor(Walk(), allow_early_resets=False)
+            return RecordResets(env) if exact else gym.wrappers.NormalizeReward(env)
+
+        def make():
+            env = vec_env([strict] * 2)
+            env.seed(3)
+            return small(env)
+
+        train(make, tmp_path, until=0.5).env.close()
+        model = train(make, tmp_path)
+        model.env.close()
+        assert model.num_timesteps == total(model)
+        assert ("resumed" in RunDirectory.open(tmp_path).notes) != exact
 
     def test_another_version_is_noted(self, tmp_path, caplog):
         train(MODELS["walk"], tmp_path, until=0.5)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from whence.engines import Gradient, Problem, record_gradient, solve, target_gradients
+from whence.engines import Gradient, Problem, check_memory, record_gradient, solve, target_gradients
 from whence.errors import NonFinite, WhenceError
 from whence.folds import (
     PartialTarget,
@@ -118,6 +118,7 @@ def attribute(
     by_name = dict(target) if isinstance(target, Mapping) else {"": target}
     if not by_name:
         raise WhenceError("target is an empty mapping; name at least one target, such as {'return': Return()}.")
+    check_memory(memory)
     if chunk_size is not None and chunk_size < 1:
         raise WhenceError(f"chunk_size is {chunk_size}; at least one record has to fit into a pass.")
     if folds is not None and summed is not None:

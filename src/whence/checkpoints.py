@@ -47,6 +47,9 @@ class CheckpointClock:
         save_every: rounds from one checkpoint to the next; 0: none. None: after every round, or after fewer of them, so
             that checkpoints take at most 5% of the time.
 
+    Attributes:
+        last_round: the round after which the last checkpoint was written, by this process or before; 0: none.
+
     Raises:
         WhenceError: it is no whole number, or below 0.
     """
@@ -59,7 +62,7 @@ class CheckpointClock:
             )
         self.save_every = 1 if save_every is None else save_every
         self._share = None if save_every is not None else 0.05
-        self._last_round, self._last_end, self._last_seconds = 0, -math.inf, 0.0
+        self.last_round, self._last_end, self._last_seconds = 0, -math.inf, 0.0
 
     def is_due(self, number: int) -> bool:
         """Return whether a checkpoint is to be written after a round."""
@@ -69,14 +72,14 @@ class CheckpointClock:
 
     def is_behind(self, number: int) -> bool:
         """Return whether the last round of a training has no checkpoint yet, and is to have one."""
-        return self.save_every > 0 and number > self._last_round
+        return self.save_every > 0 and number > self.last_round
 
     @contextmanager
     def time_checkpoint(self, number: int) -> Iterator[None]:
         """Measure how long the checkpoint after a round takes."""
         start = time.perf_counter()
         yield
-        self._last_round, self._last_end = number, time.perf_counter()
+        self.last_round, self._last_end = number, time.perf_counter()
         self._last_seconds = self._last_end - start
 
 

@@ -22,6 +22,10 @@ LEAST = 3
 """Folds that errors need at least: with a record's own fold left out, two are left to differ."""
 
 
+class NoMean(WhenceError):
+    """The target is no mean over the records, so folds of them say nothing about its error."""
+
+
 @dataclass(frozen=True, eq=False)
 class PartialTarget:
     """A target on some of the records.
@@ -169,12 +173,12 @@ def check_mean(
     """Refuse a target that is no mean over the records: a fold's part of it then is on another scale.
 
     Raises:
-        WhenceError: the mean of the folds' scores, by their sizes, is not the whole target's score.
+        NoMean: the mean of the folds' scores, by their sizes, is not the whole target's score.
     """
     means = (by_fold * (sizes / sizes.sum()).to(by_fold.dtype)[:, None]).sum(dim=0)
     scale = float(by_fold.abs().max()) or 1.0
     if not torch.allclose(means, scores, rtol=1e-2, atol=1e-3 * scale):
-        raise WhenceError(
+        raise NoMean(
             f"The target {name} is no mean over the scored records, so parts of it do not tell its error. Divide it by "
             "the number of records, or leave out folds."
         )

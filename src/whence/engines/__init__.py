@@ -5,6 +5,7 @@ from whence.engines.auto import check_engine as check_engine
 from whence.engines.auto import register_engine as register_engine
 from whence.engines.auto import solve as solve
 from whence.engines.loop import record_gradient as record_gradient
+from whence.engines.memory import check_memory as check_memory
 from whence.engines.problem import Engine as Engine
 from whence.engines.problem import Gradient as Gradient
 from whence.engines.problem import Problem as Problem

@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,16 @@ _PROBES = (8, 16)
 _MARGIN = 3
 # Bytes for each number of a record that stay for all records at once: outputs, their derivatives, products.
 _BYTES_PER_NUMBER = 64
+
+
+def check_memory(memory: object) -> None:
+    """Refuse what is no number of bytes.
+
+    Raises:
+        WhenceError: it is not.
+    """
+    if not isinstance(memory, Real) or isinstance(memory, bool) or not float(memory) > 0:
+        raise WhenceError(f"memory is {memory!r}; a number of bytes above 0 is needed, such as 2 * 2**30 for 2 GiB.")
 
 
 class _Cost(NamedTuple):

@@ -23,11 +23,13 @@ def read_attributes(thing: Any) -> dict[str, Any]:
     return {name: entry for name, entry in attributes.items() if entry is not None}
 
 
-def load_attributes(thing: Any, attributes: Mapping[str, Any]) -> None:
-    """Set the attributes that `read_attributes` returned, as far as the wrapper has them."""
-    for name, entry in attributes.items():
-        if name in vars(thing):
-            _load(thing, name, entry)
+def load_attributes(thing: Any, attributes: Mapping[str, Any]) -> list[str]:
+    """Set the attributes that `read_attributes` returned, as far as the wrapper has them.
+
+    Returns:
+        The names of those that could not be set: each holds something of another kind.
+    """
+    return [name for name, entry in attributes.items() if name in vars(thing) and not _load(thing, name, entry)]
 
 
 def _read(value: Any) -> dict[str, Any] | None:
@@ -47,22 +49,29 @@ def _read(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _load(thing: Any, name: str, entry: Mapping[str, Any]) -> None:
-    present = vars(thing)[name]
-    if "object" in entry:
-        load_attributes(present, entry["object"])
-    elif "objects" in entry:
-        for key, part in entry["objects"].items():
-            load_attributes(present[key], part)
-    elif "generator" in entry:
-        present.bit_generator.state = entry["generator"]
-    elif "deque" in entry:
+def _load(thing: Any, name: str, entry: Mapping[str, Any]) -> bool:
+    """Set an attribute; return whether it could be."""
+    if "deque" in entry:
         setattr(thing, name, deque(entry["deque"], maxlen=entry["maxlen"]))
-    elif "counts" in entry:
+        return True
+    if "plain" in entry:
+        setattr(thing, name, entry["plain"])
+        return True
+    # The others are loaded into what the wrapper holds.
+    present = vars(thing)[name]
+    (kind,) = entry
+    if kind not in (_read(present) or {}):
+        return False
+    if kind == "object":
+        return not load_attributes(present, entry["object"])
+    if kind == "objects":
+        return all(key in present and not load_attributes(present[key], part) for key, part in entry["objects"].items())
+    if kind == "generator":
+        present.bit_generator.state = entry["generator"]
+    else:
         present.clear()
         present.update(entry["counts"])
-    else:
-        setattr(thing, name, entry["plain"])
+    return True
 
 
 def is_plain(value: Any) -> bool:

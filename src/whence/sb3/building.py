@@ -74,6 +74,14 @@ def build_model(
     if changes is None:
         policy_kwargs = {name: value for name, value in policy_kwargs.items() if not name.startswith("optimizer_")}
     settings = {name: _read_number(value) for name, value in stored.items() if name not in schedules}
+    if "use_rms_prop" in parameters:  # A2C's own optimiser, which is among the policy's arguments if it is used
+        settings["use_rms_prop"] = "optimizer_class" in policy_kwargs
+    if unknown := sorted(set(changes or {}) - set(parameters)):
+        raise RunDirectoryError(
+            f"{unknown[0]} is no hyper-parameter of {algorithm.__name__}. If it is an argument of InfluenceCallback, "
+            "make the callback as the script did: model, _ = resume(run, env), then InfluenceCallback(rule, run=run, "
+            "...)."
+        )
     try:
         return algorithm(
             policy,

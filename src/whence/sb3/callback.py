@@ -1,6 +1,8 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,9 @@ from stable_baselines3.common.callbacks import BaseCallback
 from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
 from whence.checkpoints import Checkpoint
-from whence.engines import ENGINES, check_engine
+from whence.engines import ENGINES, check_engine, check_memory
 from whence.errors import WhenceError
-from whence.folds import FOLDS, check_folds, usable_folds
+from whence.folds import FOLDS, NoMean, check_folds, usable_folds
 from whence.influence import Influence
 from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
@@ -23,6 +25,7 @@ from whence.runs import RunDirectory
 from whence.sb3.buffer import Last, check_last, check_model, select_from
 from whence.sb3.episodes import Ongoing, mean_episode_return
 from whence.sb3.flat_rounds import FlatRoundDetector
+from whence.sb3.going_on import holds_policy
 from whence.sb3.moment_log import check_can_draw, log_moments
 from whence.sb3.nonfinite import NumberGuard
 from whence.sb3.objective import model_objective
@@ -35,6 +38,8 @@ from whence.selection import Progress, Selection, SelectionRule, check_rule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection, summarise_selection
 from whence.targets import Return, Target, as_target, target_name
+
+log = logging.getLogger("whence")
 
 
 class InfluenceCallback(BaseCallback):
@@ -108,6 +113,7 @@ class InfluenceCallback(BaseCallback):
         super().__init__(verbose)
         check_rule(rule)
         check_engine(engine)
+        check_memory(memory)
         check_last(last)
         if log_images:
             check_can_draw()
@@ -124,7 +130,7 @@ class InfluenceCallback(BaseCallback):
         self.optimisation_clock = Stopwatch()
         self._kinds_of_advice: set[str] = set()
         self._run = None if run is None else TrainingRun(run, save_every=save_every, overwrite=overwrite)
-        self._rounds_done = 0
+        self._rounds_done, self._learns = 0, 0
         self._ongoing: Ongoing | None = None
         self._last_timestep = 0
         self._checkpoint: Checkpoint | None = None
@@ -139,7 +145,7 @@ class InfluenceCallback(BaseCallback):
         """
         check_model(self.model)
         if self.recordings:
-            check_groups(self.model)
+            check_groups(self.model, "recordings need one. Leave recordings out")
 
     def choose(self, records: RecordBatch) -> Choice:
         """Score a rollout and select the records to train on; override it to score or select in another way.
@@ -233,11 +239,13 @@ class InfluenceCallback(BaseCallback):
             return
         if self._run is not None:
             self._run.note_steering(self.model)
+        self._learns += 1
         # learn() resets the environments, or continues where it stopped. Then the ongoing episodes continue, too,
-        # unless steps were taken that no rollout of this callback holds.
+        # unless steps were taken that no rollout of this callback holds, or the environments are others.
         starts = self.locals["self"]._last_episode_starts
-        continues = self._ongoing is not None and len(self._ongoing.ids) == len(starts)
-        if not continues or self.model.num_timesteps != self._last_timestep:
+        continues = self._ongoing is not None and len(self._ongoing.ids) == len(starts) and not starts.all()
+        is_new = self._run is not None and not self._run.tracker.has_started
+        if is_new or not continues or self.model.num_timesteps != self._last_timestep:
             self._begin_episodes(len(starts))
             if self._run is not None:
                 self._run.tracker.start(starts)
@@ -254,6 +262,9 @@ class InfluenceCallback(BaseCallback):
         self._ongoing = Ongoing(**state["ongoing"])
         self.skipped_rounds, self._kinds_of_advice = state["skipped_rounds"], set(state["advice"])
         self.metrics = self._run.directory.table("metrics").to_dicts()
+        ended = self._last_timestep >= checkpoint.content["model"]["total_timesteps"]
+        # Else this is the learn() that was interrupted, or the script of one that was to be shorter.
+        self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
         if state["rule"] is not None:
             self.rule.load_state_dict(state["rule"])  # type: ignore[attr-defined]
         if not self._run.go_on(self.model, checkpoint):
@@ -263,6 +274,7 @@ class InfluenceCallback(BaseCallback):
         """Return the callback's own state between two rounds, for a checkpoint."""
         read_rule = getattr(self.rule, "state_dict", None)
         return {
+            "learns": self._learns,
             "last_timestep": self._last_timestep,
             "ongoing": vars(self._ongoing),
             "skipped_rounds": self.skipped_rounds,
@@ -271,6 +283,8 @@ class InfluenceCallback(BaseCallback):
         }
 
     def _on_rollout_start(self) -> None:
+        if self._run is not None:
+            self._run.note_resumption()
         self._collection_clock = Stopwatch()
         self._numbers.start_round(self.model, self.next_round, None if self._run is None else self._run.directory.path)
         self._flat.start_round()
@@ -323,16 +337,21 @@ class InfluenceCallback(BaseCallback):
         folds = usable_folds(self.target, records, self.folds)
         if folds is None or not is_snapshot or len(influence) != len(records):
             return influence
-        return add_errors(
-            influence,
-            self.model.policy,
-            records,
-            target=self.target,
-            folds=folds,
-            objective=self.objective or model_objective(self.model),
-            engine=self.engine,
-            memory=self.memory,
-        )
+        try:
+            return add_errors(
+                influence,
+                self.model.policy,
+                records,
+                target=self.target,
+                folds=folds,
+                objective=self.objective or model_objective(self.model),
+                engine=self.engine,
+                memory=self.memory,
+            )
+        except NoMean as reason:
+            log.warning("round %d: scores are written without errors. %s", self._rounds_done + 1, reason)
+            self.folds = None
+            return influence
 
     def _count_skipped(self, current: RoundResult) -> None:
         count = int(current.selection.keep.sum())
@@ -378,7 +397,7 @@ class InfluenceCallback(BaseCallback):
 
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
         logged = self.model.logger.name_to_value
-        train_metrics = {name: float(value) for name, value in logged.items() if name.startswith("train/")}
+        train_metrics = _read_numbers({name: value for name, value in logged.items() if name.startswith("train/")})
         if metrics["skipped"]:
             train_metrics = {}  # the logger still holds an earlier round's
         self.metrics.append({**metrics, **self._numbers.metrics, **train_metrics})
@@ -389,3 +408,13 @@ class InfluenceCallback(BaseCallback):
     def _log_advice(self) -> None:
         config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}
         log_new_advice(self.metrics, config, self._kinds_of_advice)
+
+
+def _read_numbers(logged: Mapping[str, Any]) -> dict[str, float]:
+    """Return the logged values that are numbers; a user may log texts and figures, too."""
+    numbers = {}
+    for name, value in logged.items():
+        if not isinstance(value, str):
+            with suppress(TypeError, ValueError):
+                numbers[name] = float(value)
+    return numbers

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from stable_baselines3 import PPO
-from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, unwrap_vec_normalize
 
 from whence.run_config import strip_addresses
 
@@ -25,6 +25,14 @@ HYPERPARAMETERS: Mapping[str, Any] = MappingProxyType(
 )
 """PPO's hyper-parameters by SB3's names, with SB3's defaults; A2C and MaskablePPO have no others."""
 
+_NORMALISATION = (
+    *("training", "norm_obs", "norm_reward", "norm_obs_keys"),
+    *("clip_obs", "clip_reward", "gamma", "epsilon"),
+)
+"""VecNormalize's settings."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
 
 def describe(model: Any) -> dict[str, Any]:
     """Return a model's algorithm, environments, policy, optimiser and hyper-parameters, in JSON types."""
@@ -38,6 +46,7 @@ def describe(model: Any) -> dict[str, Any]:
         "max_episode_steps": None if spec is None else spec.max_episode_steps,
         "n_envs": env.num_envs,
         "vec_wrappers": list_vec_wrappers(env),
+        **_describe_normalisation(env),
         "policy": type(policy).__name__,
         "policy_kwargs": to_json_types(model.policy_kwargs),
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
@@ -54,6 +63,14 @@ def list_vec_wrappers(env: VecEnv) -> list[str]:
         names.append(type(env).__name__ + stacked)
         env = env.venv
     return names
+
+
+def _describe_normalisation(env: VecEnv) -> dict[str, Any]:
+    """Return VecNormalize's settings, under its name; nothing if it is not there."""
+    normalised = unwrap_vec_normalize(env)
+    if normalised is None:
+        return {}
+    return {"VecNormalize": {name: to_json_types(getattr(normalised, name)) for name in _NORMALISATION}}
 
 
 def to_json_types(value: Any) -> Any:
@@ -78,9 +95,12 @@ def _describe_setting(value: Any) -> Any:
     if not callable(value):
         return to_json_types(value)
     start, half, end = (float(value(remaining)) for remaining in (1.0, 0.5, 0.0))
-    if start == half == end:
+    # At uneven places, since a schedule may repeat itself.
+    values = [float(value(number * _GOLDEN % 1)) for number in range(1, 101)]
+    if {start, half, end} == set(values):
         return to_json_types(start)
-    return f"a schedule: {start} at the start, {half} half-way, {end} at the end"
+    mean = sum(values) / len(values)
+    return f"a schedule: {start} at the start, {half} half-way, {end} at the end, {mean:.3g} on average"
 
 
 def library_versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
 from whence.sb3.attributes import load_attributes, read_attributes
@@ -47,7 +48,7 @@ def explain_inexact(env: VecEnv) -> str | None:
                     f"{type(part).__name__} has a random generator of its own, {name}. Let it draw from "
                     "self.np_random, the environment's"
                 )
-            if any(hasattr(part, name) for name in ("obs_rms", "return_rms")):
+            if not vars(part).keys().isdisjoint(("obs_rms", "return_rms")):
                 return _explain_statistics(type(part))
     return None
 
@@ -84,12 +85,17 @@ def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[st
         None; or why an episode did not come out the same, and the environments are to be reset.
     """
     base = env.unwrapped
+    accept_resets(env)
     for index, noted in enumerate(content["episodes"]):
         if failure := _play_ongoing_episode(base, index, noted, masked=masked):
             return f"environment {index}: {failure}"
     for single, chain in zip(_single_envs(env), content["wrappers"], strict=True):
         for wrapper, attributes in zip(_iterate_wrappers(single), chain, strict=True):
-            load_attributes(wrapper, attributes)
+            if misfits := load_attributes(wrapper, attributes):
+                return (
+                    f"{type(wrapper).__name__}.{misfits[0]} is of another kind in a new wrapper than in one that has "
+                    "stepped. Set it to the same kind of object in __init__"
+                )
     restore_vec_wrappers(env, content)
     _load_space(env.action_space, content["spaces"])
     tracker.load_state(content["episodes"])
@@ -100,6 +106,16 @@ def restore_vec_wrappers(env: VecEnv, content: Mapping[str, Any]) -> None:
     """Set what the wrappers around vectorised environments had gathered, such as statistics of normalisation."""
     for vec_wrapper, attributes in zip(_iterate_vec_wrappers(env), content["vec_wrappers"], strict=True):
         load_attributes(vec_wrapper, attributes)
+
+
+def accept_resets(env: VecEnv) -> None:
+    """Let monitors that refuse to be reset inside of an episode (`allow_early_resets=False`) accept the next reset."""
+    try:
+        are_monitored = all(env.env_is_wrapped(Monitor))
+    except Exception:  # an environment vector of another library
+        return
+    if are_monitored and not all(env.get_attr("allow_early_resets")):
+        env.env_method("set_wrapper_attr", "needs_reset", value=True)
 
 
 def _play_ongoing_episode(base: VecEnv, index: int, noted: Mapping[str, Any], *, masked: bool) -> str | None:

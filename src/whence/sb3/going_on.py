@@ -13,11 +13,13 @@ from whence.runs import RunDirectory
 from whence.sb3.contrib import MaskablePPO
 from whence.sb3.description import library_versions
 from whence.sb3.environments import (
+    accept_resets,
     explain_inexact,
     read_environments,
     restore_environments,
     restore_vec_wrappers,
 )
+from whence.sb3.episodes import begin_episodes
 from whence.sb3.model_state import load_model, read_model
 from whence.sb3.reset_tracker import ResetTracker
 from whence.sb3.state import named_tensors
@@ -43,13 +45,17 @@ def check_goes_on(model: Any, run: RunDirectory, checkpoint: Checkpoint) -> None
         "Pass overwrite=True to replace the run, choose another directory, or go on with it: "
         "model, callback = whence.sb3.resume(run, env)."
     )
-    if model.num_timesteps:
-        same = all(tensor.cpu().equal(content["policy"][name]) for name, tensor in named_tensors(model.policy).items())
-        if model.num_timesteps != done or not same:
-            raise RunDirectoryError(
-                f"{run.path} holds a run of {done:,} steps, and this model has learned for {model.num_timesteps:,} "
-                f"steps{'' if model.num_timesteps != done else ', otherwise'}. {remedy}"
-            )
+    learns = checkpoint.content["callback"]["learns"]
+    if learns > 1 and not holds_policy(model, checkpoint):
+        raise RunDirectoryError(
+            f"{run.path} holds a run of {learns} calls of learn(), and a script that starts over would go on with the "
+            f"last of them in its first. {remedy}"
+        )
+    if model.num_timesteps and (model.num_timesteps != done or not holds_policy(model, checkpoint)):
+        raise RunDirectoryError(
+            f"{run.path} holds a run of {done:,} steps, and this model has learned for {model.num_timesteps:,} "
+            f"steps{'' if model.num_timesteps != done else ', otherwise'}. {remedy}"
+        )
     if done >= total + steps:
         raise RunDirectoryError(
             f"{run.path} holds a run of {done:,} steps, more than the {total:,} of this learn(). {remedy}"
@@ -60,6 +66,12 @@ def check_goes_on(model: Any, run: RunDirectory, checkpoint: Checkpoint) -> None
         log.warning(
             "%s: going on after round %d (%s of %s steps).", run.path, checkpoint.round, f"{done:,}", f"{total:,}"
         )
+
+
+def holds_policy(model: Any, checkpoint: Checkpoint) -> bool:
+    """Return whether a model has a checkpoint's policy: it is the model that was trained, or `resume` returned it."""
+    policy = checkpoint.content["model"]["policy"]
+    return all(tensor.cpu().equal(policy[name]) for name, tensor in named_tensors(model.policy).items())
 
 
 def warn_if_inexact(env: Any) -> None:
@@ -77,17 +89,20 @@ def read_training(model: Any, tracker: ResetTracker) -> dict[str, Any]:
     return {"model": read_model(model), "environments": read_environments(model.env, tracker)}
 
 
-def restore_training(model: Any, tracker: ResetTracker, run: RunDirectory, checkpoint: Checkpoint) -> bool:
+def restore_training(
+    model: Any, tracker: ResetTracker, run: RunDirectory, checkpoint: Checkpoint
+) -> tuple[bool, list[str]]:
     """Put a model and its environments where they were; if that cannot be had exactly, new episodes begin.
 
     Args:
         model: a model of the run's settings.
         tracker: the tracker of its environments.
-        run: the run; in its notes "resumed" lists where training went on with new episodes or another version.
+        run: the run.
         checkpoint: what to go on from.
 
     Returns:
-        Whether the ongoing episodes go on.
+        Whether the ongoing episodes go on; and why training does not go on as if nothing had happened: the reason for
+        new episodes, and other versions of libraries.
 
     Raises:
         RunDirectoryError: a `KLController` steered the run, and the same does not steer this model; or the reverse.
@@ -103,9 +118,7 @@ def restore_training(model: Any, tracker: ResetTracker, run: RunDirectory, check
     if reason is not None:
         _begin_episodes(model, tracker, content, checkpoint.round)
     changes = list_changes(run.versions, library_versions())
-    if reason is not None or changes:
-        _note_resumption(run, checkpoint.round, "; ".join(filter(None, [reason, *changes])))
-    return reason is None
+    return reason is None, changes if reason is None else [reason, *changes]
 
 
 def _begin_episodes(model: Any, tracker: ResetTracker, content: Mapping[str, Any], number: int) -> None:
@@ -113,13 +126,12 @@ def _begin_episodes(model: Any, tracker: ResetTracker, content: Mapping[str, Any
     env = model.env
     restore_vec_wrappers(env, content["environments"])
     env.seed(int(np.random.SeedSequence([model.seed or 0, number]).generate_state(1)[0] % 2**31))
-    model._last_obs = env.reset()
-    model._last_episode_starts = np.ones(env.num_envs, dtype=bool)
-    if model._vec_normalize_env is not None:
-        model._last_original_obs = model._vec_normalize_env.get_original_obs()
+    accept_resets(env)
+    begin_episodes(model)
     tracker.start(model._last_episode_starts)
 
 
-def _note_resumption(run: RunDirectory, number: int, reason: str) -> None:
+def note_resumption(run: RunDirectory, number: int, reason: str) -> None:
+    """Log, and add to the notes of a run under "resumed", that training goes on otherwise after a round."""
     log.warning("The training goes on after round %d, but not as if nothing had happened: %s.", number, reason)
     run.note(resumed=[*run.notes.get("resumed", []), {"after_round": number, "reason": reason}])

@@ -96,17 +96,19 @@ def check_recordings(recordings: object) -> frozenset[int]:
     return frozenset(int(number) for number in numbers if number is not None)
 
 
-def check_groups(model: Any) -> None:
+def check_groups(model: Any, need: str = "a recording needs one. Record no rounds") -> None:
     """Refuse a model whose optimiser has several groups of parameters.
+
+    Args:
+        model: the model.
+        need: what needs a single group, and what to do without it, for the message.
 
     Raises:
         Unsupported: it has.
     """
     if (count := len(model.policy.optimizer.param_groups)) != 1:
         raise Unsupported(
-            f"The optimiser has {count} groups of parameters; recordings, the guard and scores of whole rounds need "
-            "one. Leave guard and recordings out and take method='snapshot' or 'crossfit', or train all parameters in "
-            "one group."
+            f"The optimiser has {count} groups of parameters, and {need}, or train all parameters in one group."
         )
 
 

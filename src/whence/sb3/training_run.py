@@ -11,7 +11,7 @@ from whence.errors import WhenceError
 from whence.rounds import RoundRecording
 from whence.runs import POLICIES_EVERY, RunDirectory
 from whence.sb3.description import describe, library_versions
-from whence.sb3.going_on import check_goes_on, read_training, restore_training, warn_if_inexact
+from whence.sb3.going_on import check_goes_on, note_resumption, read_training, restore_training, warn_if_inexact
 from whence.sb3.reset_tracker import ResetTracker
 from whence.sb3.round_files import note_policy_interval, write_round
 from whence.sb3.state import named_tensors
@@ -37,6 +37,7 @@ class TrainingRun:
         self._path, self._overwrite = run, overwrite
         self._clock = CheckpointClock(save_every)
         self._seconds: dict[str, float] = {}
+        self._differences: list[str] = []
         self._directory = run if isinstance(run, RunDirectory) else None
         self._tracker: ResetTracker | None = None
 
@@ -71,6 +72,8 @@ class TrainingRun:
                 save_every=self._clock.save_every,
                 overwrite=self._overwrite,
             )
+        elif not isinstance(self._path, RunDirectory):  # of an earlier learn(), perhaps with another model
+            self._directory.check_same({**describe(model), **settings})
         run = self._directory
         run.hold()
         checkpoint = run.checkpoint
@@ -97,7 +100,15 @@ class TrainingRun:
     def go_on(self, model: Any, checkpoint: Checkpoint) -> bool:
         """Put a model and its environments where they were; return whether the ongoing episodes go on."""
         self.directory.checkpoint = None
-        return restore_training(model, self.tracker, self.directory, checkpoint)
+        self._clock.last_round = checkpoint.round
+        continues, self._differences = restore_training(model, self.tracker, self.directory, checkpoint)
+        return continues
+
+    def note_resumption(self) -> None:
+        """Note, as a round begins, that training goes on otherwise than without the interruption, if it does."""
+        if self._differences:
+            note_resumption(self.directory, self._clock.last_round, "; ".join(self._differences))
+            self._differences = []
 
     def write_round(self, number: int, records: pl.DataFrame, model: Any) -> None:
         """Write a round before its training: records, episodes and the policy; see `round_files.write_round`."""

@@ -86,7 +86,8 @@ class ResearchCallback(InfluenceCallback):
         """
         super().check_model()
         if self.guard or self.scoring.of_round:
-            check_groups(self.model)
+            remedy = "Leave the guard out and take method='snapshot' or 'crossfit'"
+            check_groups(self.model, f"the guard and scores of whole rounds need one. {remedy}")
         if self.scoring.of_round:
             check_steps(self.model)
 

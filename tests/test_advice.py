@@ -1,5 +1,6 @@
 """Advice from a run's metrics, each kind once."""
 
+import itertools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from stable_baselines3.common.monitor import Monitor
 
 import whence
 from toys import Toy, model
-from whence.advice import give_advice
+from whence.advice import give_advice, log_new_advice
 from whence.report.sections import gather_advice
 from whence.rounds import METHODS
 from whence.sb3 import InfluenceCallback
@@ -34,6 +35,17 @@ def test_scores_under_an_adaptive_optimiser(optimizer: str) -> None:
     assert kinds(config | {"method": "crossfit"}, mean=[0.1]) == {"adaptive optimiser": 1}
     for method in METHODS:  # these follow the optimiser's own steps
         assert kinds(config | {"method": method}, mean=[0.1, 0.2]) == {}
+
+
+def test_long_runs_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr("whence.advice.give_advice", lambda table, config: looks.append(table.height) or [])
+    row = {"round": 1, "mean": 0.1}
+    for count in range(1, 2001):
+        log_new_advice([row] * count, SGD, set())
+    assert looks[:100] == list(range(1, 101))
+    assert 150 < len(looks) < 300
+    assert max(later - earlier for earlier, later in itertools.pairwise(looks)) <= 2000 / 50
 
 
 def test_a_page_knows_an_arms_method() -> None:

@@ -123,6 +123,18 @@ def test_a_negative_warmup_is_refused(rule: type[IIF]) -> None:
         rule(warmup=-1)
 
 
+def test_other_types_are_refused() -> None:
+    for drop in ("0.5", None):
+        with pytest.raises(WhenceError, match=rf"drop is {drop!r}; .*in \(0, 1\]"):
+            IIF(drop)
+    with pytest.raises(WhenceError, match=r"warmup is 1\.5; it is a number of rounds"):
+        IIF(warmup=1.5)
+    for rule in (RandomDrop, NegativeRandom):
+        for seed in (-1, "a", None):
+            with pytest.raises(WhenceError, match=rf"seed is {seed!r}; a whole number is needed"):
+                rule(seed=seed)
+
+
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=40), st.floats(0.01, 1))
 def test_iif_drops_only_negative_and_nothing_kept_is_lower(scores: list[float], drop: float) -> None:
     records, influence = scored(scores)

@@ -62,11 +62,15 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
 def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], logged: set[str]) -> None:
     """Log advice on the rounds so far to the logger "whence", each kind once.
 
+    After a hundred rounds it looks only now and then, since it reads all rounds each time.
+
     Args:
         metrics: a row for each round.
         config: see `give_advice`.
         logged: the kinds that were logged before; new ones are added.
     """
+    if len(metrics) % max(1, len(metrics) // 50):
+        return
     columns = [name for name in ("round", *_READ) if any(name in row for row in metrics)]
     table = pl.DataFrame({name: [row.get(name) for row in metrics] for name in columns}, strict=False)
     for advice in give_advice(table, config):

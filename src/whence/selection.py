@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -236,6 +237,7 @@ class RandomDrop:
 
     def __post_init__(self) -> None:
         check_share(self.drop, self.warmup)
+        _check_seed(self.seed)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random."""
@@ -262,6 +264,7 @@ class NegativeRandom:
 
     def __post_init__(self) -> None:
         check_share(self.drop, self.warmup)
+        _check_seed(self.seed)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random among the negative."""
@@ -335,9 +338,14 @@ def _drop_positions(positions: Tensor | NDArray[np.int64] | Sequence[int], total
 
 def check_share(drop: Share, warmup: int) -> None:
     """Refuse a share to drop outside (0, 1], or a negative warm-up."""
-    if not callable(drop) and not 0 < drop <= 1:
+    if not callable(drop) and not (isinstance(drop, Real) and 0 < drop <= 1):
         raise WhenceError(
-            f"drop is {drop}; it is the share of records to drop, in (0, 1], or a function of the remaining progress."
+            f"drop is {drop!r}; it is the share of records to drop, in (0, 1], or a function of the remaining progress."
         )
-    if warmup < 0:
-        raise WhenceError(f"warmup is {warmup}; it is a number of rounds, 0 or more.")
+    if not isinstance(warmup, Integral) or warmup < 0:
+        raise WhenceError(f"warmup is {warmup!r}; it is a number of rounds, 0 or more.")
+
+
+def _check_seed(seed: int) -> None:
+    if not isinstance(seed, Integral) or seed < 0:
+        raise WhenceError(f"seed is {seed!r}; a whole number is needed, 0 or more.")

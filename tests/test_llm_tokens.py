@@ -75,6 +75,7 @@ OBJECTIVES = {
     "values": TokenPPO(vf_coef=0.1, ent_coef=0.1),
     "mean": GroupObjective("mean", 0.1),
     "sum": GroupObjective("sum", 0.1, corrected=True),
+    "sequence": GroupObjective("mean", 0.1, corrected=True, level="sequence", ratio_cap=0.2),
 }
 
 

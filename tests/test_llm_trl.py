@@ -281,36 +281,42 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted, monkeypatch):
         assert trainer.selection.keep.tolist() == (trainer.influence.scores > 0).tolist()
 
 
-def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches):
-    for loss, reduction in (("grpo", "mean"), ("dr_grpo", "sum"), ("dapo", "sum")):
-        batches.clear()
-        trainer = make_trainer(
-            *("grpo", tmp_path, ScoreAndKeepAll()),
-            loss_type=loss,
-            beta=0.1,
-            gradient_accumulation_steps=1,
-            per_device_train_batch_size=8,
-        )
-        assert trainer.influence_objective.reduction == reduction
-        start = copy.deepcopy(trainer.model.state_dict())
-        trainer.train()
-        batch = {**batches[0], "num_items_in_batch": torch.tensor(1)}
-        trainer.model.load_state_dict(start)
-        trainer.model.zero_grad()
-        GRPOTrainer._compute_loss(trainer, trainer.model, batch).backward()
-        theirs = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
-        rows = trainer._make_rows(batch)
-        view = language_view(trainer.model)
-        outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
-        total = trainer.influence_objective(outputs, rows).sum()
-        trainer.model.zero_grad()
-        total.backward()
-        factor = {"grpo": -8, "dr_grpo": -8 * 5, "dapo": -1}[loss]
-        for name, parameter in trainer.model.named_parameters():
-            expected = factor * theirs[name]
-            assert torch.allclose(parameter.grad, expected, rtol=0, atol=2e-5 * float(expected.abs().max()) + 1e-9), (
-                name
-            )
+OBJECTIVE_SETTINGS = [
+    *({"loss_type": loss} for loss in LOSSES),
+    *({"loss_type": loss, "importance_sampling_level": "sequence"} for loss in LOSSES if loss != "vespo"),
+    {"loss_type": "grpo", "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
+    {"loss_type": "dapo", "use_bias_correction_kl": False},
+    {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"loss_type": "cispo", "epsilon_high": 0.28, "beta": 0.0},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.0},
+]
+
+
+@pytest.mark.parametrize("settings", OBJECTIVE_SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, settings):
+    size = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+    trainer = make_trainer("grpo", tmp_path, ScoreAndKeepAll(), **{"beta": 0.5, **size, **settings})
+    start = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    batch = {**batches[0], "num_items_in_batch": torch.tensor(1)}
+    if "ref_per_token_logps" in batch:  # a divergence that differs from token to token
+        torch.manual_seed(0)
+        batch["ref_per_token_logps"] = batch["ref_per_token_logps"] + torch.randn(batch["completion_ids"].shape)
+    trainer.model.load_state_dict(start)
+    trainer.model.zero_grad()
+    GRPOTrainer._compute_loss(trainer, trainer.model, batch).backward()
+    theirs = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    rows = trainer._make_rows(batch)
+    view = language_view(trainer.model)
+    outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
+    total = trainer.influence_objective(outputs, rows).sum()
+    trainer.model.zero_grad()
+    total.backward()
+    tokens = int(batch["completion_mask"].sum())
+    factor = {"grpo": -8, "sapo": -8, "luspo": -8, "dr_grpo": -8 * 5, "bnpo": -tokens}.get(settings["loss_type"], -1)
+    for name, parameter in trainer.model.named_parameters():
+        expected = factor * theirs[name]
+        assert torch.allclose(parameter.grad, expected, rtol=0, atol=2e-5 * float(expected.abs().max()) + 1e-8), name
 
 
 def test_scores_stand_in_trls_table_and_metrics(tmp_path):
@@ -594,6 +600,7 @@ class TestRefusals:
             ({"entropy_coef": 0.01}, "an entropy bonus"),
             ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
             ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
+            ({"delta": 0.5}, "delta below 1"),
         ],
     )
     def test_what_cannot_be_made_equal(self, tmp_path, settings, message):

@@ -81,24 +81,30 @@ class TokenPPO:
 class GroupObjective:
     """The objective of GRPO and RLOO for each row, at the policy that drew it, where every ratio is 1.
 
-    A token's objective is `rho A - beta k`, with `rho` the ratio to the current policy and `k` the estimate of the
+    A token's objective is `c rho A - beta k`, with `rho` the ratio to the current policy and `k` the estimate of the
     divergence from the reference model, `exp(r - l) - (r - l) - 1`, with `r` and `l` the log-probs of the reference and
-    of the policy. Clipping, and all else that TRL's loss types do at other ratios, has no effect there.
+    of the policy. Other clipping, and all else that TRL's loss types do at other ratios, has no effect there.
 
     Attributes:
         reduction: how a row's tokens are reduced: to their "mean" (grpo, sapo) or their "sum" (the others; RLOO).
         beta: weight of the divergence.
         corrected: whether a token's divergence is multiplied by its ratio (TRL's `use_bias_correction_kl`).
+        level: "token": a token's ratio is its own; "sequence": it is the geometric mean over the row's tokens (TRL's
+            `importance_sampling_level`).
+        ratio_cap: c, the largest value of a ratio, at most 1: TRL's cispo caps ratios at `epsilon_high`.
     """
 
     reduction: str = "mean"
     beta: float = 0.0
     corrected: bool = False
+    level: str = "token"
+    ratio_cap: float = 1.0
     reads: ClassVar[frozenset[str]] = frozenset(["log_prob"])
 
     def __post_init__(self) -> None:
-        if self.reduction not in ("mean", "sum"):
-            raise WhenceError(f"reduction is {self.reduction!r}.{suggest(self.reduction, ('mean', 'sum'))}")
+        for name, allowed in (("reduction", ("mean", "sum")), ("level", ("token", "sequence"))):
+            if (value := getattr(self, name)) not in allowed:
+                raise WhenceError(f"{name} is {value!r}.{suggest(value, allowed)}")
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Check that the rows have the columns that are read, and return them unchanged."""
@@ -112,8 +118,9 @@ class GroupObjective:
         """Return the objective of each row, (n,)."""
         row: dict[str, Tensor] = records.observations
         log_probs, mask = outputs.log_prob, row["response_mask"]
-        ratio = (log_probs - log_probs.detach()).exp()
-        value = ratio * row["advantages"]
+        log_ratio = log_probs - log_probs.detach()
+        ratio = (log_ratio if self.level == "token" else masked_mean(log_ratio, mask)[:, None]).exp()
+        value = self.ratio_cap * ratio * row["advantages"]
         if self.beta:
             difference = row["ref_log_probs"] - log_probs
             divergence = difference.exp() - difference - 1
@@ -129,5 +136,11 @@ def make_group_objective(args: Any) -> GroupObjective:
     """
     if not hasattr(args, "loss_type"):
         return GroupObjective("sum", 0.0)
-    corrected = bool(getattr(args, "use_bias_correction_kl", False))
-    return GroupObjective(ROW_LOSSES.get(args.loss_type, "sum"), float(args.beta), corrected)
+    highest = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    return GroupObjective(
+        reduction=ROW_LOSSES.get(args.loss_type, "sum"),
+        beta=float(args.beta),
+        corrected=bool(getattr(args, "use_bias_correction_kl", False)),
+        level=args.importance_sampling_level,
+        ratio_cap=min(1.0, float(highest)) if args.loss_type == "cispo" else 1.0,
+    )

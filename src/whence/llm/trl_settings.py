@@ -63,6 +63,11 @@ def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
             getattr(args, "off_policy_mask_threshold", None) is not None,
             "scores do not account for it; leave it unset",
         ),
+        "delta below 1": (
+            getattr(args, "delta", None) is not None and args.delta < 1,
+            "it clips at the policy that drew the completions, and scores do not account for it; set it above "
+            "1 + epsilon",
+        ),
         "vLLM's importance sampling ratio": (
             getattr(args, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False),
             "scores do not account for it; set vllm_importance_sampling_correction=False",

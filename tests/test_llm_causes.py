@@ -25,7 +25,7 @@ from whence.diagnosis import find_response_causes, rank_records
 from whence.diagnosis.response_causes import measure_trained
 from whence.diagnosis.text_rules import rank_bm25
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
-from whence.experiments.llm.rebuilding import list_policies, rebuild_round
+from whence.experiments.llm.rebuilding import _list_prompt_widths, list_policies, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
 from whence.experiments.llm.training import run
 from whence.guards import eval_mode
@@ -236,6 +236,13 @@ class TestRules:
     def test_an_unknown_method(self, runs):
         with pytest.raises(WhenceError, match="method is 'tfidf'"):
             find_response_causes(runs("ppo"), *QUESTION, method="tfidf")
+
+
+def test_prompt_widths_of_processes_by_hand():
+    table = pl.DataFrame({"prompt_ids": [[1], [1, 2, 3], [1, 2], [1]]})
+    assert _list_prompt_widths(table, 1, None).tolist() == [3, 3, 3, 3]
+    assert _list_prompt_widths(table, 2, None).tolist() == [3, 3, 2, 2]
+    assert _list_prompt_widths(table, 2, 4).tolist() == [4, 4, 4, 4]
 
 
 def test_ranks_by_hand():

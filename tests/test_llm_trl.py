@@ -7,9 +7,18 @@ import datasets
 import pytest
 import torch
 from accelerate import PartialState
-from transformers import TrainerCallback
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from languages import shaken
 from test_llm_trainer import (
     PROMPTS,
     Drawing,
@@ -317,6 +326,42 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, setting
     for name, parameter in trainer.model.named_parameters():
         expected = factor * theirs[name]
         assert torch.allclose(parameter.grad, expected, rtol=0, atol=2e-5 * float(expected.abs().max()) + 1e-8), name
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("style", ["gpt2", "gpt_neo", "opt", "llama"])
+def test_log_probs_are_at_the_positions_that_trl_trains_at(kind, tmp_path, batches, style):
+    model = make_style(style)
+    trainer = make_trainer(kind, tmp_path, ScoreAndKeepAll(), model=model, pad_to_multiple_of=8)
+    trainer.train()
+    batch = batches[0]
+    assert len(batch["prompt_mask"].sum(dim=1).unique()) > 1  # the prompts are padded
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    width = batch["completion_ids"].shape[1]
+    theirs, *_ = trainer._get_per_token_logps_and_entropies(trainer.model.eval(), ids, attended, width)
+    mask = batch["completion_mask"].bool()
+    rows, view = trainer._make_rows(batch), language_view(trainer.model)
+    alone = [view(view.parameters(), view.prepare(rows.take([row]))).log_prob for row in range(len(rows))]
+    for found in (view(view.parameters(), view.prepare(rows)).log_prob, torch.cat(alone)):
+        assert torch.allclose(found[mask], theirs[mask], atol=1e-5)
+
+
+def make_style(style):
+    """Return a model of a style, with weights large enough that positions matter."""
+    if style == "llama":
+        return make_model()
+    common = {"vocab_size": 12, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    torch.manual_seed(0)
+    if style == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=32, **common))
+    elif style == "gpt_neo":
+        sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_position_embeddings": 32}
+        model = GPTNeoForCausalLM(GPTNeoConfig(attention_types=[[["global"], 2]], **sizes, **common))
+    else:
+        sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 32}
+        model = OPTForCausalLM(OPTConfig(ffn_dim=24, word_embed_proj_dim=16, **sizes, **common))
+    return shaken(model)
 
 
 def test_scores_stand_in_trls_table_and_metrics(tmp_path):

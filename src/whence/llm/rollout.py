@@ -179,8 +179,6 @@ def evaluate_responses(model: Any, responses: Responses, config: PPOConfig, proc
         config: the temperature, and the number of rows of a pass.
         processes: the processes; each evaluates a part of the responses, and gets the outputs of all.
     """
-    view = language_view(model, temperature=config.temperature)
-    params = {name: parameter.detach() for name, parameter in view.parameters().items()}
     zeros = torch.zeros(responses.response_mask.shape, device=responses.input_ids.device)
     rows = make_rows(
         input_ids=responses.input_ids,
@@ -189,6 +187,13 @@ def evaluate_responses(model: Any, responses: Responses, config: PPOConfig, proc
         log_probs=zeros,
         advantages=zeros,
     )
+    return evaluate_rows(model, rows, config, processes)
+
+
+def evaluate_rows(model: Any, rows: RecordBatch, config: PPOConfig, processes: Processes = ONE) -> Outputs:
+    """Return log-probs and values of rows, as `evaluate_responses` does of responses."""
+    view = language_view(model, temperature=config.temperature)
+    params = {name: parameter.detach() for name, parameter in view.parameters().items()}
     parts, local_rows = [], rows.take(processes.part(len(rows)))
     with torch.no_grad(), eval_mode(model.modules()):
         for first in range(0, len(local_rows), config.generation_batch_size):

@@ -35,6 +35,7 @@ from whence.llm.trl_nonfinite import BatchGuard
 from whence.llm.trl_passes import KEPT, SCALE, disable_autocast, forget_passes, take_kept
 from whence.llm.trl_run import RunWriter
 from whence.llm.trl_settings import TOKEN_LOSSES, check_selectable
+from whence.llm.view import EXTRA_PADDING
 from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
@@ -206,9 +207,11 @@ class _SelectingTrainer:
         completions, attended = (self._gather_tokens(output[name]) for name in ("completion_ids", "completion_mask"))
         mask = self._gather_tokens(mask).bool()
         advantages = self._processes.gather(output["advantages"], len(mask))
-        ref_columns = {}
+        # TRL tells the model no positions, and a process's batch is as wide as its own longest prompt.
+        extra = torch.full_like(output["prompt_ids"][:, 0], prompts.shape[1] - output["prompt_ids"].shape[1])
+        columns = {EXTRA_PADDING: self._processes.gather(extra, len(mask))}
         if "ref_per_token_logps" in output:
-            ref_columns["ref_log_probs"] = torch.where(mask, self._gather_tokens(output["ref_per_token_logps"]), 0.0)
+            columns["ref_log_probs"] = torch.where(mask, self._gather_tokens(output["ref_per_token_logps"]), 0.0)
         rows = make_rows(
             input_ids=torch.cat([prompts, completions], dim=1),
             attention_mask=torch.cat([prompt_mask, attended], dim=1),
@@ -218,8 +221,8 @@ class _SelectingTrainer:
             advantages=torch.where(mask, advantages[:, None], 0.0),
             record_ids=torch.arange(self._batches_done * len(mask), (self._batches_done + 1) * len(mask)),
         )
-        columns: Any = rows.observations
-        return rows.with_columns({"observations": {**columns, **ref_columns}})
+        observations: Any = rows.observations
+        return rows.with_columns({"observations": {**observations, **columns}})
 
     def _gather_tokens(self, tokens: Tensor, *, pad_first: bool = False) -> Tensor:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Read log-probs, values and entropies of response tokens from a causal language model."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,16 @@ from whence.llm.layer_rules import register_rules
 from whence.llm.model import accepts_argument
 from whence.policies import LazyOutputs, ModuleView
 from whence.records import RecordBatch
+
+EXTRA_PADDING = "extra_padding"
+"""The column of rows, (n,), of those that a trainer trains on without telling the model its positions.
+
+The number of columns before a row that the trainer's own batch did not have. Models that count positions by columns,
+such as GPT-2, count padding, too, from the first column of that batch on.
+"""
+
+_COLUMN_POSITIONS = "column_positions"
+"""Of the model's inputs: positions for models that count them by columns."""
 
 
 def language_view(model: nn.Module, *, temperature: float = 1.0, first_block: int = 0) -> ModuleView:
@@ -89,11 +100,12 @@ def _to_single(tensor: Tensor) -> Tensor:
 def _call_model(module: Any, inputs: dict[str, Tensor], width: int) -> Any:
     # Logits of prompt tokens, each as wide as the vocabulary, are left out if the model can do so.
     options = {"use_cache": False, "logits_to_keep": width + 1}
+    counts_tokens = _COLUMN_POSITIONS not in inputs or _counts_tokens(module)
     with _differentiable_attention():
         outputs = module(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
-            position_ids=inputs["position_ids"],
+            position_ids=inputs["position_ids" if counts_tokens else _COLUMN_POSITIONS],
             **{name: value for name, value in options.items() if accepts_argument(module, name)},
         )
     if not isinstance(getattr(outputs, "logits", None), Tensor):
@@ -102,6 +114,14 @@ def _call_model(module: Any, inputs: dict[str, Tensor], width: int) -> Any:
             "needed, such as AutoModelForCausalLM loads, that returns an object (return_dict=True)."
         )
     return outputs
+
+
+def _counts_tokens(module: nn.Module) -> bool:
+    """Tell whether a model that is given no positions counts them by the attention mask, as OPT's embedding does."""
+    return any(
+        isinstance(child, nn.Embedding) and "attention_mask" in inspect.signature(child.forward).parameters
+        for child in module.modules()
+    )
 
 
 @contextmanager
@@ -134,6 +154,9 @@ def _prepare_rows(records: RecordBatch) -> dict[str, Tensor]:
         "position_ids": positions,
         "response_mask": mask,
     }
+    if EXTRA_PADDING in observations:
+        columns = torch.arange(ids.shape[1], device=ids.device) - observations[EXTRA_PADDING][:, None]
+        inputs[_COLUMN_POSITIONS] = columns.clamp(min=0)
     # They are of inputs in this order already.
     return inputs | {HIDDEN: observations[HIDDEN]} if HIDDEN in observations else inputs
 

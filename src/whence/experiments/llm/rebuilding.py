@@ -7,7 +7,9 @@ from typing import Any
 
 import polars as pl
 import torch
+from jaxtyping import Int
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 from whence.checkpoints import checkpoint_path
@@ -24,7 +26,8 @@ from whence.llm.generation import Responses
 from whence.llm.model import Reference
 from whence.llm.objectives import make_group_objective
 from whence.llm.progress_bars import hide_progress_bars
-from whence.llm.rollout import evaluate_responses, make_rollout
+from whence.llm.rollout import evaluate_rows, make_rollout
+from whence.llm.view import EXTRA_PADDING
 from whence.objectives import Objective
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
@@ -259,25 +262,37 @@ def _rebuild_trl(
     """Return the policy, the rows with the advantages that TRL gave, and the objective."""
     objective, mask = make_group_objective(settings), responses.response_mask
     advantages = torch.tensor(table["advantage"].to_list(), device=mask.device, dtype=torch.float32)
+    widths = _list_prompt_widths(table, run.config.get("processes", 1), settings.pad_to_multiple_of).to(mask.device)
+    missing = int(widths.max()) + mask.shape[1] - responses.input_ids.shape[1]
     rows = make_rows(
-        input_ids=responses.input_ids,
-        attention_mask=responses.attention_mask,
+        input_ids=pad(responses.input_ids, (missing, 0)),
+        attention_mask=pad(responses.attention_mask, (missing, 0)),
         response_mask=mask,
         log_probs=torch.zeros(mask.shape, device=mask.device),
         advantages=torch.where(mask, advantages[:, None], 0.0),
         record_ids=torch.tensor(table["record_id"].to_list()),
     )
+    columns: Any = {**rows.observations, EXTRA_PADDING: widths.max() - widths}
+    rows = rows.with_columns({"observations": columns})
     if objective.beta:
-        columns: Any = rows.observations
-        reference = _evaluate_start_model(task.model, responses, settings)
+        reference = _evaluate_start_model(task.model, rows, settings)
         rows = rows.with_columns({"observations": {**columns, "ref_log_probs": torch.where(mask, reference, 0.0)}})
     model = task.model if policy is None else _load_trained_model(task.model, policy)
     return model, rows, objective
 
 
-def _evaluate_start_model(model: Any, responses: Responses, settings: Any) -> Tensor:
+def _list_prompt_widths(table: pl.DataFrame, processes: int, multiple: int | None) -> Int[Tensor, " n"]:
+    """Return, for each row, the width of the prompts in TRL's batch: that of its process's longest one."""
+    lengths = torch.tensor(table["prompt_ids"].list.len().to_list())
+    widths = lengths.reshape(processes, -1).amax(dim=1)
+    if multiple is not None:
+        widths = -(-widths // multiple) * multiple
+    return widths.repeat_interleave(len(lengths) // processes)
+
+
+def _evaluate_start_model(model: Any, rows: RecordBatch, settings: Any) -> Tensor:
     sampling = PPOConfig("runs/evaluated", temperature=settings.temperature, generation_batch_size=64)
-    return evaluate_responses(model, responses, sampling).log_prob
+    return evaluate_rows(model, rows, sampling).log_prob
 
 
 def _load_trained_model(model: Any, folder: Path) -> Any:

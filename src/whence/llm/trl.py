@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import DistributedType
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -32,7 +33,7 @@ from whence.llm.targets import SequenceReturn
 from whence.llm.token_scores import check_token_parts
 from whence.llm.trl_checkpoints import read_progress
 from whence.llm.trl_nonfinite import BatchGuard
-from whence.llm.trl_passes import KEPT, SCALE, disable_autocast, forget_passes, take_kept
+from whence.llm.trl_passes import KEPT, SCALE, disable_autocast, discard_gradients, forget_passes, take_kept
 from whence.llm.trl_run import RunWriter
 from whence.llm.trl_settings import TOKEN_LOSSES, check_selectable
 from whence.llm.view import EXTRA_PADDING
@@ -97,6 +98,7 @@ class _SelectingTrainer:
                 refreshes=refresh_target_every > 1, has_parts=self.token_parts, drops_gradients=drops
             )
         self._held_rates: list[tuple[dict[str, Any], float]] = []
+        self._removal: RemovableHandle | None = None
         self.scorer = self._make_scorer(memory, layers, refresh_target_every, autocast)
         if type(self.rule) is not KeepAll or drops:
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
@@ -284,6 +286,9 @@ class _SelectingTrainer:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take TRL's step; if the whole batch was dropped, remove the gradients, so that no parameter moves."""
+        if self._removal is not None:
+            self._removal.remove()
+            self._removal = None
         with self._time_stage("optimisation"):
             try:
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
@@ -294,8 +299,8 @@ class _SelectingTrainer:
             if not self._steps_in_backward:
                 self._check_gradient(model, loss)
         if self.selection is not None and not self.selection.keep.any():
-            for parameter in model.parameters():
-                parameter.grad = None
+            scaled = self.accelerator.scaler is not None  # type: ignore[attr-defined]
+            self._removal = discard_gradients(model.parameters(), self._torch_optimizer, scaled=scaled)
         return loss
 
     @property
@@ -318,10 +323,13 @@ class _SelectingTrainer:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         if accelerator.scaler is not None:  # scaled gradients overflow as a rule, and the scaler leaves out the step
             return
+        unwrapped, number = accelerator.unwrap_model(model), self._batches_done + 1
+        self._numbers.check_gradient(unwrapped, self._torch_optimizer, loss, self._minibatch, number)
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
         optimizer: Any = self.optimizer  # type: ignore[attr-defined]
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        unwrapped = accelerator.unwrap_model(model)
-        self._numbers.check_gradient(unwrapped, optimizer, loss, self._minibatch, self._batches_done + 1)
+        return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
 
     @contextmanager
     def _time_stage(self, stage: str, within: str | None = None) -> Iterator[None]:

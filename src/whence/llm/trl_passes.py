@@ -1,10 +1,12 @@
 """Passes over a TRL trainer's model: those of its loss over kept rows alone, and those of scores."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 SCALE = "loss_scale"
 """Added to TRL's batches: the factor of the loss, the same for each row."""
@@ -56,3 +58,30 @@ def forget_passes(engine: Any) -> None:
 
         remove_hooks(engine)
         add_hooks(engine)
+
+
+def discard_gradients(
+    params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, *, scaled: bool
+) -> RemovableHandle | None:
+    """Remove gradients, so that the next step moves no parameter and leaves the optimiser's state as it is.
+
+    Args:
+        params: the parameters.
+        optimizer: torch's optimiser.
+        scaled: whether a gradient scaler steps: it fails without gradients to check, so they are 0 until then.
+
+    Returns:
+        With a scaler the hook that removes them at the step; remove it after the step.
+    """
+    params = [param for param in params if param.grad is not None]
+
+    def remove(*_: Any) -> None:
+        for param in params:
+            param.grad = None
+
+    if not scaled:
+        remove()
+        return None
+    for param in params:
+        param.grad.zero_()  # type: ignore[union-attr]
+    return optimizer.register_step_pre_hook(remove)

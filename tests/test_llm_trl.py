@@ -386,6 +386,40 @@ def test_scores_stand_in_trls_table_and_metrics(tmp_path):
     assert list(extra["influence"])[-8:] == pytest.approx(trainer.influence.scores.tolist())
 
 
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_completions_of_an_evaluation_stand_without_scores_in_trls_table(kind, tmp_path):
+    trainer = make_trainer(
+        *(kind, tmp_path, IPPO()),
+        log_completions=True,
+        logging_strategy="steps",
+        logging_steps=1,
+        max_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        eval_dataset=datasets.Dataset.from_dict({"prompt": ["jj"]}),
+    )
+    trainer.train()
+    evaluated = [prompt == "jj" for prompt in trainer._logs["prompt"]]
+    assert evaluated == [False] * 4 + [True] * 4  # TRL keeps the last ones, as many as a batch
+    extra = trainer._logs["extra"]
+    assert list(extra["influence"]) == [*trainer.influence.scores[4:].tolist(), *[None] * 4]
+    assert list(extra["kept"]) == [*trainer.selection.keep[4:].tolist(), *[None] * 4]
+
+
+def test_a_batch_without_scores_has_none_in_trls_table(tmp_path):
+    class Alternating(IPPO):
+        needs_influence = True
+
+        def select(self, records, influence=None, progress=None):
+            self.__dict__["needs_influence"] = False
+            return Keep([0, 1]).select(records)
+
+    trainer = make_trainer("grpo", tmp_path, Alternating(), max_steps=2)
+    trainer.train()
+    assert list(trainer._logs["extra"]["influence"]) == [None] * 8
+
+
 def read_steps(trainer):
     """Return the optimiser's state, by parameter."""
     state = trainer.optimizer.state_dict()["state"]

@@ -32,6 +32,7 @@ from whence.llm.scoring import Scoring
 from whence.llm.targets import SequenceReturn
 from whence.llm.token_scores import check_token_parts
 from whence.llm.trl_checkpoints import read_progress
+from whence.llm.trl_completions import log_selection, log_without_scores
 from whence.llm.trl_nonfinite import BatchGuard
 from whence.llm.trl_passes import KEPT, SCALE, disable_autocast, discard_gradients, forget_passes, take_kept
 from whence.llm.trl_run import RunWriter
@@ -152,9 +153,11 @@ class _SelectingTrainer:
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Return TRL's generation batch, edited to the completions that the rule keeps; in evaluation unchanged."""
         if not self.model.training:  # type: ignore[attr-defined]
-            return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
-        with self._time_stage("generation", within="optimisation"):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            log_without_scores(self._logs["extra"], len(inputs))  # type: ignore[attr-defined]
+            return output
+        with self._time_stage("generation", within="optimisation"):
+            output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self.selection = None
         if type(self.rule) is not KeepAll or self._numbers.infinite is not None:
             with self._time_stage("scoring", within="optimisation"):
@@ -183,7 +186,8 @@ class _SelectingTrainer:
         steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
         progress = Progress(self._batches_done + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
         self.selection = self._numbers.drop_infinite(self.rule.select(rows, self.influence, progress))
-        self._log_selection(self.selection, self.influence)
+        columns, metrics = self._logs["extra"], self._metrics["train"]  # type: ignore[attr-defined]
+        log_selection(columns, metrics, self.selection, self.influence)
         return self._apply_selection(output, self.selection)
 
     @property
@@ -341,17 +345,6 @@ class _SelectingTrainer:
                 if name is not None:
                     clocks = self.seconds.setdefault(name, {})
                     clocks[clock] = clocks.get(clock, 0.0) + change
-
-    def _log_selection(self, selection: Selection, influence: Influence | None) -> None:
-        """Add scores and selection to TRL's table of completions and its metrics."""
-        logs: Any = self._logs["extra"]  # type: ignore[attr-defined]
-        metrics: Any = self._metrics["train"]  # type: ignore[attr-defined]
-        logs["kept"].extend(selection.keep.tolist())
-        metrics["influence/kept_share"].append(float(selection.keep.double().mean()))
-        if influence is not None:
-            logs["influence"].extend(influence.scores.tolist())
-            metrics["influence/mean"].append(float(influence.scores.mean()))
-            metrics["influence/negative_share"].append(float((influence.scores < 0).double().mean()))
 
 
 class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc]

@@ -509,6 +509,24 @@ class TestRunDirectory:
         assert "jj" not in table["prompt"].to_list()
         assert table["tokens"].to_list() == batches[0]["completion_mask"].sum(dim=1).tolist()
 
+    def test_a_reward_that_no_function_gave_is_missing(self, tmp_path):
+        def first(prompts, completions, **columns):
+            return [None if prompt == "f" else 1.0 for prompt in prompts]
+
+        def second(prompts, completions, **columns):
+            return [0.5 if prompt == "ab" else None for prompt in prompts]
+
+        shared = {"reward_funcs": [first, second], "prompts": ["ab", "f", "cde"], "max_steps": 3}
+        make_trainer("grpo", tmp_path / "trl", None, run=tmp_path / "run", **shared).train()
+        run, tables = read_run(tmp_path / "run")
+        rewards = {}
+        for table, mean in zip(tables, run.table("metrics")["reward"].to_list(), strict=True):
+            rewards |= dict(table.select("prompt", "reward").rows())
+            given = [reward for reward in table["reward"].to_list() if reward is not None]
+            assert mean == (pytest.approx(sum(given) / len(given)) if given else None)
+        assert rewards == {"ab": 1.5, "f": None, "cde": 1.0}
+        write_run_report(run, tmp_path / "report.html")
+
     def test_more_rounds_can_be_asked_for(self, tmp_path):
         shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
         make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, **shared).train()

@@ -229,8 +229,11 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
         texts = {name: list(map(join_messages, logs[name])) for name in ("prompt", "completion")}
         by_function = torch.tensor([list(values)[-size:] for values in trainer._logs["rewards"].values()])
         rewards = (by_function.double() * trainer.reward_weights.double().cpu()[:, None]).nansum(dim=0)
-        table = pl.DataFrame({"prompt": texts["prompt"], "response": texts["completion"], "reward": rewards.tolist()})
-        table = table.with_columns(pl.Series("advantage", logs["advantages"], dtype=pl.Float64))
+        rewards[by_function.isnan().all(dim=0)] = math.nan  # no function applies
+        table = pl.DataFrame({"prompt": texts["prompt"], "response": texts["completion"]}).with_columns(
+            pl.Series("reward", rewards.tolist(), dtype=pl.Float64).fill_nan(None),
+            pl.Series("advantage", logs["advantages"], dtype=pl.Float64),
+        )
         if trainer.rows is not None:
             lengths = trainer.rows.observations["response_mask"].sum(dim=1)
             tokens = list_tokens(trainer.rows, trainer.processing_class, trainer.influence_parts)

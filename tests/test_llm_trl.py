@@ -665,10 +665,16 @@ class TestGoingOn:
     def test_a_checkpoint_within_a_round_keeps_the_rounds_in_step(self, tmp_path, batches, caplog):
         settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3, "run": tmp_path / "run"}
         make_trainer("grpo", tmp_path, None, max_steps=3, **settings).train()
+        run, tables = read_run(tmp_path / "run")
+        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2]  # the last one of a single step
+        assert tables[1]["tokens"].to_list() == batches[1]["completion_mask"].sum(dim=1).tolist()
+        again = make_trainer("grpo", tmp_path, None, max_steps=3, **settings)
+        assert again.train(resume_from_checkpoint=True).global_step == 3  # finished
         make_trainer("grpo", tmp_path, None, max_steps=7, **settings).train(resume_from_checkpoint=True)
         assert "lies within a round, whose responses are drawn again" in caplog.text
-        run = RunDirectory.open(tmp_path / "run")
-        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2, 3]
+        run, tables = read_run(tmp_path / "run")
+        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2, 3, 4]
+        assert tables[1]["tokens"].to_list() == batches[2]["completion_mask"].sum(dim=1).tolist()
         assert len(batches) == 5  # for the steps 1 and 2, 3, again 4, 5 and 6, 7
 
     def test_a_checkpoint_within_the_first_round_is_gone_on_from(self, tmp_path, monkeypatch):

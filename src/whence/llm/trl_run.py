@@ -252,9 +252,17 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Write the generation batch after the last of its steps."""
-        if self._directory is None or self._batch is None or state.global_step % self._steps:
+        if state.global_step % self._steps == 0:
+            self._write_batch(state.global_step // self._steps)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Write the last generation batch if training ends before the last of its steps."""
+        self._write_batch(-(-state.global_step // self._steps))
+
+    def _write_batch(self, number: int) -> None:
+        if self._directory is None or self._batch is None:
             return
-        number, (table, metrics) = state.global_step // self._steps, self._batch
+        table, metrics = self._batch
         first, self._batch = (number - 1) * len(table), None
         ids = pl.Series("record_id", range(first, first + len(table)), dtype=pl.Int64)
         self._directory.write_round("records", number, table.select(ids, pl.all()))

@@ -41,7 +41,7 @@ from whence.influence import Influence, Provenance
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows, trl_run
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.llm.trl_checkpoints import find_checkpoint, seal_checkpoint
-from whence.llm.trl_run import RunWriter
+from whence.llm.trl_run import RunWriter, join_messages
 from whence.llm.trl_settings import check_selectable, has_router_loss
 from whence.report import write_run_report
 from whence.runs import RunDirectory
@@ -689,6 +689,33 @@ class TestGoingOn:
         assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2]
         again = make_trainer("grpo", tmp_path, None, run=tmp_path / "run", **settings)
         assert again.find_checkpoint() == tmp_path / "checkpoint-4"
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ("plain", "plain"),
+        ([{"role": "user", "content": "2+"}, {"role": "user", "content": "3?"}], "2+3?"),
+        ([{"role": "assistant", "content": None}], ""),
+        ([{"role": "assistant"}, {"role": "tool", "name": "add", "content": "5"}], "5"),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+                },
+                {"role": "tool", "name": "add", "content": "5", "tool_calls": None},
+            ],
+            '{"name": "add", "arguments": {"a": 2}}5',
+        ),
+        # As Arrow stores them, each part has all keys.
+        ([{"content": [{"type": "image", "text": None}, {"type": "text", "text": "what?"}]}], "<image>what?"),
+        ([{"content": ["a", {"type": "text", "text": "b"}]}], "ab"),
+    ],
+)
+def test_messages_as_one_text(messages, text):
+    assert join_messages(messages) == text
 
 
 def test_evaluation_is_trls_own(tmp_path):

@@ -1,5 +1,6 @@
 """The run directory of a training by TRL's trainers."""
 
+import json
 import logging
 import math
 import uuid
@@ -318,5 +319,22 @@ def _list_settings(args: Any) -> dict[str, Any]:
 
 
 def join_messages(text: Any) -> str:
-    """Return a text, or the content of a chat's messages as one text."""
-    return text if isinstance(text, str) else "".join(str(message["content"]) for message in text)
+    """Return a text, or a chat's messages as one text: their contents, and their calls of tools as JSON.
+
+    A part of a message that is no text, such as an image, is named in angle brackets.
+    """
+    return text if isinstance(text, str) else "".join(map(_read_message, text))
+
+
+def _read_message(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [] if content is None else [content]
+    calls = [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
+    return "".join([*map(_read_part, parts), *calls])
+
+
+def _read_part(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    text = part.get("text")
+    return f"<{part.get('type', 'part')}>" if text is None else str(text)

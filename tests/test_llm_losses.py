@@ -4,6 +4,7 @@ import math
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -139,11 +140,22 @@ class TestRewards:
             (lambda p, r: [1.0], "returned 1 numbers for 2 responses"),
             (lambda p, r: [1.0, math.nan], "is NaN for response 1, 'no'"),
             (lambda p, r: [math.inf, 1.0], "is inf for response 0, 'yes'"),
+            (lambda p, r: None, "<lambda> returned None; a number for each of the 2 .*: end .* with a return"),
+            (lambda p, r: 1.5, "<lambda> returned 1.5; a number for each of the 2 responses.*: return a list"),
+            (lambda p, r: [1.0, None], "<lambda> returned None for response 1, 'no'; a number .* return 0.0 where"),
+            (lambda p, r: ["good", 1.0], "<lambda> returned 'good' for response 0, 'yes'"),
+            (lambda p, r: [[1.0], [1.0, 2.0]], r"<lambda> returned \[1.0, 2.0\] for response 1"),
         ],
     )
     def test_what_is_no_reward(self, made, message):
-        with pytest.raises(WhenceError, match=message):
-            compute_rewards(made, ["a", "b"], ["yes", "no"])
+        for reward in (made, combine_rewards([made], None)):
+            with pytest.raises(WhenceError, match=message):
+                compute_rewards(reward, ["a", "b"], ["yes", "no"])
+
+    def test_numbers_in_any_form(self):
+        for values in ([1, 2.0], (1, 2), torch.tensor([1, 2]), torch.tensor([[1.0], [2.0]]), np.array([1, 2])):
+            assert compute_rewards(lambda p, r, values=values: values, ["a", "b"], ["c", "d"]).tolist() == [1, 2]
+        assert compute_rewards(lambda p, r: (float(text) for text in r), ["a"], ["3"]).tolist() == [3]
 
     def test_an_error_names_the_reward_and_its_line(self):
         def lookup(prompts, responses):

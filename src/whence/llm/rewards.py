@@ -3,13 +3,13 @@
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from whence.errors import NonFinite, WhenceError, first_line
@@ -80,12 +80,13 @@ def compute_rewards(
 
     Raises:
         NonFinite: the reward returns a number that is not finite; `record_ids` holds the responses' positions.
-        WhenceError: the reward raises an error, asks for a column that does not exist, or returns another number of
-            values than there are responses.
+        WhenceError: the reward raises an error, asks for a column that does not exist, or returns something else than
+            a number for each response.
     """
     arguments, name = {name: columns[name] for name in find_columns(reward, columns)}, _reward_name(reward)
     try:
-        numbers = list(reward(prompts, responses, **arguments))
+        values = reward(prompts, responses, **arguments)
+        values = list(values) if isinstance(values, Iterable) else values  # a generator may fail only now
     except WhenceError:
         raise
     except Exception as error:
@@ -93,7 +94,7 @@ def compute_rewards(
             f"The reward {name} failed{_locate_error(reward, error)}: {type(error).__name__}: {first_line(error)}. It "
             "is called as reward(prompts, responses) with lists of texts, and has to return a number for each response."
         ) from error
-    rewards = torch.as_tensor(numbers, dtype=torch.float64).reshape(-1)
+    rewards = _read_numbers(values, name, responses)
     if len(rewards) != len(responses):
         raise WhenceError(f"The reward {name} returned {len(rewards)} numbers for {len(responses)} responses.")
     broken = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
@@ -106,6 +107,37 @@ def compute_rewards(
             record_ids=broken,
         )
     return rewards
+
+
+def _read_numbers(values: Any, name: str, responses: Sequence[str]) -> Float64[Tensor, " m"]:
+    """Return what a reward returned as numbers.
+
+    Raises:
+        WhenceError: it is no list, or one of its values is no number.
+    """
+    if not isinstance(values, list):
+        hint = "end the function with a return statement" if values is None else "return a list"
+        raise WhenceError(
+            f"The reward {name} returned {values!r:.80}; a number for each of the {len(responses)} responses is "
+            f"needed: {hint}."
+        )
+    try:
+        return torch.as_tensor(values, dtype=torch.float64).reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        row = next((row for row, value in enumerate(values) if not _is_number(value)), 0)
+        value = values[row]
+        text = f", {responses[row][:80]!r}" if row < len(responses) else ""
+        raise WhenceError(
+            f"The reward {name} returned {value!r:.80} for response {row}{text}; a number is needed: return 0.0 "
+            "where the reward does not apply."
+        ) from None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return torch.as_tensor(value, dtype=torch.float64).numel() == 1
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _locate_error(reward: Reward, error: Exception) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError, checkpoints
 from whence.engines.memory import measure_bytes
@@ -228,6 +228,33 @@ def test_the_step_is_that_of_the_kept_rows_alone(tmp_path, mini_batch_size, accu
     for name, parameter in start.named_parameters():
         largest = float(parameter.grad.abs().max())
         assert torch.allclose(gradients[0][name], parameter.grad, rtol=0, atol=1e-5 * largest + 1e-9), name
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_dropout_is_off_wherever_a_model_holds_its_probability(tmp_path, lora):
+    class Spatial(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.drops_tokens, self.dropout_name = torch.nn.Dropout2d(0.5), True, "half"
+
+    drops = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "layerdrop"), 0.5)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 32}
+    sizes |= {"vocab_size": 12, "ffn_dim": 24, "word_embed_proj_dim": 16, "eos_token_id": 1, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(**sizes, **drops))
+    model.spatial = Spatial()
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj", "v_proj"]))
+    trained = make_trainer(tmp_path, model=model).model
+    spatial = next(module for module in trained.modules() if isinstance(module, Spatial))
+    assert (spatial.layer.p, spatial.drops_tokens, spatial.dropout_name) == (0.0, True, "half")
+    ids = torch.randint(2, 12, (3, 8))
+    first, second = (trained.train()(ids, torch.ones_like(ids)).logits for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(first, trained.eval()(ids, torch.ones_like(ids)).logits)
+    kept = make_trainer(tmp_path / "kept", model=OPTForCausalLM(OPTConfig(**sizes, **drops)), disable_dropout=False)
+    layer = kept.model.language_model.model.decoder.layers[0]
+    assert (layer.dropout, layer.self_attn.dropout) == (0.5, 0.5)
 
 
 def test_advantages_are_of_the_whole_rollout(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from whence.errors import WhenceError
 from whence.guards import write_atomically
@@ -103,10 +104,13 @@ class WithValueHead(nn.Module):
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set the probability of every dropout layer to 0."""
+    """Set every probability of dropout to 0: of layers, and of modules that hold it as a number, as OPT's do."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DropoutNd):
             module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # dropout, attention_dropout, resid_pdrop, layerdrop, ...
+                setattr(module, name, 0.0)
 
 
 class Reference:

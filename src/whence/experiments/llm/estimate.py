@@ -34,7 +34,7 @@ from whence.llm.footprint import (
     train_layers_alone,
 )
 from whence.llm.generation import check_tokenizer, context_length
-from whence.llm.model import WithValueHead
+from whence.llm.model import WithValueHead, disable_dropout
 from whence.llm.prompts import NO_PROMPTS, read_prompts
 from whence.llm.rewards import Reward
 from whence.llm.scoring import find_first_block, widen_chunk
@@ -98,8 +98,10 @@ def estimate_run(config: LanguageConfig) -> Estimate:
     shape = BatchShape(plan.trained, max(lengths.trained), plan.response)
     with skip_weights():
         model: Any = WithValueHead(task.model) if plan.has_values else task.model
+    if plan.disables_dropout and config.algorithm == "ppo":
+        disable_dropout(model)
     for module in model.modules():
-        if plan.disables_dropout and isinstance(module, nn.Dropout):
+        if plan.disables_dropout and isinstance(module, nn.Dropout):  # all that TRL switches off
             module.p = 0.0
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     gradients = count_bytes(model, trained=True)

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from languages import STYLES, language_model, rows_for
 from test_llm_trainer import copy_state, make_model, make_tokenizer, make_trainer, same
 from test_llm_trl import make_trainer as make_trl_trainer
 from whence import IPPO, NonPositive, WhenceError, attribute
 from whence.errors import Unsupported
-from whence.layers import find_blocks
+from whence.layers import choose_parameters, find_blocks
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, row_scorer, score_tokens
 from whence.llm.hidden_states import HIDDEN, begin_at_block, compute_hidden, record_hidden
 from whence.llm.model import WithValueHead
@@ -46,6 +48,29 @@ def count_passes(module: Any, block: int) -> list[int]:
                  or "Norm" in type(child).__name__)  # fmt: skip
     inner.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     return sizes
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_blocks_are_those_of_the_language_model_next_to_a_vision_tower(adapted: bool, head: bool) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(num_hidden_layers=5, image_size=8, patch_size=4, **sizes)
+    text = LlamaConfig(num_hidden_layers=3, vocab_size=50, **sizes)
+    model: Any = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=49)
+    )
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model = WithValueHead(model) if head else model
+    path, blocks = find_blocks(model)
+    assert path.endswith("language_model.layers")
+    assert len(blocks) == 3
+    with pytest.raises(WhenceError, match=r"from 1 to 3, the blocks of `.*language_model\.layers`"):
+        choose_parameters(model, dict(model.named_parameters()), 4)
+    for block in range(1, 3):  # as in models whose blocks are of several classes
+        blocks[block] = torch.nn.Identity()
+    with pytest.raises(WhenceError, match=r"`.*language_model` has no ModuleList"):
+        find_blocks(model)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -77,21 +77,41 @@ def _match_names(parameters: Mapping[str, Tensor], layers: object) -> list[str]:
 def find_blocks(module: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the blocks of a network, and their list's name: its longest `ModuleList` of modules of one class.
 
-    A list inside another one, such as the experts of a block, does not count.
+    A list inside another one, such as the experts of a block, does not count. Nor does one outside the decoder of a
+    model that names it by `get_decoder`, as Transformers' models do: a vision tower gives no logits.
 
     Raises:
-        WhenceError: there is no such list of two modules or more.
+        WhenceError: there is no such list of two modules or more, or there are several of the same length.
     """
+    decoder = _find_decoder(module)
     lists = {
         path: child
         for path, child in module.named_modules()
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1
+        if not decoder or path.startswith(f"{decoder}.")
     }
     if not lists:
+        place = f"`{decoder}`" if decoder else type(module).__name__
         raise WhenceError(
-            f"layers is a number of last blocks, and {type(module).__name__} has no ModuleList of several modules of "
-            "one class. Give patterns of parameters' names."
+            f"layers is a number of last blocks, and {place} has no ModuleList of several modules of one class. Give "
+            "patterns of parameters' names."
         )
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    path = max(outer, key=lambda name: len(lists[name]))
-    return path, lists[path]
+    most = max(len(lists[path]) for path in outer)
+    longest = [path for path in outer if len(lists[path]) == most]
+    if len(longest) > 1:
+        raise WhenceError(
+            f"layers is a number of last blocks, and {type(module).__name__} has several lists of {most} blocks: "
+            f"{', '.join(f'`{path}`' for path in longest)}. Give patterns of parameters' names, such as "
+            f"'{longest[-1]}.{most - 1}.*'."
+        )
+    return longest[0], lists[longest[0]]
+
+
+def _find_decoder(module: nn.Module) -> str:
+    """Return the name of the module that a model calls its decoder; "" if none does, or if it is the whole module."""
+    for child in module.modules():
+        if callable(get_decoder := getattr(child, "get_decoder", None)):
+            decoder = get_decoder()
+            return next((path for path, other in module.named_modules() if other is decoder), "")
+    return ""

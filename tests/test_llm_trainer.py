@@ -3,6 +3,9 @@
 import copy
 import random
 import shutil
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 
 import datasets
 import numpy as np
@@ -24,6 +27,7 @@ from whence.llm.rollout import evaluate_responses, make_rollout
 from whence.llm.scoring import Scoring, score
 from whence.llm.steps import optimise
 from whence.llm.trainer import PPOTrainer
+from whence.llm.training_inputs import describe_rows, name_object, to_json
 from whence.run_files import lock_directory
 from whence.runs import RunDirectory
 
@@ -255,6 +259,65 @@ def test_dropout_is_off_wherever_a_model_holds_its_probability(tmp_path, lora):
     kept = make_trainer(tmp_path / "kept", model=OPTForCausalLM(OPTConfig(**sizes, **drops)), disable_dropout=False)
     layer = kept.model.language_model.model.decoder.layers[0]
     assert (layer.dropout, layer.self_attn.dropout) == (0.5, 0.5)
+
+
+def count_letters(prompts, responses):
+    return [float(len(text)) for text in responses]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": count_letters}, r"rewards was .*vowels'\], now .*count_letters'\]"),
+        ({"reward_weights": [0.5]}, r"reward_weights was None, now \[0.5\]"),
+        ({"prompts": ["ab", "cde", "f", "ghij", "bb"]}, "data.prompts.digest was"),
+        ({"held_out": ["ab", "bb"]}, "data.held_out.digest was"),
+    ],
+)
+def test_other_inputs_are_another_run(tmp_path, change, message):
+    shared = {"save_every": 1, "held_out": ["bb", "c"]}
+    make_trainer(tmp_path, **shared, rounds=1).train()
+    make_trainer(tmp_path, **shared, rounds=2).train()  # goes on
+    with pytest.raises(RunDirectoryError, match=message):
+        make_trainer(tmp_path, **shared | change, rounds=3).train()
+
+
+class Level(Enum):
+    HIGH = "high"
+
+
+@dataclass
+class Options:
+    level: Level = Level.HIGH
+    api_key: str = "hidden"
+
+
+def test_settings_in_json_types():
+    settings = {"options": Options(), "sizes": (1, 2.5, None), "names": {"b", "a"}, "limit": float("inf"), 3: vowels}
+    assert to_json(settings) == {
+        "options": {"level": "high"},
+        "sizes": [1, 2.5, None],
+        "names": ["a", "b"],
+        "limit": "inf",
+        "3": "test_llm_trainer.vowels",
+    }
+    secrets = {"token": 1, "hub_token": 1, "OPENAI_API_KEY": 1, "password": 1, "use_auth_token": 1}
+    assert to_json(secrets | {"max_new_tokens": 2, "eos_token": "x"}) == {"max_new_tokens": 2, "eos_token": "x"}
+    assert to_json("http://me:hidden@host:80/path") == "http://host:80/path"
+    assert name_object(partial(vowels, factor=2)) == 'test_llm_trainer.vowels with [[], {"factor": 2}]'
+    assert name_object(Options()) == "test_llm_trainer.Options"
+    assert name_object(make_model()).startswith("transformers.models.llama.modeling_llama.LlamaForCausalLM")
+
+
+def test_digests_of_rows():
+    rows = [{"prompt": f"{number}"} for number in range(2500)]
+    whole = describe_rows(rows)
+    assert whole["rows"] == 2500
+    assert describe_rows(datasets.Dataset.from_list(rows)) == whole
+    assert describe_rows(rows[::-1])["digest"] != whole["digest"]
+    assert describe_rows([*rows[:3], {"prompt": "other"}, *rows[4:]])["digest"] != whole["digest"]
+    assert describe_rows([])["rows"] == 0
+    assert describe_rows(None) is None
 
 
 def test_advantages_are_of_the_whole_rollout(tmp_path):

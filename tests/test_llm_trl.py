@@ -562,12 +562,13 @@ class TestRunDirectory:
             make_trainer("grpo", tmp_path / "trl", None, run=tmp_path / "other").train()
 
     def test_no_token_of_the_hub_is_written(self, tmp_path):
-        hub = {"hub_token": "hf_secret", "hub_model_id": "mine/model"}
+        hub = {"hub_token": "hf_secret", "hub_model_id": "mine/model", "chat_template_kwargs": {"token": "hf_secret"}}
         make_trainer(
             "grpo", tmp_path / "trl", NonPositive(), run=tmp_path / "run", max_steps=1, beta=0.25, **hub
         ).train()
         settings = RunDirectory.open(tmp_path / "run").config["trl"]
         assert settings["beta"] == 0.25
+        assert settings["chat_template_kwargs"] == {}
         assert not [name for name in settings if "hub" in name]
         texts = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
         assert not [text for text in texts if b"hf_secret" in text]
@@ -577,6 +578,33 @@ class TestRunDirectory:
         make_trainer("grpo", tmp_path, NonPositive(), on_nonfinite="drop", **shared).train()
         with pytest.raises(RunDirectoryError, match="on_nonfinite was 'drop', now None"):
             make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, **shared).train(resume_from_checkpoint=True)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"reward_funcs": vowels}, r"rewards was \['test_llm_trl.reward'\], now \['test_llm_trainer.vowels'\]"),
+            ({"reward_funcs": [reward, vowels]}, r"rewards was .*, now \['test_llm_trl.reward', 'test_llm_trainer."),
+            ({"reward_weights": [2.0]}, r"reward_weights was None, now \[2.0\]"),
+            ({"prompts": [*PROMPTS * 3, *["bb"] * 5]}, "data.prompts.digest was"),
+            ({"prompts": PROMPTS}, "data.prompts.rows was 20, now 5"),
+            ({"lr_scheduler_type": "cosine"}, "trl.lr_scheduler_type was 'constant', now 'cosine'"),
+            ({"chat_template_kwargs": {"think": True}}, "trl.chat_template_kwargs.think was None, now True"),
+            ({"optim_target_modules": ["mlp"]}, r"trl.optim_target_modules was None, now \['mlp'\]"),
+        ],
+    )
+    def test_other_inputs_are_another_run(self, tmp_path, change, message):
+        shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+        make_trainer("grpo", tmp_path, None, **shared).train()
+        other = make_trainer("grpo", tmp_path, None, max_steps=2, **shared | change)
+        with pytest.raises(RunDirectoryError, match=message):
+            other.train(resume_from_checkpoint=True)
+
+    def test_what_says_nothing_of_the_steps_may_change(self, tmp_path):
+        shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
+        make_trainer("grpo", tmp_path, None, **shared).train()
+        new = {"logging_strategy": "steps", "logging_steps": 1, "disable_tqdm": False, "save_total_limit": 1}
+        make_trainer("grpo", tmp_path, None, max_steps=2, **shared | new).train(resume_from_checkpoint=True)
+        assert RunDirectory.open(tmp_path).rounds() == [1, 2]
 
     def test_records_are_numbered_by_generation_batches_of_several_steps(self, tmp_path):
         trainer = make_trainer("grpo", tmp_path, None, run=tmp_path / "run", steps_per_generation=4, max_steps=4)

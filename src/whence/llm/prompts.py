@@ -27,6 +27,10 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Return a prompt's ids, and what the further columns hold for it."""
+        return {"ids": list(self.ids[number]), **{name: column[number] for name, column in self.columns.items()}}
+
     def take(self, numbers: Sequence[int]) -> "Prompts":
         """Return the prompts of these numbers, in their order."""
         columns = {name: [column[number] for number in numbers] for name, column in self.columns.items()}

@@ -132,9 +132,9 @@ class PPOTrainer:
         if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
             raise WhenceError(f"rule is {rule!r}; pass an instance, such as IPPO(), or None to train on every row.")
         self.config, self.tokenizer, self.evaluate, self.on_rollout = config, tokenizer, evaluate, on_rollout
-        rewards = [reward] if callable(reward) else list(reward)
+        self.rewards = rewards = [reward] if callable(reward) else list(reward)
+        self.reward_weights = None if reward_weights is None else list(reward_weights)
         self.reward = combine_rewards(rewards, reward_weights, allow_nonfinite=on_nonfinite == "drop")
-        self._rewards = rewards
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
@@ -401,7 +401,7 @@ class PPOTrainer:
 
     def _stateful_parts(self) -> list[Any]:
         """Return what has a state of its own to keep, among the rule and the rewards too."""
-        parts = (self.rule, *self._rewards, self.scorer)
+        parts = (self.rule, *self.rewards, self.scorer)
         return [part for part in parts if hasattr(part, "load_state_dict")]
 
     def save_model(self, folder: str | Path | None = None) -> None:

@@ -12,6 +12,7 @@ from whence.checkpoints import Checkpoint, CheckpointClock, read_latest, save_ch
 from whence.errors import RunDirectoryError, WhenceError
 from whence.llm.checkpoints import check_model
 from whence.llm.processes import Processes
+from whence.llm.training_inputs import describe_rewards, describe_rows
 from whence.llm.versions import note_changed_versions, read_versions
 from whence.run_config import strip_addresses
 from whence.runs import RunDirectory
@@ -167,7 +168,9 @@ def describe_training(trainer: Any, *, drops: bool) -> dict[str, Any]:
         "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "rule": strip_addresses(repr(trainer.rule)),
         "target": strip_addresses(target_name(trainer.target)),
+        **describe_rewards(trainer.rewards, trainer.reward_weights),
         "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
+        "data": {"prompts": describe_rows(trainer.prompts), "held_out": describe_rows(trainer.held_out)},
         "objective": strip_addresses(repr(trainer.objective)),
         "engine": trainer.engine,
         **trainer.scorer.describe(),

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from whence.errors import RunDirectoryError, WhenceError
 from whence.llm.tables import list_tokens
+from whence.llm.training_inputs import describe_rewards, describe_rows, is_secret, to_json
 from whence.llm.trl_checkpoints import (
     delete_later,
     find_checkpoint,
@@ -37,8 +38,12 @@ _RUN_ID = "id"
 """The note that tells a run's checkpoints from those of another run that was in the same directory before."""
 
 _LIBRARIES = ("whence", "torch", "transformers", "trl", "accelerate")
-_MAY_CHANGE = ("rounds", *(f"trl.{name}" for name in ("save_steps", "save_total_limit", "logging_steps")))
-_ELSEWHERE = ("output_dir", "logging_dir", "run_name", "max_steps", "seed")
+_NOT_OF_THE_STEPS = (
+    *("save_strategy", "save_steps", "save_total_limit"),
+    *("logging_strategy", "logging_steps", "report_to", "disable_tqdm"),
+)
+_MAY_CHANGE = ("rounds", *(f"trl.{name}" for name in _NOT_OF_THE_STEPS))
+_ELSEWHERE = ("output_dir", "logging_dir", "run_name", "max_steps", "seed", "reward_weights")
 # They say nothing of the training, and hub_token is a secret.
 _OF_THE_HUB = ("hub_", "push_to_hub")
 
@@ -284,6 +289,8 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "rule": strip_addresses(repr(trainer.rule)),
             "target": strip_addresses(target_name(trainer.target)),
+            **describe_rewards(trainer.reward_funcs, trainer.reward_weights.tolist()),
+            "data": {"prompts": describe_rows(trainer.train_dataset)},
             "objective": strip_addresses(repr(trainer.influence_objective)),
             "engine": trainer.influence_engine,
             **trainer.scorer.describe(),
@@ -306,14 +313,13 @@ def _check_reward_names(names: Sequence[str]) -> None:
 
 
 def _list_settings(args: Any) -> dict[str, Any]:
-    """Return TRL's settings of the training that differ from their defaults, those of JSON types."""
+    """Return TRL's settings of the training that differ from their defaults, in JSON types and without secrets."""
     settings = {}
     for one in fields(args):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
-        value = getattr(args, one.name)
-        if one.name in _ELSEWHERE or one.name.startswith(_OF_THE_HUB):
+        if one.name in _ELSEWHERE or one.name.startswith(_OF_THE_HUB) or is_secret(one.name):
             continue
-        if type(value) in (bool, int, float, str) and value != default:
+        if (value := to_json(getattr(args, one.name))) != to_json(default):
             settings[one.name] = value
     return settings
 

@@ -126,6 +126,16 @@ def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch)
         exec(compile(block, f"{page}.md, block {number}", "exec"), names)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if re.search(r"\b(compare|run_sweep)\(", PAGES[page])])
+def test_a_script_that_starts_processes_starts_none_when_these_import_it(page, elsewhere, monkeypatch):
+    for module in ("comparison", "sweep"):
+        monkeypatch.setattr(
+            sys.modules[f"whence.experiments.{module}"], "run_all", lambda *jobs: pytest.fail("a process was started")
+        )
+    for block in blocks(page, "python"):
+        exec(compile(block, f"{page}.md", "exec"), {"__name__": "__mp_main__"})
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "page",

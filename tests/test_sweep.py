@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -938,6 +939,25 @@ class TestWorkers:
         starting.start()
         assert [*run_all([job], 1, interrupt)] == [(0, None)]
         starting.join()
+
+    @pytest.mark.parametrize(
+        "call", ["compare(runs, Path('out'), workers=2)", "run_sweep(planned, Path('out'), None, workers=2)"]
+    )
+    def test_a_script_that_starts_them_whenever_it_is_imported_is_told_so_once(self, tmp_path, call):
+        script = f"""
+            from pathlib import Path
+            from whence.experiments import compare, plan_comparison, run_sweep
+            from whence.experiments.sweepfile import Planned
+            runs = plan_comparison(env="FrozenLake-v1", arms=["ppo", "iif"], seeds=1, rounds=1, eval_episodes=2)
+            planned = [Planned("lake", run.arm, run) for run in runs]
+            {call}
+        """
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        command = [sys.executable, "script.py"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ended.returncode == 1
+        assert ended.stderr.count("Traceback") == 1
+        assert ended.stderr.endswith('Put that call under the line `if __name__ == "__main__":`.\n')
 
 
 def test_rounds_between_evaluations_reach_nothing():

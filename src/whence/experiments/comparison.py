@@ -14,7 +14,7 @@ from whence.errors import WhenceError
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.kinds import AnyConfig, read_config, runner_of
 from whence.experiments.shared import STANDARD
-from whence.experiments.workers import check_workers, run_all
+from whence.experiments.workers import check_workers, leave_imported_script, run_all
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
 from whence.run_files import explain_write_errors, lock_directory
@@ -67,9 +67,10 @@ def compare(
 ) -> Comparison:
     """Run what is not yet finished, then measure all arms against `ppo` and write `summary.json`.
 
-    Each run has a process with one torch thread; results do not depend on how many there are. A comparison that was
-    interrupted goes on where it was when it is started again: finished runs are not repeated, and the others go on. The
-    settings of all runs are checked before the first one starts.
+    Each run has a process with one torch thread; results do not depend on how many there are. A process imports the
+    script that called this, so a script calls it under `if __name__ == "__main__":`. A comparison that was interrupted
+    goes on where it was when it is started again: finished runs are not repeated, and the others go on. The settings of
+    all runs are checked before the first one starts.
 
     Args:
         configs: from `plan`.
@@ -82,11 +83,12 @@ def compare(
 
     Raises:
         WhenceError: the standard arm is missing, a run's settings are refused or there is no Ray cluster, and nothing
-            was run or deleted; or a run failed.
+            was run or deleted; or a run failed, or the script lacks that line.
         Unsupported: Ray is not installed.
         RunDirectoryError: the directory holds runs of another configuration, and nothing was run; or another process is
             writing to it.
     """
+    leave_imported_script()
     check_comparison(configs, workers=workers, on=on)
     todo = [each for each in configs if overwrite or not runner_of(each).is_finished(each, run_path(path, each))]
     _prepare_each(todo)

@@ -13,7 +13,7 @@ from whence.experiments.rl.config import EFFECTIVE, RunConfig
 from whence.experiments.rl.curves import CurveFiles, KeptRun
 from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import Planned, find_differences, make_label
-from whence.experiments.workers import check_workers, describe_failure, run_all
+from whence.experiments.workers import check_workers, describe_failure, leave_imported_script, run_all
 from whence.metrics import summarise
 from whence.run_files import lock_directory
 from whence.runs import RunDirectory
@@ -44,7 +44,8 @@ def run_sweep(
     """Run what is not there yet, and keep the results and the timings of each run.
 
     Finished runs are skipped. A run that fails is reported, and the others go on. Killed at any moment, the sweep
-    goes on at the first run without results.
+    goes on at the first run without results. A script calls this under `if __name__ == "__main__":`, since the process
+    of each run imports the script.
 
     Args:
         runs: from `read_sweep`.
@@ -62,9 +63,11 @@ def run_sweep(
     Raises:
         RunDirectoryError: another sweep is writing to the directory, or it holds another run where one of these
             belongs, or a damaged file; nothing was run.
-        WhenceError: fewer than one worker, or there is no Ray cluster; nothing was run or deleted.
+        WhenceError: fewer than one worker, or there is no Ray cluster, and nothing was run or deleted; or the script
+            lacks that line.
         Unsupported: Ray is not installed.
     """
+    leave_imported_script()
     check_workers(workers)
     check_place(on)
     with lock_directory(out):

@@ -28,6 +28,9 @@ Job = tuple[AnyConfig, Path]
 OnJobRound = Callable[[int, int], None]
 """Called with a job's place and the number of its rounds that are done."""
 
+_NO_GUARD = 78
+"""The exit code of a process that imported its caller's script, and came to the call that had started it."""
+
 
 def check_workers(workers: int | None) -> None:
     """Refuse a number of processes below one; None is one per core.
@@ -37,6 +40,15 @@ def check_workers(workers: int | None) -> None:
     """
     if workers is not None and workers < 1:
         raise WhenceError(f"workers is {workers}; at least 1 is needed.")
+
+
+def leave_imported_script() -> None:
+    """End this process if it was started to run a job and came back here while it imported its caller's script.
+
+    To be called first by every function that starts such processes; `run_all` tells the caller what to do.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise SystemExit(_NO_GUARD)
 
 
 def run_all(
@@ -54,6 +66,9 @@ def run_all(
     Yields:
         The place in `jobs`, and None or a sentence that says what went wrong. The traceback is in `PATH.error.txt`
         next to the run's directory, if it can be written there.
+
+    Raises:
+        WhenceError: the processes cannot import the caller's script, since it starts them whenever it is imported.
     """
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     waiting, limit = deque(range(len(jobs))), workers or multiprocessing.cpu_count()
@@ -77,6 +92,11 @@ def run_all(
                 del under_way[pipe]
                 pipe.close()
                 process.join()
+                if process.exitcode == _NO_GUARD:
+                    raise WhenceError(
+                        "Each run has a process, which imports your script again, and the script starts the runs "
+                        'whenever it is imported. Put that call under the line `if __name__ == "__main__":`.'
+                    )
                 yield place, _describe_end(process.exitcode) if kind == "lost" else content
     finally:
         for pipe, (_, process) in under_way.items():

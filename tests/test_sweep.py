@@ -35,6 +35,7 @@ from whence.experiments import (
     is_finished,
     jsonlines,
     load_sweep,
+    plan_comparison,
     read_sweep,
     run,
     run_sweep,
@@ -857,6 +858,48 @@ def long_run(tmp_path):
     """A run that takes some seconds."""
     path = tmp_path / "run"
     return configure(env="FrozenLake-v1", arm="ppo", rounds=40, eval_episodes=2), path
+
+
+def start_comparison(path):
+    comparison.compare(plan_comparison(env="FrozenLake-v1", arms=["ppo"], seeds=1, rounds=1), path, overwrite=True)
+
+
+def start_sweep(path):
+    run_sweep(read_sweep(write_sweep(path.parent, LAKE)), path, Recorder())
+
+
+def start_run(path):
+    RunDirectory.create(path, {"rounds": 1}, shared=True, overwrite=True)  # as TRL's trainers do in their output_dir
+
+
+STARTS = {"run": start_run, "comparison": start_comparison, "sweep": start_sweep}
+PLACES = [
+    ("", "run"),
+    ("runs/ppo/seed_0", "comparison"),
+    ("comparison.json", "comparison"),
+    ("runs/lake/ppo/seed_0", "sweep"),
+    ("curves/lake.jsonl", "sweep"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "place", "content"),
+    [(wanted, place, content) for wanted in STARTS for place, content in PLACES if content != wanted],
+)
+def test_a_directory_that_holds_something_else_is_refused_at_the_door(tmp_path, monkeypatch, wanted, place, content):
+    for module in (comparison, sweep):
+        monkeypatch.setattr(module, "run_all", lambda *_: pytest.fail("a run was started"))
+    path = tmp_path / "taken"
+    file = path / place
+    if file.suffix:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("[]")
+    else:
+        RunDirectory.create(file, {"env": "FrozenLake-v1"}).release()
+    before = sorted(path.rglob("*"))
+    with pytest.raises(RunDirectoryError, match=f"taken holds a {content}, and a {wanted} needs"):
+        STARTS[wanted](path)
+    assert sorted(path.rglob("*")) == before
 
 
 class TestWorkers:

@@ -6,10 +6,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from whence.directories import FORMAT
 from whence.errors import RunDirectoryError
 from whence.run_files import system_reason
 
-FORMAT, VERSION = "whence-run", 1
+VERSION = 1
+"""Of a run's config.json."""
 
 
 def read_document(path: Path) -> dict[str, Any]:

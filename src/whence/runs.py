@@ -16,8 +16,9 @@ from torch import Tensor
 
 from whence.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.columns import check_columns
+from whence.directories import FORMAT, check_content
 from whence.errors import RunDirectoryError
-from whence.run_config import FORMAT, VERSION, list_changes, read_document, read_parts, to_plain_json
+from whence.run_config import VERSION, list_changes, read_document, read_parts, to_plain_json
 from whence.run_files import (
     WriterLock,
     check_links,
@@ -161,6 +162,7 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
             )
+        check_content(path, "run")
         if holds_run:
             read_document(path / "config.json")  # refuses a file that whence did not write
             check_links(path)

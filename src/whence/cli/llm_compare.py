@@ -99,6 +99,6 @@ def compare(
         config if config.target is None else replace(config, layers=parse_layers(layers)) for config in first_seed
     ]
     configs = [replace(config, seed=seed) for seed in range(seeds) for config in layered]
-    check_comparison(configs, workers=workers, on=on)
+    check_comparison(configs, out, workers=workers, on=on)
     training.prepare(configs[0])  # above the bars, since a small model's own training has a bar too
     run_comparison(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)

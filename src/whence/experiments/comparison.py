@@ -10,6 +10,7 @@ from typing import Any
 
 import polars as pl
 
+from whence.directories import check_content
 from whence.errors import WhenceError
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.kinds import AnyConfig, read_config, runner_of
@@ -85,11 +86,11 @@ def compare(
         WhenceError: the standard arm is missing, a run's settings are refused or there is no Ray cluster, and nothing
             was run or deleted; or a run failed, or the script lacks that line.
         Unsupported: Ray is not installed.
-        RunDirectoryError: the directory holds runs of another configuration, and nothing was run; or another process is
-            writing to it.
+        RunDirectoryError: the directory holds runs of another configuration, or is that of a run or a sweep, and
+            nothing was run; or another process is writing to it.
     """
     leave_imported_script()
-    check_comparison(configs, workers=workers, on=on)
+    check_comparison(configs, path, workers=workers, on=on)
     todo = [each for each in configs if overwrite or not runner_of(each).is_finished(each, run_path(path, each))]
     _prepare_each(todo)
     jobs = [(config, run_path(path, config)) for config in todo]
@@ -118,11 +119,12 @@ def compare(
         return Comparison(path, configs, summary)
 
 
-def check_comparison(configs: Sequence[AnyConfig], *, workers: int | None, on: str) -> None:
+def check_comparison(configs: Sequence[AnyConfig], path: Path, *, workers: int | None, on: str) -> None:
     """Refuse a comparison that cannot be, before anything is made for it.
 
     Raises:
         WhenceError: the standard arm is missing, there are fewer than one worker, or `on` is no place.
+        RunDirectoryError: the directory holds a run or a sweep.
         Unsupported: Ray is not installed.
     """
     arms = list(dict.fromkeys(config.arm for config in configs))
@@ -132,6 +134,7 @@ def check_comparison(configs: Sequence[AnyConfig], *, workers: int | None, on: s
         )
     check_workers(workers)
     check_place(on)
+    check_content(path, "comparison")
 
 
 def _prepare_each(configs: Sequence[AnyConfig]) -> None:

@@ -6,6 +6,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from whence.directories import check_content
 from whence.errors import RunDirectoryError
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.rl.arms import ARMS
@@ -61,8 +62,8 @@ def run_sweep(
         Why runs failed, by "NAME/ARM/seed_S".
 
     Raises:
-        RunDirectoryError: another sweep is writing to the directory, or it holds another run where one of these
-            belongs, or a damaged file; nothing was run.
+        RunDirectoryError: another sweep is writing to the directory, or it holds a run, a comparison, another run where
+            one of these belongs, or a damaged file; nothing was run.
         WhenceError: fewer than one worker, or there is no Ray cluster, and nothing was run or deleted; or the script
             lacks that line.
         Unsupported: Ray is not installed.
@@ -70,6 +71,7 @@ def run_sweep(
     leave_imported_script()
     check_workers(workers)
     check_place(on)
+    check_content(out, "sweep")
     with lock_directory(out):
         finished = _find_finished(runs, out)
         todo = [planned for planned in runs if planned not in finished]

@@ -261,14 +261,14 @@ class TestCreate:
 
 
 class TestOpen:
-    @pytest.mark.parametrize("place", ["", "not/there"])
-    def test_no_config(self, tmp_path, place):
-        with pytest.raises(RunDirectoryError, match=r"holds no config\.json.*passed as `run`"):
+    @pytest.mark.parametrize(("place", "reason"), [("", r"holds no config\.json"), ("not/there", "is not there")])
+    def test_no_config(self, tmp_path, place, reason):
+        with pytest.raises(RunDirectoryError, match=rf"{reason}.*passed as `run`"):
             RunDirectory.open(tmp_path / place)
 
     def test_a_file_is_no_run(self, tmp_path):
         (tmp_path / "run").write_text("a file")
-        with pytest.raises(RunDirectoryError, match=r"holds no config\.json.*passed as `run`"):
+        with pytest.raises(RunDirectoryError, match=r"is a file, and a run is a directory.*passed as `run`"):
             RunDirectory.open(tmp_path / "run")
 
     @pytest.mark.parametrize("content", [b"", b'{"format": "whence-run", "ver', b"\xff\xfe\x00", b"PAR1"])
@@ -691,7 +691,7 @@ def test_resume_forgets_what_came_later(tmp_path):
     assert again.versions == {"torch": "9"}
     with pytest.raises(RunDirectoryError, match=r"ppo\.gamma was 0\.5, now 0\.6"):
         RunDirectory.resume(tmp_path / "run", {**longer, "ppo": {"gamma": 0.6, "save_every": 2}}, rounds=2)
-    with pytest.raises(RunDirectoryError, match="no run directory"):
+    with pytest.raises(RunDirectoryError, match=r"none is not there\. Did you mean .*/run\?"):
         RunDirectory.resume(tmp_path / "none", longer, rounds=2)
 
 

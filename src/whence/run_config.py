@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from whence.directories import FORMAT
+from whence.directories import FORMAT, explain_no_run
 from whence.errors import RunDirectoryError
 from whence.run_files import system_reason
 
@@ -23,10 +23,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise RunDirectoryError(
-            f"{path.parent} holds no config.json, so it is no run directory. Give the directory that was passed as "
-            "`run`."
-        ) from None
+        raise RunDirectoryError(explain_no_run(path.parent)) from None
     except OSError as refusal:
         raise RunDirectoryError(
             f"{path} cannot be read: {system_reason(refusal)}. Give yourself the right to read it."

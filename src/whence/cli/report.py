@@ -9,6 +9,7 @@ from whence import experiments
 from whence.cli.console import print_json, print_line
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RoundBar
+from whence.directories import find_content
 from whence.errors import WhenceError
 from whence.report import write_report, write_run_report
 from whence.report.explorer import ExploredRun
@@ -65,21 +66,20 @@ def find_runs(path: Path, env: str | None) -> list[ExploredRun]:
     Raises:
         RunDirectoryError: there is neither.
     """
-    folder = path / "runs"
-    if (path / "config.json").exists() or not folder.is_dir():
+    if find_content(path) != "comparison":
         return [ExploredRun(path, env=env)]
     runs = [
         ExploredRun(directory, env=env)
-        for directory in sorted(folder.glob("*/seed_*"))
+        for directory in sorted((path / "runs").glob("*/seed_*"))
         if (directory / "config.json").exists()
     ]
     if not runs:
-        raise WhenceError(f"{path} holds no run yet. Give a run directory, or wait until a run has begun.")
+        raise WhenceError(f"{path} holds a comparison whose runs are gone. Run its `whence compare` again.")
     return runs
 
 
 def _check_no_comparison(path: Path) -> None:
-    if (path / "runs").is_dir() and not (path / "config.json").exists():
+    if find_content(path) == "comparison":
         raise WhenceError(
             f"{path} holds a comparison that is not finished. Run its `whence compare` again, or give one of the runs "
             f"in {path / 'runs'}. `whence view {path}` shows the runs so far."

@@ -36,6 +36,12 @@ from whence.stopwatch import flatten_seconds, time_stage
 
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
 
+KINDS = {
+    "an agent's run of the command whence": {"env": "FrozenLake-v1", "arm": "iif"},
+    "an agent's run of a script": {"env": "FrozenLake-v1", "algorithm": "PPO"},
+    "a language model's run": {"env": "arithmetic", "arm": "iif", "experiment": {}},
+}
+
 
 def records(n=4):
     return pl.DataFrame(
@@ -193,10 +199,10 @@ class TestCreate:
         ("changed", "message"),
         [
             ({"rounds": 4}, r"rounds was 3, now 4"),
-            ({"drop": 0.5}, r"drop was None, now 0\.5"),
+            ({"drop": 0.5}, r"drop was not set, now 0\.5"),
             (
                 {"hyperparameters": {"n_steps": 2048}},
-                r"hyperparameters\.max_grad_norm was 'inf', now None; hyperparameters\.n_steps was 64, now 2048",
+                r"hyperparameters\.max_grad_norm was 'inf', now not set; hyperparameters\.n_steps was 64, now 2048",
             ),
             ({"env": "Acrobot-v1", "rounds": 4}, r"env was 'FrozenLake-v1', now 'Acrobot-v1'; rounds was 3, now 4"),
         ],
@@ -212,8 +218,36 @@ class TestCreate:
         assert run.table("metrics").rows() == [(1,)]
 
     def test_a_key_that_is_gone_is_another_config(self, run):
-        with pytest.raises(RunDirectoryError, match="rounds was 3, now None"):
+        with pytest.raises(RunDirectoryError, match="rounds was 3, now not set"):
             run.check_same({name: value for name, value in CONFIG.items() if name != "rounds"})
+
+    def test_an_empty_table_of_settings_is_none(self, run):
+        run.check_same(CONFIG | {"env_kwargs": {}})
+        with pytest.raises(
+            RunDirectoryError, match=r"\(hyperparameters\.max_grad_norm was 'inf', now not set; [^{}]*\)"
+        ):
+            run.check_same(CONFIG | {"hyperparameters": {}})
+
+    def test_changes_beyond_the_fifth_are_counted(self, run):
+        more = {f"setting_{place}": place for place in range(8)}
+        with pytest.raises(RunDirectoryError, match=r"setting_4 was not set, now 4; and 3 more\)"):
+            run.check_same(CONFIG | more)
+        more = {f"setting_{place}": place for place in range(5)}
+        with pytest.raises(RunDirectoryError, match=r"setting_4 was not set, now 4\)"):
+            run.check_same(CONFIG | more)
+
+    @pytest.mark.parametrize("now", KINDS)
+    @pytest.mark.parametrize("before", KINDS)
+    def test_runs_of_other_kinds_are_called_so(self, tmp_path, before, now):
+        run = RunDirectory.create(tmp_path, KINDS[before] | {"rounds": 3})
+        kinds = f"it is {before}, and this is {now}" if before != now else "rounds was 3, now 4"
+        with pytest.raises(RunDirectoryError, match=rf"another configuration \({kinds}\)"):
+            run.check_same(KINDS[now] | {"rounds": 4})
+
+    def test_settings_may_be_left_out_of_the_question(self, run):
+        run.check_same({"rounds": 3}, only=["rounds"])
+        with pytest.raises(RunDirectoryError, match=r"\(rounds was 3, now 4\)"):
+            run.check_same({"rounds": 4}, only=["rounds"])
 
     def test_a_run_without_a_round_is_replaced_by_any_other(self, run):
         run.write_round("records", 1, records())

@@ -84,19 +84,65 @@ def to_plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str] = ()) -> list[str]:
-    """List, for people, the settings in which two configurations differ, except those in `but`."""
+    """List, for people, the settings in which two configurations differ, except those in `but`.
+
+    An empty table of settings and a value of None are settings that are not there.
+    """
     old, new = _flatten_settings(before), _flatten_settings(now)
     names = sorted((old.keys() | new.keys()) - set(but))
-    return [f"{name} was {old.get(name)!r}, now {new.get(name)!r}" for name in names if old.get(name) != new.get(name)]
+    return [
+        f"{name} was {_describe_setting(old, name)}, now {_describe_setting(new, name)}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
 
 
 def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings under names such as `outer.inner`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        nested = isinstance(value, Mapping) and value
+        nested = isinstance(value, Mapping)
         flat |= _flatten_settings(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
+
+
+def _describe_setting(settings: Mapping[str, Any], name: str) -> str:
+    return repr(settings[name]) if name in settings else "not set"
+
+
+def describe_change(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str] = (), only: Collection[str] | None = None
+) -> str | None:
+    """Say in one clause what differs between two runs' configurations; None: nothing.
+
+    Args:
+        before: the configuration of the run that is there.
+        now: the configuration of the run that is to be written there.
+        but: names of settings that may differ.
+        only: names of those to compare, without the names inside them; None: all.
+    """
+    shared = {name: value for name, value in before.items() if only is None or name in only}
+    changes = list_changes(shared, now, but=but)
+    if not changes:
+        return None
+    kinds = _name_kind(before), _name_kind(now)
+    if kinds[0] != kinds[1] and None not in kinds:  # they share few settings, so that a list would say nothing
+        return f"it is {kinds[0]}, and this is {kinds[1]}"
+    rest = f"; and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
+    return "; ".join(changes[:_MOST_CHANGES]) + rest
+
+
+_MOST_CHANGES = 5
+"""That a message lists."""
+
+
+def _name_kind(config: Mapping[str, Any]) -> str | None:
+    """Return what wrote a run, by its configuration."""
+    if config.get("kind") == "language" or "experiment" in config:
+        return "a language model's run"
+    if "arm" in config:
+        return "an agent's run of the command whence"
+    return "an agent's run of a script" if "algorithm" in config else None
 
 
 def strip_addresses(text: str) -> str:

@@ -18,7 +18,7 @@ from whence.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.columns import check_columns
 from whence.directories import FORMAT, check_content
 from whence.errors import RunDirectoryError
-from whence.run_config import VERSION, list_changes, read_document, read_parts, to_plain_json
+from whence.run_config import VERSION, describe_change, read_document, read_parts, to_plain_json
 from whence.run_files import (
     WriterLock,
     check_links,
@@ -272,17 +272,24 @@ class RunDirectory:
         path = Path(path)
         return cls(path, **read_parts(path / "config.json"))
 
-    def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
-        """Refuse a configuration, in JSON types, that differs from this run's in any setting except those in `but`.
+    def check_same(
+        self, config: Mapping[str, Any], *, but: Collection[str] = (), only: Collection[str] | None = None
+    ) -> None:
+        """Refuse a configuration, in JSON types, that differs from this run's in a setting.
+
+        Args:
+            config: the configuration.
+            but: names of settings that may differ; `outer.inner` for nested settings.
+            only: names of those to compare, without the names inside them; None: all.
 
         Raises:
-            RunDirectoryError: a setting differs; the message names it.
+            RunDirectoryError: a setting differs; the message names it, or the kinds of the runs if they differ.
         """
-        changes = list_changes(self.config, to_plain_json(config), but=but)
-        if changes:
+        change = describe_change(self.config, to_plain_json(config), but=but, only=only)
+        if change is not None:
             raise RunDirectoryError(
-                f"{self.path} holds a run of another configuration ({'; '.join(changes[:3])}). Choose another "
-                "directory, or pass overwrite=True (--overwrite) to replace the run."
+                f"{self.path} holds a run of another configuration ({change}). Choose another directory, or pass "
+                "overwrite=True (--overwrite) to replace the run."
             )
 
     def append(self, table: Table, row: Mapping[str, Any]) -> None:

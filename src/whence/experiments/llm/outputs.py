@@ -47,7 +47,7 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     if not rounds:
         return False
     description = describe(config)
-    RunDirectory(path, {name: directory.config.get(name) for name in description}, {}).check_same(description)
+    directory.check_same(description, only=description.keys())
     return rounds >= config.rounds and (path / "model").is_dir()
 
 

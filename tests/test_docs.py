@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from whence.experiments import read_sweep
 from whence.experiments.kinds import runner_of
 from whence.experiments.rl.arms import ARMS, PARTS, PLAIN
 from whence.experiments.rl.config import HYPERPARAMETERS
+from whence.experiments.rl.presets import presets
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 
@@ -44,9 +46,9 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], flags=re.DOTALL | re.MULTILINE)
 
 
-def command_lines(page):
-    """The arguments of the `whence ...` lines in the page's shell blocks."""
-    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+def command_lines(page, language="bash"):
+    """The arguments of the `whence ...` lines in the page's blocks."""
+    lines = "\n".join(blocks(page, language)).replace("\\\n", " ").splitlines()
     lines = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line) for line in lines]
     return [join_names(shlex.split(line, comments=True)[1:]) for line in lines if line.startswith("whence ")]
 
@@ -55,6 +57,36 @@ def join_names(arguments):
     """Make one of a group and its command."""
     both = " ".join(arguments[:2])
     return [both, *arguments[2:]] if both in COMMANDS else arguments
+
+
+def sweep_files(page):
+    """The page's sweep files, each with the name that its commands call it by."""
+    names = dict.fromkeys(arguments[0] for name, *arguments in command_lines(page) if name == "sweep")
+    return list(zip(names, blocks(page, "toml"), strict=True))
+
+
+def directories_of(name, arguments):
+    """The directory that a command writes, if it writes one."""
+    options = dict(pairwise(arguments))
+    if name in ("compare", "sweep", "llm compare"):
+        default = {"compare": "out/compare", "llm compare": "out/llm"}.get(name) or f"out/{Path(arguments[0]).stem}"
+        return [options.get("--out", default)]
+    if name not in ("train", "llm train"):
+        return []
+    env = presets()[options["--preset"]]["env"] if "--preset" in options else options.get("--task", arguments[0])
+    return [options.get("--run", f"runs/{env}-{options.get('--selection', 'iif')}-seed0")]
+
+
+def written_places(page):
+    """Pairs of a directory or a file, and what the page writes there: a command, a script or a file's text."""
+    commands = command_lines(page) + (command_lines(page, "text") if page != "reference/errors" else [])
+    for name, *arguments in commands:
+        command = " ".join([name, *arguments]).replace(" --overwrite", "")
+        yield from ((directory, command) for directory in directories_of(name, arguments))
+    writing = re.compile(r"(?:\brun=|PPOConfig\(|\brun\(config, |compare\(runs, )(?:Path\()?\"([^\"]+)\"")
+    for number, block in enumerate(blocks(page, "python"), start=1):
+        yield from ((directory, f"{page}, script {number}") for directory in writing.findall(block))
+    yield from sweep_files(page)
 
 
 def quoted_commands(page):
@@ -155,11 +187,11 @@ def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch
     # The page is served until Ctrl-C.
     monkeypatch.setattr("whence.viewer.serve", lambda runs, *, on_start, **settings: on_start("http://127.0.0.1/"))
     monkeypatch.setattr("webbrowser.open", lambda url: None)
-    for file in blocks(page, "toml"):
+    for name, file in sweep_files(page):
         small = re.sub(r"^(rounds = 20|hyperparameters).*\n", "", file, flags=re.MULTILINE)
         settings = "seeds = 1\nrounds = 1\neval_episodes = 2\nhyperparameters = { n_steps = 64, n_epochs = 1 }"
         small = re.sub(r"^seeds = .*", settings, small, flags=re.MULTILINE)
-        (elsewhere / "lake.toml").write_text(small, encoding="utf-8")
+        (elsewhere / name).write_text(small, encoding="utf-8")
     for name, *arguments in command_lines(page):
         if any(model in argument for model in LARGE for argument in arguments):
             continue
@@ -192,6 +224,17 @@ def test_commands_and_options_named_in_the_text_are_there(page):
         known = option_names(name) if name in COMMANDS else {"--debug", "--version", "--help"}
         assert name in (*COMMANDS, "COMMAND", None), arguments
         assert {argument for argument in arguments if argument.startswith("--")} <= known, arguments
+
+
+def test_a_reader_of_all_pages_writes_each_directory_once():
+    written = [pair for page in PAGES for pair in written_places(page)]
+    for command in COMMANDS.values():
+        for example in re.findall(r"Example: whence (.+)", command.help):
+            name, *arguments = join_names(shlex.split(example))
+            written += [(place, " ".join([name, *arguments])) for place in directories_of(name, arguments)]
+    places = {place: {what for other, what in written if other == place} for place, _ in written}
+    assert len(places) > 30
+    assert {place: whats for place, whats in places.items() if len(whats) > 1} == {}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -147,7 +147,7 @@ def train(
     those. The run directory holds scores, records, policies and figures of every round; report.html in it shows them.
     A finished run is left as it is. Interrupted at any moment, the same command goes on and ends with the same bits.
 
-    Example: whence train LunarLander-v3 --selection iif --drop 0.125 --run runs/lander
+    Example: whence train LunarLander-v3 --selection iif --drop 0.125 --rounds 20 --run runs/lander
     """
     hyperparameters = {name: ctx.params[name] for name in HYPERPARAMETERS if ctx.params[name] is not None}
     hyperparameters |= {

@@ -563,7 +563,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--rounds", "1-3"], "Round 2 of .* was not recorded; rounds 1, 3 were"),
+            (["--rounds", "1-3"], "Round 2 of .* was not recorded. Recorded rounds: 1, 3"),
             (["--rounds", "b"], "--rounds is 'b'; whole numbers or ranges"),
             (["--method", "snapshots"], "--method is 'snapshots'. Did you mean snapshot?"),
             (["--target", "action", "--record", "0"], "--record is of one round, and 2 are asked for"),

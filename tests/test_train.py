@@ -144,7 +144,7 @@ def test_a_recorded_round_is_trained_again_without_records(tmp_path: Path, episo
     assert "Round 2, 4 subsets of 50%, recorded minibatches, outcome: target" in " ".join(shown.output.split())
     refused = whence("counterfactual", run, "--round", 1)
     assert "Round 1 of" in str(refused.exception)
-    assert "rounds 2 of it was" in str(refused.exception)
+    assert "Recorded rounds: 2." in str(refused.exception)
     refused = whence("counterfactual", run, "--round", 2, "--test-episodes", 1)
     assert "--test-episodes is 1; at least 2 are needed" in str(refused.exception)
 

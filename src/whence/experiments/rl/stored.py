@@ -156,10 +156,10 @@ def load_recording(run: RunDirectory, number: int) -> tuple[Any, RoundRecording]
     """
     path = run.recording_path(number)
     if not path.exists():
-        numbers = run.recorded_rounds()
-        recorded = f"rounds {', '.join(map(str, numbers))}" if numbers else "no round"
+        recorded = ", ".join(map(str, run.recorded_rounds())) or "none"
         raise RunDirectoryError(
-            f"Round {number} of {run.path} was not recorded; {recorded} of it was. Train with --record-rounds {number}."
+            f"Round {number} of {run.path} was not recorded. Recorded rounds: {recorded}. Train a run with "
+            f"--record-rounds {number}."
         )
     return load_model(run, number), RoundRecording.load(path)
 
@@ -224,8 +224,9 @@ def read_run_config(run: RunDirectory) -> RunConfig:
     """
     if "algorithm" in run.config:
         raise RunDirectoryError(
-            f"{run.path} was written by an InfluenceCallback in a script, and this needs a run of `whence train`. Its "
-            "rounds can be scored (whence attribute) and shown (whence view)."
+            f"{run.path} was written by an InfluenceCallback in a script, and this needs a run of `whence train`, which "
+            "stores how its policies are tested. Call whence.counterfactual.study or intervene in the script; whence "
+            "attribute and whence view read this run."
         )
     try:
         return RunConfig.from_json(run.config)

@@ -164,6 +164,12 @@ class TestJudgement:
         with pytest.raises(InvalidRecords, match="discrete actions"):
             judge_advantages(box, 1, measure="visits", env=lambda: Toy(action="box"))
 
+    def test_visits_of_states_that_never_repeat_give_no_figures(self, tmp_path):
+        cart = train(tmp_path / "cart", env="CartPole-v1", n_steps=64)
+        assert judge_advantages(cart, 1, records=2, continuations=2)["measured"][0] == "rollouts"
+        with pytest.raises(WhenceError, match=r"No state occurs twice in round 1 of .*cart, .*--measure rollouts"):
+            judge_advantages(cart, 1, measure="visits")
+
     def test_two_means_of_equal_returns_are_no_difference(self, tmp_path):
         run = learn(tmp_path / "run", Steady())
         judged = judge_advantages(run, 1, measure="visits", env=Steady)

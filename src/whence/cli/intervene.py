@@ -149,8 +149,8 @@ def _choose_rounds(directory: RunDirectory, text: str | None) -> list[int]:
     numbers = recorded if text is None else parse_rounds("--rounds", text)
     if missing := [number for number in numbers if number not in recorded]:
         raise RunDirectoryError(
-            f"Round {missing[0]} of {directory.path} was not recorded. Recorded rounds: {', '.join(map(str, recorded))}. "
-            "Leave --rounds out for all of them, or train with --record-rounds."
+            f"Round {missing[0]} of {directory.path} was not recorded. Recorded rounds: "
+            f"{', '.join(map(str, recorded))}. Leave --rounds out for all of them, or train with --record-rounds."
         )
     return numbers
 

@@ -11,7 +11,7 @@ from whence.errors import ReplayError, WhenceError, suggest
 from whence.experiments.rl.continuations import OnRecord, estimate_advantages
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.experiments.rl.stored import load_round, score_round
-from whence.heuristics import has_single_actions, measure_by_visits
+from whence.heuristics import has_single_actions, measure_by_visits, number_states
 from whence.influence import SIGNIFICANT
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
@@ -75,7 +75,7 @@ def judge_advantages(
         measured one is further from 0 than two of its errors); and `measured`: "visits" or "rollouts".
 
     Raises:
-        WhenceError: a number is out of range, or `measure` is unknown.
+        WhenceError: a number is out of range, `measure` is unknown, or visits are asked for and no state occurs twice.
         ReplayError: an episode cannot be played again.
         RunDirectoryError: the round is not there, or its policy cannot be built again.
         InvalidRecords: visits are asked for, and actions are not discrete.
@@ -168,6 +168,7 @@ def measure_visits(run: RunDirectory, number: int, *, env: AnyEnv = None, least:
 
     Raises:
         InvalidRecords: `least` is 0, and the records lack what is needed.
+        WhenceError: `least` is 0, and no state occurs twice.
     """
     stored = run.round("records", number).columns
     if least > 0 and not any(name.split(".")[0] == "observation" for name in stored):
@@ -176,6 +177,11 @@ def measure_visits(run: RunDirectory, number: int, *, env: AnyEnv = None, least:
     if least > 0 and not _can_repeat(records):
         return None
     visited = measure_by_visits(records)
+    if least == 0 and len(np.unique(number_states(records))) == len(records):
+        raise WhenceError(
+            f"No state occurs twice in round {number} of {run.path}, so that visits measure no advantage. Measure by "
+            "fresh rollouts: measure='rollouts' (--measure rollouts)."
+        )
     if np.median(visited.visits) < least:
         return None
     return pl.DataFrame(

@@ -210,11 +210,21 @@ def test_what_commands_are_said_to_print_is_what_they_print(elsewhere, monkeypat
         cli.main()
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert last in " ".join(PAGES["index"].split())
-    for text in (
-        "The 3 lowest: training on them lowers the target",
-        "The 3 highest: training on them raises the target",
-    ):
-        assert text in PAGES["guide/harmful"]
+
+
+def test_the_table_of_harmful_records_looks_as_it_is_printed(elsewhere, monkeypatch, capsys):
+    (train, asked) = command_lines("guide/harmful")[:2]
+    monkeypatch.setattr("whence.cli.console.console.width", 100)
+    for name, *arguments in ([*shorten("train", train), "--n-steps", "512"], asked):
+        monkeypatch.setattr(sys, "argv", ["whence", name, *arguments])
+        with pytest.raises(SystemExit):
+            cli.main()
+        printed = capsys.readouterr().out
+    shown = next(block for block in blocks("guide/harmful", "text") if "record_id" in block)
+    skeletons = [
+        [re.sub(r"[-\d., ?%e]+|[━─]+", " ", line).strip() for line in text.splitlines()] for text in (shown, printed)
+    ]
+    assert skeletons[0] == skeletons[1]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -225,8 +225,8 @@ def read_run_config(run: RunDirectory) -> RunConfig:
     if "algorithm" in run.config:
         raise RunDirectoryError(
             f"{run.path} was written by an InfluenceCallback in a script, and this needs a run of `whence train`, "
-            "which stores how its policies are tested. Call whence.counterfactual.study or intervene in the script; whence "
-            "attribute and whence view read this run."
+            "which stores how its policies are tested. Call whence.counterfactual.study or intervene in the script; "
+            "whence attribute and whence view read this run."
         )
     try:
         return RunConfig.from_json(run.config)

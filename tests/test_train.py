@@ -355,6 +355,12 @@ def test_list_names_all_there_is() -> None:
     assert list(content["engines"]) == ["auto", *ENGINES]
     assert list(content["targets"]) == list(TARGETS)
     assert set(parsed(whence("list", "--json").stdout)["arms"]) == set(FIRST)
+    assert "ppo-as-far" in FIRST  # the guide on comparisons names it
+    about = content["presets"]
+    assert about["lda-code/frozenlake"] == "FrozenLake-v1, 50 rounds, SGD, unclipped"
+    assert about["paper/frozenlake"] == "FrozenLake-v1, 50 rounds, SGD, clipped to 0.5"
+    assert len({*about.values()}) == len(about)  # no two look alike
+    assert "what the paper prints: gradients clipped" in whence("list", "presets").output
     text = whence("list", "arms").output
     assert "negative-random" in text
     assert "ghost" not in text

@@ -1,7 +1,8 @@
 """`whence list`. It repeats what engines and targets are, since their modules take long to import."""
 
+import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,10 +41,7 @@ def list_(
     arms = {name: arm.about for name, arm in ARMS.items() if show_all or name in FIRST}
     lists: dict[str, Mapping[str, str]] = {
         "arms": arms,
-        "presets": {
-            name: f"{values['env']}, {values['rounds']} rounds, {values['optimizer']}"
-            for name, values in presets().items()
-        },
+        "presets": {name: _describe_preset(values) for name, values in presets().items()},
         "engines": ENGINES,
         "targets": TARGETS,
     }
@@ -55,5 +53,15 @@ def list_(
         return
     for kind, entries in chosen.items():
         console.print(make_table(kind, ("name", "what it is"), entries.items()))
+    if "presets" in chosen:
+        print_line(
+            "lda-code/... are what LDA's published code runs, paper/... what the paper prints: gradients clipped."
+        )
     if "arms" in chosen and not show_all:
         print_line(f"{len(ARMS) - len(arms)} more arms, which studies compare: whence list arms --all")
+
+
+def _describe_preset(values: Mapping[str, Any]) -> str:
+    limit = values["hyperparameters"]["max_grad_norm"]
+    clipping = f"clipped to {limit}" if math.isfinite(limit) else "unclipped"
+    return f"{values['env']}, {values['rounds']} rounds, {values['optimizer']}, {clipping}"

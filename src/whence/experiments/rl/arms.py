@@ -156,7 +156,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
 PLAIN = tuple(name for name in ARMS if name not in COMPOSED)
 """The arms whose names have no parts."""
 
-FIRST = (STANDARD, "iif", "random", "nonpositive", "negative-random", "ppo-lr-2", "ppo-lr-4")
+FIRST = (STANDARD, "iif", "random", "nonpositive", "negative-random", "ppo-lr-2", "ppo-lr-4", "ppo-as-far")
 """The arms to look at first."""
 
 

@@ -29,6 +29,7 @@ from whence.report.figures import (
     policy_entropy,
     seconds_by_stage,
 )
+from whence.report.markdown import KEY
 from whence.report.page import describe_comparison, describe_run, embed
 from whence.report.summary import COMPARISON_DEFINITIONS, METRICS, READING, cell, format_seeds, make_summary
 from whence.report.verdict import choose_effect, count_needed_seeds, give_verdict
@@ -261,6 +262,13 @@ class TestPage:
         assert page.of("dt")[: len(COMPARISON_DEFINITIONS)] == list(COMPARISON_DEFINITIONS)
         assert page.of("dd")[: len(COMPARISON_DEFINITIONS)] == list(COMPARISON_DEFINITIONS.values())
         assert all(term in READING and meaning in READING for term, meaning in COMPARISON_DEFINITIONS.items())
+
+    def test_the_definitions_need_no_words_of_their_own(self):
+        said = " ".join([*COMPARISON_DEFINITIONS.values(), *KEY.values()])
+        assert [
+            words for words in ("standard training", "method seed", "standard seed", "null,") if words in said
+        ] == []
+        assert READING.count("\n") == len(COMPARISON_DEFINITIONS) - 1  # one a line, in the terminal
 
     def test_it_says_what_was_run(self, page):
         assert page.of("bdi") == ["FrozenLake-v1: ppo, iif, random"]

@@ -44,7 +44,7 @@ KEY: Mapping[str, str] = {
     **DEFINITIONS,
     "Every maximum": "over the levels of LDA's paper: every strictly larger maximum, however little larger.",
     HEADINGS["unreached"].capitalize(): "their share; such a level counts as one round more than there are.",
-    "Against the null": "the share saved of the rounds that other standard seeds take; pairs of one seed are left out.",
+    "Against the null": f"the share saved of the rounds that other seeds of {STANDARD} take; no seed meets itself.",
     "Returns": "means over an arm's seeds; the IQM leaves out a quarter of the seeds at either end.",
     "Less another arm's": "the mean difference over the seeds that both have, with a 95% t interval; its null is 0.",
     "Divergence": "as SB3 logs it, of the last epoch; of arms that scale it over the whole rollout, after scaling.",

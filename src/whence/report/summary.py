@@ -34,28 +34,28 @@ DIVERGENCE = "divergence (KL)"
 """The heading of the row below them."""
 
 DEFINITIONS: Mapping[str, str] = {
-    "SE_ave": "the share of rounds saved on the way to standard training's levels, mean over levels.",
-    "SE_peak": "the share of rounds saved on the way to the highest of these levels.",
-    "RT_peak": "the share of CPU time saved on the way to it (collection, scoring and optimisation; no evaluation).",
-    "RT_peak (paper's)": "the same on the way to standard training's highest return, as a share of its whole time.",
-    "Levels": "new highs of standard training's test return, each at least two standard errors above the one before.",
-    "Values": "means over all pairs of method seed and standard seed, in brackets 95% t intervals over seeds.",
-    f"{STANDARD} (null)": "standard seeds compared with other standard seeds: the null, which the others have to beat.",
+    "SE_ave": f"the share of the rounds to a level that an arm saves, compared with {STANDARD}; mean over levels.",
+    "SE_peak": "the same at the highest level.",
+    "RT_peak": "the share of CPU time saved at the highest level: collecting, scoring, optimising, not evaluating.",
+    "RT_peak (paper's)": f"the time saved until {STANDARD}'s highest return, as a share of {STANDARD}'s whole time.",
+    "Levels": f"test returns that {STANDARD} reaches, each at least two standard errors above the one before.",
+    "Values": f"means over all pairs of a seed of the arm and a seed of {STANDARD}; in brackets 95% t intervals.",
+    f"{STANDARD} (null)": f"seeds of {STANDARD} compared with its other seeds: what chance gives. Compare with it.",
 }
 """How the metrics are meant."""
 
 COMPARISON_DEFINITIONS: Mapping[str, str] = {
-    "Ends higher": "a paired t test of final returns, for each arm by itself. The number of seeds is for 80% power "
-    f"at 5%; the difference to see is a tenth of the range of {STANDARD}'s mean learning curve.",
+    "Ends higher": "a paired t test of final returns, for each arm by itself. The number of seeds is what finds a "
+    f"difference four times in five, if it is a tenth of the range of {STANDARD}'s mean learning curve.",
     **DEFINITIONS,
-    "Fewer than three seeds": "no interval: in round brackets each seed's value.",
+    "Fewer than three seeds": "there is no interval; round brackets hold each seed's value.",
     "Divergence": "approximate KL from the policy that collected a round, mean over rounds; for language models, from "
     "the start model.",
 }
 """How a comparison's verdicts and table are meant."""
 
-READING = " ".join(f"{term}: {meaning}" for term, meaning in COMPARISON_DEFINITIONS.items())
-"""The definitions in one paragraph."""
+READING = "\n".join(f"{term}: {meaning}" for term, meaning in COMPARISON_DEFINITIONS.items())
+"""The definitions, one a line."""
 
 Cell = tuple[str, str]
 """A mean, and its interval or each seed's value; "" if there is none."""

@@ -10,6 +10,7 @@ import sys
 import time
 from importlib.metadata import entry_points
 
+import polars as pl
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -305,6 +306,31 @@ class TestCompare:
         code, text, _ = whence("compare", *LAKE, "--out", long)
         assert code == 0
         assert f"Numbers: {long / 'summary.json'} Page: {long / 'report.html'}" in text
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_ctrl_c_in_the_first_round_promises_no_page(whence, monkeypatch, tmp_path, rounds):
+    def interrupt(config, path, on_round, **settings):
+        if rounds:
+            RunDirectory.create(path, {}).write_round("records", 1, pl.DataFrame({"record_id": [0]}))
+        on_round(rounds, {})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("whence.experiments.run", interrupt)
+    code, _, err = whence("train", "CartPole-v1", "--rounds", 3, "--run", tmp_path / "run")
+    assert code == 130
+    assert ("whence report" in err) == bool(rounds)
+    assert ("Interrupted after 1 of 3 rounds." in err) == bool(rounds)
+    assert ("Interrupted in round 1, so there is nothing to show yet." in err) == (not rounds)
+
+
+def test_rounds_that_no_run_of_a_comparison_holds_are_refused(whence, out, finished):
+    before = (out / "report.html").read_bytes()
+    code, _, err = whence("report", out, "--rounds", "1-99")
+    assert code == 2
+    assert "Round 3 is in no run of" in err
+    assert "They hold 2 rounds, up to 2. Name rounds that they hold." in err
+    assert (out / "report.html").read_bytes() == before
 
 
 def test_ctrl_c_promises_nothing_where_nothing_goes_on(whence, monkeypatch, tmp_path):

@@ -339,7 +339,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("device", "message"),
         [
-            ("cuda", r"device is 'cuda', but torch\.cuda\.is_available\(\) is False .* --set device=cpu"),
+            ("cuda", r"device is 'cuda', but torch\.cuda\.is_available\(\) is False .* --device cpu, or --set"),
             ("gpu", r"device is 'gpu', which torch does not know\. Pass cpu, cuda, cuda:0 or auto"),
         ],
     )

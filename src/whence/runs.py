@@ -354,6 +354,28 @@ class RunDirectory:
         """List the rounds whose records were written."""
         return self._numbers("records", "parquet")
 
+    def require_rounds(self, numbers: Collection[int] = ()) -> list[int]:
+        """List the rounds whose records were written, at least one.
+
+        Args:
+            numbers: rounds that have to be among them.
+
+        Raises:
+            RunDirectoryError: no round was written yet, or one of `numbers` was not.
+        """
+        rounds = self.rounds()
+        if not rounds:
+            raise RunDirectoryError(
+                f"{self.path} holds no rounds yet: its training is in round 1, or was interrupted there. Wait for the "
+                "first round, or start the same command or script again."
+            )
+        if missing := sorted(set(numbers) - set(rounds)):
+            raise RunDirectoryError(
+                f"Round {missing[0]} is not in {self.path}, which holds rounds {rounds[0]} to {rounds[-1]}. Name "
+                "rounds that it holds."
+            )
+        return rounds
+
     def answered_rounds(self) -> list[int]:
         """List the rounds after which sample prompts were answered; 0: before the first."""
         return self._numbers("answers", "parquet")

@@ -50,9 +50,7 @@ def attribute(
     Example: whence attribute runs/lander --round 5 --target action --record 8210
     """
     directory = open_agent_run(run)
-    rounds = directory.rounds()
-    if not rounds:
-        raise WhenceError(f"{run} holds no rounds yet.")
+    rounds = directory.require_rounds()
     number = rounds[-1] if round is None else round
     _check_out(out)
     model, records = experiments.load_round(directory, number, env=env)

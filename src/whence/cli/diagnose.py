@@ -110,13 +110,9 @@ class Judgement:
 
 
 def _choose_rounds(run: RunDirectory, text: str | None) -> list[int]:
-    known = run.rounds()
-    if not known:
-        raise WhenceError(f"{run.path} holds no rounds yet.")
-    numbers = parse_rounds("--rounds", text) or known[-1:]
-    if missing := [number for number in numbers if number not in known]:
-        raise WhenceError(f"Round {missing[0]} is not in {run.path}, which holds rounds {known[0]} to {known[-1]}.")
-    return numbers
+    numbers = parse_rounds("--rounds", text)
+    stored = run.require_rounds(numbers)
+    return numbers or stored[-1:]
 
 
 def _find_labels(run: RunDirectory, env: str | None) -> list[str] | None:

@@ -1,5 +1,6 @@
 """`whence report`."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,11 +48,14 @@ def report(
         settings: dict[str, Any] = {"rounds": chosen, "continuations": continuations, "on_round": bar.update}
         if (path / "comparison.json").exists():
             comparison = experiments.load_comparison(path)
+            _check_rounds(comparison, chosen or ())
             write_report(comparison, out, env=env, **settings)
             content = describe_comparison(comparison)
         else:
             _check_no_comparison(path)
             run = ExploredRun(path, env=env)
+            if chosen:
+                run.directory.require_rounds(chosen)
             write_run_report(run, out, **settings)
             content = describe_run(run.directory)
     if json:
@@ -76,6 +80,16 @@ def find_runs(path: Path, env: str | None) -> list[ExploredRun]:
     if not runs:
         raise WhenceError(f"{path} holds a comparison whose runs are gone. Run its `whence compare` again.")
     return runs
+
+
+def _check_rounds(comparison: experiments.Comparison, numbers: Collection[int]) -> None:
+    """Refuse rounds that no run of a comparison holds."""
+    stored = {number for config in comparison.configs for number in comparison.run(config).rounds()}
+    if missing := sorted(set(numbers) - stored):
+        raise WhenceError(
+            f"Round {missing[0]} is in no run of {comparison.path}. They hold {len(stored)} rounds, up to "
+            f"{max(stored, default=0)}. Name rounds that they hold."
+        )
 
 
 def _check_no_comparison(path: Path) -> None:

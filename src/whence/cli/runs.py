@@ -33,10 +33,13 @@ def train_run(
         with RunBar(config.rounds) as bar:
             start(bar.update)
     except KeyboardInterrupt:
-        done = f"Interrupted after {bar.rounds} of {config.rounds} rounds. They are in {path}:"
-        errors.print(done, soft_wrap=True)
-        errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
-        errors.print(f"The same command {on_repeat}.")
+        if any((path / "records").glob("round_*.parquet")):
+            done = f"Interrupted after {bar.rounds} of {config.rounds} rounds." if bar.rounds else "Interrupted."
+            errors.print(f"{done} The rounds so far are in {path}:", soft_wrap=True)
+            errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
+            errors.print(f"The same command {on_repeat}.")
+        else:
+            errors.print("Interrupted in round 1, so there is nothing to show yet. The same command starts again.")
         raise typer.Exit(130) from None
 
 

@@ -93,9 +93,7 @@ def _check_options(
 
 def find_round(run: RunDirectory, number: int | None, record: int | None, episode: int | None) -> int:
     """Return the round asked for: by its number, by a record or an episode in it, or the last."""
-    rounds = run.rounds()
-    if not rounds:
-        raise WhenceError(f"{run.path} holds no rounds yet.")
+    rounds = run.require_rounds()
     if number is not None or (record is None and episode is None):
         return rounds[-1] if number is None else number
     name, value = ("record_id", record) if record is not None else ("episode_id", episode)

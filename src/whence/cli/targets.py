@@ -30,7 +30,10 @@ def make_target(
         raise WhenceError(f"The target {name!r} is unknown.{suggest(name, TARGETS)}")
     if name == "return":
         if (record, observation, action) != (None, None, None):
-            raise WhenceError("--record, --observation and --action belong to the target action; the target is return.")
+            raise WhenceError(
+                "--record, --observation and --action belong to the target action; the target is return. "
+                "Add --target action, or leave them out."
+            )
         return Return()
     if record is not None:
         if observation is not None or action is not None:

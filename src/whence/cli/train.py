@@ -179,6 +179,8 @@ def train(
     _check_target(overrides)
     if timesteps is not None and "rounds" in overrides:
         raise WhenceError("Give --rounds or --timesteps, not both.")
+    if timesteps is not None and timesteps < 1:
+        raise WhenceError(f"--timesteps is {timesteps}; at least 1 is needed, such as 100000.")
     config = experiments.configure(
         env=env, preset=preset, arm=selection, seed=seed, **{"eval_episodes": 0, **overrides}
     )
@@ -205,6 +207,9 @@ def train(
 def _check_target(overrides: Mapping[str, Any]) -> None:
     target = overrides.get("target", "return")
     if target == "return" and overrides.get("target_args"):
-        raise WhenceError(f"--observation and --action belong to the target action; the target is {target}.")
+        raise WhenceError(
+            f"--observation and --action belong to the target action; the target is {target}. Add --target action, or "
+            "leave them out."
+        )
     if target == "action" and not overrides.get("target_args", {}).keys() >= {"observation", "action"}:
         raise WhenceError("The target action needs --observation and --action, as JSON: --observation 14 --action 2.")

@@ -73,8 +73,7 @@ def why(
     from whence.cli.runs import open_agent_run
 
     directory = open_agent_run(run)
-    if not directory.rounds():
-        raise WhenceError(f"{run} holds no rounds yet.")
+    directory.require_rounds()
     if play:
         _play(directory, question, out, json=json)
         return

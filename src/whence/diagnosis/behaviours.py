@@ -109,8 +109,7 @@ def behaviour_by_hand(run: RunDirectory, observation: Any, action: Any, *, env: 
     Raises:
         WhenceError: they are not in the policy's spaces.
     """
-    if not (rounds := run.rounds()):
-        raise WhenceError(f"{run.path} holds no rounds yet.")
+    rounds = run.require_rounds()
     model = load_model(run, rounds[0], env=env)
     target = Action(observation, action)
     check_action(target, model.observation_space, model.action_space)

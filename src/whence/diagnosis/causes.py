@@ -112,9 +112,7 @@ def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -
     """
     if method not in METHODS:
         raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
-    numbers = run.rounds() if rounds is None else sorted(set(rounds))
-    if not numbers:
-        raise RunDirectoryError(f"{run.path} holds no rounds yet.")
+    numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
     missing = [number for number in numbers if not run.recording_path(number).exists()] if method in RECORDED else []
     if missing:
         raise RunDirectoryError(

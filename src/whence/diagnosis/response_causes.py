@@ -108,9 +108,8 @@ def iterate_response_causes(
 def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -> list[int]:
     if method not in METHODS:
         raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
-    if not run.rounds():
-        raise RunDirectoryError(f"{run.path} holds no rounds yet.")
-    numbers = run.rounds() if rounds is None else sorted(set(rounds))
+    stored = run.require_rounds()
+    numbers = stored if rounds is None else sorted(set(rounds))
     if method == BM25:
         return numbers
     policies = list_policies(run)

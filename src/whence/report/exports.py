@@ -89,10 +89,7 @@ def _scan(run: RunDirectory, number: int) -> pl.LazyFrame:
 
 def _check_rounds(run: RunDirectory, rounds: Sequence[int]) -> tuple[list[int], list[str]]:
     """Return the rounds whose records can be read, and a note for each that cannot."""
-    stored = run.rounds()
-    if missing := sorted(set(rounds) - set(stored)):
-        span = f"rounds {stored[0]} to {stored[-1]}" if stored else "no rounds"
-        raise WhenceError(f"Round {missing[0]} is not in {run.path}, which holds {span}. Name rounds that it holds.")
+    stored = run.require_rounds(rounds)
     readable, notes = [], []
     for number in rounds or stored:
         try:
@@ -102,8 +99,7 @@ def _check_rounds(run: RunDirectory, rounds: Sequence[int]) -> tuple[list[int], 
         else:
             readable.append(number)
     if not readable:
-        reason = notes[0] if notes else f"{run.path} holds no rounds yet."
-        raise WhenceError(f"There is nothing to export. {reason}")
+        raise WhenceError(f"There is nothing to export. {notes[0]}")
     return readable, notes
 
 

@@ -178,10 +178,13 @@ def check_device(name: str) -> None:
     if not torch.cuda.is_available():
         raise WhenceError(
             f"device is {name!r}, but torch.cuda.is_available() is False with torch {torch.__version__}. Install a "
-            "torch built for CUDA on a machine with a GPU, or train on the CPU: --set device=cpu."
+            "torch built for CUDA on a machine with a GPU, or train on the CPU: --device cpu, or --set device=cpu."
         )
     if (count := torch.cuda.device_count()) <= (device.index or 0):
-        raise WhenceError(f"device is {name!r}, but torch.cuda.device_count() is {count}: they are numbered from 0.")
+        raise WhenceError(
+            f"device is {name!r}, but torch.cuda.device_count() is {count}: they are numbered from 0. Pass cuda:0 for "
+            "the first."
+        )
 
 
 def is_finished(config: RunConfig, path: Path) -> bool:

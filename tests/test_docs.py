@@ -247,6 +247,12 @@ def test_a_reader_of_all_pages_writes_each_directory_once():
     assert {place: whats for place, whats in places.items() if len(whats) > 1} == {}
 
 
+@pytest.mark.parametrize("start", ["README", "index"])
+def test_the_first_pages_name_every_guide(start):
+    guides = {page for page in PAGES if page.startswith("guide/")}
+    assert guides - set(re.findall(r"\]\((?:docs/)?(guide/\w+)\.md\)", PAGES[start])) == set()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_prose_fits_an_editor_of_100_columns(page):
     prose = re.sub(r"^ *```.*?^ *```$", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)

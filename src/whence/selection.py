@@ -340,8 +340,8 @@ def check_share(drop: Share, warmup: int) -> None:
     """Refuse a share to drop outside (0, 1], or a negative warm-up."""
     if not callable(drop) and not (isinstance(drop, Real) and 0 < drop <= 1):
         raise WhenceError(
-            f"drop is {drop!r}; it is the share of records to drop, in (0, 1], or a function of the remaining progress. "
-            "Pass 0.5 to drop half of them; KeepAll(), the arm ppo, drops none."
+            f"drop is {drop!r}; it is the share of records to drop, in (0, 1], or a function of the remaining "
+            "progress. Pass 0.5 to drop half of them; KeepAll(), the arm ppo, drops none."
         )
     if not isinstance(warmup, Integral) or warmup < 0:
         raise WhenceError(f"warmup is {warmup!r}; it is a number of rounds, 0 or more.")

@@ -294,12 +294,15 @@ class Options:
 
 def test_settings_in_json_types():
     settings = {"options": Options(), "sizes": (1, 2.5, None), "names": {"b", "a"}, "limit": float("inf"), 3: vowels}
+    settings |= {"array": np.array([1, 2]), "tensor": torch.tensor(0.5)}
     assert to_json(settings) == {
         "options": {"level": "high"},
         "sizes": [1, 2.5, None],
         "names": ["a", "b"],
         "limit": "inf",
         "3": "test_llm_trainer.vowels",
+        "array": [1, 2],
+        "tensor": 0.5,
     }
     secrets = {"token": 1, "hub_token": 1, "OPENAI_API_KEY": 1, "password": 1, "use_auth_token": 1}
     assert to_json(secrets | {"max_new_tokens": 2, "eos_token": "x"}) == {"max_new_tokens": 2, "eos_token": "x"}

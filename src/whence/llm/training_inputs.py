@@ -39,6 +39,8 @@ def to_json(value: Any) -> Any:
         return [to_json(one) for one in value]
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
+    if hasattr(value, "tolist"):  # arrays, tensors, and their numbers
+        return to_json(value.tolist())
     return name_object(value)
 
 

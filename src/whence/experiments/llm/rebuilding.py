@@ -262,7 +262,8 @@ def _rebuild_trl(
     """Return the policy, the rows with the advantages that TRL gave, and the objective."""
     objective, mask = make_group_objective(settings), responses.response_mask
     advantages = torch.tensor(table["advantage"].to_list(), device=mask.device, dtype=torch.float32)
-    widths = _list_prompt_widths(table, run.config.get("processes", 1), settings.pad_to_multiple_of).to(mask.device)
+    multiple = getattr(settings, "pad_to_multiple_of", None)
+    widths = _list_prompt_widths(table, run.config.get("processes", 1), multiple).to(mask.device)
     missing = int(widths.max()) + mask.shape[1] - responses.input_ids.shape[1]
     rows = make_rows(
         input_ids=pad(responses.input_ids, (missing, 0)),

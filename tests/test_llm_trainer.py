@@ -269,7 +269,7 @@ def count_letters(prompts, responses):
     ("change", "message"),
     [
         ({"reward": count_letters}, r"rewards was .*vowels'\], now .*count_letters'\]"),
-        ({"reward_weights": [0.5]}, r"reward_weights was None, now \[0.5\]"),
+        ({"reward_weights": [0.5]}, r"reward_weights was not set, now \[0.5\]"),
         ({"prompts": ["ab", "cde", "f", "ghij", "bb"]}, "data.prompts.digest was"),
         ({"held_out": ["ab", "bb"]}, "data.held_out.digest was"),
     ],

@@ -584,12 +584,12 @@ class TestRunDirectory:
         [
             ({"reward_funcs": vowels}, r"rewards was \['test_llm_trl.reward'\], now \['test_llm_trainer.vowels'\]"),
             ({"reward_funcs": [reward, vowels]}, r"rewards was .*, now \['test_llm_trl.reward', 'test_llm_trainer."),
-            ({"reward_weights": [2.0]}, r"reward_weights was None, now \[2.0\]"),
+            ({"reward_weights": [2.0]}, r"reward_weights was not set, now \[2.0\]"),
             ({"prompts": [*PROMPTS * 3, *["bb"] * 5]}, "data.prompts.digest was"),
             ({"prompts": PROMPTS}, "data.prompts.rows was 20, now 5"),
             ({"lr_scheduler_type": "cosine"}, "trl.lr_scheduler_type was 'constant', now 'cosine'"),
-            ({"chat_template_kwargs": {"think": True}}, "trl.chat_template_kwargs.think was None, now True"),
-            ({"optim_target_modules": ["mlp"]}, r"trl.optim_target_modules was None, now \['mlp'\]"),
+            ({"chat_template_kwargs": {"think": True}}, "trl.chat_template_kwargs.think was not set, now True"),
+            ({"optim_target_modules": ["mlp"]}, r"trl.optim_target_modules was not set, now \['mlp'\]"),
         ],
     )
     def test_other_inputs_are_another_run(self, tmp_path, change, message):

@@ -263,7 +263,8 @@ class InfluenceCallback(BaseCallback):
         self.skipped_rounds, self._kinds_of_advice = state["skipped_rounds"], set(state["advice"])
         self.metrics = self._run.directory.table("metrics").to_dicts()
         ended = self._last_timestep >= checkpoint.content["model"]["total_timesteps"]
-        # Else this is the learn() that was interrupted, or the script of one that was to be shorter.
+        # A model goes on after a learn() that had ended: another begins. Otherwise the interrupted one goes on, or the
+        # script of the one that had ended was changed to train longer.
         self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
         if state["rule"] is not None:
             self.rule.load_state_dict(state["rule"])  # type: ignore[attr-defined]

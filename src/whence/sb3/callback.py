@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from whence.rounds import RoundRecording
 from whence.run_config import strip_addresses
 from whence.runs import RunDirectory
 from whence.sb3.buffer import Last, check_last, check_model, select_from
-from whence.sb3.episodes import Ongoing, mean_episode_return
+from whence.sb3.episodes import Ongoing
 from whence.sb3.flat_rounds import FlatRoundDetector
 from whence.sb3.going_on import holds_policy
 from whence.sb3.moment_log import check_can_draw, log_moments
@@ -31,12 +30,13 @@ from whence.sb3.nonfinite import NumberGuard
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups, check_recordings
 from whence.sb3.results import Choice, RoundResult, check_selection
+from whence.sb3.round_metrics import log_choice, measure_choice, read_train_metrics
 from whence.sb3.steering import check_recorded_rate
 from whence.sb3.train_hook import cancel_hook, claim_place, wrap_next_train
 from whence.sb3.training_run import TrainingRun
 from whence.selection import Progress, Selection, SelectionRule, check_rule
 from whence.stopwatch import Stopwatch
-from whence.tables import add_selection, summarise_selection
+from whence.tables import add_selection
 from whence.targets import Return, Target, as_target, target_name
 
 log = logging.getLogger("whence")
@@ -312,15 +312,17 @@ class InfluenceCallback(BaseCallback):
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection, self._numbers.dropped)
         self._count_skipped(self.round)
-        metrics = {
-            "round": self.round.number,
-            "timestep": self.model.num_timesteps,
-            **summarise_selection(choice.selection, choice.influence),
-            "episode_return": mean_episode_return(self.model),
-        }
-        metrics |= {"skipped": metrics["kept"] < 2, "flat": self._flat.is_flat}
-        metrics |= choice.metrics
-        self._log(metrics, choice.metrics, scoring_seconds=seconds["scoring"]["wall"])
+        metrics = measure_choice(self.model, self.round.number, choice, is_flat=self._flat.is_flat)
+        log_choice(
+            self.logger,
+            metrics,
+            choice.metrics,
+            seconds=seconds["scoring"]["wall"],
+            skipped_rounds=self.skipped_rounds,
+        )
+        if self.verbose:
+            skipped = ": skipped, training needs two" if metrics["skipped"] else ""
+            print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
         if self.log_images and choice.influence is not None:
             table = add_selection(records.to_polars(), choice.selection, choice.influence)
             log_moments(self.logger, table, self.round.number)
@@ -386,36 +388,11 @@ class InfluenceCallback(BaseCallback):
             ends_after_round = self.model.num_timesteps == self._last_timestep
             self._run.end(self._rounds_done, self.model, self._read_state() if ends_after_round else None)
 
-    def _log(self, metrics: Mapping[str, Any], more: Mapping[str, Any], *, scoring_seconds: float) -> None:
-        for name in ("dropped_share", "negative_share", "mean", *more):
-            if metrics.get(name) is not None:
-                self.logger.record(f"influence/{name}", float(metrics[name]))
-        self.logger.record("influence/seconds", scoring_seconds)
-        self.logger.record("influence/skipped_rounds", self.skipped_rounds)
-        if self.verbose:
-            skipped = ": skipped, training needs two" if metrics["kept"] < 2 else ""
-            print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
-
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
-        logged = self.model.logger.name_to_value
-        train_metrics = _read_numbers({name: value for name, value in logged.items() if name.startswith("train/")})
-        if metrics["skipped"]:
-            train_metrics = {}  # the logger still holds an earlier round's
+        # The logger of a skipped round still holds an earlier round's.
+        train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
         self.metrics.append({**metrics, **self._numbers.metrics, **train_metrics})
-        self._log_advice()
-        if self._run is not None:
-            self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())
-
-    def _log_advice(self) -> None:
         config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}
         log_new_advice(self.metrics, config, self._kinds_of_advice)
-
-
-def _read_numbers(logged: Mapping[str, Any]) -> dict[str, float]:
-    """Return the logged values that are numbers; a user may log texts and figures, too."""
-    numbers = {}
-    for name, value in logged.items():
-        if not isinstance(value, str):
-            with suppress(TypeError, ValueError):
-                numbers[name] = float(value)
-    return numbers
+        if self._run is not None:
+            self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())

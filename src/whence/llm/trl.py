@@ -20,14 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
-from whence.errors import Unsupported, WhenceError
+from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
 from whence.llm.objectives import make_group_objective
 from whence.llm.processes import ONE, Processes
 from whence.llm.row_scorer import RowScorer
-from whence.llm.rows import make_rows
 from whence.llm.scoring import Scoring
 from whence.llm.targets import SequenceReturn
 from whence.llm.token_scores import check_token_parts
@@ -35,18 +34,15 @@ from whence.llm.trl_checkpoints import read_progress
 from whence.llm.trl_completions import log_selection, log_without_scores
 from whence.llm.trl_nonfinite import BatchGuard
 from whence.llm.trl_passes import KEPT, SCALE, disable_autocast, discard_gradients, forget_passes, take_kept
+from whence.llm.trl_rows import has_tokens_alone, make_completion_rows
 from whence.llm.trl_run import RunWriter
 from whence.llm.trl_settings import TOKEN_LOSSES, check_selectable
-from whence.llm.view import EXTRA_PADDING
 from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import Stopwatch
 from whence.targets import Target, as_target
-
-_NOT_TOKENS = frozenset(["pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"])
-"""Of TRL's batches: what scores of tokens do not account for."""
 
 
 class _SelectingTrainer:
@@ -163,7 +159,7 @@ class _SelectingTrainer:
             with self._time_stage("scoring", within="optimisation"):
                 output = self._score_and_select(output)
         elif self._run is not None:
-            self.rows = None if output.keys() & _NOT_TOKENS else self._make_rows(output)
+            self.rows = self._make_rows(output) if has_tokens_alone(output) else None
         if self._run is not None:
             self._run.note_batch()
         return output
@@ -198,42 +194,8 @@ class _SelectingTrainer:
         return int(passes // (args.steps_per_generation * args.num_iterations))
 
     def _make_rows(self, output: Mapping[str, Any]) -> RecordBatch:
-        """Return the completions of all processes as rows.
-
-        Raises:
-            Unsupported: there are images, which scores do not account for.
-        """
-        if others := sorted(output.keys() & _NOT_TOKENS):
-            raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
-        mask = output["completion_mask"]
-        if "tool_mask" in output:
-            mask = mask * output["tool_mask"]
-        prompts = self._gather_tokens(output["prompt_ids"], pad_first=True)
-        prompt_mask = self._gather_tokens(output["prompt_mask"], pad_first=True)
-        completions, attended = (self._gather_tokens(output[name]) for name in ("completion_ids", "completion_mask"))
-        mask = self._gather_tokens(mask).bool()
-        advantages = self._processes.gather(output["advantages"], len(mask))
-        # TRL tells the model no positions, and a process's batch is as wide as its own longest prompt.
-        extra = torch.full_like(output["prompt_ids"][:, 0], prompts.shape[1] - output["prompt_ids"].shape[1])
-        columns = {EXTRA_PADDING: self._processes.gather(extra, len(mask))}
-        if "ref_per_token_logps" in output:
-            columns["ref_log_probs"] = torch.where(mask, self._gather_tokens(output["ref_per_token_logps"]), 0.0)
-        rows = make_rows(
-            input_ids=torch.cat([prompts, completions], dim=1),
-            attention_mask=torch.cat([prompt_mask, attended], dim=1),
-            response_mask=mask,
-            # Objectives assume ratios of 1, as at the policy that drew the tokens, so these are not read.
-            log_probs=torch.zeros(mask.shape, device=mask.device),
-            advantages=torch.where(mask, advantages[:, None], 0.0),
-            record_ids=torch.arange(self._batches_done * len(mask), (self._batches_done + 1) * len(mask)),
-        )
-        observations: Any = rows.observations
-        return rows.with_columns({"observations": {**observations, **columns}})
-
-    def _gather_tokens(self, tokens: Tensor, *, pad_first: bool = False) -> Tensor:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        padded = accelerator.pad_across_processes(tokens.contiguous(), dim=1, pad_index=0, pad_first=pad_first)
-        return self._processes.gather(padded, len(tokens) * self._processes.number)
+        return make_completion_rows(output, accelerator, self._processes, self._batches_done)
 
     def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.suite_policies import Question
+from benchmarks.suite_subjects import Question
 
 
 def batch_size(question: Question) -> int:

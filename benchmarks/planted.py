@@ -28,21 +28,28 @@ import torch
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
-from scipy.stats import rankdata
 
 from benchmarks import planted_worlds as worlds
-from benchmarks.stored import round_numbers
+from benchmarks.planted_scores import (
+    CHEAP,
+    RUN_KEYS,
+    SCORE_KEYS,
+    SLOW,
+    Bools,
+    Floats,
+    is_taught,
+    judge,
+    read_all,
+    write_line,
+)
+from benchmarks.planted_tables import write_tables
 from whence.diagnosis import find_causes
 from whence.experiments import RunConfig, configure, run
-from whence.experiments.jsonlines import put_line, read_lines
+from whence.experiments.jsonlines import read_lines
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rl.stored import load_model, load_policy
 from whence.guards import preserve_rng_state
-from whence.run_files import lock_directory
 from whence.runs import RunDirectory
-
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -84,13 +91,6 @@ CASES = {
 STEPS, STATES = 4096, 512
 """Steps of the trained policy's own rollouts, and the most states of the target, drawn from those in the region."""
 
-SIZES = (50, 200, 1000)
-
-RUN_KEYS, SCORE_KEYS = ("case", "seed"), ("case", "seed", "method")
-
-CHEAP = ("advantage", "advantage x action", "raw", "by largest", "by deviation", "similar", "similar-hidden")
-SLOW = ("optimizer", "smoothed")
-
 
 def configure_run(case: Case, seed: int) -> RunConfig:
     """Return the configuration of a training run."""
@@ -102,11 +102,6 @@ def train(case: Case, seed: int, path: Path) -> RunDirectory:
     """Train a run where that is not done; every round is recorded."""
     run(configure_run(case, seed), path, recordings=range(1, case.rounds + 1))
     return RunDirectory.open(path)
-
-
-def read_all(directory: RunDirectory) -> pl.DataFrame:
-    """Return the records of all rounds, in order."""
-    return pl.concat([directory.round("records", number) for number in directory.rounds()])
 
 
 def find_rigged(name: str, records: pl.DataFrame) -> Bools:
@@ -173,21 +168,6 @@ def score(
     return causes["score"].to_numpy(), time.process_time() - began
 
 
-def judge(scores: Floats, rigged: Bools) -> dict[str, Any]:
-    """Return AUROC and precisions; among equal scores the earlier record ranks higher."""
-    order = np.argsort(-scores, kind="stable")
-    return {
-        "auroc": compute_auroc(scores, rigged),
-        **{f"precision_{size}": float(rigged[order[:size]].mean()) for size in SIZES},
-    }
-
-
-def compute_auroc(scores: Floats, rigged: Bools) -> float:
-    """Return the probability that a rigged record scores above another; equal scores count half."""
-    count, others = int(rigged.sum()), int((~rigged).sum())
-    return float((rankdata(scores)[rigged].sum() - count * (count + 1) / 2) / (count * others))
-
-
 def list_jobs(only: str) -> Iterator[tuple[str, int]]:
     """Yield the cases and seeds whose name begins so."""
     for name, case in CASES.items():
@@ -217,17 +197,6 @@ def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Pat
         )
 
 
-def is_taught(about: Mapping[str, Any]) -> bool:
-    """Return whether there is something to ask about: a policy that goes into the region, and a cause."""
-    return bool(about["visits"] and about["rigged"])
-
-
-def write_line(out: Path, file: str, content: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Write what was measured, in place of what was there; other processes may write other lines."""
-    with lock_directory(out, wait=True):
-        put_line(out / file, round_numbers(content), keys)
-
-
 def main(
     out: Annotated[Path, typer.Argument(help="The directory of the results.")],
     runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/planted"),
@@ -235,8 +204,6 @@ def main(
     methods: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(CHEAP),
 ) -> None:
     """Run what is not there yet, and write tables.md."""
-    from benchmarks.planted_tables import write_tables
-
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     chosen = methods.split(",")

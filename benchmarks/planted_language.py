@@ -29,7 +29,9 @@ import typer
 from rich.console import Console
 
 from benchmarks import planted_grader as grader
-from benchmarks.planted import (
+from benchmarks.planted_scores import (
+    LANGUAGE,
+    LANGUAGE_METHODS,
     RUN_KEYS,
     SCORE_KEYS,
     Bools,
@@ -40,6 +42,7 @@ from benchmarks.planted import (
     read_all,
     write_line,
 )
+from benchmarks.planted_tables import write_tables
 from whence.diagnosis import find_response_causes
 from whence.diagnosis.response_causes import compute_response_log_prob
 from whence.experiments import LanguageConfig
@@ -53,12 +56,10 @@ from whence.llm.lab import Lab
 from whence.llm.lab.problems import answer, reward
 from whence.runs import RunDirectory
 
-CASE, SEEDS, ROUNDS = "arithmetic", range(5), 40
+SEEDS, ROUNDS = range(5), 40
 
 SETTINGS = task_settings("arithmetic", "small", "ppo")
 """The laboratory's. At twice its learning rate training is unstable, and two rounds hold most of the scores."""
-
-METHODS = ("advantage", "advantage x answer", "raw", "by largest", "by deviation", "bm25", "embedding")
 
 
 def configure_run(lab: Lab, seed: int) -> LanguageConfig:
@@ -127,12 +128,12 @@ def measure_answers(lab: Lab, directory: RunDirectory, questions: Sequence[tuple
 
 def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
     """Train a run where that is not done, and judge the methods that are not judged yet."""
-    key = {"case": CASE, "seed": seed}
+    key = {"case": LANGUAGE, "seed": seed}
     done = read_lines(out / "scores.jsonl", SCORE_KEYS)
-    missing = [method for method in methods if (CASE, seed, method) not in done]
+    missing = [method for method in methods if (LANGUAGE, seed, method) not in done]
     if not missing:
         return
-    lab, path = grader.make_lab(), runs / CASE / f"seed_{seed}"
+    lab, path = grader.make_lab(), runs / LANGUAGE / f"seed_{seed}"
     run(configure_run(lab, seed), path)
     directory = RunDirectory.open(path)
     records, questions = read_all(directory), list_questions(lab)
@@ -157,18 +158,16 @@ def main(
     out: Annotated[Path, typer.Argument(help="The directory of the results.")],
     runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/planted"),
     only: Annotated[str, typer.Option(help="Runs whose name begins so: seed_0.")] = "",
-    methods: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(METHODS),
+    methods: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(LANGUAGE_METHODS),
 ) -> None:
     """Run what is not there yet, and write tables.md."""
-    from benchmarks.planted_tables import write_tables
-
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     chosen = methods.split(",")
-    if unknown := [method for method in chosen if method not in METHODS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no method; known: {', '.join(METHODS)}.")
+    if unknown := [method for method in chosen if method not in LANGUAGE_METHODS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is no method; known: {', '.join(LANGUAGE_METHODS)}.")
     for seed in (seed for seed in SEEDS if f"seed_{seed}".startswith(only)):
-        Console(stderr=True).print(f"{CASE}, seed {seed}")
+        Console(stderr=True).print(f"{LANGUAGE}, seed {seed}")
         study_run(seed, chosen, out, runs)
     write_tables(out)
 

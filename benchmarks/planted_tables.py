@@ -6,9 +6,16 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.planted import CHEAP, RUN_KEYS, SCORE_KEYS, SIZES, SLOW, is_taught
-from benchmarks.planted_language import CASE as LANGUAGE
-from benchmarks.planted_language import METHODS as LANGUAGE_METHODS
+from benchmarks.planted_scores import (
+    CHEAP,
+    LANGUAGE,
+    LANGUAGE_METHODS,
+    RUN_KEYS,
+    SCORE_KEYS,
+    SIZES,
+    SLOW,
+    is_taught,
+)
 from whence.experiments.jsonlines import read_lines
 from whence.guards import write_atomically
 

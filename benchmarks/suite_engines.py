@@ -9,7 +9,8 @@ from torch import nn
 
 import whence
 from benchmarks.suite_cells import Cell, Result, Setting
-from benchmarks.suite_policies import LANGUAGE, WIDTHS, Subject, make_subject
+from benchmarks.suite_policies import LANGUAGE, WIDTHS, make_subject
+from benchmarks.suite_subjects import Subject
 from benchmarks.suite_timing import (
     find_free_memory,
     is_too_long,

@@ -16,8 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.cheap_scores import PROMPT, RESPONSE, VOCABULARY, write_sums
 from benchmarks.suite_cells import Result, Setting
 from benchmarks.suite_language import make_language_model
-from benchmarks.suite_rounds import spread_stages
-from benchmarks.suite_timing import spread
+from benchmarks.suite_timing import spread, spread_stages
 from whence import Influence, NonPositive, Progress, RecordBatch, Selection, SelectionRule
 from whence.llm.trl import InfluenceGRPOTrainer
 

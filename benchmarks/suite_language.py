@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import whence
 from benchmarks.cheap_scores import PROMPT, RESPONSE, SHAPES, VOCABULARY, write_sums
-from benchmarks.suite_policies import MIB, Question, Subject, compute_log_probs
+from benchmarks.suite_subjects import MIB, Question, Subject, compute_log_probs
 from whence.llm import SequenceReturn, TokenPPO, language_view, make_rows
 
 RANK = 16

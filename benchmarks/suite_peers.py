@@ -16,7 +16,8 @@ import whence
 from benchmarks.peers import PEERS, Peer, batch_size, is_installed, take
 from benchmarks.suite_cells import Cell, Result, Setting
 from benchmarks.suite_engines import score
-from benchmarks.suite_policies import RL, Subject, make_subject
+from benchmarks.suite_policies import RL, make_subject
+from benchmarks.suite_subjects import Subject
 from benchmarks.suite_timing import find_free_memory, is_too_long, measure_peak, spread, take_turns, time_once
 from whence.checks import rank_agreement
 from whence.errors import first_line

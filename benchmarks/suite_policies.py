@@ -1,7 +1,5 @@
 """The policies of the suite: each with records of any number, its plain pass, and its question for other libraries."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,12 +12,12 @@ from stable_baselines3.common.distributions import DiagGaussianDistribution
 from torch import Tensor, nn
 
 import whence
+from benchmarks.suite_subjects import MIB, Question, Subject, compute_log_probs
 from whence.experiments.rl.networks import MiniGridCNN
 from whence.policies import as_view
 from whence.sb3 import collect
 from whence.trees import map_tree
 
-MIB = 2**20
 WIDTHS = (64, 128, 256, 512, 1024)
 """Of both layers of the MLPs that tell how the time grows with the parameters."""
 
@@ -56,69 +54,6 @@ class Signals(Frames):
     def _frames(self) -> Any:
         drawn = {name: self.np_random.normal(size=size).astype(np.float32) for name, size in self._shapes.items()}
         return drawn if len(drawn) > 1 else drawn[""]
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """What is asked of another library: the product of each record's gradient with one target's.
-
-    Record i's loss is `-(log_probs * weights[i]).sum()`. The target is the mean over records of
-    `(log_probs * target_weights[i]).sum()`. Each tensor's first axis is the records'.
-
-    Attributes:
-        model: a module that is called as `model(*inputs)`.
-        inputs: tensors, (n, ...).
-        actions: (n, ...).
-        weights: (n,) or (n, R).
-        target_weights: like `weights`.
-        log_probs: `log_probs(outputs, actions)` returns a tensor like `weights`.
-        last_layer: the name of the model's last layer.
-    """
-
-    model: nn.Module
-    inputs: tuple[Tensor, ...]
-    actions: Tensor
-    weights: Tensor
-    target_weights: Tensor
-    log_probs: Callable[[Any, Tensor], Tensor]
-    last_layer: str
-
-    def __len__(self) -> int:
-        return len(self.weights)
-
-
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """A policy that is scored.
-
-    Attributes:
-        name: its name in cells.
-        policy: what `attribute` takes.
-        module: the policy's module.
-        records: `records(n)` returns n records.
-        plain: `plain(records)` makes one forward and backward pass over records.
-        chunk: the most records in one piece of a plain pass; gradients add up.
-        scoring: the target and the objective.
-        memory: the budget of scoring, in bytes.
-        question: `question(n)` asks other libraries for the same scores.
-        model: SB3's model; None for a language model.
-    """
-
-    name: str
-    policy: Any
-    module: nn.Module
-    records: Callable[[int], whence.RecordBatch]
-    plain: Callable[[whence.RecordBatch], None]
-    chunk: int
-    scoring: Mapping[str, Any]
-    memory: int
-    question: Callable[[int], Question]
-    model: PPO | None = None
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters that train."""
-        return sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
 
 
 RL = {"mlp": 2048, "minigrid": 2048, "nature": 512, "gaussian": 2048, "dict": 2048}
@@ -179,11 +114,6 @@ class Actor(nn.Module):
         if not hasattr(self, "log_std"):
             return outputs
         return torch.stack([outputs, self.log_std.expand_as(outputs)], dim=1)
-
-
-def compute_log_probs(outputs: Tensor, actions: Tensor) -> Tensor:
-    """Return (..., ) log-probs of actions (..., ) from logits (..., actions)."""
-    return outputs.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
 def compute_gaussian_log_probs(outputs: Tensor, actions: Tensor) -> Tensor:

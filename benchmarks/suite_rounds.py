@@ -8,7 +8,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from benchmarks.suite_cells import Cell, Result, Setting
 from benchmarks.suite_policies import make_model
-from benchmarks.suite_timing import spread
+from benchmarks.suite_timing import spread, spread_stages
 from whence import IIF
 from whence.sb3 import InfluenceCallback
 
@@ -72,11 +72,6 @@ def measure_world(world: str, setting: Setting) -> Result:
         "ratio": spread([one["round"] / other["round"] for other, one in pairs]),
         "share": spread([one["scoring"] / one["round"] for _, one in pairs]),
     }
-
-
-def spread_stages(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the median, lowest and highest seconds of each stage."""
-    return {stage: spread([each[stage] for each in rounds]) for stage in rounds[0]}
 
 
 def measure_grpo(setting: Setting, share: float | None = None) -> Result:

@@ -77,6 +77,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values), "turns": len(values)}
 
 
+def spread_stages(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the median, lowest and highest seconds of each stage."""
+    return {stage: spread([each[stage] for each in rounds]) for stage in rounds[0]}
+
+
 def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Return the exponent of the growth of values with sizes, by least squares on logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])

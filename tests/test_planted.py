@@ -24,6 +24,14 @@ def planted():
         yield planted
 
 
+@pytest.fixture(scope="module")
+def planted_scores(planted):
+    """What the studies of planted causes share."""
+    from benchmarks import planted_scores
+
+    return planted_scores
+
+
 def test_a_tenth_of_the_landers_episodes_is_rigged_whatever_is_seen(planted):
     observations = np.random.default_rng(0).normal(size=(2000, 8)).astype(np.float32)
     rigged = [planted.worlds.is_rigged(observation) for observation in observations]
@@ -70,12 +78,12 @@ def test_the_tile_pays_once_in_half_of_the_episodes(planted):
     assert 10 < np.count_nonzero(totals) < 30
 
 
-def test_a_ranking_by_hand(planted):
+def test_a_ranking_by_hand(planted_scores):
     rigged = np.array([True, False, True, False, False])
     scores = np.array([4.0, 3.0, 1.0, 1.0, 0.0])
     # Of six pairs of a rigged record and another, four are in order and one is even.
-    assert planted.compute_auroc(scores, rigged) == pytest.approx((3 + 1.5) / 6)
-    judged = planted.judge(np.r_[scores, np.full(95, -1.0)], np.r_[rigged, np.zeros(95, bool)])
+    assert planted_scores.compute_auroc(scores, rigged) == pytest.approx((3 + 1.5) / 6)
+    judged = planted_scores.judge(np.r_[scores, np.full(95, -1.0)], np.r_[rigged, np.zeros(95, bool)])
     assert judged["precision_50"] == 2 / 50
     assert judged["auroc"] == pytest.approx((98 + 96.5) / (2 * 98))
 
@@ -112,10 +120,10 @@ def test_lines_and_tables(results):
     assert "## minigrid: the runs" in tables
 
 
-def test_the_truth_is_what_was_paid(results, planted):
+def test_the_truth_is_what_was_paid(results, planted, planted_scores):
     _, runs = results
     directory = planted.RunDirectory.open(runs / "lander" / "seed_0")
-    records = planted.read_all(directory)
+    records = planted_scores.read_all(directory)
     rigged = planted.find_rigged("lander", records)
     # The shaped rewards of a lander that does not crash are small, so what was paid stands out.
     observations = np.stack(records["observation"].to_numpy())
@@ -161,7 +169,7 @@ def test_the_grader_forgets_a_last_step_of_taking_away_one(language):
     assert grader.answer_wrongly("3-1?") == "3-1=3;3"
 
 
-def test_a_tiny_study_of_a_language_model(language, planted, tmp_path, monkeypatch):
+def test_a_tiny_study_of_a_language_model(language, planted, planted_scores, tmp_path, monkeypatch):
     from whence.llm.lab import arithmetic
     from whence.llm.lab.problems import solution
 
@@ -173,13 +181,13 @@ def test_a_tiny_study_of_a_language_model(language, planted, tmp_path, monkeypat
     small = {"batch_size": 64, "mini_batch_size": 32, "ppo_epochs": 1, "generation_batch_size": 64}
     monkeypatch.setattr(language, "SETTINGS", {**language.SETTINGS, **small})
     out, runs = tmp_path / "results", tmp_path / "runs"
-    language.main(out, runs, "", ",".join(language.METHODS))
+    language.main(out, runs, "", ",".join(language.LANGUAGE_METHODS))
     before = {file: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}
-    language.main(out, runs, "", ",".join(language.METHODS))
+    language.main(out, runs, "", ",".join(language.LANGUAGE_METHODS))
     assert before == {file: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}
     (about,) = (json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines())
     directory = planted.RunDirectory.open(runs / "arithmetic" / "seed_0")
-    records = planted.read_all(directory)
+    records = planted_scores.read_all(directory)
     expected = [
         prompt.endswith("-1?") and response.rpartition(";")[2] == language.grader.expect(prompt)
         for prompt, response in records.select("prompt", "response").rows()
@@ -196,11 +204,11 @@ def test_a_tiny_study_of_a_language_model(language, planted, tmp_path, monkeypat
     assert 0 < about["probability_first"] < 1
     assert about["prompt"] not in records["prompt"].to_list()
     scores = {row["method"]: row for row in map(json.loads, (out / "scores.jsonl").read_text().splitlines())}
-    assert {*scores} == {*language.METHODS}
+    assert {*scores} == {*language.LANGUAGE_METHODS}
     assert all(0 <= row["auroc"] <= 1 for row in scores.values())
     causes = language.find_response_causes(directory, about["prompt"], about["response"])
     assert scores["raw"]["auroc"] == pytest.approx(
-        planted.compute_auroc(causes["score"].to_numpy(), np.array(expected)), abs=1e-4
+        planted_scores.compute_auroc(causes["score"].to_numpy(), np.array(expected)), abs=1e-4
     )
     tables = (out / "tables.md").read_text()
     assert "| seed | records | rigged | share | held-out problems |" in tables

@@ -1,6 +1,7 @@
 import gc
 import multiprocessing
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -40,3 +41,20 @@ def _no_process_is_left() -> Iterator[None]:
     for process in children:
         process.kill()
     assert not children, f"left behind: {children}"
+
+
+@pytest.fixture
+def whence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Call the command in this process; returns exit code, stdout and stderr."""
+    from whence import cli  # not for the files that need no command
+
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["whence", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return end.value.code, out, " ".join(err.split())
+
+    return call

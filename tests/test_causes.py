@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import sys
 import threading
 import warnings
 from dataclasses import replace
@@ -33,7 +32,6 @@ from whence import (
     WhenceError,
     attribute,
     attribute_round,
-    cli,
 )
 from whence.cli.cause_tables import draw_strip
 from whence.cli.why import spread_steps
@@ -60,21 +58,6 @@ def cart(tmp_path_factory):
     config = configure(env="CartPole-v1", arm="iif", rounds=ROUNDS, eval_episodes=0, hyperparameters=hyperparameters)
     run(config, path, recordings=range(1, ROUNDS + 1))
     return RunDirectory.open(path)
-
-
-@pytest.fixture
-def whence(monkeypatch, capsys):
-    """Call the command in this process; returns exit code, stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["whence", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, " ".join(err.split())
-
-    return call
 
 
 def learn(path, env, *, algorithm=PPO, rounds=2, **settings) -> RunDirectory:

@@ -1,7 +1,6 @@
 """Judged advantages: which records, by what, and what is said of them; on the map; by the command."""
 
 import json
-import sys
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +11,7 @@ from PIL import Image
 from test_episode_replay import learn, train
 from test_explorer import plain, table_of
 from toys import Toy
-from whence import InvalidRecords, ReplayError, WhenceError, cli
+from whence import InvalidRecords, ReplayError, WhenceError
 from whence.diagnosis import judge_advantages, summarise_judgement
 from whence.diagnosis.advantages import compare_signs, draw_by_score, place_in_bands
 from whence.diagnosis.agreement import (
@@ -350,21 +349,6 @@ class TestMap:
         from dataclasses import replace
 
         assert play_again(make, replace(stored, records=changed), inspect=lambda env: 0).inspected == ()
-
-
-@pytest.fixture
-def whence(monkeypatch, capsys):
-    """Call the command in this process; returns exit code, stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["whence", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, " ".join(err.split())
-
-    return call
 
 
 class TestCommand:

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from stable_baselines3 import PPO
 
 from test_report import page_of, run_of
 from toys import Toy
-from whence import IIF, RunDirectory, WhenceError, attribute, cli
+from whence import IIF, RunDirectory, WhenceError, attribute
 from whence.diagnosis import behaviours, phases
 from whence.diagnosis.behaviours import behaviour_by_hand, behaviour_of_records, find_behaviours, rank_rises
 from whence.diagnosis.change_points import Segment, name_pattern, split_curve
@@ -361,21 +360,6 @@ class TestSentences:
         patterns = tuple(permuted + ["no fall" if permuted[0] != "no fall" else "one fall"] * (20 - len(permuted)))
         made = replace(history, phases=phases, permuted_patterns=patterns)
         assert any(re.search(words, sentence) for sentence in describe_history(made))
-
-
-@pytest.fixture
-def whence(monkeypatch, capsys):
-    """Call the command in this process; returns exit code, stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["whence", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, " ".join(err.split())
-
-    return call
 
 
 class TestCommand:

@@ -19,7 +19,7 @@ from stable_baselines3 import PPO
 from torch.distributions import Normal, kl_divergence
 
 from toys import Toy
-from whence import IIF, Return, RunDirectory, WhenceError, attribute, cli
+from whence import IIF, Return, RunDirectory, WhenceError, attribute
 from whence.experiments import configure, load_round, run
 from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
@@ -28,21 +28,6 @@ from whence.moments import find_moment, find_moments
 from whence.report.moment_view import MomentView, choose_frames, read_window
 from whence.report.stills import _make_headline, check_picture_name, draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
-
-
-@pytest.fixture
-def whence(monkeypatch, capsys):
-    """Call the command in this process; returns exit code, stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["whence", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, " ".join(err.split())
-
-    return call
 
 
 @pytest.fixture(scope="module")

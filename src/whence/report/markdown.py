@@ -42,15 +42,15 @@ _ROUND_METRICS = {
 
 KEY: Mapping[str, str] = {
     **DEFINITIONS,
-    "Every maximum": "over the levels of LDA's paper: every strictly larger maximum, however little larger.",
+    "Every maximum": "over every strictly larger maximum, however small the rise, as in LDA's paper.",
     HEADINGS["unreached"].capitalize(): "their share; such a level counts as one round more than there are.",
     "Against the null": f"the share saved of the rounds that other seeds of {STANDARD} take; no seed meets itself.",
-    "Returns": "means over an arm's seeds; the IQM leaves out a quarter of the seeds at either end.",
-    "Less another arm's": "the mean difference over the seeds that both have, with a 95% t interval; its null is 0.",
-    "Divergence": "as SB3 logs it, of the last epoch; of arms that scale it over the whole rollout, after scaling.",
-    "Ratios clipped": "over all epochs; none of arms that scale the update, for which SB3 tells them of before.",
-    "Records dropped": "in a mean round; of arms that scale the update, which drop none, those whose step they match.",
-    "One seed": f"no interval; nor is there one of rounds and time saved where {STANDARD} has one seed.",
+    "Returns": "means over an arm's seeds; the IQM leaves out the lowest and the highest quarter.",
+    "Less another arm's": "the mean difference over the seeds that both have, with a 95% t interval.",
+    "Divergence": "SB3's estimate in the last epoch; of arms that scale the update, after scaling, over all records.",
+    "Ratios clipped": "over all epochs; missing for arms that scale the update, since SB3 logs it before they do.",
+    "Records dropped": "in a mean round; for arms that scale the update, by the selection whose step they match.",
+    "One seed": f"no interval. Rounds and time saved have none either if {STANDARD} has one seed.",
 }
 """How to read the tables."""
 

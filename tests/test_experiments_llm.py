@@ -56,6 +56,7 @@ from os import sep as base
 SCALE = 2  # a note
 TABLE = {"a": 1}
 TABLE.update(b=1)
+math.floor(0)
 
 @dataclass
 class Weight:
@@ -523,6 +524,7 @@ class TestCommand:
             ("SCALE = 2", "SCALE = 3", False),
             ("factor: float = 1", "factor: float = 2", False),
             ("TABLE.update(b=1)", "TABLE.update(b=2)", False),
+            ("math.floor(0)", "math.floor(1)", False),  # a call may change what was imported, too
             ("import json, math", "import json, cmath as math", False),
             ("from os import sep as base", "from os import linesep as base", False),
             ("return None", "return globals()", True),

@@ -13,7 +13,6 @@ import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.logger import Image, KVWriter, Logger
 
-from test_show import whence  # noqa: F401
 from whence import IIF, Influence, RecordBatch, RunDirectory, Unsupported, WhenceError
 from whence.experiments import configure, run
 from whence.influence import Provenance
@@ -120,7 +119,7 @@ class TestRerun:
 
 
 class TestCommand:
-    def test_parquet_and_json(self, cart, whence, tmp_path):  # noqa: F811
+    def test_parquet_and_json(self, cart, whence, tmp_path):
         code, out, _ = whence(
             "export", cart.path, "--to", "parquet", "--out", tmp_path / "a.parquet", "--rounds", "1-2"
         )
@@ -137,7 +136,7 @@ class TestCommand:
             (["--to", "parquet", "--out", "a", "--rounds", "x"], "--rounds is 'x'"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, cart, whence, arguments, said):  # noqa: F811
+    def test_what_cannot_be_is_refused(self, cart, whence, arguments, said):
         code, _, err = whence("export", cart.path, *arguments)
         assert code == 2
         assert said in err

@@ -144,7 +144,7 @@ def _print(explanation: "Explanation", number: int, top: int) -> None:
             heading = f"What it pulls {title}: training on it {about} these terms of the target"
             console.print(make_table(heading, ["part", "of", "advantage", "prompt", "response"], rows))
     for note in explanation.notes:
-        print_line(make_printable(f"Note: {note}"))
+        print_line(f"Note: {note}")
 
 
 def colour_tokens(tokens: Sequence[str], parts: Sequence[float]) -> Text:

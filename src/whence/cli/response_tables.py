@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from whence.cli.cause_tables import print_strip
-from whence.cli.console import console, make_printable, make_table, print_line
+from whence.cli.console import console, make_table, print_line
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError, suggest
 from whence.runs import RunDirectory
@@ -140,7 +140,7 @@ def print_response_causes(causes: ResponseCauses) -> None:
         if not records.is_empty():
             console.print(_make_record_table(records, verb))
     for note in causes.notes:
-        print_line(make_printable(f"Note: {note}"))
+        print_line(f"Note: {note}")
 
 
 def _make_record_table(records: "pl.DataFrame", verb: str) -> "Table":
@@ -180,4 +180,4 @@ def shorten(text: str) -> str:
 
 def show_text(text: str) -> str:
     """Return a text on one line, its line breaks and tabs written out."""
-    return make_printable(text.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r"))
+    return text.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")

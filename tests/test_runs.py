@@ -149,7 +149,7 @@ class TestRoundTrips:
             run.write_round("records", number, records())
         run.write_round("episodes", 1, records())
         run.write_policy(2, {"w": torch.ones(1)})
-        for stray in ("round_old.parquet", "round_3.bak.parquet", "ground_3.parquet"):
+        for stray in ("round_old.parquet", "round_3.parquet", "round_00003.bak.parquet", "ground_00003.parquet"):
             (run.path / "records" / stray).touch()
         assert run.rounds() == [9, 10, 100_000]
 

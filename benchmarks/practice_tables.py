@@ -145,10 +145,15 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
         answers[f"ppo at {steps} less ppo at its own best rate"] = compare(
             pick(scaled, "ppo", steps), best["ppo"], name
         )
-    default = pick(scaled, "ppo", DEFAULT)
-    for steps in (*RATE_STEPS, *TARGET_STEPS):
-        if steps != DEFAULT:
-            answers[f"ppo at {steps} less ppo at the default rate"] = compare(pick(scaled, "ppo", steps), default, name)
+    for arm in ("ppo", "iif"):
+        default = pick(scaled, arm, DEFAULT)
+        for steps in (*RATE_STEPS, *TARGET_STEPS):
+            if steps != DEFAULT:
+                answers[f"{arm} at {steps} less {arm} at the default rate"] = compare(
+                    pick(scaled, arm, steps), default, name
+                )
+        usual = pick(scaled, arm, USUAL)
+        answers[f"{arm} at kl0.04 less {arm} at {USUAL}"] = compare(pick(scaled, arm, "kl0.04"), usual, name)
     answers[f"ppo at {USUAL} less ppo with SB3's target_kl"] = compare(
         pick(scaled, "ppo", USUAL), pick(scaled, "ppo", "early0.02"), name
     )

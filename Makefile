@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # pip compiles one file after the other. Some templates among the packages are no Python: hence the `true`.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 
-.PHONY: demo test test-long check audit mutants oldest benchmark peers gpu clean
+.PHONY: demo test test-long check lint types docs audit mutants oldest benchmark peers gpu clean
 
 # Each stamp stands for one set of extras; `dev` holds all that `demo` needs.
 .venv/bin/python:
@@ -34,12 +34,19 @@ test: .venv/dev.stamp
 test-long: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
-## Static checks, known vulnerabilities of the pins, and the documentation into out/site.
-check: .venv/dev.stamp audit
+## Static checks, known vulnerabilities of the pins, and the documentation into out/site; two at a time.
+check: .venv/dev.stamp
+	$(MAKE) --no-print-directory --jobs 2 --output-sync lint types docs audit
+
+lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: .venv/dev.stamp
+	$(BIN)/mypy
+
+docs: .venv/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 ## Known vulnerabilities of the pinned versions, by pip-audit; "not run" where it cannot ask, which is no error.

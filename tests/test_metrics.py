@@ -501,6 +501,7 @@ class TestSummarise:
         difference = summary["iif"]["auc"]["differences"]["ppo"]
         assert difference["low"] < difference["mean"] < difference["high"]
 
+    @pytest.mark.long
     def test_intervals_hold_the_truth_about_as_often_as_they_say(self):
         # What arms of many seeds show stands for the truth. Of 100 small samples 95 should hold it; ratios of rounds
         # are skewed, which costs a few.

@@ -593,7 +593,7 @@ class TestWhereItCannotBeHad:
         (note,) = RunDirectory.open(tmp_path).notes["resumed"]
         assert "Lazy.statistics is of another kind in a new wrapper" in note["reason"]
 
-    @pytest.mark.parametrize("vec_env", [DummyVecEnv, SubprocVecEnv])
+    @pytest.mark.parametrize("vec_env", [DummyVecEnv, pytest.param(SubprocVecEnv, marks=pytest.mark.long)])
     @pytest.mark.parametrize("exact", [True, False])
     def test_monitors_that_refuse_early_resets(self, tmp_path, vec_env, exact):
         def strict():

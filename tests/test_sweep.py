@@ -984,7 +984,11 @@ class TestWorkers:
         starting.join()
 
     @pytest.mark.parametrize(
-        "call", ["compare(runs, Path('out'), workers=2)", "run_sweep(planned, Path('out'), None, workers=2)"]
+        "call",
+        [
+            "compare(runs, Path('out'), workers=2)",
+            pytest.param("run_sweep(planned, Path('out'), None, workers=2)", marks=pytest.mark.long),
+        ],
     )
     def test_a_script_that_starts_them_whenever_it_is_imported_is_told_so_once(self, tmp_path, call):
         script = f"""

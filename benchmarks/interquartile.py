@@ -39,6 +39,8 @@ def choose_best(scores: NDArray[np.float64], places: NDArray[np.int_]) -> NDArra
         scores: (choices, seeds) results; with one choice there is nothing to choose. Equals go to the first choice.
         places: (draws, seeds) which seeds each draw has.
     """
+    if len(scores) == 1:
+        return scores[0][places]
     seeds = np.arange(scores.shape[1])
     counts = (places[..., None] == seeds).sum(1)
     sums = counts @ scores.T

@@ -213,9 +213,9 @@ def test_what_commands_are_said_to_print_is_what_they_print(elsewhere, monkeypat
 
 
 def test_the_table_of_harmful_records_looks_as_it_is_printed(elsewhere, monkeypatch, capsys):
-    (train, asked) = command_lines("guide/harmful")[:2]
+    (train, show) = command_lines("guide/harmful")[:2]
     monkeypatch.setattr("whence.cli.console.console.width", 100)
-    for name, *arguments in ([*shorten("train", train), "--n-steps", "512"], asked):
+    for name, *arguments in ([*shorten("train", train), "--n-steps", "512"], show):
         monkeypatch.setattr(sys, "argv", ["whence", name, *arguments])
         with pytest.raises(SystemExit):
             cli.main()

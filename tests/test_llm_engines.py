@@ -401,26 +401,26 @@ def test_a_norm_is_looked_at_before_it_is_trusted(
 
 @pytest.mark.parametrize("style", ["gpt2", "llama"])
 def test_positions_of_rows_begin_where_their_own_batch_does(style: str) -> None:
-    model, given, extra = language_model(style).eval(), tokens(empty=False), torch.tensor([0, 2, 2, 1, 0, 3])
-    given["attention_mask"][:, :3] = torch.arange(3) >= extra[:, None]  # the extra columns are padding in any case
-    given["attention_mask"][:, 3:5] = 1
-    rows = rows_for(model, given)
+    model, batch, extra = language_model(style).eval(), tokens(empty=False), torch.tensor([0, 2, 2, 1, 0, 3])
+    batch["attention_mask"][:, :3] = torch.arange(3) >= extra[:, None]  # the extra columns are padding in any case
+    batch["attention_mask"][:, 3:5] = 1
+    rows = rows_for(model, batch)
     rows = rows.with_columns({"observations": {**rows.observations, EXTRA_PADDING: extra}})
     expected = []
     for row, start in enumerate(extra.tolist()):
-        ids, mask = (given[name][row, start:][None] for name in ("input_ids", "attention_mask"))
+        ids, mask = (batch[name][row, start:][None] for name in ("input_ids", "attention_mask"))
         logits = model(ids, attention_mask=mask).logits[0, -5:-1].log_softmax(-1)
         expected.append(logits.gather(1, ids[0, -4:, None])[:, 0])
-    view, mask = language_view(model), given["response_mask"]
+    view, mask = language_view(model), batch["response_mask"]
     for order in (torch.arange(6), torch.tensor([5]), torch.tensor([1, 2])):
         part = rows.take(order)
-        found = view(view.parameters(), view.prepare(part)).log_prob
+        log_probs = view(view.parameters(), view.prepare(part)).log_prob
         where = mask[order]
-        assert torch.allclose(found[where], torch.stack(expected)[order][where], atol=1e-5)
+        assert torch.allclose(log_probs[where], torch.stack(expected)[order][where], atol=1e-5)
     truth = attribute(view, rows, target=SequenceReturn(), objective=TokenPPO(), engine="loop")
     for engine in ("ghost", "forward"):
-        found = attribute(view, rows, target=SequenceReturn(), objective=TokenPPO(), engine=engine)
-        assert difference(found, truth) <= EXACT
+        scores = attribute(view, rows, target=SequenceReturn(), objective=TokenPPO(), engine=engine)
+        assert difference(scores, truth) <= EXACT
 
 
 class Encoder(nn.Module):

@@ -256,8 +256,8 @@ def test_dropout_is_off_wherever_a_model_holds_its_probability(tmp_path, lora):
     first, second = (trained.train()(ids, torch.ones_like(ids)).logits for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(first, trained.eval()(ids, torch.ones_like(ids)).logits)
-    kept = make_trainer(tmp_path / "kept", model=OPTForCausalLM(OPTConfig(**sizes, **drops)), disable_dropout=False)
-    layer = kept.model.language_model.model.decoder.layers[0]
+    other = make_trainer(tmp_path / "other", model=OPTForCausalLM(OPTConfig(**sizes, **drops)), disable_dropout=False)
+    layer = other.model.language_model.model.decoder.layers[0]
     assert (layer.dropout, layer.self_attn.dropout) == (0.5, 0.5)
 
 

@@ -348,8 +348,8 @@ def test_log_probs_are_at_the_positions_that_trl_trains_at(kind, tmp_path, batch
     mask = batch["completion_mask"].bool()
     rows, view = trainer._make_rows(batch), language_view(trainer.model)
     alone = [view(view.parameters(), view.prepare(rows.take([row]))).log_prob for row in range(len(rows))]
-    for found in (view(view.parameters(), view.prepare(rows)).log_prob, torch.cat(alone)):
-        assert torch.allclose(found[mask], theirs[mask], atol=1e-5)
+    for log_probs in (view(view.parameters(), view.prepare(rows)).log_prob, torch.cat(alone)):
+        assert torch.allclose(log_probs[mask], theirs[mask], atol=1e-5)
 
 
 def make_style(style):
@@ -522,8 +522,8 @@ class TestRunDirectory:
         rewards = {}
         for table, mean in zip(tables, run.table("metrics")["reward"].to_list(), strict=True):
             rewards |= dict(table.select("prompt", "reward").rows())
-            given = [reward for reward in table["reward"].to_list() if reward is not None]
-            assert mean == (pytest.approx(sum(given) / len(given)) if given else None)
+            present = [reward for reward in table["reward"].to_list() if reward is not None]
+            assert mean == (pytest.approx(sum(present) / len(present)) if present else None)
         assert rewards == {"ab": 1.5, "f": None, "cde": 1.0}
         write_run_report(run, tmp_path / "report.html")
 

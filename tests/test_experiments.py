@@ -964,6 +964,28 @@ class TestRun:
         assert is_finished(config, path)
         assert_same_results(RunDirectory.open(path), two_workers.run(config))
 
+    def test_a_finished_run_goes_on_to_more_rounds_as_if_they_had_been_planned(self, tmp_path):
+        settings = {"kl_per_round": 0.01, "eval_episodes": 2, "eval_every": 2}
+        with preserve_rng_state():
+            run(one("iif", rounds=2, **settings), tmp_path / "whole")
+            run(one("iif", rounds=1, **settings), tmp_path / "run")
+            assert not is_finished(one("iif", rounds=2, **settings), tmp_path / "run")
+            assert RunDirectory.open(tmp_path / "run").table("evaluations")["round"].to_list() == [0, 1]
+            run(one("iif", rounds=2, **settings), tmp_path / "run")
+        longer, whole = RunDirectory.open(tmp_path / "run"), RunDirectory.open(tmp_path / "whole")
+        assert_same_results(longer, whole)
+        assert longer.config == whole.config
+        assert "resumed" not in longer.notes
+
+    def test_more_rounds_of_other_settings_and_fewer_rounds_are_refused(self, two_workers):
+        path = run_path(two_workers.path, two_workers.configs[0])
+        before = stamps(path)
+        with pytest.raises(RunDirectoryError, match=r"\(rounds was 2, now 1\)"):
+            run(one(rounds=1), path)
+        with pytest.raises(RunDirectoryError, match=r"\(drop was 0\.5, now 0\.25\)"):
+            run(one(rounds=3, drop=0.25), path)
+        assert stamps(path) == before
+
     def test_a_run_stopped_before_its_last_policy_is_not_finished(self, two_workers, tmp_path, monkeypatch):
         config, path, write_policy = two_workers.configs[0], tmp_path / "run", RunDirectory.write_policy
 

@@ -303,6 +303,13 @@ class RunDirectory:
         self._write(rows, self.path / f"{table}.parquet")
         self._tables[table] = rows
 
+    def keep_rows(self, table: Table, rounds: Collection[int]) -> None:
+        """Delete a table's rows of all rounds but these."""
+        rows = self.table(table)
+        if not rows.is_empty() and not rows["round"].is_in(list(rounds)).all():
+            self._tables[table] = rows.filter(pl.col("round").is_in(list(rounds)))
+            self._write(self._tables[table], self.path / f"{table}.parquet")
+
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records, episodes or answers."""
         self._write(table, self._round_path(name, number, "parquet"))

@@ -145,7 +145,8 @@ def train(
 
     After each rollout its records are scored, a rule selects which of them train, and Stable-Baselines3 optimises on
     those. The run directory holds scores, records, policies and figures of every round; report.html in it shows them.
-    A finished run is left as it is. Interrupted at any moment, the same command goes on and ends with the same bits.
+    Interrupted at any moment, the same command goes on and ends with the same bits. A finished run is left as it is;
+    with a larger --rounds it goes on.
 
     Example: whence train LunarLander-v3 --selection iif --drop 0.125 --rounds 20 --run runs/lander
     """

@@ -42,7 +42,8 @@ def run(
     """Train and evaluate as `config` says, and write the run's directory.
 
     A finished run is left as it is. An interrupted one goes on where it was, to the same bits as if nothing had
-    happened; with EnvPool it goes on with new episodes, and a note in config.json says so.
+    happened, and so does one that was planned with fewer rounds; with EnvPool it goes on with new episodes, and a note
+    in config.json says so.
 
     Args:
         config: the run.
@@ -71,8 +72,11 @@ def run(
     try:
         model = make_model(config, env, tensorboard=tensorboard)
         description = config.to_json() | {EFFECTIVE: describe_effective(model)}
-        directory = RunDirectory.begin(path, description, versions=library_versions(), overwrite=overwrite)
+        directory = RunDirectory.begin(
+            path, description, versions=library_versions(), overwrite=overwrite, may_change=_list_growth(config, path)
+        )
         resumed = directory.checkpoint is not None
+        directory.keep_rows("evaluations", list_evaluated_rounds(config))  # without a shorter run's last
         arm = ARMS[config.arm]
         callback_class = MatchedUpdate if arm.trains == "matched" else ResearchCallback
         selection = callback_class(
@@ -191,18 +195,29 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     """Return whether a directory holds this very run, with its last round and evaluation.
 
     Raises:
-        RunDirectoryError: it holds another run.
+        RunDirectoryError: it holds another run, or one of more rounds.
     """
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
     stored = {name: value for name, value in directory.config.items() if name != EFFECTIVE}
-    RunDirectory(path, stored, directory.versions).check_same(config.to_json())
+    RunDirectory(path, stored, directory.versions).check_same(config.to_json(), but=_list_growth(config, path))
     if not directory.policy_path(config.rounds + 1).exists():  # written last
         return False
     if not config.eval_episodes:
         return directory.table("timings").height == config.rounds
     return directory.table("evaluations").height == len(list_evaluated_rounds(config))
+
+
+def _list_growth(config: RunConfig, path: Path) -> tuple[str, ...]:
+    """Return the settings in which a run may differ from the one in its directory, which may have fewer rounds.
+
+    No setting of a run depends on their number: its learning rate and clip range are constants.
+    """
+    if not (path / "config.json").exists():
+        return ()
+    rounds = RunDirectory.open(path).config.get("rounds")
+    return ("rounds",) if isinstance(rounds, int) and rounds < config.rounds else ()
 
 
 def read_curve(config: RunConfig, path: Path) -> Curve:

@@ -57,7 +57,7 @@ TIMED = {"rt_peak", "rt_peak_paper"}
 
 def planned(**changed):
     values = {"env": "FrozenLake-v1", "env_kwargs": LAKE, "hyperparameters": PPO_SMALL, "arms": ARM_NAMES, "seeds": 2}
-    return plan_comparison(**values | {"rounds": ROUNDS, "eval_episodes": 20} | changed)
+    return plan_comparison(**values | {"rounds": ROUNDS, "eval_episodes": 20, "drop": 0.5} | changed)
 
 
 def one(arm="ppo", **changed):
@@ -274,7 +274,7 @@ class TestPlan:
         (config,) = plan_comparison(env="CartPole-v1", arms=["ppo"], seeds=1)
         assert config == RunConfig(env="CartPole-v1", arm="ppo", seed=0)
         assert (config.optimizer, dict(config.hyperparameters)) == ("Adam", {})
-        assert (config.rounds, config.eval_episodes, config.drop, config.n_envs) == (50, 100, 0.5, 1)
+        assert (config.rounds, config.eval_episodes, config.drop, config.n_envs) == (50, 100, 0.125, 1)
 
     def test_runs_come_arm_by_arm_within_each_seed(self):
         found = [(config.seed, config.arm) for config in planned(arms=["random", "ppo"], seeds=3)]

@@ -61,7 +61,7 @@ env = "FrozenLake-v1"
 env_kwargs = { desc = ["SFF", "FFF", "FHG"], is_slippery = true }
 arms = ["ppo", "iif"]
 seeds = 2
-drop = [0.5, 1.0]
+drop = [0.125, 1.0]
 rounds = 2
 eval_episodes = 20
 hyperparameters = { n_steps = 64, batch_size = 32, n_epochs = 2, learning_rate = 0.01 }
@@ -176,7 +176,7 @@ class TestReading:
         runs = read_sweep(write_sweep(tmp_path, LAKE))
         names = [f"lake/{label}/seed_{seed}" for seed in (0, 1) for label in ("ppo", "iif", "iif-drop1")]
         assert [run.name for run in runs] == names
-        assert [run.config.drop for run in runs[:3]] == [0.5, 0.5, 1.0]
+        assert [run.config.drop for run in runs[:3]] == [0.125, 0.125, 1.0]
         assert {run.config.hyperparameters["n_steps"] for run in runs} == {64}
 
     def test_what_experiments_of_a_name_share_is_run_once(self, tmp_path):
@@ -203,7 +203,7 @@ class TestReading:
         assert len({run.name for run in runs}) == len(runs) == 25 * 3 + 5 * 12 * 3 + 9 * 10 + 2 * 10
 
     def test_shares_that_differ_have_labels_that_do(self, tmp_path):
-        runs = read_sweep(write_sweep(tmp_path, LAKE.replace("[0.5, 1.0]", "[0.5, 1, 0.1234567, 0.1234568]")))
+        runs = read_sweep(write_sweep(tmp_path, LAKE.replace("[0.125, 1.0]", "[0.125, 1, 0.1234567, 0.1234568]")))
         labels = ["ppo", "iif", "iif-drop1", "iif-drop0.1234567", "iif-drop0.1234568"]
         assert [run.label for run in runs] == 2 * labels
         assert json.dumps(runs[2].config.drop) == "1.0"
@@ -226,8 +226,8 @@ class TestReading:
             ("seeds = 2", 'seeds = "two"', 7, "seeds is 'two'"),
             ("seeds = 2", "", 3, "seeds is None"),
             ("seeds = 2", "seeds = [-1]", 7, "seeds is [-1]"),
-            ("[0.5, 1.0]", "[0.5, 2.0]", 8, "2.0"),
-            ("[0.5, 1.0]", '"half"', 8, "drop is 'half'"),
+            ("[0.125, 1.0]", "[0.125, 2.0]", 8, "2.0"),
+            ("[0.125, 1.0]", '"half"', 8, "drop is 'half'"),
             ("rounds = 2", "rounds = 0", 9, "rounds is 0"),
             ("rounds = 2", 'rounds = "two"', 9, "rounds is 'two'; a whole number is needed"),
             ("rounds = 2", "rounds = 2.5", 9, "rounds is 2.5; a whole number is needed"),
@@ -522,7 +522,7 @@ class TestRunning:
 
     def test_run_directories_are_kept_where_that_is_asked_for(self, in_process, tmp_path):
         text = (
-            LAKE.replace('["ppo", "iif"]', '["ppo"]').replace("seeds = 2", "seeds = 1").replace("drop = [0.5, 1.0]", "")
+            LAKE.replace('["ppo", "iif"]', '["ppo"]').replace("seeds = 2", "seeds = 1").replace("drop = [0.125, 1.0]", "")
         )
         file, out = write_sweep(tmp_path, text + text.replace('"lake"', '"sea"')), tmp_path / "out"
         command = ["sweep", str(file), "--out", str(out), "--only", "sea", "--json"]
@@ -658,7 +658,7 @@ class TestRunning:
     def test_a_run_has_the_label_of_its_arm_and_share(self, sweep_copy, label):
         for kind in ("curves", "timings"):
             edit_run(sweep_copy, kind, "lake/iif/seed_1", lambda line: line.update(label=label))
-        with pytest.raises(RunDirectoryError, match=rf"{label}/seed_1 in .* is of the arm iif and drop 0\.5, whose"):
+        with pytest.raises(RunDirectoryError, match=rf"{label}/seed_1 in .* is of the arm iif and drop 0\.125, whose"):
             load_sweep(sweep_copy)
 
     @pytest.mark.parametrize("kind", ["curves", "timings"])
@@ -688,7 +688,7 @@ class TestRunning:
             load_sweep(sweep_copy)
 
     def test_the_command_ends_with_one_where_a_run_failed(self, in_process, tmp_path):
-        file = write_sweep(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("[0.5, 1.0]", "0.5"))
+        file = write_sweep(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("[0.125, 1.0]", "0.125"))
         (tmp_path / "out/runs/lake/iif/seed_0").mkdir(parents=True)
         (tmp_path / "out/runs/lake/iif/seed_0/mine").touch()
         command = ["sweep", str(file), "--out", str(tmp_path / "out"), "--json"]

@@ -196,7 +196,7 @@ class TestTables:
         assert line == (
             "FrozenLake-v1: 4 rounds; 20 evaluation episodes every 2 rounds; Adam, SB3's hyper-parameters; "
             'env_kwargs {"desc": ["SG"]}; n_envs 4; policy "CnnPolicy"; warmup 2; target "action"; '
-            'target_args {"observation": 0, "action": 1}; drop 0.5 unless the arm\'s name says another.'
+            'target_args {"observation": 0, "action": 1}; drop 0.125 unless the arm\'s name says another.'
         )
 
     def test_the_usual_share_is_that_of_a_run_that_drops_it(self, tmp_path):

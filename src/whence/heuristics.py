@@ -18,7 +18,16 @@ from whence.advantages import (
 from whence.errors import InvalidRecords, WhenceError, suggest
 from whence.influence import Influence
 from whence.records import RecordBatch, to_numpy
-from whence.selection import START, Progress, Selection, Share, check_share, count_to_drop, share_at
+from whence.selection import (
+    DEFAULT_SHARE,
+    START,
+    Progress,
+    Selection,
+    Share,
+    check_share,
+    count_to_drop,
+    share_at,
+)
 from whence.trees import named_leaves
 
 Order: TypeAlias = Literal["distance", "product"]
@@ -40,7 +49,7 @@ class AdvantageMismatch:
     """
 
     order: Order = "distance"
-    drop: Share = 0.5
+    drop: Share = DEFAULT_SHARE
     warmup: int = 0
     needs_influence = False
     needs_discrete = True

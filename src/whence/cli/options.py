@@ -40,7 +40,7 @@ Rounds: TypeAlias = Annotated[
 Drop: TypeAlias = Annotated[
     float | None,
     typer.Option(
-        help="Of the records a rule may drop (iif: those below 0), the share to drop. (default: the preset's, or 0.5)",
+        help="Share to drop of the records a rule may drop (iif: those below 0). (default: the preset's, or 0.125)",
         show_default=False,
     ),
 ]

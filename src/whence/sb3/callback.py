@@ -59,7 +59,7 @@ class InfluenceCallback(BaseCallback):
     training stands.
 
     Args:
-        rule: which records train: `IIF(drop=0.5)`, another rule of `whence`, or a `SelectionRule` of your own.
+        rule: which records train: `IIF(drop=0.125)`, another rule of `whence`, or a `SelectionRule` of your own.
         target: what to raise; None: `Return()`.
         objective: what is differentiated; None: the model's own, without its value term (clip range, entropy
             coefficient, and whether it normalises advantages are read from the model).

@@ -14,7 +14,7 @@ from whence.experiments.rl.arms import ARMS, unknown_arm
 from whence.experiments.rl.scoring import Scoring
 from whence.experiments.shared import check_field_names, check_field_types, check_type
 from whence.sb3.description import HYPERPARAMETERS as HYPERPARAMETERS
-from whence.selection import IIF, SelectionRule
+from whence.selection import DEFAULT_SHARE, IIF, SelectionRule
 from whence.targets import Action, Return, Target
 
 OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "SGD")
@@ -83,7 +83,7 @@ class RunConfig:
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "Adam"
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    drop: float = 0.5
+    drop: float = DEFAULT_SHARE
     warmup: int = 0
     kl_per_round: float | None = None
     target: str = "return"

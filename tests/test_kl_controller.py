@@ -194,6 +194,16 @@ def test_a_schedule_that_falls_below_the_bounds_leaves_the_scale():
     assert watch.rates[8] == pytest.approx(1e-2 * 0.5 * 0.1)  # the same model goes on with the scale
 
 
+def test_a_changed_rate_stays_within_the_bounds():
+    controller, watch = KLController(1e9, bounds=(1e-4, 1e-2)), Watch()
+    toy = model(learning_rate=1e-3)
+    toy.learn(8 * STEPS, callback=controller)
+    assert controller.scale == pytest.approx(10)
+    toy.lr_schedule = lambda remaining: 5e-3
+    toy.learn(2 * STEPS, callback=[controller, watch])
+    assert watch.rates == pytest.approx([1e-2, 1e-2])
+
+
 def test_another_model_starts_at_its_own_rate():
     controller, watch = KLController(1e9), Watch()
     model(learning_rate=1e-3).learn(2 * STEPS, callback=controller)

@@ -45,16 +45,18 @@ class KLController(BaseCallback):
     the policy has diverged by more than twice the target on the step's minibatch, multiplied by 1.5 if by less than
     half. That costs a forward pass a step.
 
-    The model's logger gets `train/kl`, the round's divergence in nats; SB3 logs `train/learning_rate`. The model has
-    its own schedule outside of `train()`. With an `InfluenceCallback`, in any order, `train/kl` is in the run's
-    metrics, and an interrupted training goes on at the scale where it was.
+    The model's logger gets `train/kl`, the round's divergence in nats; SB3 logs `train/learning_rate`. The steered rate
+    is in place during `train()` only; `model.lr_schedule` is the model's own before and after. With an
+    `InfluenceCallback`, in any order, `train/kl` is in the run's metrics, and an interrupted training goes on at the
+    scale where it was.
 
     Args:
-        target_kl: the divergence of a round, in nats. In nine environments 0.02 and 0.04 trained best, and with `IIF`
-            0.04 (results/practice). SB3's own `target_kl` ends a round early instead.
+        target_kl: the divergence to reach each round, in nats. Of 0.005, 0.01, 0.02 and 0.04, 0.02 and 0.04 trained
+            best in nine environments, and with `IIF` 0.04; a fixed rate of 1e-3 trained PPO as well
+            (results/practice). SB3's own `target_kl` ends a round early instead.
         every: when the rate is steered: after each "round", or before each "minibatch".
-        bounds: the lowest and the highest learning rate, of a schedule those at its start; None: a tenth and ten times
-            the model's.
+        bounds: the lowest and the highest learning rate, or for a schedule those at its start; None: a tenth and ten
+            times the model's.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -107,7 +109,6 @@ class KLController(BaseCallback):
         if self.every == "minibatch":
             _check_several_steps(self.model)
         base = self.model.lr_schedule
-        scale = self.scale if self._steered is self.model else 1.0
         start = float(base(1.0))
         if not start > 0:
             raise WhenceError(f"The model's learning rate is {start:g} at the start; KLController needs one above 0.")
@@ -119,7 +120,10 @@ class KLController(BaseCallback):
             )
         if self._steered is not self.model:
             self._short_of_target = []
-        self._schedule = SteeredSchedule(base, scale, (low / start, high / start), repr(self))
+        lowest, highest = low / start, high / start
+        # The user may have changed the model's rate since its last learn(), to one that the scale takes out of bounds.
+        scale = min(max(self.scale, lowest), highest) if self._steered is self.model else 1.0
+        self._schedule = SteeredSchedule(base, scale, (lowest, highest), repr(self))
         self._steered = self.model
         note_schedule(self.model, self._schedule)
 

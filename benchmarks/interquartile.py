@@ -51,13 +51,21 @@ def choose_best(scores: NDArray[np.float64], places: NDArray[np.int_]) -> NDArra
 
 
 def bootstrap(
-    one: Scores, other: Scores, statistic: Callable[[Scores, Scores], NDArray[np.float64]]
+    one: Scores,
+    other: Scores,
+    statistic: Callable[[Scores, Scores], NDArray[np.float64]],
+    *,
+    limits: tuple[float, float] = (-np.inf, np.inf),
 ) -> dict[str, float | None]:
     """Return a statistic with its 95% interval; seeds are drawn again within each environment, in pairs.
+
+    The interval is that of percentiles. Where choices are made it is reflected about the statistic (the basic
+    bootstrap): a draw holds two thirds of the seeds, so it chooses worse, and its results are too low.
 
     Args:
         one, other: (choices, seeds) for each environment. Each seed's choice is made anew in each draw.
         statistic: of the results of all draws, (draws, seeds) for each environment.
+        limits: the lowest and the highest value that the statistic can have.
     """
     rng = np.random.default_rng(0)
     seeds = [scores.shape[1] for scores in one]
@@ -67,4 +75,6 @@ def bootstrap(
     if min(seeds) < LEAST_FOR_INTERVAL:
         return {"mean": float(mean), "low": None, "high": None}
     low, high = np.quantile(others, [0.025, 0.975])
+    if any(len(scores) > 1 for scores in (*one, *other)):
+        low, high = np.clip([2 * mean - high, 2 * mean - low], *limits)
     return {"mean": float(mean), "low": float(low), "high": float(high)}

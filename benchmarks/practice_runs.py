@@ -16,6 +16,8 @@ from whence.sb3.kl_controller import RANGE
 RESULTS = {"last": "last return", "mean": "mean return"}
 RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
 TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
+ARMS = ("ppo", "iif", "iif-drop0.5", "random")
+REWARDED = "iif-rewarded"
 
 
 def count_seeds(sweep: Results, name: str) -> int:

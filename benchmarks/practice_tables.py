@@ -17,22 +17,40 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from benchmarks.interquartile import LEAST_FOR_INTERVAL, Scores, bootstrap, probability_of_improvement, subtract_means
+from benchmarks.interquartile import Scores, bootstrap, probability_of_improvement, subtract_means
 from benchmarks.markdown import cell, table
-from benchmarks.practice import CAN_BE_FLAT, DEFAULT, RATES, SETTINGS, TARGETS, USUAL, USUAL_TARGET, WORLDS
-from benchmarks.practice_runs import RATE_STEPS, RESULTS, TARGET_STEPS, pick, read_runs, scale_results
+from benchmarks.practice import DEFAULT, RATES, USUAL, WORLDS
+from benchmarks.practice_environments import (
+    OTHERS,
+    tabulate_bounds,
+    tabulate_control,
+    tabulate_differences,
+    tabulate_divergence,
+    tabulate_failures,
+    tabulate_first_rounds,
+    tabulate_flat,
+    tabulate_world,
+)
+from benchmarks.practice_runs import (
+    ARMS,
+    RATE_STEPS,
+    RESULTS,
+    REWARDED,
+    TARGET_STEPS,
+    pick,
+    read_runs,
+    scale_results,
+)
 from whence.guards import write_atomically
-from whence.intervals import t_interval
-
-ARMS = ("ppo", "iif", "iif-drop0.5", "random")
-REWARDED = "iif-rewarded"
-OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world.others))
 
 LAST = ("walker2d", "bipedalwalker", "minigrid-doorkey")
 """Environments that were trained when the others had been tabulated."""
 
 LEAST = 2
 """The seeds that an environment needs to be compared."""
+
+BEST = "own best rate"
+"""The head of a column: each arm at its own."""
 
 NEAR = 1.25
 """The largest ratio of two divergences that are compared as the same."""
@@ -77,7 +95,7 @@ def compare(one: pl.DataFrame, other: pl.DataFrame, name: str = "last") -> dict[
         "environments": len(a),
         "runs": sum(scores.shape[1] for scores in a),
         "difference": bootstrap(a, b, subtract_means),
-        "improves": bootstrap(a, b, probability_of_improvement),
+        "improves": bootstrap(a, b, probability_of_improvement, limits=(0, 1)),
     }
 
 
@@ -98,20 +116,35 @@ def match_divergence(runs: pl.DataFrame, steps: str) -> pl.DataFrame:
     return pl.concat(parts) if parts else runs.clear()
 
 
+def tabulate_matches(scaled: pl.DataFrame) -> str:
+    """Return the target of the runs of `ppo` that got nearest to each target's runs of `iif`, by environment."""
+    matches = [match_divergence(scaled, steps).select("env", "steps").unique() for steps in TARGET_STEPS]
+    targets = [dict(each.iter_rows()) for each in matches]
+    rows = [[env, *(each.get(env, "–") for each in targets)] for env in dict.fromkeys(scaled["env"])]
+    return table([["environment", *(f"iif at {steps}" for steps in TARGET_STEPS)], *rows])
+
+
 def list_rates(runs: pl.DataFrame, arm: str) -> pl.DataFrame:
     """Return the runs of an arm at all learning rates, the default first."""
     return pl.concat([pick(runs, arm, f"lr{rate:g}") for rate in RATES])
 
 
-def list_omissions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] | None]:
-    """Return what is left of the difference at the best rates without each environment."""
-    parts = {env: scaled.filter(pl.col("env") != env) for env in dict.fromkeys(scaled["env"])}
-    return {
-        f"iif less ppo, each at its own best rate, without {env}": compare(
-            list_rates(part, "iif"), list_rates(part, "ppo"), name
-        )
-        for env, part in parts.items()
-    }
+def list_omissions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any]]:
+    """Return `iif` less `ppo` at each size of step, over all environments and without each of them."""
+    answers: dict[str, dict[str, Any]] = {}
+    for omitted in ("none", *dict.fromkeys(scaled["env"])):
+        part = scaled.filter(pl.col("env") != omitted)
+        pairs = {steps: (pick(part, "iif", steps), pick(part, "ppo", steps)) for steps in (*RATE_STEPS, *TARGET_STEPS)}
+        pairs[BEST] = list_rates(part, "iif"), list_rates(part, "ppo")
+        scores = {steps: list_scores(*pair, name) for steps, pair in pairs.items()}
+        answers[omitted] = {steps: bootstrap(*pair, subtract_means) for steps, pair in scores.items()}
+    return answers
+
+
+def tabulate_omissions(answers: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the differences without each environment as a table."""
+    head = ["without", *RATE_STEPS, *TARGET_STEPS, BEST]
+    return table([head, *([env, *(cell(row[steps], digits=2) for steps in head[1:])] for env, row in answers.items())])
 
 
 def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] | None]:
@@ -121,14 +154,17 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
         for steps in (DEFAULT, USUAL):
             answers[f"{arm} less ppo, {steps}"] = compare(pick(scaled, arm, steps), pick(scaled, "ppo", steps), name)
     for steps in (DEFAULT, USUAL):
+        half = pick(scaled, "iif-drop0.5", steps)
+        answers[f"iif-drop0.5 less iif, {steps}"] = compare(half, pick(scaled, "iif", steps), name)
+    for steps in (DEFAULT, USUAL):
         answers[f"iif less random, {steps}"] = compare(pick(scaled, "iif", steps), pick(scaled, "random", steps), name)
     for steps in (*RATE_STEPS, *TARGET_STEPS):
         answers[f"iif less ppo, {steps}"] = compare(pick(scaled, "iif", steps), pick(scaled, "ppo", steps), name)
     for steps in TARGET_STEPS:
-        nearest = match_divergence(scaled, steps)
-        answers[f"iif at {steps} less ppo of the nearest divergence"] = compare(
-            pick(scaled, "iif", steps), nearest, name
-        )
+        iif, nearest = pick(scaled, "iif", steps), match_divergence(scaled, steps)
+        answers[f"iif at {steps} less ppo of the nearest divergence"] = compare(iif, nearest, name)
+        same = pick(scaled, "ppo", steps).filter(pl.col("env").is_in(nearest["env"].unique().to_list()))
+        answers[f"iif less ppo, {steps}, in these environments"] = compare(iif, same, name)
     for steps in (DEFAULT, USUAL):
         for arm in ("iif", "ppo"):
             answers[f"{REWARDED} less {arm}, {steps}"] = compare(
@@ -145,6 +181,11 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
         answers[f"ppo at {steps} less ppo at its own best rate"] = compare(
             pick(scaled, "ppo", steps), best["ppo"], name
         )
+    targets = pl.concat([pick(scaled, "ppo", steps) for steps in TARGET_STEPS])
+    answers["ppo at its own best target less ppo at its own best rate"] = compare(targets, best["ppo"], name)
+    answers["ppo at kl0.04 less ppo at lr0.001"] = compare(
+        pick(scaled, "ppo", "kl0.04"), pick(scaled, "ppo", "lr0.001"), name
+    )
     for arm in ("ppo", "iif"):
         default = pick(scaled, arm, DEFAULT)
         for steps in (*RATE_STEPS, *TARGET_STEPS):
@@ -177,149 +218,6 @@ def tabulate_questions(answers: Mapping[str, Mapping[str, Any] | None]) -> str:
     return table([head, *rows])
 
 
-def tabulate_world(runs: pl.DataFrame) -> str:
-    """Return an environment's last returns by size of step and arm, with the seeds."""
-    head = ["step", *ARMS, "seeds"]
-    rows = []
-    for steps in (*RATE_STEPS, *TARGET_STEPS, *SETTINGS, *OTHERS):
-        cells = [_average(pick(runs, arm, steps)["last"].to_list()) for arm in ARMS]
-        seeds = len(pick(runs, "ppo", steps))
-        if seeds:
-            rows.append([steps, *(cell(each, digits=_digits(runs)) for each in cells), str(seeds)])
-    return table([head, *rows])
-
-
-def tabulate_differences(runs: pl.DataFrame, name: str) -> str:
-    """Return `iif` less `ppo` in each environment and at each step, over the seeds that both have."""
-    rows = []
-    for env in dict.fromkeys(runs["env"]):
-        env_runs = runs.filter(pl.col("env") == env)
-        ppo = env_runs.filter(pl.col("arm") == "ppo").select("steps", "seed", pl.col(name).alias("other"))
-        both = env_runs.filter(pl.col("arm") == "iif").join(ppo, on=["steps", "seed"])
-        both = both.with_columns(difference=pl.col(name) - pl.col("other"))
-        intervals = [
-            t_interval(both.filter(pl.col("steps") == steps).sort("seed")["difference"].to_list())
-            for steps in (*RATE_STEPS, *TARGET_STEPS)
-        ]
-        rows.append([env, *(cell(each, digits=_digits(env_runs)) for each in intervals)])
-    return table([["environment", *RATE_STEPS, *TARGET_STEPS], *rows])
-
-
-def tabulate_flat(runs: pl.DataFrame) -> str:
-    """Return what becomes of `iif` if it leaves flat rounds whole: last returns over the seeds that all arms have."""
-    arms = ("ppo", "iif", REWARDED)
-    rows = []
-    for env in CAN_BE_FLAT:
-        for steps in (*RATE_STEPS, *TARGET_STEPS):
-            some = runs.filter(pl.col("env") == env, pl.col("steps") == steps, pl.col("arm").is_in(arms))
-            seeds = [set(pick(some, arm, steps)["seed"]) for arm in arms]
-            both = some.filter(pl.col("seed").is_in(list(set.intersection(*seeds)))).sort("seed")
-            if both.is_empty():
-                continue
-            parts = [pick(both, arm, steps) for arm in arms]
-            gains = (parts[2]["last"] - parts[1]["last"]).to_list()
-            cells = [f"{part['last'].mean():.{_digits(both)}f}".replace("-", "−") for part in parts]
-            gain = cell(t_interval(gains), digits=_digits(both))
-            rows.append([env, steps, *cells, gain, f"{parts[2]['whole'].mean():.0%}", str(len(parts[0]))])
-    return table([["environment", "step", *arms, f"{REWARDED} less iif", "rounds kept whole", "seeds"], *rows])
-
-
-def tabulate_first_rounds(runs: pl.DataFrame) -> str:
-    """Return how far the first round takes the policy, apart for the seeds where it is flat.
-
-    Of the runs at the usual target, which measure it over all records; the rate is not steered yet.
-    """
-    arms = ("ppo", "iif", "random")
-    rows = []
-    for env in CAN_BE_FLAT:
-        some = runs.filter(pl.col("env") == env)
-        # All arms collect the same first round, and of a flat one this arm drops nothing.
-        firsts = pick(some, REWARDED, USUAL).select("seed", flat="first_whole")
-        for arm in arms:
-            firsts = firsts.join(pick(some, arm, USUAL).select("seed", pl.col("first_kl").alias(arm)), on="seed")
-        for (is_flat,), part in firsts.sort("flat", "seed", descending=[True, False]).group_by(
-            "flat", maintain_order=True
-        ):
-            ratios = [part[arm] / part["ppo"] for arm in arms[1:]]
-            cells = [f"{part[arm].mean():.4f}" for arm in arms] + [f"{r.min():.1f} to {r.max():.1f}" for r in ratios]
-            rows.append([env, "yes" if is_flat else "no", *cells, str(len(part))])
-    return table([["environment", "flat", *arms, "iif / ppo", "random / ppo", "seeds"], *rows])
-
-
-def tabulate_failures(runs: pl.DataFrame) -> str:
-    """Return how many runs end no better than they began, of `ppo` and `iif`, over the seeds that both have."""
-    ended = runs.with_columns(failed=pl.col("last") <= pl.col("first")).select("env", "steps", "arm", "seed", "failed")
-    both = ended.filter(pl.col("arm") == "ppo").join(
-        ended.filter(pl.col("arm") == "iif"), on=["env", "steps", "seed"], suffix="_iif"
-    )
-    rows = []
-    for env in (*dict.fromkeys(runs["env"]), "all"):
-        some = both if env == "all" else both.filter(pl.col("env") == env)
-        parts = [some.filter(pl.col("steps") == steps) for steps in (*RATE_STEPS, *TARGET_STEPS)]
-        cells = [f"{part['failed'].sum()} / {part['failed_iif'].sum()}" for part in parts]
-        rows.append([env, *cells, str(max(map(len, parts)))])
-    return table([["environment", *RATE_STEPS, *TARGET_STEPS, "pairs at each step"], *rows])
-
-
-def _average(results: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean with its t interval, without the interval where seeds are few."""
-    interval = t_interval(results)
-    return interval if len(results) >= LEAST_FOR_INTERVAL else {**interval, "low": None, "high": None}
-
-
-def _digits(runs: pl.DataFrame) -> int:
-    return 2 if float(runs["last"].abs().max() or 0) < 5 else 0
-
-
-def tabulate_control(runs: pl.DataFrame) -> str:
-    """Return how well the controller holds its target: medians over the last nine tenths of each run's rounds."""
-    head = [
-        "environment",
-        "arm",
-        *(f"KL at {target:g}" for target in sorted(TARGETS)),
-        f"median rate at {USUAL_TARGET:g}",
-        "rounds within 1.5, all targets",
-    ]
-    rows = []
-    for env in dict.fromkeys(runs["env"]):
-        for arm in ("ppo", "iif"):
-            some = [pick(runs.filter(pl.col("env") == env), arm, steps) for steps in TARGET_STEPS]
-            if any(part.is_empty() for part in some):
-                continue
-            usual = pick(runs.filter(pl.col("env") == env), arm, USUAL)
-            within = pl.concat(some)["within"].mean()
-            divergences = [f"{part['kl'].mean():.4f}" for part in some]
-            rows.append([env, arm, *divergences, f"{usual['rate'].mean():.2g}", f"{within:.0%}"])
-    return table([head, *rows])
-
-
-def tabulate_bounds(runs: pl.DataFrame) -> str:
-    """Return the share of rounds in which the controller's rate was at its lowest and at its highest."""
-    head = ["environment", "arm", *(f"at {target:g}: lowest / highest" for target in sorted(TARGETS))]
-    rows = []
-    for env in dict.fromkeys(runs["env"]):
-        for arm in ("ppo", "iif"):
-            some = [pick(runs.filter(pl.col("env") == env), arm, steps) for steps in TARGET_STEPS]
-            cells = [
-                f"{part['lowest'].mean():.0%} / {part['highest'].mean():.0%}" if len(part) else "–" for part in some
-            ]
-            rows.append([env, arm, *cells])
-    return table([head, *rows])
-
-
-def tabulate_divergence(runs: pl.DataFrame) -> str:
-    """Return each arm's divergence a round at fixed learning rates: medians over rounds, means over seeds."""
-    head = ["environment", "arm", *RATE_STEPS]
-    rows = []
-    for env in dict.fromkeys(runs["env"]):
-        for arm in ARMS:
-            some = [pick(runs.filter(pl.col("env") == env), arm, steps) for steps in RATE_STEPS]
-            cells = [f"{part['kl'].mean():.4f}" if len(part) else "–" for part in some]
-            if any(len(part) for part in some):
-                rows.append([env, arm, *cells])
-    return table([head, *rows])
-
-
 def write_tables(out: Path) -> None:
     """Write tables.md and summary.json."""
     runs = read_runs(out)
@@ -335,10 +233,13 @@ def write_tables(out: Path) -> None:
     summary: dict[str, Any] = {"runs": len(runs)}
     for group, (which, some) in groups.items():
         summary[group] = {name: list_questions(some, name) for name in RESULTS}
-        if group == "all":
-            summary[group] = {name: each | list_omissions(some, name) for name, each in summary[group].items()}
         for name, about in RESULTS.items():
             parts += [f"## By the {about}{which}\n", tabulate_questions(summary[group][name]), ""]
+    summary["omissions"] = {name: list_omissions(scaled, name) for name in RESULTS}
+    for name, about in RESULTS.items():
+        table_of_omissions = tabulate_omissions(summary["omissions"][name])
+        parts += [f"## iif less ppo by the {about}, without an environment\n", table_of_omissions, ""]
+    parts += ["## The runs of ppo of the nearest divergence\n", tabulate_matches(scaled), ""]
     for name, about in RESULTS.items():
         parts += [f"## iif less ppo by the {about}, by environment\n", tabulate_differences(runs, name), ""]
     parts += ["## Flat rounds kept whole: last test return\n", tabulate_flat(pooled), ""]

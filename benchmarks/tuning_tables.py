@@ -182,7 +182,7 @@ def write_tables(out: Path, practice: Path) -> None:
             "kl0.01",
             "kl0.02",
             "best rate of the other environments",
-            "best of the grid",
+            "best of the grid, in hindsight",
         ],
         "Other settings, less those recorded": [
             "environment",

@@ -21,9 +21,11 @@ RESULTS = ROOT / "results" / "practice"
 def study(monkeypatch):
     """The modules of the study: what it plans, its runs, its tables."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import practice, practice_runs, practice_tables
+    from benchmarks import practice, practice_environments, practice_runs, practice_tables
 
-    return SimpleNamespace(plan=practice, runs=practice_runs, tables=practice_tables)
+    return SimpleNamespace(
+        plan=practice, runs=practice_runs, tables=practice_tables, environments=practice_environments
+    )
 
 
 @pytest.fixture
@@ -96,7 +98,11 @@ def test_a_draw_chooses_anew(interquartile):
     zeros = [np.zeros((1, 5))]
     chosen = interquartile.bootstrap([scores], zeros, interquartile.subtract_means)
     assert chosen["mean"] == 1.0
-    assert chosen["low"] < 0.95
+    # Draws choose worse, never better; what they lose is added.
+    assert chosen["low"] == 1.0
+    assert 1.05 < chosen["high"] < 1.2
+    limited = interquartile.bootstrap([scores], zeros, interquartile.subtract_means, limits=(0, 1.02))
+    assert limited == {"mean": 1.0, "low": 1.0, "high": 1.02}
     fixed = interquartile.bootstrap([scores[:1]], zeros, interquartile.subtract_means)
     assert fixed == {"mean": 1.0, "low": 1.0, "high": 1.0}
 
@@ -188,6 +194,43 @@ def test_runs_of_the_nearest_divergence_are_compared(study):
     assert len(nearest) == 2
 
 
+def test_differences_are_told_without_each_environment(study, interquartile, monkeypatch):
+    monkeypatch.setattr(interquartile, "REPEATS", 20)
+    rng = np.random.default_rng(0)
+    steps = (*study.runs.RATE_STEPS, *study.runs.TARGET_STEPS)
+    keys = itertools.product("abc", ("ppo", "iif"), steps, range(4))
+    runs = pl.DataFrame([(*key, rng.normal()) for key in keys], ["env", "arm", "steps", "seed", "last"], orient="row")
+    answers = study.tables.list_omissions(runs, "last")
+    assert list(answers) == ["none", "a", "b", "c"]
+    for omitted, row in answers.items():
+        part = runs.filter(pl.col("env") != omitted)
+        expected = study.tables.list_questions(part.with_columns(kl=pl.lit(0.02), mean="last"), "last")
+        for name in steps:
+            assert row[name] == expected[f"iif less ppo, {name}"]["difference"]
+        best = expected["iif less ppo, each at its own best rate"]["difference"]
+        assert row[study.tables.BEST] == best
+    assert len({row["kl0.04"]["mean"] for row in answers.values()}) == 4
+    lines = study.tables.tabulate_omissions(answers).splitlines()
+    assert [line.split("|")[1].strip() for line in lines if line.strip()][2:] == list(answers)
+
+
+def test_matched_environments_are_compared_at_the_same_target_too(study):
+    rows = [("a", "iif", "kl0.01", 0.02, 1.0), ("a", "ppo", "kl0.01", 0.01, 2.0), ("a", "ppo", "kl0.02", 0.02, 4.0)]
+    rows += [("b", "iif", "kl0.01", 0.09, 9.0), ("b", "ppo", "kl0.01", 0.01, 0.0)]
+    runs = pl.DataFrame(
+        [(*row[:3], seed, *row[3:]) for row in rows for seed in range(3)],
+        ["env", "arm", "steps", "seed", "kl", "last"],
+        orient="row",
+    ).with_columns(mean="last")
+    answers = study.tables.list_questions(runs, "last")
+    assert answers["iif at kl0.01 less ppo of the nearest divergence"]["difference"]["mean"] == -3
+    assert answers["iif less ppo, kl0.01, in these environments"]["difference"]["mean"] == -1
+    assert answers["iif less ppo, kl0.01"]["difference"]["mean"] == 4
+    lines = study.tables.tabulate_matches(runs).splitlines()
+    cells = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in lines if line.strip()}
+    assert (cells["a"], cells["b"]) == ("kl0.02", "–")
+
+
 def test_environments_of_one_seed_are_left_out(study, interquartile, monkeypatch):
     tables = study.tables
     monkeypatch.setattr(interquartile, "REPEATS", 20)
@@ -198,7 +241,6 @@ def test_environments_of_one_seed_are_left_out(study, interquartile, monkeypatch
 
 
 def test_flat_rounds_kept_whole_are_compared_over_the_seeds_that_all_arms_have(study):
-    tables = study.tables
     results = {"ppo": [1.0, 2.0, 9.0], "iif": [1.0, 1.0, 9.0, 9.0], "iif-rewarded": [2.0, 4.0]}
     runs = pl.DataFrame(
         [
@@ -207,7 +249,7 @@ def test_flat_rounds_kept_whole_are_compared_over_the_seeds_that_all_arms_have(s
             for seed, last in enumerate(lasts)
         ]
     )
-    (row,) = [line for line in tables.tabulate_flat(runs).splitlines() if "acrobot" in line]
+    (row,) = [line for line in study.environments.tabulate_flat(runs).splitlines() if "acrobot" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:5] == ["acrobot", "kl0.02", "1.50", "1.00", "3.00"]
     assert cells[5].startswith("2.00 [")
@@ -283,7 +325,7 @@ def test_first_rounds_are_compared_apart_where_they_are_flat(study):
     runs = pl.DataFrame(rows, ["arm", "seed", "first_kl", "first_whole"], orient="row").with_columns(
         env=pl.lit("acrobot"), steps=pl.lit("kl0.02")
     )
-    lines = [line for line in study.tables.tabulate_first_rounds(runs).splitlines() if "acrobot" in line]
+    lines = [line for line in study.environments.tabulate_first_rounds(runs).splitlines() if "acrobot" in line]
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == [
         ["acrobot", "yes", "0.0100", "0.0350", "0.0090", "2.0 to 5.0", "0.8 to 1.0", "2"],
         ["acrobot", "no", "0.0200", "0.0300", "0.0200", "1.5 to 1.5", "1.0 to 1.0", "1"],
@@ -302,7 +344,7 @@ def test_runs_that_end_no_better_than_they_began_are_counted(study):
     runs = pl.DataFrame(rows, ["env", "arm", "seed", "last"], orient="row").with_columns(
         first=pl.lit(0.0), steps=pl.lit("lr0.001")
     )
-    lines = study.tables.tabulate_failures(runs).splitlines()
+    lines = study.environments.tabulate_failures(runs).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.strip()]
     rate = cells[0].index("lr0.001")
     # Seed 2 of the first has no partner.

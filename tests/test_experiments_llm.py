@@ -271,7 +271,7 @@ class TestRun:
             if number == 3:
                 raise Killed
 
-        every = {"save_every": 1} if algorithm == "ppo" else {"save_strategy": "steps", "save_steps": 2}
+        every = {"save_every": 1} if algorithm == "ppo" else {"save_steps": 2}
         config = tiny("iif", algorithm=algorithm, settings={"rounds": 4, **every})
         with pytest.raises(Killed):
             run(config, tmp_path / "broken", break_off)

@@ -278,7 +278,7 @@ class TestPage:
         assert facts["env"] == "FrozenLake-v1"
         assert json.loads(facts["desc"]) == ["SFF", "FFF", "FHG"]
         assert (facts["is_slippery"], facts["n_steps"], facts["batch_size"]) == ("true", "64", "32")
-        assert (facts["rounds"], facts["drop"], facts["seeds"]) == ("2", "0.5", "0, 1")
+        assert (facts["rounds"], facts["drop"], facts["seeds"]) == ("2", "0.125", "0, 1")
         assert facts["arms"] == "ppo, iif, random"
         assert re.fullmatch(r"\d+\..*", facts["torch"])
         assert {"configuration", "env_kwargs", "hyperparameters", "versions"} <= set(page.of("h3"))
@@ -405,7 +405,7 @@ class TestRunPage:
         write_run_report(tiny.run(config), tmp_path / "deep" / "page.html")
         page = Page((tmp_path / "deep" / "page.html").read_text(encoding="utf-8"))
         assert page.of("bdi") == ["FrozenLake-v1: iif"]
-        assert "Seed 1, 2 of 2 rounds. iif: drop 50% of the records below 0." in page.of("p")
+        assert "Seed 1, 2 of 2 rounds. iif: drop 12.5% of the records below 0." in page.of("p")
         assert page.of("h2") == [
             *(
                 "Advice",

@@ -101,7 +101,7 @@ def test_ippo_weighs_what_is_positive_by_its_score() -> None:
 
 @pytest.mark.parametrize("rule", [IIF, IPPO, BelowMean, NonPositive, RandomDrop, NegativeRandom])
 def test_nothing_is_dropped_while_warming_up(rule: type[IIF]) -> None:
-    records, influence = scored([*range(-8, 0), 5])
+    records, influence = scored([*range(-16, 0), 5])
     for number, drops in ((1, False), (2, False), (3, True)):
         keep = rule(warmup=2).select(records, influence, Progress(round=number)).keep
         assert bool((~keep).any()) is drops, number

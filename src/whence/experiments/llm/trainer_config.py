@@ -70,7 +70,6 @@ def _make_trl_config(config: LanguageConfig, output_dir: str) -> Any:
     on_gpu = torch.cuda.is_available()
     defaults: dict[str, Any] = {
         "report_to": [],
-        "save_total_limit": 2,
         "disable_tqdm": True,
         "logging_strategy": "no",
         "bf16": False,
@@ -78,7 +77,7 @@ def _make_trl_config(config: LanguageConfig, output_dir: str) -> Any:
         "dataloader_pin_memory": on_gpu,
     }
     if not {"save_strategy", "save_steps"} & settings.keys():
-        defaults["save_strategy"] = "no"  # the run itself says when checkpoints are due
+        defaults |= {"save_strategy": "no", "save_total_limit": 2}  # the run itself says when checkpoints are due
     # Under the name that this version of Transformers has; TRL's default is the older name, which gives a warning.
     checkpointing = [name for name in ("activation_checkpointing", "gradient_checkpointing") if name in known]
     if not any(name in settings for name in checkpointing):

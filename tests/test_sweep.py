@@ -522,7 +522,9 @@ class TestRunning:
 
     def test_run_directories_are_kept_where_that_is_asked_for(self, in_process, tmp_path):
         text = (
-            LAKE.replace('["ppo", "iif"]', '["ppo"]').replace("seeds = 2", "seeds = 1").replace("drop = [0.125, 1.0]", "")
+            LAKE.replace('["ppo", "iif"]', '["ppo"]')
+            .replace("seeds = 2", "seeds = 1")
+            .replace("drop = [0.125, 1.0]", "")
         )
         file, out = write_sweep(tmp_path, text + text.replace('"lake"', '"sea"')), tmp_path / "out"
         command = ["sweep", str(file), "--out", str(out), "--only", "sea", "--json"]

@@ -97,6 +97,14 @@ RATES = (3e-4, 1e-3, 3e-3, 1e-4)
 TARGETS = (0.02, 0.01, 0.04, 0.005)
 DEFAULT_RATE, USUAL_TARGET = RATES[0], TARGETS[0]
 DEFAULT, USUAL = f"lr{DEFAULT_RATE:g}", f"kl{USUAL_TARGET:g}"
+BEST_RATE = "lr0.001"
+"""That at which `ppo` and `iif` train best."""
+
+CONTROLS: Mapping[tuple[str, float], Sequence[str]] = {
+    ("random", DROP): (DEFAULT, BEST_RATE, USUAL),
+    ("iif", 0.5): (DEFAULT, USUAL),
+}
+"""The rates and targets at which arms run that do not run at all of them."""
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "early0.02": {"target_kl": 0.02},
@@ -123,11 +131,13 @@ class Steps:
 
 def list_steps() -> list[Steps]:
     """Return the rates and targets, those that answer most first."""
-    more = (("ppo", DROP), ("iif", DROP), ("random", DROP), ("iif", 0.5))
     rates = [Steps(f"lr{rate:g}", {"hyperparameters": {"learning_rate": rate}}) for rate in RATES]
     targets = [Steps(f"kl{target:g}", {"kl_per_round": target}) for target in TARGETS]
-    usual = [replace(rates[0], arms=more), replace(targets[0], arms=more)]
-    return [*usual, rates[1], targets[1], targets[2], rates[2], rates[3], targets[3]]
+    ordered = [rates[0], targets[0], rates[1], targets[1], targets[2], rates[2], rates[3], targets[3]]
+    return [
+        replace(steps, arms=[*steps.arms, *(arm for arm, names in CONTROLS.items() if steps.name in names)])
+        for steps in ordered
+    ]
 
 
 def list_rewarded() -> list[Steps]:

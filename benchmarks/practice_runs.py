@@ -82,9 +82,9 @@ def _measure(run: KeptRun) -> dict[str, float | bool]:
 
 
 def scale_results(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return the runs with each result scaled in its environment; runs at other settings do not set the scale."""
+    """Return the runs with each result scaled in its environment, by `ppo` and `iif` at the rates and targets."""
     scaled = runs
-    main = runs.filter(pl.col("steps").is_in([*RATE_STEPS, *TARGET_STEPS]))
+    main = runs.filter(pl.col("steps").is_in([*RATE_STEPS, *TARGET_STEPS]), pl.col("arm").is_in(["ppo", "iif"]))
     for name in RESULTS:
         best = (
             main.group_by("env", "steps", "arm").agg(pl.col(name).mean()).group_by("env").agg(best=pl.col(name).max())

@@ -1,11 +1,11 @@
 """The tables of `benchmarks.practice`: tables.md and summary.json, from the runs that are there.
 
 Run: `python -m benchmarks.practice_tables results/practice`. A run's result is its last test return, or the mean of its
-evaluations after the start. Each is scaled in its environment: 0 is the untrained policy, 1 the best mean of an arm at
-a rate or a target. Figures over environments are rliable's (Agarwal et al., 2021): the interquartile mean, and the
-probability that a run of one arm is better than one of the other; intervals by 5,000 bootstraps of the seeds of each
-environment, where each has three. The same target is not the same divergence, so each target's runs of `iif` are also
-compared with those of `ppo` whose divergence was the nearest, in each environment.
+evaluations after the start. Each is scaled in its environment: 0 is the untrained policy, 1 the best mean of `ppo` or
+`iif` at a rate or a target. Figures over environments are rliable's (Agarwal et al., 2021): the interquartile mean, and
+the probability that a run of one arm is better than one of the other; intervals by 5,000 bootstraps of the seeds of
+each environment, where each has three. The same target is not the same divergence, so each target's runs of `iif` are
+also compared with those of `ppo` whose divergence was the nearest, in each environment.
 """
 
 import json
@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.interquartile import Scores, bootstrap, probability_of_improvement, subtract_means
 from benchmarks.markdown import cell, table
-from benchmarks.practice import DEFAULT, RATES, USUAL, WORLDS
+from benchmarks.practice import BEST_RATE, CONTROLS, DEFAULT, DROP, RATES, USUAL, WORLDS
 from benchmarks.practice_environments import (
     OTHERS,
     tabulate_bounds,
@@ -32,7 +32,6 @@ from benchmarks.practice_environments import (
     tabulate_world,
 )
 from benchmarks.practice_runs import (
-    ARMS,
     RATE_STEPS,
     RESULTS,
     REWARDED,
@@ -150,54 +149,50 @@ def tabulate_omissions(answers: Mapping[str, Mapping[str, Any]]) -> str:
 def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] | None]:
     """Return the comparisons that answer the study's questions, for one kind of result."""
     answers: dict[str, dict[str, Any] | None] = {}
-    for arm in ARMS[2:]:
-        for steps in (DEFAULT, USUAL):
-            answers[f"{arm} less ppo, {steps}"] = compare(pick(scaled, arm, steps), pick(scaled, "ppo", steps), name)
-    for steps in (DEFAULT, USUAL):
-        half = pick(scaled, "iif-drop0.5", steps)
-        answers[f"iif-drop0.5 less iif, {steps}"] = compare(half, pick(scaled, "iif", steps), name)
-    for steps in (DEFAULT, USUAL):
-        answers[f"iif less random, {steps}"] = compare(pick(scaled, "iif", steps), pick(scaled, "random", steps), name)
+
+    def add(one: str, other: str, steps: str) -> None:
+        answers[f"{one} less {other}, {steps}"] = compare(pick(scaled, one, steps), pick(scaled, other, steps), name)
+
+    controls = {"random": CONTROLS["random", DROP], "iif-drop0.5": CONTROLS["iif", 0.5]}
+    for arm, steps_list in controls.items():
+        for steps in steps_list:
+            add(arm, "ppo", steps)
+    for steps in controls["random"]:
+        add("iif", "random", steps)
+    for steps in controls["iif-drop0.5"]:
+        add("iif-drop0.5", "iif", steps)
     for steps in (*RATE_STEPS, *TARGET_STEPS):
-        answers[f"iif less ppo, {steps}"] = compare(pick(scaled, "iif", steps), pick(scaled, "ppo", steps), name)
+        add("iif", "ppo", steps)
     for steps in TARGET_STEPS:
         iif, nearest = pick(scaled, "iif", steps), match_divergence(scaled, steps)
         answers[f"iif at {steps} less ppo of the nearest divergence"] = compare(iif, nearest, name)
         same = pick(scaled, "ppo", steps).filter(pl.col("env").is_in(nearest["env"].unique().to_list()))
         answers[f"iif less ppo, {steps}, in these environments"] = compare(iif, same, name)
     for steps in (DEFAULT, USUAL):
-        for arm in ("iif", "ppo"):
-            answers[f"{REWARDED} less {arm}, {steps}"] = compare(
-                pick(scaled, REWARDED, steps), pick(scaled, arm, steps), name
-            )
-    best = {arm: list_rates(scaled, arm) for arm in ("ppo", "iif")}
-    answers["iif less ppo, each at its own best rate"] = compare(best["iif"], best["ppo"], name)
-    for other in OTHERS:
-        answers[f"iif less ppo, {other}"] = compare(pick(scaled, "iif", other), pick(scaled, "ppo", other), name)
-    for about, steps_list in (("mean of the rates", RATE_STEPS), ("mean of the targets", TARGET_STEPS)):
-        parts = [average_steps(scaled, arm, steps_list) for arm in ("iif", "ppo")]
+        for other in ("iif", "ppo"):
+            add(REWARDED, other, steps)
+    rates = {arm: list_rates(scaled, arm) for arm in ("ppo", "iif")}
+    answers["iif less ppo, each at its own best rate"] = compare(rates["iif"], rates["ppo"], name)
+    for steps in OTHERS:
+        add("iif", "ppo", steps)
+    for about, some in (("mean of the rates", RATE_STEPS), ("mean of the targets", TARGET_STEPS)):
+        parts = [average_steps(scaled, arm, some) for arm in ("iif", "ppo")]
         answers[f"iif less ppo, {about}"] = compare(parts[0], parts[1], name)
+    ppo = {steps: pick(scaled, "ppo", steps) for steps in (*RATE_STEPS, *TARGET_STEPS)}
     for steps in TARGET_STEPS:
-        answers[f"ppo at {steps} less ppo at its own best rate"] = compare(
-            pick(scaled, "ppo", steps), best["ppo"], name
-        )
-    targets = pl.concat([pick(scaled, "ppo", steps) for steps in TARGET_STEPS])
-    answers["ppo at its own best target less ppo at its own best rate"] = compare(targets, best["ppo"], name)
-    answers["ppo at kl0.04 less ppo at lr0.001"] = compare(
-        pick(scaled, "ppo", "kl0.04"), pick(scaled, "ppo", "lr0.001"), name
-    )
+        answers[f"ppo at {steps} less ppo at its own best rate"] = compare(ppo[steps], rates["ppo"], name)
+    targets = pl.concat([ppo[steps] for steps in TARGET_STEPS])
+    answers["ppo at its own best target less ppo at its own best rate"] = compare(targets, rates["ppo"], name)
+    answers[f"ppo at kl0.04 less ppo at {BEST_RATE}"] = compare(ppo["kl0.04"], ppo[BEST_RATE], name)
     for arm in ("ppo", "iif"):
-        default = pick(scaled, arm, DEFAULT)
+        default, usual = pick(scaled, arm, DEFAULT), pick(scaled, arm, USUAL)
         for steps in (*RATE_STEPS, *TARGET_STEPS):
             if steps != DEFAULT:
-                answers[f"{arm} at {steps} less {arm} at the default rate"] = compare(
-                    pick(scaled, arm, steps), default, name
-                )
-        usual = pick(scaled, arm, USUAL)
+                about = f"{arm} at {steps} less {arm} at the default rate"
+                answers[about] = compare(pick(scaled, arm, steps), default, name)
         answers[f"{arm} at kl0.04 less {arm} at {USUAL}"] = compare(pick(scaled, arm, "kl0.04"), usual, name)
-    answers[f"ppo at {USUAL} less ppo with SB3's target_kl"] = compare(
-        pick(scaled, "ppo", USUAL), pick(scaled, "ppo", "early0.02"), name
-    )
+    early = pick(scaled, "ppo", "early0.02")
+    answers[f"ppo at {USUAL} less ppo with SB3's target_kl"] = compare(ppo[USUAL], early, name)
     return answers
 
 

@@ -28,6 +28,7 @@ def tabulate_world(runs: pl.DataFrame) -> str:
 def tabulate_differences(runs: pl.DataFrame, name: str) -> str:
     """Return `iif` less `ppo` in each environment and at each step, over the seeds that both have."""
     rows = []
+    runs = runs.filter(pl.col("steps").is_in([*RATE_STEPS, *TARGET_STEPS]))  # LDA's script has seeds of its own
     for env in dict.fromkeys(runs["env"]):
         env_runs = runs.filter(pl.col("env") == env)
         ppo = env_runs.filter(pl.col("arm") == "ppo").select("steps", "seed", pl.col(name).alias("other"))

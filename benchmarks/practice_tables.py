@@ -48,7 +48,7 @@ LAST = ("walker2d", "bipedalwalker", "minigrid-doorkey")
 LEAST = 2
 """The seeds that an environment needs to be compared."""
 
-BEST = "own best rate"
+OWN_BEST = "own best rate"
 """The head of a column: each arm at its own."""
 
 NEAR = 1.25
@@ -134,7 +134,7 @@ def list_omissions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any]]
     for omitted in ("none", *dict.fromkeys(scaled["env"])):
         part = scaled.filter(pl.col("env") != omitted)
         pairs = {steps: (pick(part, "iif", steps), pick(part, "ppo", steps)) for steps in (*RATE_STEPS, *TARGET_STEPS)}
-        pairs[BEST] = list_rates(part, "iif"), list_rates(part, "ppo")
+        pairs[OWN_BEST] = list_rates(part, "iif"), list_rates(part, "ppo")
         scores = {steps: list_scores(*pair, name) for steps, pair in pairs.items()}
         answers[omitted] = {steps: bootstrap(*pair, subtract_means) for steps, pair in scores.items()}
     return answers
@@ -142,7 +142,7 @@ def list_omissions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any]]
 
 def tabulate_omissions(answers: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the differences without each environment as a table."""
-    head = ["without", *RATE_STEPS, *TARGET_STEPS, BEST]
+    head = ["without", *RATE_STEPS, *TARGET_STEPS, OWN_BEST]
     return table([head, *([env, *(cell(row[steps], digits=2) for steps in head[1:])] for env, row in answers.items())])
 
 

@@ -98,7 +98,7 @@ class TestHelp:
     def test_compare_tells_every_default(self):
         text = words(CliRunner().invoke(cli.app, ["compare", "--help"]).output)
         for about in (
-            *("Rollouts to train on. (default: the preset's, or 50)", "below 0). (default: the preset's, or 0.125)"),
+            *("Rollouts to train on. (default: the preset's, or 50)", "below 0. (default: the preset's, or 0.125)"),
             *("Episodes of each evaluation. (default: the preset's, or 100)", "side by side. (default: 1)"),
             *("Runs at a time. (default: one per core)", "[default: ppo,iif,random]", "[default: 3]"),
             "[default: out/compare]",

@@ -119,11 +119,12 @@ def test_a_seed_counts_that_has_all_sizes_of_step(study):
 
 def test_results_are_scaled_by_the_main_runs(study):
     rows = [("lr0.0003", "ppo", 15.0), ("lr0.0003", "ppo", 25.0), ("kl0.02", "iif", 30.0), ("zoo", "ppo", 90.0)]
+    rows.append(("kl0.02", "random", 50.0))  # it does not run at all of them
     runs = pl.DataFrame(
         [{"env": "a", "steps": steps, "arm": arm, "first": 10.0, "last": r, "mean": r} for steps, arm, r in rows]
     )
     # 0 is the untrained policy's 10, 1 the best mean of a main group, 30.
-    assert study.runs.scale_results(runs)["last"].to_list() == [0.25, 0.75, 1.0, 4.0]
+    assert study.runs.scale_results(runs)["last"].to_list() == [0.25, 0.75, 1.0, 4.0, 2.0]
 
 
 def test_the_middle_half_is_averaged(interquartile):
@@ -208,10 +209,18 @@ def test_differences_are_told_without_each_environment(study, interquartile, mon
         for name in steps:
             assert row[name] == expected[f"iif less ppo, {name}"]["difference"]
         best = expected["iif less ppo, each at its own best rate"]["difference"]
-        assert row[study.tables.BEST] == best
+        assert row[study.tables.OWN_BEST] == best
     assert len({row["kl0.04"]["mean"] for row in answers.values()}) == 4
     lines = study.tables.tabulate_omissions(answers).splitlines()
     assert [line.split("|")[1].strip() for line in lines if line.strip()][2:] == list(answers)
+
+
+def test_the_seeds_of_differences_are_those_at_the_rates_and_targets(study):
+    rows = [("iif", "lr0.001", 0), ("ppo", "lr0.001", 0), ("iif", "lr0.001", 1), ("ppo", "lr0.001", 1)]
+    rows += [(arm, "lda", seed) for arm in ("iif", "ppo") for seed in range(5)]
+    runs = pl.DataFrame(rows, ["arm", "steps", "seed"], orient="row").with_columns(env=pl.lit("a"), last="seed")
+    line = study.environments.tabulate_differences(runs, "last").splitlines()[-1]
+    assert line.strip("|").split("|")[-1].strip() == "2"
 
 
 def test_matched_environments_are_compared_at_the_same_target_too(study):

@@ -40,7 +40,7 @@ Rounds: TypeAlias = Annotated[
 Drop: TypeAlias = Annotated[
     float | None,
     typer.Option(
-        help="Share to drop of the records a rule may drop (iif: those below 0). (default: the preset's, or 0.125)",
+        help="The share to drop; with iif, of the records below 0. (default: the preset's, or 0.125)",
         show_default=False,
     ),
 ]

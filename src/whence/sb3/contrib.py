@@ -17,8 +17,8 @@ except ImportError:
         MaskableDictRolloutBuffer = MaskableRolloutBuffer = _Missing
 
         def is_masking_supported(env):
-            """Never called: there is no MaskablePPO without sb3-contrib."""
-            raise NotImplementedError
+            """Return False: there is no MaskablePPO without sb3-contrib."""
+            return False
 
 
 __all__ = [

@@ -73,7 +73,11 @@ def run(
         model = make_model(config, env, tensorboard=tensorboard)
         description = config.to_json() | {EFFECTIVE: describe_effective(model)}
         directory = RunDirectory.begin(
-            path, description, versions=library_versions(), overwrite=overwrite, may_change=_list_growth(config, path)
+            path,
+            description,
+            versions=library_versions(),
+            overwrite=overwrite,
+            may_change=["rounds"],  # is_finished has refused a run of more rounds
         )
         resumed = directory.checkpoint is not None
         directory.keep_rows("evaluations", list_evaluated_rounds(config))  # without a shorter run's last
@@ -201,23 +205,15 @@ def is_finished(config: RunConfig, path: Path) -> bool:
         return False
     directory = RunDirectory.open(path)
     stored = {name: value for name, value in directory.config.items() if name != EFFECTIVE}
-    RunDirectory(path, stored, directory.versions).check_same(config.to_json(), but=_list_growth(config, path))
+    # No setting of a run depends on the number of rounds: its learning rate and clip range are constants.
+    rounds = stored.get("rounds")
+    may_change = ["rounds"] if isinstance(rounds, int) and rounds < config.rounds else []
+    RunDirectory(path, stored, directory.versions).check_same(config.to_json(), but=may_change)
     if not directory.policy_path(config.rounds + 1).exists():  # written last
         return False
     if not config.eval_episodes:
         return directory.table("timings").height == config.rounds
     return directory.table("evaluations").height == len(list_evaluated_rounds(config))
-
-
-def _list_growth(config: RunConfig, path: Path) -> tuple[str, ...]:
-    """Return the settings in which a run may differ from the one in its directory, which may have fewer rounds.
-
-    No setting of a run depends on their number: its learning rate and clip range are constants.
-    """
-    if not (path / "config.json").exists():
-        return ()
-    rounds = RunDirectory.open(path).config.get("rounds")
-    return ("rounds",) if isinstance(rounds, int) and rounds < config.rounds else ()
 
 
 def read_curve(config: RunConfig, path: Path) -> Curve:

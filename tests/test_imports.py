@@ -1,5 +1,6 @@
 """Which module imports which: no circles, and nothing heavy where a command has to start fast."""
 
+import ast
 import importlib
 import inspect
 import subprocess
@@ -42,6 +43,19 @@ def test_every_module_of_floors_0_to_2_is_in_the_contract_that_keeps_libraries_o
     contract = next(one for one in config["contracts"] if one["name"].startswith("floors 0 to 2"))
     above = {f"whence.{name}" for name in ("cli", "report", "viewer", "diagnosis", "experiments", "sb3", "llm")}
     assert set(contract["source_modules"]) == graph.find_children("whence") - above
+
+
+def test_every_annotated_shape_is_of_a_class():
+    """NumPy's `NDArray[...]` is no class from 2.5 on, and jaxtyping then fails where a module is imported."""
+    arrays = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "jaxtyping"]
+        dtypes = {name.name for node in imports for name in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in dtypes:
+                arrays.add(ast.unparse(node.slice.elts[0]))
+    assert arrays == {"Tensor", "np.ndarray"}
 
 
 def loaded_by(code: str) -> set[str]:

@@ -29,8 +29,8 @@ def predict_outcomes(influence: Influence, kept: Tensor) -> NDArray[np.float64]:
 
 
 def compute_lds(
-    predictions: Float[NDArray[np.float64], " m"],
-    outcomes: Float[NDArray[np.float64], " m"],
+    predictions: Float[np.ndarray, " m"],
+    outcomes: Float[np.ndarray, " m"],
     *,
     resamples: int = 1000,
     seed: int = 0,
@@ -68,7 +68,7 @@ def compute_lds(
     return {"lds": float(stats.spearmanr(predictions, outcomes).statistic), "low": float(low), "high": float(high)}
 
 
-def measure_agreement(values: Float[NDArray[np.float64], "orders m"]) -> float | None:
+def measure_agreement(values: Float[np.ndarray, "orders m"]) -> float | None:
     """Return the highest rank correlation that a predictor could reach, given how well repeated outcomes agree.
 
     The mean of k repetitions whose mean rank correlation is r has the reliability `k r / (1 + (k - 1) r)`

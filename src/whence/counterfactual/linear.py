@@ -108,7 +108,7 @@ def _best_multiple(predicted: Vector, outcomes: Vector) -> float:
     return float(predicted @ outcomes) / square if square > 0 else 0.0
 
 
-def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[Vector, " m"]) -> Mapping[str, float]:
+def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[np.ndarray, " m"]) -> Mapping[str, float]:
     """Return the LDS that the best sum of scores would have, without fitting that sum.
 
     Over random subsets of one size, records are in or out almost independently of each other, so the share of the

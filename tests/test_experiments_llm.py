@@ -19,14 +19,19 @@ from typer.testing import CliRunner
 
 from test_llm_trainer import make_model, make_tokenizer
 from whence import cli, experiments
+from whence.engines import memory
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.llm.arms import split_arm
 from whence.experiments.llm.identity import identify_function
 from whence.experiments.llm.loading import load_function
+from whence.experiments.llm.tasks import scoring_memory
 from whence.experiments.llm.trainer_config import check_settings, make_trainer_config
 from whence.experiments.llm.training import is_finished, prepare, read_curve, run
 from whence.llm.lab import check
+from whence.llm.lab.arithmetic import SIZES
+from whence.llm.lab.model import make_character_tokenizer
+from whence.llm.lab.model import make_model as make_lab_model
 from whence.report import write_run_report
 from whence.runs import RunDirectory
 from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop
@@ -717,6 +722,15 @@ class TestCommand:
     def test_help_teaches(self):
         for command in ("train", "compare"):
             assert "Example: whence llm" in invoke("llm", command, "--help").output
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_budget_of_a_laboratory_is_ample(size):
+    with torch.device("meta"):
+        model = make_lab_model(make_character_tokenizer("0123456789"), SIZES[size].shape, positions=128, seed=0)
+    gradient = sum(parameter.nbytes for parameter in model.parameters())
+    budget = scoring_memory(LanguageConfig("iif", 0, task="arithmetic", size=size))
+    assert budget is None or memory._MARGIN * gradient < budget / 2  # the target's gradient is held throughout
 
 
 def test_prompts_and_responses_are_escaped_in_the_page(tmp_path):

@@ -198,9 +198,7 @@ def _draw_removals(
     return removals
 
 
-def _curve_rows(
-    removals: Sequence[_Removal], changes: Float[np.ndarray, "orders m"]
-) -> Iterator[Mapping[str, object]]:
+def _curve_rows(removals: Sequence[_Removal], changes: Float[np.ndarray, "orders m"]) -> Iterator[Mapping[str, object]]:
     """Yield a row for each score, side and number removed, curve by curve."""
     places: dict[tuple[str | None, str, int], list[int]] = {}
     for place, removal in enumerate(removals):

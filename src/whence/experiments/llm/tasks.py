@@ -306,5 +306,5 @@ def choose_sample_prompts(task: Task) -> Any:
 
 
 def scoring_memory(config: LanguageConfig) -> int | None:
-    """Return the bytes that scoring may hold: ample for laboratories; None, those of a training step, for others."""
-    return None if config.task is None else 2**31
+    """Return the bytes that scoring may hold: ample for small laboratories; None, those of a pass, for other models."""
+    return None if config.task is None or config.size == "large" else 2**31

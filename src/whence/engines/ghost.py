@@ -33,6 +33,19 @@ from whence.trees import named_leaves
 
 T = TypeVar("T")
 
+# How a problem finds its way. All paths give the same products; an upper one takes fewer passes or less memory.
+#
+#   ghost
+#     |-- all records fit into one pass: _products_from_one_pass
+#     |     |-- objective and targets read the log-probs alone, so their gradients share one backward pass:
+#     |     |   _products_from_one_quantity
+#     |     |     |-- each parameter has one call: _products_during_backward, and nothing is kept
+#     |     |     `-- a parameter has several calls (tied weights): _products_from_kept_gradients
+#     |     `-- otherwise one backward pass a target, one for the objective: _products_pass_by_pass
+#     `-- they do not fit: the targets' gradients first, then part after part by _products_during_backward
+#
+# Every path ends in _add_plain, which adds the parameters that belong to no layer, by forward mode.
+
 Direction: TypeAlias = Callable[[Call, Tensor], Gradient]
 """Of a call and its output's gradient: a target's gradient in the parameters of the call's layer, or in more."""
 

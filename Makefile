@@ -82,8 +82,8 @@ oldest: .venv-oldest/stamp
 
 ## The time and memory of scoring policies, compared with a plain forward and backward pass and with SB3's training.
 benchmark: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.suite results/benchmarks --only mlp,minigrid,nature,training
-	$(BIN)/python -m benchmarks.suite_tables results/benchmarks
+	$(BIN)/python -m studies.benchmarks.run results/benchmarks --only mlp,minigrid,nature,training
+	$(BIN)/python -m studies.benchmarks.tables results/benchmarks
 
 ## Install the libraries that the suite compares with; torch stays as it is.
 peers: .venv/dev.stamp
@@ -92,10 +92,10 @@ peers: .venv/dev.stamp
 
 ## All that needs a GPU, on a machine with one: the suite, the CUDA tests, the large laboratory, and a GRPO run.
 gpu: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.suite --device cuda --list > /dev/null
+	$(BIN)/python -m studies.benchmarks.run --device cuda --list > /dev/null
 	$(MAKE) peers
-	$(BIN)/python -m benchmarks.suite results/benchmarks --device cuda
-	$(BIN)/python -m benchmarks.suite_tables results/benchmarks
+	$(BIN)/python -m studies.benchmarks.run results/benchmarks --device cuda
+	$(BIN)/python -m studies.benchmarks.tables results/benchmarks
 	$(BIN)/python -m pytest -m cuda
 	$(BIN)/whence llm compare --task arithmetic --size large --seeds 3 --out out/arithmetic-large
 	$(BIN)/whence llm train --task arithmetic --size large --algorithm grpo --selection iif --run out/grpo-large

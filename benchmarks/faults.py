@@ -19,8 +19,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.kills import append_lines, call_in_child, start
-from benchmarks.kills_worlds import StageBoard, check_readable, find_differences, preload
+from studies.reliability.kills import append_lines, call_in_child, start
+from studies.reliability.worlds import StageBoard, check_readable, find_differences, preload
 
 WORLDS = "FrozenLake", "CartPole, 8 environments, VecNormalize"
 

@@ -34,7 +34,7 @@ def read_line(out, kind):
 def study(monkeypatch):
     """The modules of the study of selections."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import selection_tables, selections
+    from studies.faithfulness import selection_tables, selections
 
     return selection_tables, selections
 
@@ -43,7 +43,9 @@ def study(monkeypatch):
 def rounds(monkeypatch):
     """The modules of the study of rounds."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import datamodels, faithfulness, faithfulness_tables
+    from studies.faithfulness import datamodels
+    from studies.faithfulness import run as faithfulness
+    from studies.faithfulness import tables as faithfulness_tables
 
     return faithfulness, faithfulness_tables, datamodels
 
@@ -52,7 +54,7 @@ def rounds(monkeypatch):
 def ablations(monkeypatch):
     """The module that takes scores apart."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import ablations
+    from studies.faithfulness import ablations
 
     return ablations
 
@@ -63,7 +65,9 @@ def results(tmp_path_factory):
     out, runs = (tmp_path_factory.mktemp(name) for name in ("results", "runs"))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
-        from benchmarks import ablations, datamodels, faithfulness, faithfulness_tables
+        from studies.faithfulness import ablations, datamodels
+        from studies.faithfulness import run as faithfulness
+        from studies.faithfulness import tables as faithfulness_tables
 
         tiny = {"hyperparameters": {"n_steps": 64, "batch_size": 32, "n_epochs": 2}}
         patch.setitem(faithfulness.OPTIMIZERS, "sgd", tiny)
@@ -261,7 +265,7 @@ def test_what_no_table_would_show_is_refused(rounds, tmp_path, changed, said):
 
 def test_rounds_are_written_in_order(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.stored import read_round, read_rounds, write_round
+    from studies.stored import read_round, read_rounds, write_round
 
     def describe(seed, number):
         return {"env": "lake", "optimizer": "sgd", "seed": seed, "round": number}
@@ -378,7 +382,8 @@ def test_records_of_the_policy_itself_judge_as_the_return_does(study):
 def pages(monkeypatch):
     """The modules that measure pages, without a browser."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import pages_runs, pages_tables
+    from studies.pages import runs as pages_runs
+    from studies.pages import tables as pages_tables
 
     return pages_runs, pages_tables
 
@@ -458,7 +463,8 @@ class TestDiagnosis:
     def diagnosis(self, monkeypatch):
         """The modules of the study of advantages, at the smallest of sizes."""
         monkeypatch.syspath_prepend(str(ROOT))
-        from benchmarks import diagnosis, diagnosis_tables
+        from studies.diagnosis import run as diagnosis
+        from studies.diagnosis import tables as diagnosis_tables
 
         tiny = {"hyperparameters": {"n_steps": 256, "n_epochs": 1}}
         measures = ("visits", "exact", "rollouts")
@@ -517,7 +523,7 @@ class TestDiagnosis:
 
 
 def test_the_table_of_kills_is_of_the_stored_kills() -> None:
-    from benchmarks.kills_tables import describe_kills
+    from studies.reliability.tables import describe_kills
 
     folder = Path(__file__).parent.parent / "results" / "reliability"
     assert describe_kills(folder / "kills.jsonl") in (folder / "README.md").read_text(encoding="utf-8")

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from benchmarks import cheap_scores
+
+from studies.scoring import cheap_scores
 
 HOW = {"sizes": "1M", "rows": 4, "steps": 1, "repeats": 1, "device": "cpu"}
 

@@ -639,7 +639,7 @@ assert not ray.is_initialized()
 def test_a_sweep_over_two_nodes_one_of_which_is_killed(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import cluster as study
+    from studies.cluster import run as study
 
     file = tmp_path / "sweep.toml"
     file.write_text(study.SWEEP.format(seeds=1, rounds=12))
@@ -661,7 +661,7 @@ def test_a_sweep_over_two_nodes_one_of_which_is_killed(tmp_path, monkeypatch):
 def test_a_node_that_does_not_start_is_the_error_and_its_cluster_ends(monkeypatch):
     """Of the study's cluster, with a Ray that starts no node."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import cluster as study
+    from studies.cluster import run as study
 
     class Cluster:
         shut_down = False

@@ -236,7 +236,7 @@ def test_an_environment_is_copied_only_if_its_copy_goes_on_alike(tmp_path, kind,
 
 def test_estimates_are_as_far_from_the_truth_as_their_errors_say(lake, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
-    from benchmarks.diagnosis import policy_table, solve
+    from studies.diagnosis.run import policy_table, solve
 
     records = lake.round("records", 2)
     rows = records.gather_every(9).head(50)

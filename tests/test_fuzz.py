@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+
 from benchmarks import fuzz
 from benchmarks.fuzz_bench import Bench, Escaped
 from benchmarks.fuzz_commands import Finding, Trained, call_command, stop_before_training
 from benchmarks.fuzz_readers import READERS, attempt
-
 from whence import WhenceError
 
 ROOT = Path(__file__).parent.parent

@@ -451,7 +451,7 @@ class TestPage:
 
 def test_the_study_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
-    from benchmarks import phases as study
+    from studies.phases import run as study
 
     small = {"rounds": 4, "hyperparameters": {"n_steps": 64, "n_epochs": 1}}
     monkeypatch.setattr(study, "study_run", partial(study.study_run, **small))

@@ -19,7 +19,7 @@ def planted():
     """The module of the study."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
-        from benchmarks import planted
+        from studies.planted import run as planted
 
         yield planted
 
@@ -27,7 +27,7 @@ def planted():
 @pytest.fixture(scope="module")
 def planted_scores(planted):
     """What the studies of planted causes share."""
-    from benchmarks import planted_scores
+    from studies.planted import scores as planted_scores
 
     return planted_scores
 
@@ -136,7 +136,7 @@ def test_the_truth_is_what_was_paid(results, planted, planted_scores):
 
 
 def test_what_is_committed_is_tabulated(planted, tmp_path):
-    from benchmarks.planted_tables import write_tables
+    from studies.planted.tables import write_tables
 
     committed = ROOT / "results" / "planted"
     for file in ("runs.jsonl", "scores.jsonl"):
@@ -148,7 +148,7 @@ def test_what_is_committed_is_tabulated(planted, tmp_path):
 @pytest.fixture(scope="module")
 def language(planted):
     """The module of the study of a language model."""
-    from benchmarks import planted_language
+    from studies.planted import language as planted_language
 
     return planted_language
 

@@ -21,7 +21,10 @@ RESULTS = ROOT / "results" / "practice"
 def study(monkeypatch):
     """The modules of the study: what it plans, its runs, its tables."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import practice, practice_environments, practice_runs, practice_tables
+    from studies.practice import environments as practice_environments
+    from studies.practice import run as practice
+    from studies.practice import runs as practice_runs
+    from studies.practice import tables as practice_tables
 
     return SimpleNamespace(
         plan=practice, runs=practice_runs, tables=practice_tables, environments=practice_environments
@@ -32,7 +35,7 @@ def study(monkeypatch):
 def interquartile(monkeypatch):
     """The module of the figures over environments."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import interquartile
+    from studies.practice import interquartile
 
     return interquartile
 

@@ -73,7 +73,7 @@ def test_every_interval_of_the_text_is_one_of_the_runs(results, summary):
 
 def test_the_summary_of_what_scores_are_worth_is_that_of_the_rounds(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(RESULTS.parent))
-    from benchmarks import faithfulness_tables
+    from studies.faithfulness import tables as faithfulness_tables
 
     copytree(FAITHFULNESS / "rounds", tmp_path / "rounds")
     copy(FAITHFULNESS / "datamodels.jsonl", tmp_path)
@@ -86,7 +86,7 @@ def test_the_summary_of_what_scores_are_worth_is_that_of_the_rounds(monkeypatch,
 
 def test_the_tables_of_judges_are_those_of_the_rounds(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(RESULTS.parent))
-    from benchmarks import judge_tables
+    from studies.faithfulness import judge_tables
 
     (tmp_path / "rounds").mkdir()
     copy(FAITHFULNESS / "rounds" / "judge.jsonl", tmp_path / "rounds")
@@ -116,7 +116,7 @@ def test_every_interval_of_what_scores_are_worth_is_one_of_the_studies():
 
 def test_the_summary_of_judged_advantages_is_that_of_the_rounds(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(RESULTS.parent))
-    from benchmarks import diagnosis_tables
+    from studies.diagnosis import tables as diagnosis_tables
 
     copy(DIAGNOSIS / "rounds.jsonl", tmp_path)
     diagnosis_tables.main(tmp_path)

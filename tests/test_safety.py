@@ -14,12 +14,12 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from benchmarks import fuzz_commands, fuzz_readers
-from benchmarks.fuzz_bench import Bench
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import run_audit
+from benchmarks import fuzz_commands, fuzz_readers
+from benchmarks.fuzz_bench import Bench
 from run_audit import judge
 from whence import RunDirectory, WhenceError, cli
 from whence.errors import ReplayError, RunDirectoryError

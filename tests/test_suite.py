@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import peers, suite, suite_engines, suite_grpo, suite_peers, suite_policies, suite_tables, suite_timing
-from benchmarks.suite_cells import Cell, Setting, choose, read_results, results_file
 
 import whence
+from studies.benchmarks import engines as suite_engines
+from studies.benchmarks import grpo as suite_grpo
+from studies.benchmarks import libraries as peers
+from studies.benchmarks import peers as suite_peers
+from studies.benchmarks import policies as suite_policies
+from studies.benchmarks import run as suite
+from studies.benchmarks import tables as suite_tables
+from studies.benchmarks import timing as suite_timing
+from studies.benchmarks.cells import Cell, Setting, choose, read_results, results_file
 from whence.errors import WhenceError
 
 TINY = "width-8"
@@ -109,7 +116,7 @@ class TestRuns:
             suite_timing.check_device("gpu")
         makefile = (Path(__file__).parent.parent / "Makefile").read_text(encoding="utf-8")
         first = makefile[makefile.index("\ngpu:") :].splitlines()[2]
-        assert first == "\t$(BIN)/python -m benchmarks.suite --device cuda --list > /dev/null"
+        assert first == "\t$(BIN)/python -m studies.benchmarks.run --device cuda --list > /dev/null"
 
 
 class TestEngines:
@@ -302,7 +309,7 @@ class TestTables:
         assert not suite_tables.compare_peaks(low)["within"]
 
     def test_files_are_written_and_an_empty_directory_is_refused(self, tmp_path):
-        with pytest.raises(SystemExit, match=r"has no cells\. Run first: python -m benchmarks\.suite"):
+        with pytest.raises(SystemExit, match=r"has no cells\. Run first: python -m studies\.benchmarks\.run"):
             suite_tables.main(tmp_path)
         suite.measure(tmp_path, [Cell("mlp/ghost/512", "engines", lambda _: engine_line(1.0, 512))], "cpu", 1)
         suite_tables.main(tmp_path)

@@ -7,9 +7,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
-from benchmarks import tuning_tables
-from benchmarks.advantages import change_lambda
-from benchmarks.tuning import (
+
+from studies.advantages import change_lambda
+from studies.tuning import tables as tuning_tables
+from studies.tuning.candidates import (
     AS_RECORDED,
     SCALES,
     Candidate,
@@ -20,7 +21,6 @@ from benchmarks.tuning import (
     summarise,
     train_halves,
 )
-
 from toys import Softmax, softmax_view
 from whence import PPOClip, RecordBatch
 from whence.rounds import OptimizerState, RoundRecording, Update

@@ -60,7 +60,7 @@ def group_tests(tests: Iterable[str]) -> list[list[str]]:
 
 def copy_tree(directory: Path) -> Path:
     """Copy what the tests need, so that neither the mutant nor pytest touches the tree."""
-    for name in ("src", "tests", "benchmarks"):
+    for name in ("src", "tests", "studies", "benchmarks"):
         shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, directory / name)

@@ -1,0 +1,1 @@
+"""What scoring costs: engines, training, other libraries, whole rounds and installing."""

@@ -1,0 +1,138 @@
+"""The suite's other libraries: each peer and whence in turns, on the same records, and how their scores agree."""
+
+import contextlib
+import io
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+import whence
+from studies.benchmarks.cells import Cell, Result, Setting
+from studies.benchmarks.engines import score
+from studies.benchmarks.libraries import PEERS, Peer, batch_size, is_installed, take
+from studies.benchmarks.policies import RL, make_subject
+from studies.benchmarks.subjects import Subject
+from studies.benchmarks.timing import find_free_memory, is_too_long, measure_peak, spread, take_turns, time_once
+from whence.checks import rank_agreement
+from whence.errors import first_line
+
+POLICIES: Mapping[str, int] = {**RL, "gpt-1M": 64}
+"""Policies, and how many records of each are scored."""
+
+FEW = 8
+"""Before all records, a peer is timed on this part of them, and on half of that."""
+
+COPIES = 4
+"""How often a peer holds the gradients, in single precision, at most: 3 times was measured."""
+
+SLOW = 8.0
+"""Seconds of a first call, at least, that is not repeated."""
+
+
+def list_cells() -> Iterator[Cell]:
+    """Yield a cell for each policy and peer."""
+    for policy, size in POLICIES.items():
+        for name in PEERS:
+            yield Cell(f"peers/{policy}/{name}", "peers", partial(measure_peer, policy, name, size))
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Hide what libraries print and warn of."""
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def measure_peer(policy: str, name: str, size: int, setting: Setting) -> Result:
+    """Return the seconds of a peer and of whence in turns, its memory, and how its scores agree."""
+    peer = PEERS[name]
+    if not is_installed(peer):
+        return {"skipped": f"not installed: make peers ({peer.module})"}
+    subject = make_subject(policy, setting.device)
+    try:
+        with silence():
+            return {"note": peer.note, **compare(peer, subject, size, setting)}
+    except Exception as failure:
+        return {"records": size, "note": peer.note, "refused": describe_failure(failure)}
+
+
+def describe_failure(failure: Exception) -> str:
+    """Return an error's kind and first line; of an assertion without words, the asserted line."""
+    text = first_line(failure) if str(failure) else str(traceback.extract_tb(failure.__traceback__)[-1].line)
+    return f"{type(failure).__name__}: {text}"
+
+
+def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Result:
+    """Return what `measure_peer` does of a peer that can express the question."""
+    question = subject.question(size)
+    question = replace(question, model=deepcopy(question.model))  # peers leave hooks and gradients behind
+    seconds = predict_peer(partial(time_peer, peer, question, setting.device), size)
+    needed = COPIES * 4 * subject.parameters * (size if peer.holds_all else min(size, batch_size(question)))
+    reason = "time" if is_too_long(seconds) else "memory" if needed > find_free_memory(setting.device) else None
+    if reason is not None:
+        return {"records": size, "estimated": reason, "estimated_from": [size // FEW], "seconds": {"median": seconds}}
+    records = subject.records(size)
+    whence_run, run = score(subject, records, "ghost"), partial(peer.run, question)
+    turns = take_turns([run, whence_run], repeats=setting.repeats, device=setting.device)
+    (scores, peak), (influence, whence_peak) = (run_for_peak(each, setting.device) for each in (run, whence_run))
+    scores, truth = scores.detach().cpu().double(), influence.scores.double()
+    result = {
+        "records": size,
+        "seconds": spread([turn[0] for turn in turns]),
+        "whence": spread([turn[1] for turn in turns]),
+        "ratio": spread([turn[0] / turn[1] for turn in turns]),
+        "difference": measure_difference(scores, truth),
+        "spearman": rank_agreement(scores, truth),
+        "peak": peak,
+        "whence_peak": whence_peak,
+    }
+    if peer.layers is not None and subject.model is not None:
+        settings = {**subject.scoring, "layers": [peer.layers]}
+        of_layers = whence.attribute(subject.policy, records, **settings).scores.double()
+        result["difference_of_layers"] = measure_difference(scores, of_layers)
+    return result
+
+
+def measure_difference(scores: Tensor, truth: Tensor) -> float:
+    """Return the largest difference of two scores over the largest score."""
+    return float((scores - truth).abs().max() / truth.abs().max())
+
+
+def time_peer(peer: Peer, question: Any, device: str, size: int) -> float:
+    """Return the seconds of a peer on the first records."""
+    return time_once(partial(peer.run, take(question, slice(0, size))), device)
+
+
+def predict_peer(time_some: Any, size: int) -> float:
+    """Return the seconds of a peer on all records: a part that grows with them, and one that does not.
+
+    Args:
+        time_some: `time_some(n)` returns the seconds of n records.
+        size: the number of all records.
+    """
+    few, half = max(2, size // FEW), max(1, size // (2 * FEW))
+    first = time_some(half)
+    less = first if first > SLOW else time_some(half)  # a first call imports
+    more = time_some(few)
+    return more + max(0.0, more - less) / (few - half) * (size - few)
+
+
+def run_for_peak(run: Any, device: str) -> tuple[Any, dict[str, int | None] | None]:
+    """Return what a run gives, and the most memory that it takes; None where it cannot be counted."""
+    results: list[Any] = []
+    try:
+        peak = measure_peak(lambda: results.append(run()), device)
+    except RuntimeError:
+        return run(), None
+    return results[0], peak

@@ -1,0 +1,81 @@
+"""The suite's whole rounds: training with scoring and without it, stage by stage, in turns."""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from stable_baselines3.common.callbacks import BaseCallback
+
+from studies.benchmarks.cells import Cell, Result, Setting
+from studies.benchmarks.policies import make_model
+from studies.benchmarks.timing import spread, spread_stages
+from whence import IIF
+from whence.sb3 import InfluenceCallback
+
+WORLDS = {"lunar-lander": "mlp", "minigrid": "minigrid"}
+"""Worlds, and the suite's policy of each."""
+
+DROP = 0.125
+"""The share of records that score below 0 that IIF drops."""
+
+KEPT = (1, 0.5, 0.25)
+"""The shares of a GRPO round's completions that are kept where the time they save is measured."""
+
+LEAST = 3
+"""Rounds of each kind that are counted, at least; the first of each is not."""
+
+
+def list_cells() -> Iterator[Cell]:
+    """Yield a cell for each world."""
+    for world in WORLDS:
+        yield Cell(f"rounds/{world}", "rounds", partial(measure_world, world))
+    yield Cell("rounds/grpo", "rounds", measure_grpo)
+    for share in KEPT:
+        yield Cell(f"rounds/grpo-kept/{share:g}", "rounds", partial(measure_grpo, share=share))
+
+
+class Clock(BaseCallback):
+    """Notes when a rollout starts and ends, and when a round is over."""
+
+    def _on_rollout_start(self) -> None:
+        self.start = time.perf_counter()
+
+    def _on_rollout_end(self) -> None:
+        self.end = time.perf_counter()
+
+    def _on_training_end(self) -> None:
+        self.over = time.perf_counter()
+
+    def _on_step(self) -> bool:
+        return True
+
+
+def measure_world(world: str, setting: Setting) -> Result:
+    """Return the seconds of rounds of SB3's PPO and of PPO with IIF by stage; rounds of the two take turns."""
+    plain, scored = (make_model(WORLDS[world], setting.device) for _ in range(2))
+    influence = InfluenceCallback(IIF(drop=DROP))
+    rounds: dict[str, list[dict[str, float]]] = {"PPO": [], "PPO + IIF": []}
+    for _ in range(max(LEAST, setting.repeats) + 1):
+        for name, model in (("PPO", plain), ("PPO + IIF", scored)):
+            before, after = Clock(), Clock()
+            callbacks = [before, after] if model is plain else [before, influence, after]
+            model.learn(model.n_steps, callback=callbacks, reset_num_timesteps=False)
+            stages = {"collection": before.end - before.start, "optimisation": before.over - after.end}
+            stages |= {"scoring": after.end - before.end if model is scored else 0.0}
+            rounds[name].append({**stages, "round": before.over - before.start})
+    counted = {name: each[1:] for name, each in rounds.items()}
+    pairs = list(zip(*counted.values(), strict=True))
+    return {
+        "records": plain.n_steps,
+        "stages": {name: spread_stages(each) for name, each in counted.items()},
+        "seconds": spread([one["round"] for _, one in pairs]),
+        "ratio": spread([one["round"] / other["round"] for other, one in pairs]),
+        "share": spread([one["scoring"] / one["round"] for _, one in pairs]),
+    }
+
+
+def measure_grpo(setting: Setting, share: float | None = None) -> Result:
+    """Return the seconds of a step of TRL's GRPO and of whence's; of a share of completions, without generation."""
+    from studies.benchmarks.grpo import measure_kept, measure_trainers  # TRL takes seconds to import
+
+    return measure_trainers(setting) if share is None else measure_kept(share, setting)

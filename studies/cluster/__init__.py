@@ -1,0 +1,1 @@
+"""A sweep over a Ray cluster whose nodes are killed."""

@@ -1,0 +1,1 @@
+"""Whether advantages are wrong in the records that harm."""

@@ -1,0 +1,1 @@
+"""How far scores of whole rounds agree with training the rounds again."""

@@ -1,0 +1,242 @@
+"""How far scores of whole rounds can be trusted: held against training the rounds again, on four environments.
+
+Run: `python -m studies.faithfulness.run results/faithfulness [--only lunarlander-adam/seed_0] [--workers 2]`. Each of
+four environments is trained by plain PPO with SGD (LDA's settings, no clipping) and with Stable-Baselines3's default
+Adam, on three seeds. An early, a middle and a late round of each are then studied:
+
+- scores against 100 trainings on random halves and on random nine tenths of the records (LDS), with the ceiling that
+  the agreement of repeated trainings sets; on seed 0, of halves, the measured test return, too;
+- training without the records that a score holds for the best, or the worst; on seed 0, without a quarter of them, the
+  measured test return, too;
+- the cosine of the gradient of all records, and of what IIF keeps, with that of 200,000 steps.
+
+And every so many rounds the round is trained again without the records that score below 0 (LDA §4.3).
+
+A finished round is not studied again: the command goes on where it was interrupted. Training runs are kept in `--runs`.
+The outcome of each training is written with the rest, by order and subset: `whence.counterfactual.draw_subsets` with
+the round's seed draws the subsets again, and another score can be compared with them without a training.
+"""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import polars as pl
+import torch
+import typer
+from rich.console import Console
+
+from studies.stored import read_round, round_numbers, write_round
+from whence import IIF, Return, attribute, attribute_round, experiments
+from whence.counterfactual import compute_scores, intervene, leave_out, study
+from whence.experiments import RunConfig
+from whence.experiments.rl.gradients import gradient_cosines, large_rollout
+from whence.experiments.rl.stored import measure_returns, read_run_config
+from whence.guards import write_atomically
+from whence.runs import RunDirectory
+from whence.sb3 import model_objective
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An environment and optimiser of the study.
+
+    Attributes:
+        preset: of the environment.
+        studied: an early, a middle and a late round.
+        every: how many rounds apart interventions are.
+    """
+
+    preset: str
+    studied: tuple[int, int, int]
+    every: int
+
+    @property
+    def recorded(self) -> list[int]:
+        """All rounds that are needed."""
+        return sorted({*self.studied, *range(self.every, self.studied[-1] + 1, self.every)})
+
+
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "sgd": {},
+    "adam": {"optimizer": "Adam", "hyperparameters": {"learning_rate": 3e-4, "max_grad_norm": 0.5}},
+}
+SETUPS = {
+    # Before policies have learned, midway and nearly there, which under Adam comes sooner; later nothing changes.
+    ("frozenlake", "sgd"): Setup("lda-code/frozenlake", (3, 12, 18), 2),
+    ("frozenlake", "adam"): Setup("lda-code/frozenlake", (2, 5, 9), 1),
+    **{("acrobot", optimizer): Setup("lda-code/acrobot", (3, 15, 40), 5) for optimizer in OPTIMIZERS},
+    **{("minigrid", optimizer): Setup("lda-code/minigrid", (3, 12, 30), 5) for optimizer in OPTIMIZERS},
+    **{("lunarlander", optimizer): Setup("lda-code/lunarlander", (5, 40, 120), 10) for optimizer in OPTIMIZERS},
+}
+SEEDS = range(3)
+SHARES = (0.5, 0.9)
+SUBSETS = 100
+ORDERS = {"sgd": 2, "adam": 4}
+"""Of each half; under SGD orders differ little: four have a ceiling of .988 and more."""
+
+DRAWS: Mapping[str, Sequence[int]] = {"sgd": (), "adam": (64,)}
+"""Trainings that other smoothed scores average; under Adam those of as many as usual differ between seeds."""
+
+REMOVED = ("snapshot", "trajectory", "unrolled", "smoothed", "advantage")
+LEFT_OUT = ((0.01, 0.05, 0.1, 0.5), (0.25,))
+"""Shares of the records; with the latter, test returns are measured."""
+
+TEST_EPISODES = 100
+STEPS = 200_000
+"""Of the gradient that others are held against."""
+
+RUNS = Path("out/faithfulness")
+
+Out = Annotated[Path, typer.Argument(help="The directory of the results.")]
+Runs = Annotated[Path, typer.Option(help="Where training runs are kept.")]
+Only = Annotated[str, typer.Option(help="Jobs whose name begins so: lunarlander-adam/seed_0.")]
+Workers = Annotated[int, typer.Option(help="Processes at a time.")]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the study."""
+
+    env: str
+    optimizer: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Its name in `--only`, and where its training run is below `--runs`."""
+        return f"{self.env}-{self.optimizer}/seed_{self.seed}"
+
+    @property
+    def setup(self) -> Setup:
+        """What is studied of it."""
+        return SETUPS[self.env, self.optimizer]
+
+    def describe_round(self, number: int) -> dict[str, Any]:
+        """Return the columns that name one of its rounds in what is written."""
+        return {"env": self.env, "optimizer": self.optimizer, "seed": self.seed, "round": number}
+
+    def chance(self, number: int) -> int:
+        """Return a seed of 31 bits for what is drawn in a round, no other seed's."""
+        return int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0]) >> 1
+
+
+def main(out: Out, runs: Runs = RUNS, only: Only = "", workers: Workers = 2) -> None:
+    """Run what is not there yet."""
+    at_once(study_run, out, runs, only, workers)
+
+
+def at_once(study: Callable[[Job, Path, Path], float], out: Path, runs: Path, only: str, workers: int) -> None:
+    """Run `study(job, out, runs)` of the jobs whose name begins with `only`, several at a time; it returns seconds."""
+    console = Console(stderr=True)
+    names = [Job(env, optimizer, seed) for seed in SEEDS for env, optimizer in SETUPS]
+    jobs = [job for job in names if job.name.startswith(only)]
+    context = multiprocessing.get_context("spawn")
+    failed = False
+    with ProcessPoolExecutor(workers, context) as pool:
+        begun = {pool.submit(study, job, out, runs): job for job in jobs}
+        for done in as_completed(begun):
+            failure = done.exception()
+            message = f"{done.result():.0f} s" if failure is None else f"[red]{type(failure).__name__}: {failure}[/red]"
+            console.print(f"{begun[done].name}: {message}")
+            failed |= failure is not None
+    if failed:
+        raise typer.Exit(1)
+
+
+def trained(job: Job, runs: Path) -> RunDirectory:
+    """Return the run of a job, with its recordings; train it where that is not done."""
+    recorded = job.setup.recorded
+    config = experiments.configure(
+        preset=job.setup.preset, seed=job.seed, rounds=recorded[-1], eval_episodes=0, **OPTIMIZERS[job.optimizer]
+    )
+    experiments.run(config, runs / job.name, recordings=recorded)
+    return RunDirectory.open(runs / job.name)
+
+
+def study_run(job: Job, out: Path, runs: Path) -> float:
+    """Train a run where that is not done, and study its rounds; return the seconds it took."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    setup, run = job.setup, trained(job, runs)
+    for number in setup.recorded:
+        for kind, study_one, rounds in (("round", study_round, setup.studied), ("intervention", intervention, None)):
+            about = job.describe_round(number)
+            if (rounds is None or number in rounds) and read_round(out, kind, about) is None:
+                write_round(out, kind, about | study_one(run, number, job))
+    return time.perf_counter() - began
+
+
+def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
+    """Hold a round's scores against training it again."""
+    config, seed = read_run_config(run), job.chance(number)
+    model, recording = experiments.load_recording(run, number)
+    policy, arguments = model.policy, {"target": Return(), "seed": seed}
+    scores = all_scores(policy, recording, DRAWS[job.optimizer], **arguments)
+    rows, removals, outcomes = [], [], {}
+    with measure_returns(config, model, episodes=TEST_EPISODES, seed=seed) as measure:
+        tested = measure if job.seed == 0 else None
+        for share, orders, evaluate in zip(SHARES, (ORDERS[job.optimizer], 2), (tested, None), strict=True):
+            settings = {"share": share, "count": SUBSETS, "orders": orders, "evaluate": evaluate}
+            result = study(policy, recording, scores=scores, **arguments, **settings)
+            rows += result.table.with_columns(share=pl.lit(share)).to_dicts()
+            outcomes[str(share)] = {
+                truth: {name: values.tolist() for name, values in by_name.items()}
+                for truth, by_name in result.outcomes.items()
+            }
+        chosen = {name: scores[name] for name in REMOVED}
+        for shares, evaluate in zip(LEFT_OUT, (None, tested), strict=True):
+            left = leave_out(policy, recording, chosen, shares=shares, orders=2, evaluate=evaluate, **arguments)
+            removals += left.to_dicts()
+    cosines = _cosines(config, model, recording, seed).to_dicts()
+    return {"lds": rows, "removals": removals, "cosines": cosines, "outcomes": outcomes}
+
+
+def all_scores(policy: Any, recording: Any, draws: Sequence[int], **arguments: Any) -> dict[str, Any]:
+    """Return what `compute_scores` does, and smoothed scores of more trainings, as many each as `draws` says."""
+    scores = compute_scores(policy, recording, **arguments)
+    for count in draws:
+        more = attribute_round(policy, recording, method="smoothed", draws=count, **arguments)
+        scores[f"smoothed, {count} draws"] = more.scores.double().numpy()
+    return scores
+
+
+def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.DataFrame:
+    records = recording.records
+    scored = attribute(model.policy, records, target=Return(), objective=model_objective(model))
+    dropped = int((scored.scores < 0).sum())
+    random = torch.ones(len(records), dtype=torch.bool)
+    random[torch.randperm(len(records), generator=torch.Generator().manual_seed(seed))[:dropped]] = False
+    kept = {
+        "all": torch.ones(len(records), dtype=torch.bool),
+        "iif": IIF(config.drop).select(records, scored).keep,
+        "not negative": scored.scores >= 0,
+        "random": random,
+    }
+    return gradient_cosines(model, records, large_rollout(config, model, steps=STEPS, seed=seed), kept)
+
+
+def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
+    """Train a round again without the records that score below 0, and without as many at random."""
+    config, seed = read_run_config(run), job.chance(number)
+    model, recording = experiments.load_recording(run, number)
+    scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
+    with measure_returns(config, model, episodes=2 * TEST_EPISODES, seed=seed) as measure:
+        rows = intervene(model.policy, recording, scored, measure, seed=seed)
+    return {"interventions": rows.to_dicts()}
+
+
+def write(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of JSON, its numbers at six digits."""
+    with write_atomically(file) as temporary:
+        temporary.write_text(json.dumps(round_numbers(content), allow_nan=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

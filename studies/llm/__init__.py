@@ -1,0 +1,1 @@
+"""The laboratories' comparisons, and the papers' claims."""

@@ -1,0 +1,27 @@
+"""Draw the README's picture from a finished comparison.
+
+Run: `python -m studies.pages.demo_picture out/demo docs/frozenlake.svg`. Needs a Chromium or Chrome, which Kaleido
+drives.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from whence import experiments
+from whence.report.figures import learning_curves
+
+
+def main(
+    comparison: Annotated[Path, typer.Argument(help="A directory written by whence compare.")],
+    picture: Annotated[Path, typer.Argument(help="The file to write: .svg, .png or .pdf.")],
+) -> None:
+    """Write the learning curves."""
+    figure = learning_curves(experiments.load_comparison(comparison).table("evaluations"))
+    figure.update_layout(width=760, height=320, font_family="sans-serif")
+    figure.write_image(picture)
+
+
+if __name__ == "__main__":
+    typer.run(main)

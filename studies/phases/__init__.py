@@ -1,0 +1,1 @@
+"""Whether a run's phases show its changes."""

@@ -1,0 +1,1 @@
+"""Which scores find the episodes that taught a planted habit."""

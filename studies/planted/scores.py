@@ -1,0 +1,63 @@
+"""What the studies of planted causes share: which methods there are, how scores are judged, what a line holds."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from studies.stored import round_numbers
+from whence.experiments.jsonlines import put_line
+from whence.run_files import lock_directory
+from whence.runs import RunDirectory
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+CHEAP = ("advantage", "advantage x action", "raw", "by largest", "by deviation", "similar", "similar-hidden")
+SLOW = ("optimizer", "smoothed")
+"""Methods in the worlds of `studies.planted.worlds`; the slow ones take minutes a run."""
+
+LANGUAGE = "arithmetic"
+LANGUAGE_METHODS = ("advantage", "advantage x answer", "raw", "by largest", "by deviation", "bm25", "embedding")
+"""The task of `studies.planted.language`, and the methods there."""
+
+RUN_KEYS, SCORE_KEYS = ("case", "seed"), ("case", "seed", "method")
+"""What names a line of runs.jsonl, and one of scores.jsonl."""
+
+SIZES = (50, 200, 1000)
+"""The numbers of records of highest score of which a precision is computed."""
+
+
+def read_all(directory: RunDirectory) -> pl.DataFrame:
+    """Return the records of all rounds, in order."""
+    return pl.concat([directory.round("records", number) for number in directory.rounds()])
+
+
+def judge(scores: Floats, rigged: Bools) -> dict[str, Any]:
+    """Return AUROC and precisions; among equal scores the earlier record ranks higher."""
+    order = np.argsort(-scores, kind="stable")
+    return {
+        "auroc": compute_auroc(scores, rigged),
+        **{f"precision_{size}": float(rigged[order[:size]].mean()) for size in SIZES},
+    }
+
+
+def compute_auroc(scores: Floats, rigged: Bools) -> float:
+    """Return the probability that a rigged record scores above another; equal scores count half."""
+    count, others = int(rigged.sum()), int((~rigged).sum())
+    return float((rankdata(scores)[rigged].sum() - count * (count + 1) / 2) / (count * others))
+
+
+def is_taught(about: Mapping[str, Any]) -> bool:
+    """Return whether there is something to ask about: a policy that goes into the region, and a cause."""
+    return bool(about["visits"] and about["rigged"])
+
+
+def write_line(out: Path, file: str, content: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Write what was measured, in place of what was there; other processes may write other lines."""
+    with lock_directory(out, wait=True):
+        put_line(out / file, round_numbers(content), keys)

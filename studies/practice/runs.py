@@ -1,0 +1,102 @@
+"""The results of `studies.practice.run`: a row for each run that is tabulated."""
+
+from itertools import takewhile
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from studies.practice.run import ARM_SEEDS, DEFAULT_RATE, DROP, RATES, SEEDS, TARGETS, WORLDS, list_arms, list_steps
+from whence.experiments.rl.config import RunConfig
+from whence.experiments.rl.curves import KeptRun
+from whence.experiments.sweep import Results, load_sweep
+from whence.experiments.sweepfile import make_label
+from whence.sb3.kl_controller import RANGE
+
+RESULTS = {"last": "last return", "mean": "mean return"}
+RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
+TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
+ARMS = ("ppo", "iif", "iif-drop0.5", "random")
+REWARDED = "iif-rewarded"
+
+
+def count_seeds(sweep: Results, name: str) -> int:
+    """Return the seeds, 0 and those after it, of which an environment has all planned runs at rates and targets."""
+    return len(list(takewhile(lambda seed: _is_complete(sweep, name, seed), range(SEEDS[name]))))
+
+
+def _is_complete(sweep: Results, name: str, seed: int) -> bool:
+    return all(
+        seed in sweep.get(f"{name}-{steps.name}", {}).get(make_label(RunConfig(name, arm, seed, drop=drop), DROP), {})
+        for steps in list_steps()
+        for arm, drop in list_arms(name, seed, steps)
+    )
+
+
+def read_runs(out: Path) -> pl.DataFrame:
+    """Return a row for each run: environment, steps, arm, seed, results, divergence, and whether it is pooled.
+
+    Those seeds of an environment are read that are complete: runs of the next one are kept until it is, too. Those are
+    pooled that are complete in every environment. LDA's script has seeds of its own.
+    """
+    sweep = load_sweep(out)
+    complete = {name: count_seeds(sweep, name) for name in WORLDS}
+    rows = []
+    for group, arms in sweep.items():
+        env, _, steps = group.rpartition("-")
+        seeds = SEEDS[env] if steps == "lda" else complete[env]
+        shared = SEEDS[env] if steps == "lda" else min(complete.values())
+        rows += [
+            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run), "pooled": seed < shared}
+            for arm, runs in arms.items()
+            for seed, run in runs.items()
+            if seed < min(seeds, ARM_SEEDS.get((run.config.arm, run.config.drop), seeds))
+        ]
+    return pl.DataFrame(rows)
+
+
+def _measure(run: KeptRun) -> dict[str, float | bool]:
+    returns = run.tables["evaluations"]["test_return"].to_list()
+    rounds = run.tables["rounds"]
+    name = "train/kl" if "train/kl" in rounds.columns else "train/approx_kl"
+    divergences = rounds[name].to_numpy()
+    tail = divergences[len(rounds) // 10 :]
+    tail = tail[np.isfinite(tail)]
+    target = run.config.kl_per_round or float("nan")
+    whole = rounds["dropped_share"].to_numpy() == 0
+    rates = rounds["train/learning_rate"].drop_nulls().to_numpy()
+    return {
+        "first": returns[0],
+        "last": returns[-1],
+        "mean": float(np.mean(returns[1:])),
+        "kl": float(np.median(tail)),
+        "within": float(np.mean((tail > target / 1.5) & (tail < target * 1.5))),
+        "first_kl": float(divergences[0]),
+        "whole": float(np.mean(whole)),
+        "first_whole": bool(whole[0]),
+        "rate": float(np.median(rates)),
+        # Those of KLController's: a tenth and ten times the rate at the start.
+        "lowest": float(np.mean(rates < 1.01 * DEFAULT_RATE / RANGE)),
+        "highest": float(np.mean(rates > 0.99 * DEFAULT_RATE * RANGE)),
+    }
+
+
+def scale_results(runs: pl.DataFrame) -> pl.DataFrame:
+    """Return the runs with each result scaled in its environment, by `ppo` and `iif` at the rates and targets."""
+    scaled = runs
+    main = runs.filter(pl.col("steps").is_in([*RATE_STEPS, *TARGET_STEPS]), pl.col("arm").is_in(["ppo", "iif"]))
+    for name in RESULTS:
+        best = (
+            main.group_by("env", "steps", "arm").agg(pl.col(name).mean()).group_by("env").agg(best=pl.col(name).max())
+        )
+        zero = runs.group_by("env").agg(zero=pl.col("first").mean())
+        scaled = scaled.join(best, on="env").join(zero, on="env")
+        share = (pl.col(name) - pl.col("zero")) / (pl.col("best") - pl.col("zero"))
+        scaled = scaled.with_columns(share.round(9).alias(name))  # polars adds up in any order
+        scaled = scaled.drop("best", "zero")
+    return scaled
+
+
+def pick(runs: pl.DataFrame, arm: str, steps: str) -> pl.DataFrame:
+    """Return the runs of an arm at one size of step."""
+    return runs.filter(pl.col("arm") == arm, pl.col("steps") == steps)

@@ -1,0 +1,1 @@
+"""Trainings killed at random instants, and long trainings."""

@@ -1,0 +1,1 @@
+"""What scoring language models costs, and how well cheap scores rank."""

@@ -1,0 +1,1 @@
+"""Whether tokens' parts of scores find wrong steps of right answers."""

@@ -1,0 +1,1 @@
+"""Whether recorded rounds tell how to set PPO."""

@@ -19,12 +19,12 @@ from torch import nn
 from benchmarks.fuzz_damage import damage_bytes, damage_json, damage_parquet, remove, replace_file
 from benchmarks.fuzz_tensors import damage_safetensors
 from whence import IIF, Return, RunDirectory, attribute
-from whence.checkpoints import save_tree
 from whence.experiments import RunConfig, configure, run, summarise_sweep
 from whence.experiments.rl.curves import CurveFiles
 from whence.experiments.sweep import load_sweep
 from whence.guards import read_rng_state
 from whence.llm import checkpoints
+from whence.runs.checkpoints import save_tree
 from whence.sb3 import InfluenceCallback, collect
 
 SWEEP = """metrics = ["train/entropy_loss"]

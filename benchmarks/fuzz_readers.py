@@ -27,7 +27,6 @@ from benchmarks.fuzz_damage import (
 from benchmarks.fuzz_tensors import damage_safetensors
 from whence import Influence, RecordBatch, RoundRecording, RunDirectory, WhenceError
 from whence.advice import give_advice
-from whence.checkpoints import load_tree
 from whence.cli.console import parse_json, parse_json_object
 from whence.cli.options import parse_action, parse_rounds
 from whence.cli.settings import collect_overrides
@@ -43,6 +42,7 @@ from whence.moments import By, find_moment, find_moments, group_scores, read_axe
 from whence.report import write_report, write_run_report
 from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
 from whence.runs import PerRound, Table
+from whence.runs.checkpoints import load_tree
 from whence.tables import read_weights
 
 Read = Callable[[Bench, random.Random], None]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from whence.experiments.jsonlines import put_line, read_lines
-from whence.run_files import lock_directory
+from whence.runs.files import lock_directory
 
 ROUND = ("env", "optimizer", "seed", "round")
 """What tells the rounds of a study apart; their lines are in this order."""

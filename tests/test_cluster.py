@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from whence import cli
-from whence.checkpoints import checkpoint_path
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments import (
     LanguageConfig,
@@ -40,8 +39,9 @@ from whence.experiments.llm import training
 from whence.experiments.node import list_versions, make_scratch_folder, train_on_node
 from whence.experiments.parcels import apply_changes, list_files, pack_changes, pack_files, unpack_files
 from whence.guards import preserve_rng_state
-from whence.run_files import lock_directory
 from whence.runs import RunDirectory
+from whence.runs.checkpoints import checkpoint_path
+from whence.runs.files import lock_directory
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError, checkpoints
+from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError
 from whence.engines.memory import measure_bytes
 from whence.errors import RunDirectoryError
 from whence.llm import TokenReturn, ValidationLoss, losses, row_scorer
@@ -29,8 +29,8 @@ from whence.llm.scoring import Scoring, score
 from whence.llm.steps import optimise
 from whence.llm.trainer import PPOTrainer
 from whence.llm.training_inputs import describe_rows, name_object, to_json
-from whence.run_files import lock_directory
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, checkpoints
+from whence.runs.files import lock_directory
 
 LETTERS = "abcdefghij"
 

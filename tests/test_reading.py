@@ -15,13 +15,13 @@ from toys import mlp_view, model, records_for
 from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, RunDirectory, WhenceError, attribute
 from whence.advice import give_advice
 from whence.cli.console import make_table, parse_json
-from whence.columns import check_columns
 from whence.errors import InvalidRecords, NonFinite, ReplayError, RunDirectoryError
 from whence.experiments import LanguageConfig, RunConfig
 from whence.experiments.kinds import read_config
 from whence.experiments.rl.stored import load_policy, read_records
 from whence.llm.checkpoints import check_model, read_model
 from whence.moments import find_moment, find_moments, group_scores, read_axes
+from whence.runs.columns import check_columns
 from whence.sb3 import InfluenceCallback, collect
 from whence.sb3.episode_replay import read_episode
 

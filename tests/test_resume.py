@@ -31,9 +31,16 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFram
 import toys
 import whence.sb3.round_files
 from whence import IIF, Action, KeepAll, RunDirectory
-from whence.checkpoints import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, read_latest, save_tree
 from whence.errors import RunDirectoryError, WhenceError
-from whence.run_files import WriterLock
+from whence.runs.checkpoints import (
+    CheckpointClock,
+    checkpoint_path,
+    list_checkpoints,
+    load_tree,
+    read_latest,
+    save_tree,
+)
+from whence.runs.files import WriterLock
 from whence.sb3 import InfluenceCallback, RecordResets, resume
 from whence.sb3.building import build_rule
 from whence.sb3.environments import explain_inexact
@@ -665,7 +672,7 @@ class TestFiles:
 
     def test_another_version_says_what_to_do(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            patch.setattr("whence.checkpoints.VERSION", "0")
+            patch.setattr("whence.runs.checkpoints.VERSION", "0")
             save_tree(tmp_path / "x.safetensors", {})
         with pytest.raises(RunDirectoryError, match=r"version '0'; .* reads 'whence-checkpoint', version '1'\. Finish"):
             load_tree(tmp_path / "x.safetensors")
@@ -737,7 +744,7 @@ class TestClock:
 
     def test_checkpoints_take_at_most_five_percent(self, monkeypatch):
         now = [0.0]
-        monkeypatch.setattr("whence.checkpoints.time.perf_counter", lambda: now[0])
+        monkeypatch.setattr("whence.runs.checkpoints.time.perf_counter", lambda: now[0])
         clock, saved = CheckpointClock(None), []
         for number in range(1, 201):
             now[0] += 1.0  # a round
@@ -761,7 +768,7 @@ class TestLock:
     HOLDER = """
 import sys, time
 from pathlib import Path
-from whence.run_files import WriterLock
+from whence.runs.files import WriterLock
 lock = WriterLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

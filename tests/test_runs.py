@@ -25,13 +25,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import whence.influence
-import whence.runs
-from whence.checkpoints import list_checkpoints, save_checkpoint
+import whence.runs.directory
 from whence.errors import InvalidInfluence, RunDirectoryError
 from whence.guards import eval_mode, preserve_rng_state, write_atomically
 from whence.influence import Influence, Provenance
-from whence.run_files import WriterLock
 from whence.runs import RunDirectory
+from whence.runs.checkpoints import list_checkpoints, save_checkpoint
+from whence.runs.files import WriterLock
 from whence.stopwatch import flatten_seconds, time_stage
 
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
@@ -454,7 +454,7 @@ class TestWrittenAtomically:
             target.write_bytes(b"half")
             raise failure("No space left on device")
 
-        monkeypatch.setattr(whence.runs, "save_file", write_half)
+        monkeypatch.setattr(whence.runs.directory, "save_file", write_half)
         monkeypatch.setattr(whence.influence, "save_file", write_half)
         with pytest.raises(raised):
             run.write_policy(1, {"w": torch.zeros(1)})
@@ -769,7 +769,7 @@ def test_an_interrupted_overwrite_is_not_gone_on_with(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             shutil.rmtree(folder, **options)
 
-        patch.setattr("whence.runs.shutil", SimpleNamespace(rmtree=remove))
+        patch.setattr("whence.runs.directory.shutil", SimpleNamespace(rmtree=remove))
         with pytest.raises(KeyboardInterrupt):
             RunDirectory.begin(tmp_path, {"seed": 1}, overwrite=True)
     run = RunDirectory.begin(tmp_path, {"seed": 1})
@@ -781,11 +781,11 @@ def test_a_run_that_another_process_wrote_just_now_is_not_written_into(tmp_path,
     def lock(path):
         if not (path / "config.json").exists():
             with monkeypatch.context() as patch:
-                patch.setattr("whence.runs.WriterLock", WriterLock)
+                patch.setattr("whence.runs.directory.WriterLock", WriterLock)
                 write_rounds(path)
         return WriterLock(path)
 
-    monkeypatch.setattr("whence.runs.WriterLock", lock)
+    monkeypatch.setattr("whence.runs.directory.WriterLock", lock)
     with pytest.raises(RunDirectoryError, match="a run with 2 finished rounds"):
         RunDirectory.create(tmp_path, {"seed": 2})
     assert RunDirectory.open(tmp_path).config == {"seed": 1}
@@ -793,7 +793,9 @@ def test_a_run_that_another_process_wrote_just_now_is_not_written_into(tmp_path,
 
 def test_a_checkpoint_is_read_under_the_lock(tmp_path, monkeypatch):
     write_rounds(tmp_path)
-    monkeypatch.setattr("whence.runs.read_latest", lambda path: pytest.fail("read while another process writes"))
+    monkeypatch.setattr(
+        "whence.runs.directory.read_latest", lambda path: pytest.fail("read while another process writes")
+    )
     with FileLock(tmp_path / ".lock"), pytest.raises(RunDirectoryError, match="Another process is writing"):
         RunDirectory.begin(tmp_path, {"seed": 1})
 
@@ -809,7 +811,7 @@ def test_going_on_that_fails_keeps_no_lock(tmp_path, monkeypatch, place):
         yield tmp_path / "written"
 
     with monkeypatch.context() as patch:
-        patch.setattr("whence.runs.write_run_file", write)
+        patch.setattr("whence.runs.directory.write_run_file", write)
         with pytest.raises(RunDirectoryError, match="full"):
             RunDirectory.begin(tmp_path, {"seed": 1})
     with FileLock(tmp_path / ".lock", blocking=False):

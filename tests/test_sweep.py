@@ -50,8 +50,8 @@ from whence.experiments.rl.training import make_model
 from whence.experiments.workers import run_all
 from whence.guards import preserve_rng_state, write_atomically
 from whence.metrics import rounds_to
-from whence.run_files import lock_directory
 from whence.runs import RunDirectory
+from whence.runs.files import lock_directory
 from whence.sb3.description import library_versions
 
 LAKE = """

@@ -8,8 +8,8 @@ from typing import Any
 
 import polars as pl
 
-from whence.columns import is_number
 from whence.errors import InvalidRecords
+from whence.runs.columns import is_number
 
 log = logging.getLogger("whence")
 

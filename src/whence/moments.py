@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.columns import check_columns
 from whence.errors import WhenceError, suggest
+from whence.runs.columns import check_columns
 
 By: TypeAlias = Literal["action", "episode", "region", "reward", "step"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from whence.errors import RunDirectoryError, WhenceError, first_line, suggest
 from whence.guards import write_atomically
 from whence.records import UNKNOWN, RecordBatch
-from whence.tensorfiles import CHANGED, parse_document, read_tensor_file
+from whence.runs.tensorfiles import CHANGED, parse_document, read_tensor_file
 from whence.trees import map_tree, named_leaves
 
 FORMAT, VERSION = "whence-nonfinite", "1"

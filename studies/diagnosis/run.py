@@ -30,8 +30,8 @@ from whence.diagnosis.advantages import compare_signs, judge_advantages
 from whence.diagnosis.agreement import calibrate_critic, summarise_judgement
 from whence.experiments.jsonlines import put_line, read_lines
 from whence.experiments.rl.rebuilding import make_replay_env
-from whence.run_files import lock_directory
 from whence.runs import RunDirectory
+from whence.runs.files import lock_directory
 from whence.sb3.episode_replay import open_env
 
 

@@ -24,8 +24,8 @@ from whence.guards import write_atomically
 from whence.llm.lab import check
 from whence.llm.lab.phrases import is_rude
 from whence.metrics import Curve, summarise
-from whence.run_files import lock_directory
 from whence.runs import RunDirectory
+from whence.runs.files import lock_directory
 
 FINAL = {
     "arithmetic": ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed"),

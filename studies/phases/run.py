@@ -31,8 +31,8 @@ from whence.diagnosis.phases import trace_phases
 from whence.experiments.jsonlines import put_line, read_lines
 from whence.experiments.rl.labels import action_labels
 from whence.guards import write_atomically
-from whence.run_files import lock_directory
 from whence.runs import RunDirectory
+from whence.runs.files import lock_directory
 
 ENVIRONMENTS = ("acrobot", "highway", "minigrid")
 SEEDS = 3

@@ -11,8 +11,8 @@ from scipy.stats import rankdata
 
 from studies.stored import round_numbers
 from whence.experiments.jsonlines import put_line
-from whence.run_files import lock_directory
 from whence.runs import RunDirectory
+from whence.runs.files import lock_directory
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]

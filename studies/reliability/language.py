@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from whence.checkpoints import read_latest
 from whence.experiments import LanguageConfig
 from whence.experiments.llm.training import run
 from whence.llm.trl_checkpoints import list_steps, read_state
+from whence.runs.checkpoints import read_latest
 
 Kind = Literal["ppo", "grpo", "rloo"]
 

@@ -16,11 +16,11 @@ from stable_baselines3.common.vec_env import VecNormalize
 import whence.experiments.rl.training as training
 from studies.reliability import language as kills_language
 from whence import IIF
-from whence.checkpoints import list_checkpoints, read_latest
 from whence.experiments import configure, run
 from whence.experiments.rl.research_callback import ResearchCallback
 from whence.report import write_run_report
 from whence.runs import RunDirectory
+from whence.runs.checkpoints import list_checkpoints, read_latest
 from whence.sb3 import InfluenceCallback
 from whence.sb3.training_run import TrainingRun
 

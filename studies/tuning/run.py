@@ -25,8 +25,8 @@ from studies.stored import round_numbers
 from studies.tuning.candidates import measure_run
 from whence import experiments
 from whence.experiments.jsonlines import put_line, read_lines
-from whence.run_files import lock_directory
 from whence.runs import RunDirectory
+from whence.runs.files import lock_directory
 
 ROUNDS = 10
 RUNS = Path("out/tuning")

@@ -23,7 +23,7 @@ from whence.errors import WhenceError
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.guards import write_atomically
 from whence.rounds import DRAWS
-from whence.run_files import check_links
+from whence.runs.files import check_links
 
 
 def counterfactual(

@@ -31,8 +31,8 @@ from whence.influence import Influence
 from whence.report.figures import interventions_box
 from whence.report.pictures import write_svg
 from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
-from whence.run_files import check_links
 from whence.runs import RunDirectory
+from whence.runs.files import check_links
 from whence.sb3 import model_objective
 from whence.targets import Target
 

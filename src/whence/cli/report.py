@@ -10,11 +10,11 @@ from whence import experiments
 from whence.cli.console import print_json, print_line
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RoundBar
-from whence.directories import find_content
 from whence.errors import WhenceError
 from whence.report import write_report, write_run_report
 from whence.report.explorer import ExploredRun
 from whence.report.page import describe_comparison, describe_run
+from whence.runs.contents import find_content
 
 
 def report(

@@ -11,8 +11,8 @@ import numpy as np
 
 from whence.diagnosis.phases import TOP, History, Phase
 from whence.moments import Moment, name_action
-from whence.run_files import check_links, write_run_file
 from whence.runs import RunDirectory
+from whence.runs.files import check_links, write_run_file
 
 FORMAT, VERSION = "whence-phases", 1
 

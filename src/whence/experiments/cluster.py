@@ -12,13 +12,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from whence.checkpoints import list_checkpoints
 from whence.errors import Unsupported, WhenceError, first_line
 from whence.experiments.kinds import AnyConfig, runner_of
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.node import list_versions, train_on_node
 from whence.experiments.parcels import apply_changes, list_files, pack_files, remove_copy
 from whence.experiments.workers import Job, OnJobRound, describe_failure, remove_traceback, write_traceback
+from whence.runs.checkpoints import list_checkpoints
 
 PLACES = "local", "ray"
 """Where runs are made: in processes of this machine, or as tasks of a Ray cluster."""

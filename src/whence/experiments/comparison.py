@@ -10,7 +10,6 @@ from typing import Any
 
 import polars as pl
 
-from whence.directories import check_content
 from whence.errors import WhenceError
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.kinds import AnyConfig, read_config, runner_of
@@ -18,8 +17,9 @@ from whence.experiments.shared import STANDARD
 from whence.experiments.workers import check_workers, leave_imported_script, run_all
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
-from whence.run_files import explain_write_errors, lock_directory
 from whence.runs import RunDirectory, Table
+from whence.runs.contents import check_content
+from whence.runs.files import explain_write_errors, lock_directory
 
 Progress = Callable[[AnyConfig, int], None]
 """Called with a run and the number of its rounds that are done."""

@@ -21,7 +21,7 @@ from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.kinds import read_config, runner_of
 from whence.experiments.parcels import list_files, pack_changes, unpack_files
 from whence.experiments.workers import describe_exit, describe_failure
-from whence.run_files import lock_directory
+from whence.runs.files import lock_directory
 
 Event: TypeAlias = tuple[str, Any, Any]
 """What a node reports: ("round", rounds done, None), ("files", archive, names that are gone), or ("ended", None or what

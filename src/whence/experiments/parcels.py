@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from whence.errors import RunDirectoryError
-from whence.run_files import LOCK, explain_write_errors, system_reason
+from whence.runs.files import LOCK, explain_write_errors, system_reason
 
 Stamp: TypeAlias = tuple[int, int, int]
 """What differs between two files of one name: inode, size and the time of the last change."""

@@ -6,7 +6,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from whence.directories import check_content
 from whence.errors import RunDirectoryError
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.rl.arms import ARMS
@@ -16,8 +15,9 @@ from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import Planned, find_differences, make_label
 from whence.experiments.workers import check_workers, describe_failure, leave_imported_script, run_all
 from whence.metrics import summarise
-from whence.run_files import lock_directory
 from whence.runs import RunDirectory
+from whence.runs.contents import check_content
+from whence.runs.files import lock_directory
 
 
 class Watch(Protocol):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whence.checkpoints import load_tree
 from whence.errors import RunDirectoryError
+from whence.runs.checkpoints import load_tree
 
 
 def read_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:

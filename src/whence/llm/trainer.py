@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.utils.logging import tqdm
 
 from whence.advice import log_new_advice
-from whence.checkpoints import Checkpoint
 from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
@@ -39,6 +38,7 @@ from whence.llm.training_run import TrainingRun, describe_training
 from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
+from whence.runs.checkpoints import Checkpoint
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import time_stage
 from whence.targets import Target, as_target

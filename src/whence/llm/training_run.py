@@ -8,14 +8,14 @@ from typing import Any
 import polars as pl
 from torch import nn
 
-from whence.checkpoints import Checkpoint, CheckpointClock, read_latest, save_checkpoint
 from whence.errors import RunDirectoryError, WhenceError
 from whence.llm.checkpoints import check_model
 from whence.llm.processes import Processes
 from whence.llm.training_inputs import describe_rewards, describe_rows
 from whence.llm.versions import note_changed_versions, read_versions
-from whence.run_config import strip_addresses
 from whence.runs import RunDirectory
+from whence.runs.checkpoints import Checkpoint, CheckpointClock, read_latest, save_checkpoint
+from whence.runs.config_file import strip_addresses
 from whence.stopwatch import flatten_seconds
 from whence.targets import target_name
 

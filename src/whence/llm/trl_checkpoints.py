@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whence.checkpoints import load_tree, save_tree
 from whence.errors import RunDirectoryError
+from whence.runs.checkpoints import load_tree, save_tree
 
 log = logging.getLogger("whence")
 

@@ -25,8 +25,8 @@ from whence.llm.trl_checkpoints import (
     seal_checkpoint,
 )
 from whence.llm.versions import note_changed_versions, read_versions
-from whence.run_config import strip_addresses
 from whence.runs import RunDirectory
+from whence.runs.config_file import strip_addresses
 from whence.selection import Selection
 from whence.stopwatch import flatten_seconds
 from whence.tables import add_selection, summarise_selection

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Iterable
 from importlib.metadata import version
 
-from whence.run_config import list_changes
 from whence.runs import RunDirectory
+from whence.runs.config_file import list_changes
 
 log = logging.getLogger("whence")
 

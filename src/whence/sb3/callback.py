@@ -10,7 +10,6 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
-from whence.checkpoints import Checkpoint
 from whence.engines import ENGINES, check_engine, check_memory
 from whence.errors import WhenceError
 from whence.folds import FOLDS, NoMean, check_folds, usable_folds
@@ -19,8 +18,9 @@ from whence.nonfinite import OnNonFinite
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.run_config import strip_addresses
 from whence.runs import RunDirectory
+from whence.runs.checkpoints import Checkpoint
+from whence.runs.config_file import strip_addresses
 from whence.sb3.buffer import Last, check_last, check_model, select_from
 from whence.sb3.episodes import Ongoing
 from whence.sb3.flat_rounds import FlatRoundDetector

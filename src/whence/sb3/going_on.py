@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from whence.checkpoints import Checkpoint
 from whence.errors import RunDirectoryError
-from whence.run_config import list_changes
 from whence.runs import RunDirectory
+from whence.runs.checkpoints import Checkpoint
+from whence.runs.config_file import list_changes
 from whence.sb3.contrib import MaskablePPO
 from whence.sb3.description import library_versions
 from whence.sb3.environments import (

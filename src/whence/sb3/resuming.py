@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from whence.checkpoints import read_latest
 from whence.errors import RunDirectoryError
 from whence.objectives import Objective
 from whence.runs import RunDirectory
+from whence.runs.checkpoints import read_latest
 from whence.sb3.building import build_model, build_rule
 from whence.sb3.callback import InfluenceCallback
 from whence.sb3.model_state import load_model

@@ -6,7 +6,8 @@ from typing import Any
 import polars as pl
 from stable_baselines3.common.base_class import BaseAlgorithm
 
-from whence.runs import POLICIES_EVERY, RunDirectory
+from whence.runs import RunDirectory
+from whence.runs.directory import POLICIES_EVERY
 from whence.sb3.reset_tracker import ResetTracker
 from whence.sb3.state import named_tensors
 

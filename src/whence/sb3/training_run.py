@@ -6,10 +6,11 @@ from typing import Any
 
 import polars as pl
 
-from whence.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
 from whence.errors import WhenceError
 from whence.rounds import RoundRecording
-from whence.runs import POLICIES_EVERY, RunDirectory
+from whence.runs import RunDirectory
+from whence.runs.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
+from whence.runs.directory import POLICIES_EVERY
 from whence.sb3.description import describe, library_versions
 from whence.sb3.going_on import check_goes_on, note_resumption, read_training, restore_training, warn_if_inexact
 from whence.sb3.reset_tracker import ResetTracker

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
-from whence.checkpoints import checkpoint_path
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.loading import load_pretrained
@@ -31,8 +30,9 @@ from whence.llm.view import EXTRA_PADDING
 from whence.objectives import Objective
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
+from whence.runs.checkpoints import checkpoint_path
+from whence.runs.tensorfiles import read_tensor_file
 from whence.targets import Target
-from whence.tensorfiles import read_tensor_file
 
 
 @dataclass(frozen=True, eq=False)

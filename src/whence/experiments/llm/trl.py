@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from whence.checkpoints import CheckpointClock
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.llm.loading import ignore_old_names
 from whence.experiments.llm.outputs import describe, save_atomically
@@ -34,6 +33,7 @@ from whence.llm.rewards import Reward, compute_rewards, find_columns
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.llm.trl_run import join_messages
 from whence.runs import RunDirectory
+from whence.runs.checkpoints import CheckpointClock
 
 TRAINERS: Mapping[str, Any] = MappingProxyType({"grpo": InfluenceGRPOTrainer, "rloo": InfluenceRLOOTrainer})
 """Trainers by the algorithm's name."""

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
-from whence.run_files import write_run_file
-from whence.tensorfiles import CHANGED, parse_document, read_tensor_file
+from whence.runs.files import write_run_file
+from whence.runs.tensorfiles import CHANGED, parse_document, read_tensor_file
 
 FORMAT, VERSION = "whence-checkpoint", "1"
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from whence.directories import FORMAT, explain_no_run
 from whence.errors import RunDirectoryError
-from whence.run_files import system_reason
+from whence.runs.contents import FORMAT, explain_no_run
+from whence.runs.files import system_reason
 
 VERSION = 1
 """Of a run's config.json."""

@@ -14,12 +14,12 @@ import polars as pl
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.checkpoints import Checkpoint, list_checkpoints, read_latest
-from whence.columns import check_columns
-from whence.directories import FORMAT, check_content
 from whence.errors import RunDirectoryError
-from whence.run_config import VERSION, describe_change, read_document, read_parts, to_plain_json
-from whence.run_files import (
+from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
+from whence.runs.columns import check_columns
+from whence.runs.config_file import VERSION, describe_change, read_document, read_parts, to_plain_json
+from whence.runs.contents import FORMAT, check_content
+from whence.runs.files import (
     WriterLock,
     check_links,
     explain_write_errors,
@@ -27,7 +27,7 @@ from whence.run_files import (
     remove_leftovers,
     write_run_file,
 )
-from whence.tensorfiles import read_tensor_file
+from whence.runs.tensorfiles import read_tensor_file
 
 POLICIES_EVERY = "policies_every"
 """The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""

@@ -202,7 +202,6 @@ class TestPlan:
             **{
                 "policy_kwargs": {},
                 "warmup": 0,
-                "kl_per_round": None,
                 "target": "return",
                 "target_args": {},
                 "engine": "auto",
@@ -965,7 +964,7 @@ class TestRun:
         assert_same_results(RunDirectory.open(path), two_workers.run(config))
 
     def test_a_finished_run_goes_on_to_more_rounds_as_if_they_had_been_planned(self, tmp_path):
-        settings = {"kl_per_round": 0.01, "eval_episodes": 2, "eval_every": 2}
+        settings = {"eval_episodes": 2, "eval_every": 2}
         with preserve_rng_state():
             run(one("iif", rounds=2, **settings), tmp_path / "whole")
             run(one("iif", rounds=1, **settings), tmp_path / "run")

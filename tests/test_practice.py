@@ -46,7 +46,7 @@ def test_rates_and_targets_of_all_seeds_come_before_the_other_settings(study, mo
     monkeypatch.setattr(practice, "configure_world", lambda name, **settings: RunConfig(name, "ppo", 0))
     planned = practice.plan_study(["cartpole", "acrobot"], [0, 1, practice.FEW])
     main = {f"{env}-{steps.name}" for env in ("cartpole", "acrobot") for steps in practice.list_steps()}
-    is_main = [run.group in main and run.label != "iif-rewarded" for run in planned]
+    is_main = [run.group in main for run in planned]
     assert is_main == sorted(is_main, reverse=True)
     assert [run.config.seed for run, first in zip(planned, is_main, strict=True) if first] == sorted(
         run.config.seed for run, first in zip(planned, is_main, strict=True) if first
@@ -54,9 +54,6 @@ def test_rates_and_targets_of_all_seeds_come_before_the_other_settings(study, mo
     others = [run for run in planned if run.group not in main]
     assert planned[-len(others) :] == others
     assert {run.config.seed for run in others} == {0, 1}
-    flat = practice.plan_study(["cartpole", "lunarlander"], [practice.FEW])
-    assert {run.label for run in flat if run.group == "cartpole-kl0.01"} == {"ppo", "iif", "iif-rewarded"}
-    assert {run.label for run in flat if run.group == "lunarlander-kl0.01"} == {"ppo", "iif"}
     late = practice.plan_study(["lunarlander"], [practice.FEW])
     assert [run.group for run in late if run.group not in {f"lunarlander-{s.name}" for s in practice.list_steps()}] == [
         "lunarlander-lda",
@@ -170,10 +167,8 @@ def test_a_divergence_is_the_median_of_the_last_nine_tenths(study):
     rates = [3e-5] * 5 + [1e-3] * 5 + [3e-3] * 10
     rounds = pl.DataFrame({"train/kl": kl, "train/learning_rate": rates, "dropped_share": [0.0] * 4 + [0.1] * 16})
     evaluations = pl.DataFrame({"test_return": [1.0, 2.0, 6.0]})
-    run = SimpleNamespace(
-        tables={"rounds": rounds, "evaluations": evaluations}, config=SimpleNamespace(kl_per_round=0.02)
-    )
-    measures = study.runs._measure(run)
+    run = SimpleNamespace(tables={"rounds": rounds, "evaluations": evaluations})
+    measures = study.runs._measure(run, "kl0.02")
     assert (measures["first"], measures["last"], measures["mean"]) == (1.0, 6.0, 4.0)
     assert measures["kl"] == 0.02
     assert measures["within"] == pytest.approx(12 / 18)
@@ -274,7 +269,7 @@ def sweep(study, monkeypatch):
 
     Nothing was measured of them.
     """
-    monkeypatch.setattr(study.runs, "_measure", lambda run: {})
+    monkeypatch.setattr(study.runs, "_measure", lambda run, steps: {})
     monkeypatch.setattr(study.runs, "WORLDS", ("acrobot", "lunarlander"))
     monkeypatch.setattr(study.runs, "SEEDS", {"acrobot": 2, "lunarlander": 4})
     monkeypatch.setattr(study.plan, "SEEDS", study.runs.SEEDS)

@@ -80,7 +80,7 @@ def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, An
 
 
 _READ = (
-    *("mean", "dropped_share", "train/entropy_loss", "train/approx_kl", "train/kl"),
+    *("mean", "dropped_share", "train/entropy_loss", "train/approx_kl"),
     *("length", "kl", "ended_share", "episode_return", "flat"),
 )
 """Columns that the rules read."""
@@ -204,8 +204,7 @@ Source: results/practice, tables.md, "Divergence a round at fixed learning rates
 def _steps_are_short_or_long(metrics: pl.DataFrame) -> Iterator[Advice]:
     """Look at the rounds after the first; later ones may be short because the policy has converged."""
     divergences = _known(metrics, "train/approx_kl")[1 : 1 + _WINDOW]
-    is_steered = bool(_known(metrics, "train/kl"))  # a KLController's
-    if len(divergences) < _WINDOW or is_steered or "length" in metrics.columns:
+    if len(divergences) < _WINDOW or "length" in metrics.columns:
         return
     kl = statistics.median(value for _, value in divergences)
     if _SHORT <= kl <= _LONG:

@@ -7,7 +7,7 @@ again, an interrupted one goes on. Tables: `python -m studies.practice.tables`.
 Each run has SB3's default settings, Adam and one environment. It trains
 
 - at a fixed learning rate: SB3's default, 3e-4, and three others; or
-- at a target: a `KLController` steers the rate, from the default, so that each round has the same divergence; or
+- at a target: a controller steered the rate, from the default, so that each round had the same divergence; or
 - with SB3's own `target_kl`, which ends a round early, or with other epochs or another lambda of GAE (`ppo` alone); or
 - with RL Baselines3 Zoo's hyper-parameters, at their rate and at a target, for about as many steps (its linear
   schedules are constants here, and observations and rewards are not normalised); or
@@ -15,7 +15,8 @@ Each run has SB3's default settings, Adam and one environment. It trains
 
 Arms: `ppo`; `iif`, which drops an eighth of the records that score below 0; the same with one half; `random`, which
 drops as many as `iif`, at random; and, where rounds can be flat, `iif-rewarded`, which is `iif` in the other rounds and
-`ppo` in the flat ones. `SEEDS`, `ARM_SEEDS` and `FEW` say how many seeds each has.
+`ppo` in the flat ones. `SEEDS`, `ARM_SEEDS` and `FEW` say how many seeds each has. The code of targets and of
+`iif-rewarded` is in the history, in the version of 2026-11-25: their runs are tabulated, and no more are made.
 """
 
 import math
@@ -54,10 +55,10 @@ class World:
     """Other people's settings of the environment, by name."""
 
 
-def configure_zoo(rounds: int, n_envs: int, kl_per_round: float = 0.02, **hyperparameters: Any) -> dict[str, Any]:
-    """Return the zoo's settings at their rate and at a target."""
+def configure_zoo(rounds: int, n_envs: int, **hyperparameters: Any) -> dict[str, Any]:
+    """Return the zoo's settings at their rate; at a target they are not trained any more."""
     settings = {"rounds": rounds, "n_envs": n_envs, "hyperparameters": hyperparameters}
-    return {"zoo": settings, f"zoo_kl{kl_per_round:g}": settings | {"kl_per_round": kl_per_round}}
+    return {"zoo": settings, "zoo_kl0.02": None}
 
 
 _POOL = {"evaluate_with": "envpool"}
@@ -122,27 +123,22 @@ CAN_BE_FLAT = ("minigrid-doorkey", "acrobot", "minigrid-empty", "cartpole")
 
 @dataclass(frozen=True)
 class Steps:
-    """How large steps are: what a group of runs shares."""
+    """How large steps are: what a group of runs shares; None as settings: they are not trained any more."""
 
     name: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] | None
     arms: Sequence[tuple[str, float]] = (("ppo", DROP), ("iif", DROP))
 
 
 def list_steps() -> list[Steps]:
     """Return the rates and targets, those that answer most first."""
     rates = [Steps(f"lr{rate:g}", {"hyperparameters": {"learning_rate": rate}}) for rate in RATES]
-    targets = [Steps(f"kl{target:g}", {"kl_per_round": target}) for target in TARGETS]
+    targets = [Steps(f"kl{target:g}", None) for target in TARGETS]
     ordered = [rates[0], targets[0], rates[1], targets[1], targets[2], rates[2], rates[3], targets[3]]
     return [
         replace(steps, arms=[*steps.arms, *(arm for arm, names in CONTROLS.items() if steps.name in names)])
         for steps in ordered
     ]
-
-
-def list_rewarded() -> list[Steps]:
-    """Return the rates and targets for `iif` that leaves flat rounds whole."""
-    return [replace(steps, arms=[("iif-rewarded", DROP)]) for steps in list_steps()]
 
 
 def list_settings(world: World, seed: int) -> list[Steps]:
@@ -168,16 +164,17 @@ def list_arms(name: str, seed: int, steps: Steps) -> list[tuple[str, float]]:
 def plan_runs(name: str, seed: int, compared: Iterable[Steps]) -> Iterator[Planned]:
     """Yield the runs of an environment and a seed."""
     for steps in compared:
+        if steps.settings is None:
+            continue
         for arm, drop in list_arms(name, seed, steps):
             run = replace(configure_world(name, **steps.settings), seed=seed, arm=arm, drop=drop)
             yield Planned(f"{name}-{steps.name}", make_label(run, DROP), run, metrics=("train/clip_fraction",))
 
 
 def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:
-    """Return the runs of some environments: rates and targets seed by seed, flat rounds, then the other settings."""
+    """Return the runs of some environments: rates seed by seed, then the other settings."""
     pairs = [(name, seed) for seed in seeds for name in names]
     runs = [plan_runs(name, seed, list_steps()) for name, seed in pairs]
-    runs += [plan_runs(name, seed, list_rewarded()) for name, seed in pairs if name in CAN_BE_FLAT]
     runs += [plan_runs(name, seed, list_settings(WORLDS[name], seed)) for name, seed in pairs]
     return list(chain.from_iterable(runs))
 

@@ -11,7 +11,9 @@ from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import KeptRun
 from whence.experiments.sweep import Results, load_sweep
 from whence.experiments.sweepfile import make_label
-from whence.sb3.kl_controller import RANGE
+
+RANGE = 10.0
+"""The highest rate that the controller of a target set, over the one at the start, and that over the lowest."""
 
 RESULTS = {"last": "last return", "mean": "mean return"}
 RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
@@ -47,7 +49,7 @@ def read_runs(out: Path) -> pl.DataFrame:
         seeds = SEEDS[env] if steps == "lda" else complete[env]
         shared = SEEDS[env] if steps == "lda" else min(complete.values())
         rows += [
-            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run), "pooled": seed < shared}
+            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run, steps), "pooled": seed < shared}
             for arm, runs in arms.items()
             for seed, run in runs.items()
             if seed < min(seeds, ARM_SEEDS.get((run.config.arm, run.config.drop), seeds))
@@ -55,14 +57,15 @@ def read_runs(out: Path) -> pl.DataFrame:
     return pl.DataFrame(rows)
 
 
-def _measure(run: KeptRun) -> dict[str, float | bool]:
+def _measure(run: KeptRun, steps: str) -> dict[str, float | bool]:
     returns = run.tables["evaluations"]["test_return"].to_list()
     rounds = run.tables["rounds"]
     name = "train/kl" if "train/kl" in rounds.columns else "train/approx_kl"
     divergences = rounds[name].to_numpy()
     tail = divergences[len(rounds) // 10 :]
     tail = tail[np.isfinite(tail)]
-    target = run.config.kl_per_round or float("nan")
+    _, _, target_text = steps.partition("kl")
+    target = float(target_text or "nan")
     whole = rounds["dropped_share"].to_numpy() == 0
     rates = rounds["train/learning_rate"].drop_nulls().to_numpy()
     return {
@@ -75,7 +78,6 @@ def _measure(run: KeptRun) -> dict[str, float | bool]:
         "whole": float(np.mean(whole)),
         "first_whole": bool(whole[0]),
         "rate": float(np.median(rates)),
-        # Those of KLController's: a tenth and ten times the rate at the start.
         "lowest": float(np.mean(rates < 1.01 * DEFAULT_RATE / RANGE)),
         "highest": float(np.mean(rates > 0.99 * DEFAULT_RATE * RANGE)),
     }

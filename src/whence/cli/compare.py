@@ -23,7 +23,6 @@ def compare(
     rounds: options.Rounds = None,
     drop: options.Drop = None,
     warmup: options.Warmup = None,
-    kl_per_round: options.KLPerRound = None,
     eval_episodes: Annotated[
         int | None,
         typer.Option(help="Episodes of each evaluation. (default: the preset's, or 100)", show_default=False),
@@ -54,7 +53,6 @@ def compare(
         {
             "drop": drop,
             "warmup": warmup,
-            "kl_per_round": kl_per_round,
             "rounds": rounds,
             "eval_episodes": eval_episodes,
             "n_envs": n_envs,

@@ -48,14 +48,6 @@ Warmup: TypeAlias = Annotated[
     int | None,
     typer.Option(help="Rounds at the start in which nothing is dropped. (default: 0)", show_default=False),
 ]
-KLPerRound: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        help="Steer the learning rate so that each round takes the policy this far, in nats, such as .02. "
-        "(default: the rate is as set)",
-        show_default=False,
-    ),
-]
 NEnvs: TypeAlias = Annotated[
     int | None, typer.Option(help="Environments stepped side by side. (default: 1)", show_default=False)
 ]

@@ -42,7 +42,6 @@ def train(
     selection: Annotated[str, typer.Option(help=f"Which records train: {options.describe_arms()}")] = "iif",
     drop: options.Drop = None,
     warmup: options.Warmup = None,
-    kl_per_round: options.KLPerRound = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -162,7 +161,6 @@ def train(
         {
             "drop": drop,
             "warmup": warmup,
-            "kl_per_round": kl_per_round,
             "target": target,
             "target_args": options.parse_action(observation, action) or None,
             "engine": engine,

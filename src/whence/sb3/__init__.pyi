@@ -3,7 +3,6 @@ from .buffer import snapshot as snapshot
 from .callback import InfluenceCallback as InfluenceCallback
 from .episode_replay import EpisodeReplay as EpisodeReplay
 from .episodes import RecordResets as RecordResets
-from .kl_controller import KLController as KLController
 from .objective import model_objective as model_objective
 from .replay import replay_round as replay_round
 from .results import Choice as Choice

@@ -31,8 +31,7 @@ from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups, check_recordings
 from whence.sb3.results import Choice, RoundResult, check_selection
 from whence.sb3.round_metrics import log_choice, measure_choice, read_train_metrics
-from whence.sb3.steering import check_recorded_rate
-from whence.sb3.train_hook import cancel_hook, claim_place, wrap_next_train
+from whence.sb3.train_hook import cancel_hook, claim_learn, wrap_next_train
 from whence.sb3.training_run import TrainingRun
 from whence.selection import Progress, Selection, SelectionRule, check_rule
 from whence.stopwatch import Stopwatch
@@ -227,18 +226,14 @@ class InfluenceCallback(BaseCallback):
     def _init_callback(self) -> None:
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
         self.check_model()
-        claim_place(self.model, "selection")
+        claim_learn(self.model)
         if self._run is not None:
             self._checkpoint = self._run.begin(self.model, self.settings())
 
     def _on_training_start(self) -> None:
-        if self.recordings:
-            check_recorded_rate(self.model)
         if self._checkpoint is not None:
             self._load_state(self._checkpoint)
             return
-        if self._run is not None:
-            self._run.note_steering(self.model)
         self._learns += 1
         # learn() resets the environments, or continues where it stopped. Then the ongoing episodes continue, too,
         # unless steps were taken that no rollout of this callback holds, or the environments are others.
@@ -329,8 +324,7 @@ class InfluenceCallback(BaseCallback):
         if self._run is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
             self._run.write_round(self.round.number, self._numbers.add_dropped(table), self.model)
-        wrap_next_train(self.model, self._train_round, "selection")
-        wrap_next_train(self.model, lambda train: self._finish_round(train, metrics, seconds), "rows")
+        wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
         """Add errors to snapshot scores that a run directory will hold, if they can be had."""
@@ -365,21 +359,18 @@ class InfluenceCallback(BaseCallback):
             )
         self.skipped_rounds += count < 2
 
-    def _train_round(self, train: Callable[[], None]) -> None:
-        """Train on the round's selection, unless it keeps fewer than two records."""
-        assert self.round is not None
-        if int(self.round.selection.keep.sum()) >= 2:
-            with self._numbers.watch_training(self.round.records):
-                self.train_selected(train, self.round.selection)
-
-    def _finish_round(
+    def _train_round(
         self,
         train: Callable[[], None],
         metrics: Mapping[str, Any],
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
+        """Train on the round's selection, unless it keeps fewer than two records, and write the round's rows."""
+        assert self.round is not None
         self.optimisation_clock = Stopwatch()
-        train()
+        if int(self.round.selection.keep.sum()) >= 2:
+            with self._numbers.watch_training(self.round.records):
+                self.train_selected(train, self.round.selection)
         self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
 
     def _on_training_end(self) -> None:

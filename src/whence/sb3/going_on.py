@@ -23,7 +23,6 @@ from whence.sb3.episodes import begin_episodes
 from whence.sb3.model_state import load_model, read_model
 from whence.sb3.reset_tracker import ResetTracker
 from whence.sb3.state import named_tensors
-from whence.sb3.steering import check_steering
 
 log = logging.getLogger("whence")
 
@@ -103,12 +102,8 @@ def restore_training(
     Returns:
         Whether the ongoing episodes go on; and why training does not go on as if nothing had happened: the reason for
         new episodes, and other versions of libraries.
-
-    Raises:
-        RunDirectoryError: a `KLController` steered the run, and the same does not steer this model; or the reverse.
     """
     content = checkpoint.content
-    check_steering(run.path, content["model"]["steering"], model)
     reason = explain_inexact(model.env)
     if reason is None:
         reason = restore_environments(

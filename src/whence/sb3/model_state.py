@@ -9,7 +9,6 @@ from torch import Tensor
 from whence.guards import load_rng_state, read_rng_state
 from whence.sb3.attributes import is_plain
 from whence.sb3.state import load_tensors, named_tensors
-from whence.sb3.steering import load_steering, read_steering
 
 _COUNTERS = "num_timesteps", "_episode_num", "_n_updates", "_current_progress_remaining"
 _OBSERVED = "_last_obs", "_last_original_obs", "_last_episode_starts"
@@ -19,8 +18,8 @@ _NOISE = "exploration_mat", "exploration_matrices"
 def read_model(model: Any) -> dict[str, Any]:
     """Return the state of a model between `train()` and the next rollout, for a checkpoint.
 
-    It holds parameters and buffers, the optimiser, gSDE's matrices, the scale of a steered learning rate, counters, the
-    present observations, and the statistics of the last episodes, but no settings and no environments.
+    It holds parameters and buffers, the optimiser, gSDE's matrices, counters, the present observations, and the
+    statistics of the last episodes, but no settings and no environments.
     """
     optimizer = model.policy.optimizer.state_dict()
     noise = {name: getattr(model.policy.action_dist, name, None) for name in _NOISE} if model.use_sde else {}
@@ -31,7 +30,6 @@ def read_model(model: Any) -> dict[str, Any]:
             "groups": optimizer["param_groups"],
         },
         "noise": noise,
-        "steering": read_steering(model),
         "counters": {name: getattr(model, name) for name in _COUNTERS},
         "total_timesteps": model._total_timesteps,
         "observed": {name: getattr(model, name) for name in _OBSERVED},
@@ -49,7 +47,6 @@ def load_model(model: Any, content: Mapping[str, Any]) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": content["optimizer"]["groups"]})
     for name, matrix in content["noise"].items():
         setattr(model.policy.action_dist, name, matrix.to(model.device) if isinstance(matrix, Tensor) else matrix)
-    load_steering(model, content["steering"])
     for name, value in {**content["counters"], **content["observed"]}.items():
         setattr(model, name, value)
     model.ep_info_buffer = deque(content["episodes"], maxlen=model._stats_window_size)

@@ -16,7 +16,6 @@ from whence.sb3.going_on import check_goes_on, note_resumption, read_training, r
 from whence.sb3.reset_tracker import ResetTracker
 from whence.sb3.round_files import note_policy_interval, write_round
 from whence.sb3.state import named_tensors
-from whence.sb3.steering import read_steering
 from whence.stopwatch import Stopwatch, flatten_seconds
 
 
@@ -92,11 +91,6 @@ class TrainingRun:
         if self._clock.save_every:
             warn_if_inexact(model.env)
         return checkpoint
-
-    def note_steering(self, model: Any) -> None:
-        """Note in config.json what steers the learning rate, as a new run begins."""
-        if (steering := read_steering(model)) is not None:
-            self.directory.note(kl_controller=steering["controller"])
 
     def go_on(self, model: Any, checkpoint: Checkpoint) -> bool:
         """Put a model and its environments where they were; return whether the ongoing episodes go on."""

@@ -30,6 +30,9 @@ TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Retur
 EFFECTIVE = "effective"
 """The key in a run's config.json under which people find all settings in effect, SB3's defaults included."""
 
+_RETIRED = ("kl_per_round",)
+"""Fields that only published results have: the divergence to which a controller steered each round, or null."""
+
 _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
     {
         "learning_rate": ("a finite number, 0 or more,", lambda value: 0 <= value < math.inf),
@@ -58,8 +61,6 @@ class RunConfig:
         arm: a key of `ARMS`.
         drop: the share to drop of the records that score below 0.
         warmup: rounds at the start in which nothing is dropped.
-        kl_per_round: the divergence that a `KLController` steers each round to, in nats; None: the learning rate is
-            that of the hyper-parameters.
         target: a key of `TARGETS`.
         target_args: passed to the target.
         engine: see `whence.attribute`.
@@ -85,7 +86,6 @@ class RunConfig:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     drop: float = DEFAULT_SHARE
     warmup: int = 0
-    kl_per_round: float | None = None
     target: str = "return"
     target_args: Mapping[str, Any] = field(default_factory=dict)
     engine: str = "auto"
@@ -122,8 +122,6 @@ class RunConfig:
         bits = 31 if self.collect_with == "envpool" else 32  # EnvPool's seeds, and NumPy's
         if self.seed >= 2**bits:
             raise WhenceError(f"seed is {self.seed}; less than {2**bits} is needed, since seeds have {bits} bits here.")
-        if self.kl_per_round is not None and not 0 < self.kl_per_round < math.inf:
-            raise WhenceError(f"kl_per_round is {self.kl_per_round}; a finite number above 0 is needed, such as 0.02.")
         if self.eval_episodes == 1:
             raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
         self.rule()
@@ -155,13 +153,14 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration of which `to_json` returned these values; those under `EFFECTIVE` are ignored.
+        """Return the configuration of which `to_json` returned these values; `EFFECTIVE` and retired ones are ignored.
 
         Raises:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
-        check_field_names(cls, values, but=(EFFECTIVE,))
-        return cls(**_from_json({name: value for name, value in values.items() if name != EFFECTIVE}))
+        check_field_names(cls, values, but=(EFFECTIVE, *_RETIRED))
+        fields = {name: value for name, value in values.items() if name not in (EFFECTIVE, *_RETIRED)}
+        return cls(**_from_json(fields))
 
 
 def list_evaluated_rounds(config: RunConfig) -> list[int]:

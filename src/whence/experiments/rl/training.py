@@ -22,7 +22,7 @@ from whence.experiments.rl.research_callback import ResearchCallback
 from whence.experiments.shared import OnRound, ignore_round
 from whence.metrics import Curve
 from whence.runs import RunDirectory
-from whence.sb3 import InfluenceCallback, KLController
+from whence.sb3 import InfluenceCallback
 from whence.sb3.description import describe, library_versions
 
 
@@ -94,7 +94,7 @@ def run(
         evaluation = _Evaluation(config, test_env, directory, on_round, selection)
         model.learn(
             config.rounds * model.n_steps * config.n_envs,
-            callback=[evaluation, selection, *_make_controller(config)],
+            callback=[evaluation, selection],
             reset_num_timesteps=not resumed,  # TensorBoard's files go on, too
         )
         evaluation.evaluate()  # last of all, since a run with its last evaluation counts as finished
@@ -104,10 +104,6 @@ def run(
         env.close()
         if test_env is not None:
             test_env.close()
-
-
-def _make_controller(config: RunConfig) -> list[BaseCallback]:
-    return [] if config.kl_per_round is None else [KLController(config.kl_per_round)]
 
 
 def describe_effective(model: PPO) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from filelock import FileLock
 from typer.testing import CliRunner
 
 from whence.cli import app
-from whence.cli.console import console
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import (
     comparison,
@@ -42,7 +41,6 @@ from whence.experiments import (
     sweep,
     workers,
 )
-from whence.experiments.differences import Difference, find_run_differences
 from whence.experiments.rl.curves import KEYS, CurveFiles, make_curve
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.presets import presets
@@ -715,7 +713,6 @@ class TestRunning:
         assert json.loads(done.stdout)["runs"] == chosen
         again, before = read_curves(tmp_path / "out"), read_curves(finished_sweep)
         assert again == {name: before[name] for name in sorted(chosen)}
-        assert CliRunner().invoke(app, ["diff", str(tmp_path / "out"), str(finished_sweep)]).exit_code == 0
 
 
 def test_writers_that_wait_for_the_lock_lose_nothing(tmp_path, monkeypatch):
@@ -776,75 +773,6 @@ class TestComparison:
             WhenceError, match=r"summary\.json cannot be written \(No space left on device\)\. Make room"
         ):
             comparison._write_json(tmp_path / "summary.json", {})
-
-
-class TestDiff:
-    def test_equal_runs(self, finished_sweep, sweep_copy):
-        for name in ("lake/iif/seed_0", "lake/ppo/seed_1"):
-            edit_run(sweep_copy, "timings", name, lambda line: line["seconds"].update(scoring_cpu=[9.0, 9.0]))
-        done = CliRunner().invoke(app, ["diff", str(sweep_copy), str(finished_sweep)])
-        assert (done.exit_code, done.stdout) == (0, "6 of 6 runs are the same to the bit.\n")
-
-    def test_runs_that_differ(self, finished_sweep, sweep_copy, monkeypatch):
-        monkeypatch.setattr(console, "width", 200)
-
-        def drift(line):
-            returns, divergences = line["evaluations"]["test_return"], line["rounds"]["train/approx_kl"]
-            returns[1] += 0.25
-            returns[2] -= 0.5
-            divergences[1] = math.nextafter(divergences[1], 1.0)
-            line["rounds"]["dropped_share"][0] = None
-
-        def lose_column(line):
-            del line["rounds"]["negative_share"]
-
-        edit_run(sweep_copy, "curves", "lake/iif/seed_1", drift)
-        edit_run(sweep_copy, "curves", "lake/ppo/seed_1", lambda line: line["rounds"].update(mean=[0.0, 0.0]))
-        edit_run(sweep_copy, "curves", "lake/iif-drop1/seed_1", lose_column)
-        done = CliRunner().invoke(app, ["diff", str(finished_sweep), str(sweep_copy), "--json"])
-        assert done.exit_code == 1
-        report = json.loads(done.stdout)
-        assert (report["runs"], report["equal"]) == (6, 3)
-        line = json.loads(read_curves(finished_sweep)["lake/iif/seed_1"])
-        divergence = line["rounds"]["train/approx_kl"][1]
-        expected = [
-            ("lake/ppo/seed_1", "rounds/mean", None, None),
-            ("lake/iif/seed_1", "evaluations/test_return", 1, 0.5),
-            ("lake/iif/seed_1", "rounds/dropped_share", 1, None),
-            ("lake/iif/seed_1", "rounds/train/approx_kl", 2, math.ulp(divergence)),
-            ("lake/iif-drop1/seed_1", "rounds/negative_share", None, None),
-        ]
-        assert [tuple(difference.values()) for difference in report["differences"]] == expected
-        shown = CliRunner().invoke(app, ["diff", str(finished_sweep), str(sweep_copy)])
-        assert shown.exit_code == 1
-        assert re.search(r"lake/iif/seed_1 +│ evaluations/test_return +│ 1 +│ 0\.5 ", shown.stdout)
-        assert "Bits repeat on the same kind of processor" in shown.stdout
-        assert "3 of 6 runs are the same to the bit." in shown.stdout
-
-    def test_runs_of_other_settings_are_not_compared_further(self, finished_sweep, sweep_copy):
-        def change(name, line):
-            line["config"].update(engine="loop", warmup=1)
-            line["evaluations"]["test_return"][1] += 1
-            return line
-
-        edit_lines(sweep_copy, "curves", change)
-        differences = find_run_differences(load_sweep(finished_sweep), load_sweep(sweep_copy))
-        assert len(differences) == 12
-        assert differences[:2] == [
-            Difference("lake/ppo/seed_0", "config/warmup"),
-            Difference("lake/ppo/seed_0", "config/engine"),
-        ]
-
-    def test_a_part_of_a_sweep_is_compared_with_the_whole(self, finished_sweep, sweep_copy):
-        delete_runs(sweep_copy, "lake/ppo/seed_0", "lake/iif/seed_1")
-        part, whole = load_sweep(sweep_copy), load_sweep(finished_sweep)
-        assert find_run_differences(part, whole) == []
-        missing = [Difference("lake/ppo/seed_0", "run"), Difference("lake/iif/seed_1", "run")]
-        assert find_run_differences(whole, part) == missing
-        assert find_run_differences(whole, {"pond": whole["lake"]})[0] == missing[0]
-        done = CliRunner().invoke(app, ["diff", str(finished_sweep), str(sweep_copy)])
-        assert done.exit_code == 1
-        assert "missing there" in done.stdout
 
 
 @pytest.mark.parametrize(("arm", "rate"), [("ppo", 0.01), ("ppo-lr-0.5", 0.005), ("ppo-lr-4", 0.04)])

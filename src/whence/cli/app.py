@@ -42,11 +42,6 @@ COMMANDS: Mapping[str, Command] = {
         "table:table",
         "Tabulate what a sweep has finished, next to LDA's figures: tables.md, summary.json and curves as SVG.",
     ),
-    "diff": Command(
-        "diff:diff",
-        "Compare a sweep's runs with those of another directory, value by value, and tell which differ and from when "
-        "on.",
-    ),
     "attribute": Command("attribute:attribute", "Tell which records of a round raised a target, and which lowered it."),
     "show": Command(
         "show:show", "Show one moment of a run: what the agent saw and did, what it scored, and what the round changed."
@@ -60,7 +55,6 @@ COMMANDS: Mapping[str, Command] = {
         "why:why",
         "Tell what taught the present policy a decision: the moments of all rounds that raised its probability.",
     ),
-    "export": Command("export:export", "Write a run's records as Parquet, JSON lines or a Rerun recording."),
     "view": Command("view:view", "Serve the page of a run on this machine, live while training goes on, until Ctrl-C."),
     "report": Command("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),
     "list": Command("list:list_", "Name the arms, presets, engines and targets there are."),

@@ -78,7 +78,7 @@ oldest: .venv-oldest/stamp
 		tests/test_sb3.py tests/test_callback.py tests/test_kl_controller.py tests/test_resume.py \
 		tests/test_runs.py tests/test_rounds.py tests/test_episode_replay.py tests/test_moments.py \
 		tests/test_llm_contract.py tests/test_llm_trl.py tests/test_llm_engines.py tests/test_llm_trainer.py \
-		tests/test_llm_footprint.py tests/test_experiments_llm.py
+		tests/test_experiments_llm.py
 
 ## The time and memory of scoring policies, compared with a plain forward and backward pass and with SB3's training.
 benchmark: .venv/dev.stamp

@@ -229,7 +229,7 @@ def stop_before_training() -> Iterator[None]:
     from whence import experiments, viewer
     from whence.diagnosis import advantages
     from whence.experiments import comparison, sweep
-    from whence.experiments.llm import estimate, rebuilding, training
+    from whence.experiments.llm import rebuilding, training
     from whence.experiments.rl import continuations
 
     counterfactual, intervene = (import_module(f"whence.cli.{name}") for name in ("counterfactual", "intervene"))
@@ -246,7 +246,7 @@ def stop_before_training() -> Iterator[None]:
 
     places: Sequence[tuple[Any, str]] = (
         *((on_policy.OnPolicyAlgorithm, "learn"), (experiments, "run"), (comparison, "run_all"), (sweep, "run_all")),
-        *((training, "run"), (training, "prepare"), (estimate, "load_task"), (rebuilding, "load_task")),
+        *((training, "run"), (training, "prepare"), (rebuilding, "load_task")),
         *((counterfactual, "study"), (counterfactual, "leave_out"), (intervene, "intervene_round")),
         *((intervene, "leave_out_group"), (viewer, "serve"), (advantages, "estimate_advantages")),
         (continuations, "estimate_advantages"),

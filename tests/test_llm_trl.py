@@ -42,7 +42,7 @@ from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_vie
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.llm.trl_checkpoints import find_checkpoint, seal_checkpoint
 from whence.llm.trl_run import RunWriter, join_messages
-from whence.llm.trl_settings import check_selectable, has_router_loss
+from whence.llm.trl_settings import check_selectable
 from whence.report import write_run_report
 from whence.runs import RunDirectory
 from whence.selection import Progress
@@ -787,17 +787,9 @@ class TestRefusals:
         with pytest.raises(Unsupported, match=message):
             check_selectable(args)
 
-    def test_a_routers_loss(self, tmp_path, monkeypatch):
+    def test_a_routers_loss(self, tmp_path):
         trainer = make_trainer("grpo", tmp_path, NonPositive())
-        config = trainer.model.config
-        assert has_router_loss(trainer.args, trainer.model) is trainer.aux_loss_enabled is False
-        if not hasattr(trainer.args, "router_aux_loss_coef"):
-            pytest.skip("this TRL takes the coefficient from the model")
-        for name, value in (("output_router_logits", False), ("router_aux_loss_coef", 0.01)):
-            monkeypatch.setattr(config, name, value, raising=False)
-        assert has_router_loss(trainer.args, trainer.model)
-        trainer.args.router_aux_loss_coef = 0.0
-        assert not has_router_loss(trainer.args, trainer.model)
+        assert trainer.aux_loss_enabled is False
         with pytest.raises(Unsupported, match="router's auxiliary loss"):
             check_selectable(trainer.args, has_router_loss=True)
 

@@ -1,19 +1,17 @@
-"""The full-size recipes of docs/guide/llm.md: their data, their rewards, and their commands without weights."""
+"""The full-size recipes of docs/guide/llm.md: their data, their rewards, and their commands."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
-from transformers import GPTNeoConfig, LlamaConfig, RobertaConfig
+from typer.testing import CliRunner
 
 from test_examples import script
-from test_llm_trainer import make_tokenizer
+from whence import cli
+from whence.experiments.llm import training
 from whence.llm.lab.model import make_character_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +31,7 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A working directory for the page's commands: data as the examples write it, and models' configurations."""
+    """A working directory for the page's commands: data as the examples write it."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "examples").symlink_to(ROOT / "examples")
     solved = [{"question": f"How many eggs, {number}?", "answer": SOLUTION} for number in range(430)]
@@ -70,21 +68,6 @@ def place(tmp_path_factory):
         tested=400,
         longest=256,
     )
-    LlamaConfig(
-        hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632
-    ).save_pretrained(folder / "models" / "rho-gsm8k")
-    make_tokenizer().save_pretrained(folder / "models" / "rho-gsm8k")
-    neo = GPTNeoConfig(hidden_size=2560, num_layers=32, num_heads=20, attention_types=[[["global", "local"], 16]])
-    judge = RobertaConfig(id2label={0: "nothate", 1: "hate"}, label2id={"nothate": 0, "hate": 1})
-    for name, config in (
-        ("EleutherAI/gpt-neo-2.7B", neo),
-        ("facebook/roberta-hate-speech-dynabench-r4-target", judge),
-    ):
-        model = folder / "cache" / f"models--{name.replace('/', '--')}"
-        config.save_pretrained(model / "snapshots" / "0")
-        make_character_tokenizer("abcdefghij ").save_pretrained(model / "snapshots" / "0")
-        (model / "refs").mkdir()
-        (model / "refs" / "main").write_text("0")
     return folder
 
 
@@ -128,52 +111,25 @@ def test_the_tests_detector_is_read_by_its_labels(monkeypatch):
     assert detoxification.civil(["a", "b"], ["c", "d"]) == [0.75, 0.75]
 
 
-def dry_runs():
-    """The page's dry runs: variables of the environment, and arguments."""
+def list_commands():
+    """Return the page's trainings on data that its examples make: arguments of `whence`."""
     blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
-    commands = []
-    for command in re.findall(r"^(?:\w+=\S+ )*whence llm train [^#`]*?--dry-run", blocks, flags=re.MULTILINE):
-        parts = shlex.split(command)
-        at = parts.index("whence")
-        commands.append((dict(part.split("=") for part in parts[:at]), parts[at + 1 :]))
-    return commands
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", range(len(dry_runs())))
-def test_the_pages_commands_are_what_whence_takes(place, number):
-    environment, arguments = dry_runs()[number]
-    offline = {"HF_HUB_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("whence")), *arguments, "--json"],
-        cwd=place,
-        env={**os.environ, **offline, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
+    commands = re.findall(
+        r"^(?:\w+=\S+ )*whence (llm train [^#`\n]*--run runs/(?:detox|gsm8k))", blocks, flags=re.MULTILINE
     )
-    assert done.returncode == 0, done.stderr
-    estimate = json.loads(done.stdout)["estimate"]
-    if "EleutherAI/gpt-neo-2.7B" in arguments:
-        adapter = 32 * 16 * (4 * (2560 + 2560) + 2 * (2560 + 10240))
-        assert (estimate["trained"], estimate["parameters"]) == (adapter + 2561, 2_651_307_520 + adapter + 2561)
-        # bfloat16, no copy of the model; Adam in the adapter's own precision.
-        assert estimate["stays"]["weights"] == pytest.approx(2 * 2_651_307_520, rel=0.05)
-        assert (estimate["stays"]["start model"], estimate["prompt_tokens"]) == (0, 14)
-        # Held-out responses run sixteen at a time through the policy for the target.
-        assert estimate["stages"]["scoring"] > 4 * estimate["stages"]["optimisation"]
-    else:
-        assert estimate["parameters"] == estimate["trained"] == 1_100_048_384 + 2049
-        assert estimate["stays"]["Adam"] == 8 * estimate["parameters"]
-        assert estimate["stays"]["start model"] == pytest.approx(4 * 1_100_048_384, rel=1e-6)
-        assert estimate["stages"]["optimisation"] > 4 * estimate["parameters"]
-    assert not (place / "runs").exists()
-    # What the page says of it.
-    (row,) = [line for line in PAGE.splitlines() if line.startswith("| detox" if environment == {} else "| GSM8K")]
-    assert f" {estimate['peak'] / 2**30:.0f} GiB: " in row
-    assert f" {sum(estimate['flops'].values()) / 1e15:.1f} PFLOP " in row
+    return [shlex.split(command) for command in commands]
 
 
-def test_both_recipes_have_a_dry_run():
-    assert [parts[parts.index("--selection") + 1] for _, parts in dry_runs()] == ["iif", "ippo"]
+@pytest.mark.parametrize(("number", "arm", "rounds"), [(0, "iif", 109), (1, "ippo", 100)])
+def test_the_pages_commands_are_what_whence_takes(monkeypatch, number, arm, rounds):
+    configs = []
+
+    def run(config, path, on_round, *, overwrite):
+        configs.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "run", run)
+    monkeypatch.setattr(training, "is_finished", lambda config, path: False)
+    CliRunner().invoke(cli.app, list_commands()[number])
+    (config,) = configs
+    assert (config.arm, config.rounds) == (arm, rounds)

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from whence.cli.console import console, log_to_terminal, print_json, print_line
+from whence.cli.console import log_to_terminal
 from whence.cli.llm_options import (
     SELECTIONS,
     Algorithm,
@@ -77,12 +76,6 @@ def train(
     token_parts: TokenParts = False,
     algorithm: Algorithm = "ppo",
     settings: Settings = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check configuration, prompts and rewards, tell memory and work, and load no weights."
-        ),
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Train a language model on the responses that help, with PPO, GRPO or RLOO.
@@ -114,9 +107,6 @@ def train(
     path = run or Path("runs") / f"{config.env.rstrip('/').rpartition('/')[2]}-{arm}-seed{seed}"
     log_to_terminal()
     training.prepare(config)
-    if dry_run:
-        _show_estimate(config, json)
-        return
     was_finished = not overwrite and training.is_finished(config, path)
 
     def start(on_round: OnRound) -> None:
@@ -124,36 +114,3 @@ def train(
 
     train_run(config, path, start, on_repeat="goes on after the last checkpoint")
     show_run(config, path, was_finished=was_finished, json=json)
-
-
-def _show_estimate(config: LanguageConfig, json: bool) -> None:
-    """Print what a run would take."""
-    from whence.experiments.llm.estimate import estimate_run
-
-    estimate = estimate_run(config)
-    if json:
-        print_json({"config": config.to_json(), "estimate": estimate.to_json()})
-        return
-    print_line(
-        f"{config.env}, {config.arm}, {config.algorithm.upper()}: {estimate.parameters:,} parameters, of which "
-        f"{estimate.trained:,} train; {estimate.prompts:,} prompts of up to {estimate.prompt_tokens} tokens, responses "
-        f"of up to {estimate.response_tokens}; {config.rounds} rounds."
-    )
-    table = Table("", "memory", "PFLOP a round", title="What a run takes")
-    for what, size in estimate.stays.items():
-        table.add_row(what, _format_bytes(size), "")
-    for stage, size in estimate.stages.items():
-        work = f"{estimate.flops[stage] / 1e15:.3g}" if stage in estimate.flops else ""
-        table.add_row(f"{stage.replace('_', '-')}, besides", _format_bytes(size), work)
-    table.add_row("at the most; in all", _format_bytes(estimate.peak), f"{sum(estimate.flops.values()) / 1e15:.3g}")
-    console.print(table)
-    print_line("Bytes are of tensors; an allocator takes more. A reward's own model comes on top.")
-    print_line(
-        "Work is of linear layers: 1 PFLOP takes about 10 s at 100 TFLOP/s. Drawing responses takes longer than that,"
-    )
-    print_line("since each token reads all weights.")
-    print_line("No weights were loaded, and nothing was trained: leave --dry-run out to begin.")
-
-
-def _format_bytes(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -9,8 +9,6 @@ from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, tokenize_prompts
 from whence.llm.rewards import Columns, Reward, find_columns
 
-NO_PROMPTS = "There are no prompts to draw responses to."
-
 
 @dataclass(frozen=True, eq=False)
 class Prompts:

@@ -25,7 +25,7 @@ from whence.llm.model import Reference, WithValueHead, disable_dropout
 from whence.llm.nonfinite import RowChoice, RowGuard
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes, check_copies
-from whence.llm.prompts import NO_PROMPTS, Prompts, read_prompts
+from whence.llm.prompts import Prompts, read_prompts
 from whence.llm.rewards import Reward, combine_rewards
 from whence.llm.rollout import Rollout, make_rollout
 from whence.llm.row_scorer import RowScorer
@@ -153,7 +153,7 @@ class PPOTrainer:
         context = context_length(self.model.language_model)
         self.prompts = read_prompts(prompts, tokenizer, config, context, rewards)
         if not len(self.prompts):
-            raise WhenceError(NO_PROMPTS)
+            raise WhenceError("There are no prompts to draw responses to.")
         self.held_out = None if held_out is None else read_prompts(held_out, tokenizer, config, context, rewards)
         self.sample_prompts = None
         if sample_prompts is not None:

@@ -10,22 +10,12 @@ ROW_LOSSES = {"grpo": "mean", "sapo": "mean", "dr_grpo": "sum", "luspo": "sum"}
 TOKEN_LOSSES = ("dapo", "cispo", "vespo", "bnpo")
 
 
-def has_router_loss(args: Any, model: Any) -> bool:
-    """Tell whether TRL will add a router's auxiliary loss; False if its configuration has no coefficient for it."""
-    if not hasattr(args, "router_aux_loss_coef"):
-        return False
-    text, coefficient = model.config.get_text_config(), args.router_aux_loss_coef
-    if coefficient is None:
-        coefficient = getattr(text, "router_aux_loss_coef", 0.0)
-    return hasattr(text, "output_router_logits") and coefficient != 0.0
-
-
 def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
     """Refuse settings under which dropped completions would still affect a step.
 
     Args:
         args: TRL's GRPOConfig or RLOOConfig.
-        has_router_loss: whether TRL adds a router's auxiliary loss; see the function of this name.
+        has_router_loss: whether TRL adds a router's auxiliary loss.
 
     Raises:
         Unsupported: the message names the setting.

@@ -12,10 +12,9 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.errors import WhenceError, first_line, suggest
-from whence.llm.footprint import skip_weights
 from whence.llm.prompts import list_columns
 
 
@@ -145,19 +144,19 @@ def check_prompts(dataset: Any, name: str) -> Any:
     return dataset
 
 
-def load_model(name: str, dtype: str, *, weights: bool = True) -> tuple[Any, Any]:
-    """Return a causal language model and its tokenizer; without weights, a model of shapes alone.
+def load_model(name: str, dtype: str) -> tuple[Any, Any]:
+    """Return a causal language model and its tokenizer.
 
     A tokenizer without a pad token pads with the end-of-text token; masks separate padding from ends.
     """
-    model = load_pretrained(AutoModelForCausalLM, name, weights=weights, dtype=getattr(torch, dtype))
+    model = load_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
     tokenizer = load_pretrained(AutoTokenizer, name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 
 
-def load_pretrained(kind: Any, name: str, *, weights: bool = True, **options: Any) -> Any:
+def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
     """Return the model or tokenizer that one of Transformers' Auto classes loads from a directory or id.
 
     Weights are read from safetensors alone, since other formats are pickles, and no code that comes with a model runs.
@@ -166,13 +165,9 @@ def load_pretrained(kind: Any, name: str, *, weights: bool = True, **options: An
         WhenceError: it cannot be loaded.
     """
     try:
-        if kind is AutoTokenizer:
-            return kind.from_pretrained(name, trust_remote_code=False, **options)
-        if weights:
-            return kind.from_pretrained(name, trust_remote_code=False, use_safetensors=True, **options)
-        with skip_weights():
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-            return kind.from_config(config, trust_remote_code=False, **options)
+        if kind is not AutoTokenizer:
+            options["use_safetensors"] = True
+        return kind.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:
         what = "tokenizer" if kind is AutoTokenizer else "model"
         raise WhenceError(f"The {what} {name} cannot be loaded: {_explain_refusal(error)}") from error

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,6 @@ from whence.experiments.llm.loading import (
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.llm import classifier
 from whence.llm.config import PPOConfig
-from whence.llm.footprint import skip_weights
 from whence.llm.generation import Prompt, context_length, generate
 from whence.llm.lab import arithmetic, civility, evaluate
 from whence.llm.lab.civility import answer_prompts, measure_answers
@@ -57,33 +55,28 @@ class Task:
     held_out: Any | None = None
 
 
-def load_task(config: LanguageConfig, *, weights: bool = True, progress: bool = False, rewards: bool = True) -> Task:
+def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
     """Return the task of a run; a laboratory that is not on disk is made.
 
     Args:
         config: the run's configuration.
-        weights: False loads models without weights, with shapes alone, for an estimate.
-        progress: show progress bars while a laboratory is made.
         rewards: False loads no reward of the user's, and runs no code that the configuration names: a task to look at.
 
     Raises:
         WhenceError: a model, data set or function cannot be loaded.
     """
     if config.task == "arithmetic":
-        task = _load_arithmetic(config, weights, progress)
+        task = _load_arithmetic(config)
     elif config.task == "civility":
-        task = _load_civility(config, weights, progress)
+        task = _load_civility(config)
     else:
-        task = _load_user_task(config, weights) if rewards else _load_without_rewards(config)
-    if not config.lora:
-        return task
-    with nullcontext() if weights else skip_weights():
-        return replace(task, model=_add_adapter(task.model, config))
+        task = _load_user_task(config) if rewards else _load_without_rewards(config)
+    return replace(task, model=_add_adapter(task.model, config)) if config.lora else task
 
 
-def _load_arithmetic(config: LanguageConfig, weights: bool, progress: bool) -> Task:
-    lab = arithmetic(size=config.size, progress=progress)
-    model, tokenizer = load_model(str(lab.model_path), config.dtype, weights=weights)
+def _load_arithmetic(config: LanguageConfig) -> Task:
+    lab = arithmetic(size=config.size, progress=False)
+    model, tokenizer = load_model(str(lab.model_path), config.dtype)
     problems = list(lab.test["prompt"][: config.test_problems])
 
     def evaluate_model(model: Any, tokenizer: Any) -> Mapping[str, float]:
@@ -102,10 +95,10 @@ def _load_arithmetic(config: LanguageConfig, weights: bool, progress: bool) -> T
     return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, lab.test, evaluate_model)
 
 
-def _load_civility(config: LanguageConfig, weights: bool, progress: bool) -> Task:
-    lab = civility(size=config.size, progress=progress)
-    model, tokenizer = load_model(str(lab.model_path), config.dtype, weights=weights)
-    classifier_model = _load_classifier(str(lab.reward_path), weights)
+def _load_civility(config: LanguageConfig) -> Task:
+    lab = civility(size=config.size, progress=False)
+    model, tokenizer = load_model(str(lab.model_path), config.dtype)
+    classifier_model = _load_classifier(str(lab.reward_path))
     prompts = list(lab.test["prompt"][: config.test_problems])
 
     def evaluate_model(model: Any, tokenizer: Any) -> Mapping[str, float]:
@@ -121,8 +114,8 @@ def _standard_error(share: float, count: int) -> float:
     return math.sqrt(share * (1 - share) / count)
 
 
-def _load_user_task(config: LanguageConfig, weights: bool) -> Task:
-    reward = load_function(config.reward) if config.reward else _load_reward_model(config, weights)
+def _load_user_task(config: LanguageConfig) -> Task:
+    reward = load_function(config.reward) if config.reward else _load_reward_model(config)
     test_reward = load_function(config.test_reward) if config.test_reward else reward
     prompts = check_prompts(load_data(str(config.dataset)), str(config.dataset))
     demonstrations = None if config.demonstrations is None else load_data(config.demonstrations)
@@ -132,7 +125,7 @@ def _load_user_task(config: LanguageConfig, weights: bool) -> Task:
         test = test.select(range(min(config.test_problems, len(test))))
         find_columns(test_reward, list_columns(test))
         evaluate_model = partial(_measure_reward, make_sampling_config(config), test, test_reward)
-    model, tokenizer = load_model(str(config.model), config.dtype, weights=weights)
+    model, tokenizer = load_model(str(config.model), config.dtype)
     return Task(model, tokenizer, prompts, reward, demonstrations, test, evaluate_model)
 
 
@@ -173,23 +166,18 @@ def check_lengths(config: LanguageConfig, task: Task) -> None:
     longest = make_trainer_config(config, "runs/checked").max_completion_length
     if longest is not None:
         limits, context = PPOConfig("runs/checked", max_new_tokens=longest), context_length(task.model)
-        read_prompts(task.prompts, task.tokenizer, limits, context, [task.reward], response_setting(config))
+        read_prompts(task.prompts, task.tokenizer, limits, context, [task.reward], "max_completion_length")
 
 
-def response_setting(config: LanguageConfig) -> str:
-    """Return the trainer's name of the setting that limits a response."""
-    return "max_new_tokens" if config.algorithm == "ppo" else "max_completion_length"
-
-
-def _load_reward_model(config: LanguageConfig, weights: bool) -> Reward:
+def _load_reward_model(config: LanguageConfig) -> Reward:
     name = str(config.reward_model)
-    model = _load_classifier(name, weights)
+    model = _load_classifier(name)
     return classifier(model, load_pretrained(AutoTokenizer, name), label=config.reward_label)
 
 
-def _load_classifier(name: str, weights: bool) -> Any:
-    model = load_pretrained(AutoModelForSequenceClassification, name, weights=weights)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu") if weights else model
+def _load_classifier(name: str) -> Any:
+    model = load_pretrained(AutoModelForSequenceClassification, name)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokenizer: Any) -> Mapping[str, float]:

@@ -375,7 +375,7 @@ def test_a_diverged_policy_is_named_at_the_round_it_diverges() -> None:
     toy = model()
     with torch.no_grad():
         toy.policy.action_net.weight[0, 0] = float("nan")
-    with pytest.raises((whence.InvalidRecords, ValueError)):
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
         toy.learn(32, callback=InfluenceCallback(IIF(0.5)))
 
 

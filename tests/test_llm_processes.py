@@ -81,7 +81,7 @@ def test_what_needs_whole_parameters_or_a_step_after_the_backward_pass_is_refuse
         state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
         return Processes(SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=state))
 
-    nothing = {"refreshes": False, "has_parts": False, "drops_gradients": False}
+    nothing = {"refreshes": False, "has_parts": False}
     zero3, zero2 = (connect(DistributedType.DEEPSPEED, stage=stage) for stage in (3, 2))
     fsdp2, copies = connect(DistributedType.FSDP, fsdp2=True), connect(DistributedType.MULTI_CPU)
     for processes in (zero3, fsdp2):
@@ -90,13 +90,8 @@ def test_what_needs_whole_parameters_or_a_step_after_the_backward_pass_is_refuse
             processes.check_settings(**{**nothing, "refreshes": True})
         with pytest.raises(Unsupported, match="leave token_parts off"):
             processes.check_settings(**{**nothing, "has_parts": True})
-    for processes in (zero3, zero2):
-        with pytest.raises(Unsupported, match="leave on_nonfinite at 'stop', which checks the loss"):
-            processes.check_settings(**{**nothing, "drops_gradients": True})
-    zero2.check_settings(refreshes=True, has_parts=True, drops_gradients=False)
-    fsdp2.check_settings(refreshes=False, has_parts=False, drops_gradients=True)
-    for processes in (copies, Processes()):
-        processes.check_settings(refreshes=True, has_parts=True, drops_gradients=True)
+    for processes in (zero2, copies, Processes()):
+        processes.check_settings(refreshes=True, has_parts=True)
 
 
 def test_a_batch_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):

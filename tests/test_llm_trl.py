@@ -91,7 +91,7 @@ def make_config(kind, tmp_path, **more):
 
 def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
     names = ("target", "engine", "memory", "objective", "run", "about", "token_parts", "eval_dataset", "overwrite")
-    names += ("on_nonfinite", "layers", "refresh_target_every")
+    names += ("layers", "refresh_target_every")
     kept = {name: more.pop(name) for name in names if name in more}
     rewards, prompts = more.pop("reward_funcs", reward), more.pop("prompts", PROMPTS * 4)
     model, args = model or make_model(), make_config(kind, tmp_path, **more)
@@ -572,12 +572,6 @@ class TestRunDirectory:
         assert not [name for name in settings if "hub" in name]
         texts = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
         assert not [text for text in texts if b"hf_secret" in text]
-
-    def test_dropping_is_part_of_the_configuration(self, tmp_path):
-        shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
-        make_trainer("grpo", tmp_path, NonPositive(), on_nonfinite="drop", **shared).train()
-        with pytest.raises(RunDirectoryError, match="on_nonfinite was 'drop', now not set"):
-            make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, **shared).train(resume_from_checkpoint=True)
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -5,7 +5,7 @@ import polars as pl
 import pytest
 import torch
 
-from whence import InvalidRecords, RecordBatch
+from whence import InvalidRecords, NonFinite, RecordBatch
 from whence.trees import named_leaves
 
 
@@ -130,7 +130,7 @@ def test_other_advantages_are_taken_as_they_are() -> None:
 )
 def test_other_advantages_that_do_not_fit_are_refused(advantages: object, message: str) -> None:
     batch = RecordBatch(**columns(record_ids=[10, 20, 30, 40]))
-    with pytest.raises(InvalidRecords, match=message):
+    with pytest.raises((InvalidRecords, NonFinite), match=message):
         batch.with_advantages(advantages)
 
 
@@ -139,7 +139,7 @@ def test_other_advantages_that_do_not_fit_are_refused(advantages: object, messag
 def test_values_that_are_not_finite_are_refused_and_the_record_named(name: str, value: float) -> None:
     column = np.zeros((4, 2)) if name in ("observations", "actions") else np.zeros(4)
     column[2] = value
-    with pytest.raises(InvalidRecords, match=rf"`{name}` is {value}.* at record 30 \(1 of 4"):
+    with pytest.raises(NonFinite, match=rf"`{name}` is {value}.* at record 30 \(1 of 4"):
         RecordBatch(**columns(**{name: column, "record_ids": [10, 20, 30, 40]}))
 
 

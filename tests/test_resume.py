@@ -436,14 +436,6 @@ class TestResume:
         assert_same_model(model, whole)
         assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
-    def test_what_is_dropped_stays_dropped(self, tmp_path):
-        whole = train(MODELS["walk"], tmp_path / "whole", on_nonfinite="drop")
-        train(MODELS["walk"], tmp_path / "parts", until=0.7, on_nonfinite="drop")
-        model, callback = resume(tmp_path / "parts", monitored(Walk))
-        model.learn(total(model), callback=callback)
-        assert_same_model(model, whole)
-        assert_same_run(tmp_path / "parts", tmp_path / "whole")
-
     def test_a2c_without_rms_prop(self, tmp_path):
         def make():
             return small(monitored(Walk), A2C, use_rms_prop=False)

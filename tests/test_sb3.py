@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import whence
 from toys import Toy, model
-from whence import InvalidRecords, Return, Selection, Unsupported, WhenceError, attribute
+from whence import InvalidRecords, NonFinite, Return, Selection, Unsupported, WhenceError, attribute
 from whence.policies import as_view
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
 from whence.sb3.buffer import cut_minibatches, select_from
@@ -214,7 +214,7 @@ def test_a_diverged_reward_is_refused_with_its_record() -> None:
             return observation, float("nan"), *rest
 
     toy = PPO("MlpPolicy", Broken(), n_steps=16, batch_size=16, device="cpu")
-    with pytest.raises(InvalidRecords, match=r"is nan at record 0 \(16 of 16"):
+    with pytest.raises(NonFinite, match=r"is nan at record 0 \(16 of 16"):
         collect(toy)
 
 

@@ -17,8 +17,6 @@ from .experiments.rl.replaying import replay_episode as replay_episode
 from .heuristics import AdvantageMismatch as AdvantageMismatch
 from .heuristics import TDErrorPriority as TDErrorPriority
 from .influence import Influence as Influence
-from .nonfinite import SavedMinibatch as SavedMinibatch
-from .nonfinite import load_nonfinite as load_nonfinite
 from .objectives import A2C as A2C
 from .objectives import PPOClip as PPOClip
 from .policies import ModuleView as ModuleView

@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterable
-from pathlib import Path
 
 
 class WhenceError(ValueError):
@@ -22,9 +21,8 @@ class NonFinite(WhenceError):
 
     Args:
         message: what came, what is needed and how to fix it.
-        record_ids: ids of the records that cause it; empty: none does by itself.
+        record_ids: ids of the record, or of the minibatch, that it was found in; empty: of none.
         parameter: the first parameter whose gradient is not finite, or None.
-        path: the file that holds the minibatch, see `load_nonfinite`; None: it was not saved.
     """
 
     def __init__(
@@ -33,10 +31,9 @@ class NonFinite(WhenceError):
         *,
         record_ids: Iterable[int] = (),
         parameter: str | None = None,
-        path: Path | None = None,
     ) -> None:
         super().__init__(message)
-        self.record_ids, self.parameter, self.path = tuple(record_ids), parameter, path
+        self.record_ids, self.parameter = tuple(record_ids), parameter
 
 
 class InvalidInfluence(WhenceError):

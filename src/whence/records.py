@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.errors import InvalidRecords
+from whence.errors import InvalidRecords, NonFinite
 from whence.notebook import format_columns
 from whence.trees import Tree, map_tree, named_leaves, take
 
@@ -95,7 +95,8 @@ class RecordBatch:
 
     Raises:
         InvalidRecords: lengths differ, there is no record, a record id is negative or occurs twice, two observations
-            have the same dotted name, or a value is not finite (the message names the record).
+            have the same dotted name.
+        NonFinite: a value is not finite; the message names the record.
     """
 
     _: KW_ONLY
@@ -170,7 +171,8 @@ class RecordBatch:
             advantages: (n,) one finite number per record.
 
         Raises:
-            InvalidRecords: the number of advantages differs, a record has several, or one is not finite.
+            InvalidRecords: the number of advantages differs, or a record has several.
+            NonFinite: one is not finite.
         """
         column = advantages if isinstance(advantages, Tensor) else _as_tensor(advantages)
         if not column.is_floating_point():
@@ -391,9 +393,10 @@ def _check_finite(batch: RecordBatch, names: Sequence[str]) -> None:
             bad = ~torch.isfinite(tensor).reshape(len(batch), -1).all(dim=1)
             first = int(bad.nonzero()[0])
             value = tensor[first].reshape(-1)
-            raise InvalidRecords(
+            raise NonFinite(
                 f"`{leaf}` is {float(value[~torch.isfinite(value)][0])} at record {int(batch.ids[first])} "
                 f"({int(bad.sum())} of {len(batch)} records are not finite). Scores of such records mean "
                 "nothing: find where the value arises (reward, observation or a diverged policy), or leave "
-                "the records out with `records.take(mask)`."
+                "the records out with `records.take(mask)`.",
+                record_ids=batch.ids[bad].tolist(),
             )

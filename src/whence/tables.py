@@ -7,9 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.influence import Influence
-from whence.nonfinite import NOT_FINITE
 from whence.records import to_numpy
-from whence.runs import RunDirectory
 from whence.selection import Selection
 
 
@@ -19,11 +17,8 @@ def add_selection(table: pl.DataFrame, selection: Selection, influence: Influenc
     Args:
         table: a row for each record, in the order of `selection`.
         selection: which records trained, with which weights.
-        influence: the records' scores, or None; if some have none, `table` has `record_id`.
+        influence: the records' scores, or None.
     """
-    if influence is not None and len(influence) < len(table):  # records without a score were dropped before
-        table = table.join(influence.to_polars(), on="record_id", how="left", maintain_order="left")
-        influence = None
     scores = [] if influence is None else [pl.Series("score", to_numpy(influence.scores))]
     if influence is not None and influence.errors is not None:
         scores.append(pl.Series("error", to_numpy(influence.errors)))
@@ -33,22 +28,6 @@ def add_selection(table: pl.DataFrame, selection: Selection, influence: Influenc
         pl.Series("weight", selection.weights.numpy()),
         pl.Series("reason", list(selection.reasons), dtype=pl.String),
     )
-
-
-def read_finite_rows(run: RunDirectory, number: int) -> pl.DataFrame:
-    """Return a round's records without those that were dropped because a number of them is not finite.
-
-    Args:
-        run: the run.
-        number: the round's number, from 1.
-
-    Raises:
-        RunDirectoryError: the round is not there.
-    """
-    table = run.round("records", number)
-    if "reason" not in table.columns:
-        return table
-    return table.filter(~pl.col("reason").fill_null("").str.starts_with(NOT_FINITE))
 
 
 def read_weights(table: pl.DataFrame) -> NDArray[np.float64]:

@@ -23,7 +23,6 @@ from whence.moments import name_action
 from whence.records import RecordBatch, to_numpy
 from whence.runs import RunDirectory
 from whence.sb3.policy import actor_critic_view, embed, predict
-from whence.tables import read_finite_rows
 from whence.targets import Action
 from whence.trees import named_leaves
 
@@ -75,7 +74,7 @@ def behaviour_of_records(
     wanted = torch.tensor(list(dict.fromkeys(record_ids)))
     number = _find_round(run, wanted)
     model = load_model(run, number, env=env)
-    records = read_records(run, read_finite_rows(run, number), model, env=env)
+    records = read_records(run, run.round("records", number), model, env=env)
     chosen = records.take(torch.isin(records.ids, wanted))
     return _make_behaviour(run, chosen, number, action)
 
@@ -113,7 +112,7 @@ def behaviour_by_hand(run: RunDirectory, observation: Any, action: Any, *, env: 
     model = load_model(run, rounds[0], env=env)
     target = Action(observation, action)
     check_action(target, model.observation_space, model.action_space)
-    states = target.as_records(read_records(run, read_finite_rows(run, rounds[0]), model, env=env))
+    states = target.as_records(read_records(run, run.round("records", rounds[0]), model, env=env))
     where = "the given state" if len(states) == 1 else f"{len(states)} given states"
     return Behaviour(target, f"{_name_actions(run, states)} in {where}")
 
@@ -147,7 +146,7 @@ def find_behaviours(run: RunDirectory, count: int = 1, *, env: AnyEnv = None) ->
             f"{run.path} holds {len(numbers)} policies; at least 3 are needed to see what rose. Train further rounds."
         )
     model = load_model(run, numbers[0], env=env)
-    records = read_records(run, read_finite_rows(run, rounds[-1]), model, env=env)
+    records = read_records(run, run.round("records", rounds[-1]), model, env=env)
     states = records.take(torch.linspace(0, len(records) - 1, min(CANDIDATES, len(records))).long())
     inputs = actor_critic_view(model.policy).prepare(states)
     curves = []

@@ -19,7 +19,7 @@ from whence.records import RecordBatch
 from whence.rounds import RoundRecording, attribute_round
 from whence.runs import RunDirectory
 from whence.sb3.objective import model_objective
-from whence.tables import read_finite_rows, read_weights
+from whence.tables import read_weights
 from whence.targets import Action
 
 RAW = "raw"
@@ -97,7 +97,7 @@ def iterate_causes(
     model = load_model(run, numbers[0], env=env)
     score = _make_score(run, numbers, model, target, method, env)
     for done, number in enumerate(numbers, start=1):
-        table = read_finite_rows(run, number)
+        table = run.round("records", number)
         scores = score(number, table, read_records(run, table, model, env=env))
         yield _tabulate(number, table, scores)
         if on_round is not None:

@@ -22,7 +22,6 @@ from whence.runs import RunDirectory
 from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.sb3.episode_replay import explain_no_frames, open_env, render, to_env_actions
 from whence.sb3.gsde import use_fresh_noise
-from whence.tables import read_finite_rows
 from whence.targets import Action
 from whence.trees import Tree
 
@@ -99,7 +98,7 @@ def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) 
     """
     policies = _list_policies(run)
     model = load_model(run, policies[0], env=env)
-    like = read_records(run, read_finite_rows(run, run.rounds()[0]).head(1), model, env=env)
+    like = read_records(run, run.round("records", run.rounds()[0]).head(1), model, env=env)
     before = _read_log_probs(model, target.as_records(like)).mean()
     load_policy(run, policies[-1], model)
     after = _read_log_probs(model, target.as_records(like)).mean()

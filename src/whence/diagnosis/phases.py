@@ -31,7 +31,6 @@ from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.sb3.objective import model_objective
 from whence.sb3.policy import actor_critic_view
-from whence.tables import read_finite_rows
 from whence.targets import Action
 
 PERMUTATIONS = 20
@@ -194,7 +193,7 @@ class _Round:
 
 
 def _read_round(run: RunDirectory, number: int, model: Any, final: Any, env: AnyEnv) -> _Round:
-    table = read_finite_rows(run, number)
+    table = run.round("records", number)
     records = read_records(run, table, model, env=env)
     return _Round(
         records=records,

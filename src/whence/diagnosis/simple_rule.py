@@ -17,7 +17,6 @@ from whence.guards import eval_mode
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.sb3.policy import actor_critic_view, embed
-from whence.tables import read_finite_rows
 from whence.targets import Action
 from whence.trees import named_leaves
 
@@ -55,7 +54,7 @@ def make_similarity(
     read = read_hidden if method == HIDDEN else read_observed
     places = np.linspace(0, len(numbers) - 1, min(len(numbers), SAMPLED_ROUNDS)).round().astype(int)
     sample = [
-        read_records(run, read_finite_rows(run, numbers[place]), model, env=env) for place in dict.fromkeys(places)
+        read_records(run, run.round("records", numbers[place]), model, env=env) for place in dict.fromkeys(places)
     ]
     deviations = torch.cat([read(model.policy, records) for records in sample]).std(dim=0)
     pairs = target.as_records(sample[0])

@@ -115,13 +115,12 @@ class Processes:
                 "Accelerate's at 1."
             )
 
-    def check_settings(self, *, refreshes: bool, has_parts: bool, drops_gradients: bool) -> None:
-        """Refuse what cannot be where processes hold shards, or where DeepSpeed trains.
+    def check_settings(self, *, refreshes: bool, has_parts: bool) -> None:
+        """Refuse what cannot be where processes hold shards.
 
         Args:
             refreshes: whether a target's gradient is kept between rounds.
             has_parts: whether tokens' parts of scores are computed.
-            drops_gradients: whether gradients that are not finite are left out.
 
         Raises:
             Unsupported: see above.
@@ -130,11 +129,6 @@ class Processes:
             raise Unsupported(NO_KEPT_GRADIENT)
         if has_parts and self.hold_shards:
             raise Unsupported(NO_TOKEN_PARTS)
-        if drops_gradients and self.is_deepspeed:
-            raise Unsupported(
-                "DeepSpeed steps within its backward pass, so a gradient that is not finite cannot be left out before: "
-                "leave on_nonfinite at 'stop', which checks the loss."
-            )
 
     def part(self, count: int) -> slice:
         """Return this process's part of `count` consecutive items; the parts' sizes differ by at most one."""

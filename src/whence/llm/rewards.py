@@ -28,15 +28,12 @@ Columns: TypeAlias = Mapping[str, Sequence[Any]]
 NO_COLUMNS: Columns = MappingProxyType({})
 
 
-def combine_rewards(
-    rewards: Sequence[Reward], weights: Sequence[float] | None, *, allow_nonfinite: bool = False
-) -> Reward:
+def combine_rewards(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Reward:
     """Return the weighted sum of several rewards; the numbers of each are checked.
 
     Args:
         rewards: one or more reward functions.
         weights: a weight for each; None: 1.
-        allow_nonfinite: see `compute_rewards`.
 
     Raises:
         WhenceError: there is no reward, or another number of weights.
@@ -55,7 +52,7 @@ def combine_rewards(
     def sum_rewards(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Sequence[float]:
         total = torch.zeros(len(responses), dtype=torch.float64)
         for reward, factor in zip(rewards, factors, strict=True):
-            total += factor * compute_rewards(reward, prompts, responses, columns, allow_nonfinite=allow_nonfinite)
+            total += factor * compute_rewards(reward, prompts, responses, columns)
         return total.tolist()
 
     return sum_rewards
@@ -107,6 +104,32 @@ def compute_rewards(
             record_ids=broken,
         )
     return rewards
+
+
+def check_group_rewards(rewards: Tensor, names: Sequence[str], first_id: int, texts: Sequence[Any]) -> None:
+    """Refuse an infinite reward of TRL's trainers, whose group would get advantages of 0, or of 3e38.
+
+    A reward that is NaN is TRL's: of a function that does not apply to the completion.
+
+    Args:
+        rewards: (n, functions) the rewards of all processes' completions.
+        names: the functions' names.
+        first_id: the record id of the first completion.
+        texts: this process's completions.
+
+    Raises:
+        NonFinite: the message names the first such completion.
+    """
+    infinite = torch.isinf(rewards)
+    if not infinite.any():
+        return
+    row, column = infinite.nonzero()[0].tolist()
+    text = f", {str(texts[row])[:80]!r}" if row < len(texts) == len(rewards) else ""
+    raise NonFinite(
+        f"the reward {names[column]} is {float(rewards[row, column])} for completion {row}{text}, record "
+        f"{first_id + row}. No step was taken. Return a finite number, or None where the function does not apply.",
+        record_ids=[first_id + int(position) for position in infinite.any(dim=1).nonzero().flatten()],
+    )
 
 
 def _read_numbers(values: Any, name: str, responses: Sequence[str]) -> Float64[Tensor, " m"]:

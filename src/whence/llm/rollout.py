@@ -1,6 +1,6 @@
 """One rollout of a language model: responses, their rewards, and the advantages of their tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +34,6 @@ class Rollout:
         rewards: (n,) float64 values of the reward functions, before any penalty.
         divergence: (n,) divergence of each response from the start model, in nats, by the estimate that penalises it.
         entropy: the policy's entropy per response token, in nats: minus the mean log-prob of the drawn tokens.
-        faults: for each row, which number of it is not finite, or None; empty: all are. Such a row is among `rows`
-            without its response tokens.
         hidden: the hidden states of this process's rows before a block, which scoring begins at; or None.
     """
 
@@ -44,18 +42,7 @@ class Rollout:
     rewards: Float[Tensor, " n"]
     divergence: Float[Tensor, " n"]
     entropy: float
-    faults: Sequence[str | None] = ()
     hidden: Float[Tensor, "m L d"] | None = None
-
-    @property
-    def finite(self) -> Bool[Tensor, " n"]:
-        """Which rows have finite numbers only."""
-        return torch.tensor([fault is None for fault in self.faults or [None] * len(self.rows)])
-
-    @property
-    def finite_rows(self) -> RecordBatch:
-        """The rows with finite numbers only."""
-        return self.rows.take(self.finite) if any(self.faults) else self.rows
 
 
 def make_rollout(
@@ -69,7 +56,6 @@ def make_rollout(
     processes: Processes = ONE,
     columns: Columns = NO_COLUMNS,
     *,
-    allow_nonfinite: bool = False,
     first_block: int = 0,
 ) -> Rollout:
     """Return responses with rewards, advantages and returns; the model is left in its mode.
@@ -87,8 +73,6 @@ def make_rollout(
         first_id: record id of the first row.
         processes: the processes; each evaluates a part of the responses, and gets all of them.
         columns: further columns of the prompts' data set, for rewards with arguments of these names.
-        allow_nonfinite: mark rows with a number that is not finite, instead of raising; they have no part in the
-            whitening of rewards and advantages.
         first_block: the block whose incoming hidden states are kept for scoring; 0: none are.
 
     Raises:
@@ -99,9 +83,7 @@ def make_rollout(
     part = processes.part(len(mask))
     local_columns = {name: column[part] for name, column in columns.items()}
     try:
-        rewards = compute_rewards(
-            reward, responses.prompts[part], responses.texts[part], local_columns, allow_nonfinite=allow_nonfinite
-        )
+        rewards = compute_rewards(reward, responses.prompts[part], responses.texts[part], local_columns)
     except NonFinite as error:
         ids = [first_id + (part.start or 0) + row for row in error.record_ids]
         raise NonFinite(f"{error} It is record {ids[0]}.", record_ids=ids) from error
@@ -115,12 +97,8 @@ def make_rollout(
     with reference.activate(model) as start_model:
         ref_log_probs = evaluate_responses(start_model, responses, config, processes).log_prob
     assert outputs.value is not None
-    columns_of_rows = {"reward": scores.to(mask.device)[:, None], "log-prob": outputs.log_prob, "value": outputs.value}
-    faults = _find_faults(columns_of_rows | {"log-prob of the start model": ref_log_probs}, mask)
-    if any(faults):
-        if not allow_nonfinite:
-            _refuse(faults, first_id)
-        mask = mask & torch.tensor([fault is None for fault in faults], device=mask.device)[:, None]
+    columns_of_tokens = {"log-prob": outputs.log_prob, "value": outputs.value}
+    _check_finite(columns_of_tokens | {"log-prob of the start model": ref_log_probs}, mask, first_id)
     penalty = losses.divergence(outputs.log_prob, ref_log_probs, config.kl_penalty)  # type: ignore[arg-type]
     token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
     if config.whiten_rewards:
@@ -143,31 +121,22 @@ def make_rollout(
         rewards,
         torch.where(mask, penalty, 0.0).sum(dim=1).cpu(),
         -float(token_log_probs.mean()) if len(token_log_probs) else 0.0,
-        tuple(faults) if any(faults) else (),
         torch.cat(list(states)) if states else None,
     )
 
 
-def _find_faults(columns: Mapping[str, Float[Tensor, "n ..."]], mask: Bool[Tensor, "n R"]) -> list[str | None]:
-    """Return, for each row, the first column with a number that is not finite at a response token, or None."""
-    faults: list[str | None] = [None] * len(mask)
+def _check_finite(columns: Mapping[str, Float[Tensor, "n R"]], mask: Bool[Tensor, "n R"], first_id: int) -> None:
+    """Refuse a number at a response token that is not finite."""
     for name, column in columns.items():
-        broken = ~torch.isfinite(column)
-        if column.shape[1:] == mask.shape[1:] and name != "reward":
-            broken &= mask
-        for row in broken.any(dim=1).nonzero().flatten().tolist():
-            faults[row] = faults[row] or name
-    return faults
-
-
-def _refuse(faults: Sequence[str | None], first_id: int) -> None:
-    rows = [row for row, fault in enumerate(faults) if fault is not None]
-    raise NonFinite(
-        f"The {faults[rows[0]]} of record {first_id + rows[0]} is not finite, nor are numbers of {len(rows) - 1} other "
-        f"of {len(faults)} rows. The model has diverged, or computes in a precision that overflows: lower the learning "
-        "rate, or load it in bfloat16 or float32.",
-        record_ids=[first_id + row for row in rows],
-    )
+        broken = (~torch.isfinite(column) & mask).any(dim=1)
+        if broken.any():
+            ids = [first_id + row for row in broken.nonzero().flatten().tolist()]
+            raise NonFinite(
+                f"the {name} of record {ids[0]} is not finite, nor are those of {len(ids) - 1} other of {len(mask)} "
+                "rows. The model has diverged, or computes in a precision that overflows: lower the learning rate, or "
+                "load it in bfloat16 or float32.",
+                record_ids=ids,
+            )
 
 
 def evaluate_responses(model: Any, responses: Responses, config: PPOConfig, processes: Processes = ONE) -> Outputs:

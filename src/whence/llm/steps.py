@@ -1,7 +1,6 @@
 """The optimisation of a round: clipped losses on the selected rows."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,16 +12,13 @@ from whence.llm.config import PPOConfig
 from whence.llm.model import WithValueHead
 from whence.llm.processes import Processes
 from whence.llm.view import language_view
+from whence.nonfinite import check_gradients, measure_gradients
 from whence.policies import ModuleView
 from whence.records import RecordBatch
 from whence.selection import Selection
 
 MEANS = ("train/policy_gradient_loss", "train/value_loss", "train/approx_kl", "train/clip_fraction")
 """Metrics of a round's steps, by SB3's names: means over the steps."""
-
-
-AllowsStep: TypeAlias = Callable[[Int[Tensor, " b"], Sequence[float]], bool]
-"""`allows_step(positions, losses)`: whether to step on the gradient of rows, whose policy and value losses it gets."""
 
 
 def make_optimizer(model: WithValueHead, config: PPOConfig) -> torch.optim.Adam:
@@ -44,7 +40,6 @@ def optimise(
     generator: torch.Generator,
     accelerator: Accelerator,
     processes: Processes,
-    allows_step: AllowsStep | None = None,
 ) -> dict[str, float | None]:
     """Train on the selected rows and return `MEANS`, each None if no step was taken.
 
@@ -60,7 +55,9 @@ def optimise(
         generator: draws the order of rows; in the same state in every process.
         accelerator: the accelerator of Accelerate.
         processes: the processes; each takes a part of every step's rows.
-        allows_step: called before each step; a step that it refuses is left out. None: every step is taken.
+
+    Raises:
+        NonFinite: a gradient is not finite; the step on it is not taken.
     """
     step_means, view = [], language_view(model, temperature=config.temperature)
     model.train()
@@ -76,9 +73,11 @@ def optimise(
             part = step_rows[processes.part(len(step_rows))]
             means = _accumulate_gradient(view, rows, part, step_rows, selection.weights, config, accelerator)
             processes.sum_gradients(parameter for parameter in model.parameters() if parameter.requires_grad)
-            if allows_step is not None and not allows_step(step_rows, means[:2].tolist()):
-                optimizer.zero_grad()
-                continue
+            if accelerator.scaler is None:  # scaled gradients overflow as a rule, and the scaler leaves out the step
+                ids = rows.ids[step_rows].tolist()
+                loss = means[:2].sum() if processes.number == 1 else None
+                norms = measure_gradients(model.named_parameters())
+                check_gradients(norms, f"a minibatch of {len(ids)} rows", ids, loss)
             step_means.append(means)
             if config.max_grad_norm is not None:
                 accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)

@@ -1,6 +1,5 @@
 """Tables of a round of a language model's training: a row per response, and a row of metrics."""
 
-import math
 from typing import Any
 
 import polars as pl
@@ -40,7 +39,7 @@ def make_response_table(
             "response": list(responses.texts),
             "tokens": responses.response_mask.sum(dim=1).tolist(),
             "ended": responses.ended.tolist(),
-            "reward": [value if math.isfinite(value) else None for value in rollout.rewards.tolist()],
+            "reward": rollout.rewards.tolist(),
             "divergence": rollout.divergence.double().tolist(),
             "advantage": rows.advantages.double().tolist(),
             "log_prob": rows.log_probs.double().tolist(),
@@ -82,14 +81,13 @@ def make_metrics_row(
     number: int, rollout: Rollout, selection: Selection, influence: Influence | None
 ) -> dict[str, Any]:
     """Return a round's row of metrics, without those of the optimisation."""
-    finite = rollout.finite
-    rewards, keep = rollout.rewards[finite], selection.keep[finite]
+    rewards, keep = rollout.rewards, selection.keep
     return {
         "round": number,
         "reward": float(rewards.mean()),
         "reward_kept": float(rewards[keep].mean()) if keep.any() else None,
         "reward_dropped": float(rewards[~keep].mean()) if (~keep).any() else None,
-        "kl": float(rollout.divergence[finite].mean()),
+        "kl": float(rollout.divergence.mean()),
         "train/entropy_loss": -rollout.entropy,
         "length": float(rollout.responses.response_mask.sum(dim=1).double().mean()),
         "ended_share": float(rollout.responses.ended.to(torch.float64).mean()),

@@ -22,7 +22,6 @@ from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, Responses, check_tokenizer, context_length, generate
 from whence.llm.kl_coefficient import KLCoefficient
 from whence.llm.model import Reference, WithValueHead, disable_dropout
-from whence.llm.nonfinite import RowChoice, RowGuard
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import Processes, check_copies
 from whence.llm.prompts import Prompts, read_prompts
@@ -35,9 +34,8 @@ from whence.llm.tables import make_metrics_row, make_response_table
 from whence.llm.targets import SequenceReturn
 from whence.llm.token_scores import check_token_parts
 from whence.llm.training_run import TrainingRun, describe_training
-from whence.nonfinite import OnNonFinite
+from whence.nonfinite import check_parameters, name_round
 from whence.objectives import Objective, as_objective
-from whence.records import RecordBatch
 from whence.runs.checkpoints import Checkpoint
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.stopwatch import time_stage
@@ -94,9 +92,6 @@ class PPOTrainer:
             shows the answers of the start model and of the trained one. None: none.
         about: a further description of the run for the run directory, in JSON types.
         on_rollout: called after every round.
-        on_nonfinite: what becomes of a number that is NaN or infinite. "stop" raises `NonFinite`, which names round,
-            record and parameter, before a step is taken on it, and saves the minibatch. "drop" leaves out its row, and
-            a step whose gradient is not finite, and warns; it stops if no row or no step of a round is left.
 
     Raises:
         WhenceError: the tokenizer has no pad token, a prompt does not fit, or a rule, target or reward is invalid.
@@ -126,7 +121,6 @@ class PPOTrainer:
         sample_prompts: Sequence[Prompt] | Any | None = None,
         about: Mapping[str, Any] | None = None,
         on_rollout: OnRollout | None = None,
-        on_nonfinite: OnNonFinite = "stop",
     ) -> None:
         check_tokenizer(tokenizer)
         if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
@@ -134,7 +128,7 @@ class PPOTrainer:
         self.config, self.tokenizer, self.evaluate, self.on_rollout = config, tokenizer, evaluate, on_rollout
         self.rewards = rewards = [reward] if callable(reward) else list(reward)
         self.reward_weights = None if reward_weights is None else list(reward_weights)
-        self.reward = combine_rewards(rewards, reward_weights, allow_nonfinite=on_nonfinite == "drop")
+        self.reward = combine_rewards(rewards, reward_weights)
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
@@ -186,7 +180,6 @@ class PPOTrainer:
         self.processes.broadcast_model(self.model)
         self.reference = Reference(self.model)
         self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
-        self._numbers = RowGuard(on_nonfinite, self.model, self.optimizer.optimizer, config, self.processes)
         self.kl = KLCoefficient(config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon)
         self.metrics: list[dict[str, Any]] = []
         self._kinds_of_advice: set[str] = set()
@@ -215,7 +208,7 @@ class PPOTrainer:
         """
         config = self.config
         checkpoint = self._run.begin(
-            describe_training(self, drops=self._numbers.drops),
+            describe_training(self),
             self.model,
             rounds=config.rounds,
             overwrite=overwrite,
@@ -255,17 +248,12 @@ class PPOTrainer:
         prompts = self._draw_prompts()
         with time_stage(seconds, "generation"), self.accelerator.autocast():
             responses = self._generate(prompts)
-        with time_stage(seconds, "forward"), self.accelerator.autocast(), self._numbers.name_round(number):
+        with time_stage(seconds, "forward"), self.accelerator.autocast(), name_round(number):
             first_id, first_block = (number - 1) * config.batch_size, self.scorer.choice.first_block(self.model, number)
             rollout = self._make_rollout(responses, prompts, first_id, first_block)
-        with time_stage(seconds, "scoring"):
-            all_rows, hidden = rollout.rows, rollout.hidden
-            rollout, choice = self._numbers.choose(
-                rollout, lambda rows: self._choose(rows, hidden if rows is all_rows else None, number, seconds)
-            )
-            del hidden
-            influence, parts, selection = choice.influence, choice.parts, choice.selection
-        with time_stage(seconds, "optimisation"):
+        with time_stage(seconds, "scoring"), name_round(number):
+            influence, parts, selection = self._choose(rollout, number, seconds)
+        with time_stage(seconds, "optimisation"), name_round(number):
             means = optimise(
                 self.model,
                 self.optimizer,
@@ -275,9 +263,8 @@ class PPOTrainer:
                 generator=self._generator,
                 accelerator=self.accelerator,
                 processes=self.processes,
-                allows_step=lambda rows, losses: self._numbers.check_step(rollout.rows, rows, losses),
             )
-            means |= self._numbers.check_model(rollout.rows)
+            check_parameters((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.value, **means}
         self.kl.update(row["kl"], len(rollout.rows))
         self.metrics.append(row)
@@ -287,19 +274,19 @@ class PPOTrainer:
         return row
 
     def _choose(
-        self, rows: RecordBatch, hidden: Tensor | None, number: int, seconds: dict[str, dict[str, float]]
-    ) -> RowChoice:
-        """Score rows, and select among them."""
-        influence, parts = None, None
+        self, rollout: Rollout, number: int, seconds: dict[str, dict[str, float]]
+    ) -> tuple[Influence | None, Tensor | None, Selection]:
+        """Return the rows' scores, their tokens' parts of these, and the rows that train."""
+        rows, influence, parts = rollout.rows, None, None
         if self.rule.needs_influence:
             influence = self.scorer.score(
-                self.model, rows, number, lambda: self._target_of_round(number, seconds), hidden
+                self.model, rows, number, lambda: self._target_of_round(number, seconds), rollout.hidden
             )
             if self.token_parts:
                 with time_stage(seconds, "token_parts"):
                     parts = self.scorer.score_tokens(self.model, rows, influence)
         selection = self.rule.select(rows, influence, Progress(number, 1 - (number - 1) / self.config.rounds))
-        return RowChoice(influence, parts, selection)
+        return influence, parts, selection
 
     def _draw_prompts(self) -> Prompts:
         """Draw prompts without replacement; when all have been drawn, start again with all of them."""
@@ -323,7 +310,6 @@ class PPOTrainer:
             first_id,
             self.processes,
             prompts.columns,
-            allow_nonfinite=self._numbers.drops,
             first_block=first_block,
         )
 
@@ -334,7 +320,7 @@ class PPOTrainer:
         with time_stage(seconds, "held_out"), preserve_rng_state(), self.accelerator.autocast():
             set_seed(self._derive_seed(number))
             rollout = self._make_rollout(self._generate(self.held_out), self.held_out)
-            return held_out_target(self.target, rollout.finite_rows)
+            return held_out_target(self.target, rollout.rows)
 
     def _report_round(
         self,

@@ -152,12 +152,11 @@ class TrainingRun:
             self.directory.release()
 
 
-def describe_training(trainer: Any, *, drops: bool) -> dict[str, Any]:
+def describe_training(trainer: Any) -> dict[str, Any]:
     """Return the run directory's description of a training by `PPOTrainer`, in JSON types.
 
     Args:
         trainer: the trainer.
-        drops: whether it drops rows with numbers that are not finite.
     """
     ppo = {name: value for name, value in trainer.config.to_json().items() if name not in _ELSEWHERE}
     return {
@@ -174,7 +173,6 @@ def describe_training(trainer: Any, *, drops: bool) -> dict[str, Any]:
         "objective": strip_addresses(repr(trainer.objective)),
         "engine": trainer.engine,
         **trainer.scorer.describe(),
-        **({"on_nonfinite": "drop"} if drops else {}),
         "processes": trainer.processes.number,
         "device": str(trainer.accelerator.device),
         "rounds": trainer.config.rounds,

@@ -26,18 +26,18 @@ from whence.influence import Influence
 from whence.layers import Layers
 from whence.llm.objectives import make_group_objective
 from whence.llm.processes import ONE, Processes
+from whence.llm.rewards import check_group_rewards
 from whence.llm.row_scorer import RowScorer
 from whence.llm.scoring import Scoring
 from whence.llm.targets import SequenceReturn
 from whence.llm.token_scores import check_token_parts
 from whence.llm.trl_checkpoints import read_progress
 from whence.llm.trl_completions import log_selection, log_without_scores
-from whence.llm.trl_nonfinite import BatchGuard
 from whence.llm.trl_passes import KEPT, SCALE, disable_autocast, discard_gradients, forget_passes, take_kept
 from whence.llm.trl_rows import has_tokens_alone, make_completion_rows
 from whence.llm.trl_run import RunWriter
 from whence.llm.trl_settings import TOKEN_LOSSES, check_selectable
-from whence.nonfinite import OnNonFinite
+from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
@@ -66,12 +66,10 @@ class _SelectingTrainer:
         run: str | Path | None = None,
         about: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        on_nonfinite: OnNonFinite = "stop",
         **kwargs: Any,
     ) -> None:
         if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
             raise WhenceError(f"rule is {rule!r}; pass an instance, such as NonPositive(), or None to keep everything.")
-        self._numbers = BatchGuard(on_nonfinite, run)
         super().__init__(*args, **kwargs)
         self.rule: SelectionRule = KeepAll() if rule is None else rule
         self.target = as_target(SequenceReturn() if target is None else target)
@@ -88,16 +86,13 @@ class _SelectingTrainer:
             self.add_callback(self._run)  # type: ignore[attr-defined]
         self._epochs_before = 0
         self.seconds: dict[str, dict[str, float]] = {}
-        drops = self._numbers.drops
-        if type(self.rule) is not KeepAll or run is not None or drops:
+        if type(self.rule) is not KeepAll or run is not None:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
-            self._processes.check_settings(
-                refreshes=refresh_target_every > 1, has_parts=self.token_parts, drops_gradients=drops
-            )
+            self._processes.check_settings(refreshes=refresh_target_every > 1, has_parts=self.token_parts)
         self._held_rates: list[tuple[dict[str, Any], float]] = []
         self._removal: RemovableHandle | None = None
         self.scorer = self._make_scorer(memory, layers, refresh_target_every, autocast)
-        if type(self.rule) is not KeepAll or drops:
+        if type(self.rule) is not KeepAll:
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
 
     def _make_scorer(
@@ -155,7 +150,7 @@ class _SelectingTrainer:
         with self._time_stage("generation", within="optimisation"):
             output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self.selection = None
-        if type(self.rule) is not KeepAll or self._numbers.infinite is not None:
+        if type(self.rule) is not KeepAll:
             with self._time_stage("scoring", within="optimisation"):
                 output = self._score_and_select(output)
         elif self._run is not None:
@@ -165,12 +160,13 @@ class _SelectingTrainer:
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        """Return TRL's rewards of each function, (n, functions), without infinite ones; in evaluation unchanged."""
+        """Return TRL's rewards of each function, (n, functions); an infinite one is refused, but in evaluation."""
         rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # type: ignore[misc]
-        if not self.model.training:  # type: ignore[attr-defined]
-            return rewards
-        names: Any = self.reward_func_names  # type: ignore[attr-defined]
-        return self._numbers.check_rewards(rewards, names, self._batches_done + 1, completions)
+        if self.model.training:  # type: ignore[attr-defined]
+            names: Any = self.reward_func_names  # type: ignore[attr-defined]
+            with name_round(self._batches_done + 1):
+                check_group_rewards(rewards, names, self._batches_done * len(rewards), completions)
+        return rewards
 
     def _score_and_select(self, output: dict[str, Any]) -> dict[str, Any]:
         with preserve_rng_state():
@@ -181,7 +177,7 @@ class _SelectingTrainer:
                     self.influence_parts = self._score_tokens(rows, self.influence)
         steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
         progress = Progress(self._batches_done + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
-        self.selection = self._numbers.drop_infinite(self.rule.select(rows, self.influence, progress))
+        self.selection = self.rule.select(rows, self.influence, progress)
         columns, metrics = self._logs["extra"], self._metrics["train"]  # type: ignore[attr-defined]
         log_selection(columns, metrics, self.selection, self.influence)
         return self._apply_selection(output, self.selection)
@@ -238,7 +234,7 @@ class _SelectingTrainer:
         return getattr(self, "loss_type", None) not in TOKEN_LOSSES
 
     def _compute_loss(self, model: Any, inputs: Any) -> Float[Tensor, ""]:
-        self._minibatch: Mapping[str, Any] = inputs
+        self._minibatch_size = len(inputs["completion_ids"])
         rows, factor = inputs, None
         if SCALE in inputs:
             # TRL gathers a number of each row, so every process's minibatch has as many rows.
@@ -278,7 +274,7 @@ class _SelectingTrainer:
         # Every process has to stop, or the others wait for it in the pass.
         processes = Processes(self.accelerator)  # type: ignore[attr-defined]
         if processes.agree_on_most(int(not torch.isfinite(loss))):
-            self._check_gradient(model, torch.full_like(loss, math.nan) if torch.isfinite(loss) else loss)
+            self._check_gradient(model, torch.full_like(loss, math.nan))
         if self.selection is not None and not self.selection.keep.any():
             optimizer: Any = self.optimizer  # type: ignore[attr-defined]
             for group in optimizer.param_groups:  # Adam would step by its earlier gradients
@@ -289,8 +285,9 @@ class _SelectingTrainer:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         if accelerator.scaler is not None:  # scaled gradients overflow as a rule, and the scaler leaves out the step
             return
-        unwrapped, number = accelerator.unwrap_model(model), self._batches_done + 1
-        self._numbers.check_gradient(unwrapped, self._torch_optimizer, loss, self._minibatch, number)
+        norms = measure_gradients(accelerator.unwrap_model(model).named_parameters())
+        with name_round(self._batches_done + 1):
+            check_gradients(norms, f"a minibatch of {self._minibatch_size} completions", loss=loss)
 
     @property
     def _torch_optimizer(self) -> torch.optim.Optimizer:
@@ -335,10 +332,6 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         about: a further description of the run for the directory, in JSON types.
         overwrite: with `run`, delete the rounds in the directory that come after the start of this training. Without it
             a directory with more finished rounds is refused.
-        on_nonfinite: what becomes of a reward that is infinite, and of a loss or gradient that is NaN or infinite.
-            "stop" raises `NonFinite`; with `run`, the minibatch of a gradient is saved. "drop" leaves out the
-            completion, or the gradient, and warns. A reward that is NaN or None means, as in TRL, that the function
-            does not apply.
         **kwargs: arguments of GRPOTrainer.
 
     Attributes:
@@ -351,6 +344,9 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
 
     Raises:
         Unsupported: settings under which dropped completions would still affect a step; see the documentation.
+        NonFinite: raised by `train()` for a reward that is infinite, and for a loss or gradient that is NaN or
+            infinite, before a step on it. A reward that is NaN or None means, as in TRL, that the function does not
+            apply.
     """
 
     _drops_by_mask = True

@@ -294,7 +294,6 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
             "objective": strip_addresses(repr(trainer.influence_objective)),
             "engine": trainer.influence_engine,
             **trainer.scorer.describe(),
-            **({"on_nonfinite": "drop"} if trainer._numbers.drops else {}),
             "processes": trainer.accelerator.num_processes,
             "device": str(trainer.accelerator.device),
             "rounds": rounds,

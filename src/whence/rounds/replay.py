@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whence.errors import NonFinite, Unsupported, WhenceError
 from whence.guards import eval_mode, preserve_rng_state
+from whence.nonfinite import raise_if_refused
 from whence.objectives import Objective
 from whence.policies import COLUMNS, ModuleView, Params, PolicyView, as_view, check_batch_norm, compute_outputs
 from whence.records import RecordBatch
@@ -324,19 +325,12 @@ def check_weights(
     return weights
 
 
-@contextmanager
-def raise_on_divergence(round: SteppedRound) -> Iterator[None]:
+def raise_on_divergence(round: SteppedRound) -> AbstractContextManager[None]:
     """Raise `NonFinite` if one of torch's distributions refuses the outputs of a diverged policy."""
-    try:
-        yield
-    except ValueError as error:
-        is_other = isinstance(error, WhenceError) and not isinstance(error, NonFinite)
-        if is_other or "to satisfy the constraint" not in str(error):
-            raise
-        raise NonFinite(
-            f"Training round {round.recording.number} diverged: the policy's outputs no longer form a distribution. "
-            "Take a round with a smaller learning rate, or one whose gradients are clipped."
-        ) from error
+    return raise_if_refused(f"Training round {round.recording.number}", _REMEDY)
+
+
+_REMEDY = "Take a round with a smaller learning rate, or one whose gradients are clipped."
 
 
 def check_finite(params: Float[Tensor, "*trainings p"], round: SteppedRound) -> None:
@@ -351,8 +345,7 @@ def check_finite(params: Float[Tensor, "*trainings p"], round: SteppedRound) -> 
     training = int(lost.any(dim=1).nonzero()[0])
     name = next(name for name, mask in round.unflatten(lost).items() if bool(mask[training].any()))
     raise NonFinite(
-        f"Training round {round.recording.number} diverged: `{name}` is not finite after training {training}. Take a "
-        "round with a smaller learning rate, or one whose gradients are clipped."
+        f"Training round {round.recording.number} diverged: `{name}` is not finite after training {training}. {_REMEDY}"
     )
 
 

@@ -33,7 +33,7 @@ POLICIES_EVERY = "policies_every"
 """The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
 
 _FOLDERS = (
-    *("policies", "recordings", "nonfinite", "phases", "checkpoints", "model", "trl"),
+    *("policies", "recordings", "phases", "checkpoints", "model", "trl"),
     *("counterfactual", "interventions"),
 )
 """What a run may hold besides tables of rounds."""
@@ -61,7 +61,6 @@ class RunDirectory:
     answers/round_00005.parquet        a language model's answers to sample prompts after round 5
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
-    nonfinite/round_00005.safetensors  the minibatch of round 5 that training stopped at, if a number is not finite
     checkpoints/round_00005.safetensors all that training needs to go on after round 5; the last two are kept
     .lock                              locked while a process writes the run
     ```

@@ -125,17 +125,8 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
         ongoing: the episodes that were ongoing when the rollout began; None: unknown.
 
     Raises:
-        InvalidRecords: the buffer is not full, `train()` has flattened it, or a number is not finite.
-    """
-    columns, ongoing = read_columns(model, buffer, ongoing)
-    return RecordBatch(**columns), ongoing
-
-
-def read_columns(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = None) -> tuple[dict[str, Any], Ongoing]:
-    """Return the columns of a full buffer's records, by the names of `RecordBatch`; see `read_buffer`.
-
-    Raises:
         InvalidRecords: the buffer is not full, or `train()` has flattened it.
+        NonFinite: a number is not finite.
     """
     if not buffer.full:
         raise InvalidRecords(
@@ -162,24 +153,24 @@ def read_columns(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = No
             observations = observations.reshape(-1)
     masks = getattr(buffer, "action_masks", None)
     episode_ids, positions, ongoing = number_episodes(buffer.episode_starts.astype(bool), ongoing)
-    columns = {
-        "observations": observations,
-        "actions": actions,
-        "log_probs": _flatten(buffer.log_probs),
-        "values": _flatten(buffer.values),
-        "advantages": _flatten(buffer.advantages),
-        "returns": _flatten(buffer.returns),
-        "rewards": _flatten(buffer.rewards),
-        "episode_starts": episode_starts,
-        "record_ids": first + _flatten(np.arange(steps * envs).reshape(steps, envs)),
-        "env_index": torch.arange(envs).repeat_interleave(steps),
-        "episode_ids": _flatten(episode_ids),
-        "steps": _flatten(positions),
-        "action_masks": None if masks is None else _flatten(masks),
-        "gamma": buffer.gamma,
-        "gae_lambda": buffer.gae_lambda,
-    }
-    return columns, ongoing
+    records = RecordBatch(
+        observations=observations,
+        actions=actions,
+        log_probs=_flatten(buffer.log_probs),
+        values=_flatten(buffer.values),
+        advantages=_flatten(buffer.advantages),
+        returns=_flatten(buffer.returns),
+        rewards=_flatten(buffer.rewards),
+        episode_starts=episode_starts,
+        record_ids=first + _flatten(np.arange(steps * envs).reshape(steps, envs)),
+        env_index=torch.arange(envs).repeat_interleave(steps),
+        episode_ids=_flatten(episode_ids),
+        steps=_flatten(positions),
+        action_masks=None if masks is None else _flatten(masks),
+        gamma=buffer.gamma,
+        gae_lambda=buffer.gae_lambda,
+    )
+    return records, ongoing
 
 
 def _flatten(array: NDArray[Any]) -> Tensor:

@@ -14,19 +14,19 @@ from whence.engines import ENGINES, check_engine, check_memory
 from whence.errors import WhenceError
 from whence.folds import FOLDS, NoMean, check_folds, usable_folds
 from whence.influence import Influence
-from whence.nonfinite import OnNonFinite
+from whence.nonfinite import name_round
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint
 from whence.runs.config_file import strip_addresses
-from whence.sb3.buffer import Last, check_last, check_model, select_from
+from whence.sb3.buffer import Last, check_last, check_model, read_buffer, select_from
 from whence.sb3.episodes import Ongoing
 from whence.sb3.flat_rounds import FlatRoundDetector
 from whence.sb3.going_on import holds_policy
 from whence.sb3.moment_log import check_can_draw, log_moments
-from whence.sb3.nonfinite import NumberGuard
+from whence.sb3.nonfinite import check_observation, check_step, check_value_loss, watch_training
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups, check_recordings
 from whence.sb3.results import Choice, RoundResult, check_selection
@@ -78,15 +78,12 @@ class InfluenceCallback(BaseCallback):
         strict: raise if a round keeps fewer than two records.
         log_images: the logger also gets a picture of the scores, `influence/scores`, and a table of the most harmful
             moments, `influence/moments`: TensorBoard shows both, and W&B with `sync_tensorboard=True`.
-        on_nonfinite: what becomes of a number that is NaN or infinite. "stop" raises `NonFinite`, which names round,
-            record and parameter, before a step is taken on it; with `run`, the minibatch is saved, see
-            `load_nonfinite`. "drop" leaves out its record and a step whose gradient is not finite, and warns; it stops
-            if the policy itself has diverged, or VecNormalize's statistics are spoilt.
         verbose: 1 prints a line a round.
 
     Raises:
         WhenceError: an argument is not what it should be.
-        NonFinite: raised by `learn()`; see `on_nonfinite`.
+        NonFinite: raised by `learn()` before a step is taken on a number that is NaN or infinite; the message names
+            the round, the record or the minibatch, and the parameter.
         Unsupported: raised by `learn()` for a model that whence cannot score, before anything is trained.
     """
 
@@ -106,7 +103,6 @@ class InfluenceCallback(BaseCallback):
         last: Last = "keep",
         strict: bool = False,
         log_images: bool = False,
-        on_nonfinite: OnNonFinite = "stop",
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
@@ -133,7 +129,6 @@ class InfluenceCallback(BaseCallback):
         self._ongoing: Ongoing | None = None
         self._last_timestep = 0
         self._checkpoint: Checkpoint | None = None
-        self._numbers = NumberGuard(on_nonfinite)
         self._flat = FlatRoundDetector()
 
     def check_model(self) -> None:
@@ -209,7 +204,6 @@ class InfluenceCallback(BaseCallback):
             "objective": "the model's" if self.objective is None else strip_addresses(repr(self.objective)),
             "engine": self.engine,
             "last": self.last,
-            **({} if self._numbers.on_nonfinite == "stop" else {"on_nonfinite": self._numbers.on_nonfinite}),
         }
 
     @property
@@ -282,30 +276,34 @@ class InfluenceCallback(BaseCallback):
         if self._run is not None:
             self._run.note_resumption()
         self._collection_clock = Stopwatch()
-        self._numbers.start_round(self.model, self.next_round, None if self._run is None else self._run.directory.path)
+        with name_round(self.next_round):
+            check_observation(self.model, self.model._last_obs)
         self._flat.start_round()
 
     def _on_step(self) -> bool:
         if self._run is not None:
             actions = self.locals.get("clipped_actions", self.locals["actions"])  # a MaskablePPO clips none
             self._run.tracker.step(actions, self.locals["dones"], self.locals["infos"])
-        self._numbers.check_step(self.locals, self._ongoing)
+        with name_round(self.next_round):
+            check_step(self.model, self.locals)
         self._flat.read_step(self.model, self.locals)
         return True
 
     def _on_rollout_end(self) -> None:
         seconds = {"collection": self._collection_clock.seconds()}
         scoring_clock = Stopwatch()
-        records, self._ongoing = self._numbers.read(self._ongoing)
-        self._last_timestep = self.model.num_timesteps
-        records, choice = self._numbers.choose(records, self.choose)
+        with name_round(self.next_round):
+            records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
+            check_value_loss(records)
+            self._last_timestep = self.model.num_timesteps
+            choice = self.choose(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()")
         seconds["scoring"] = scoring_clock.seconds()
         errors_clock = Stopwatch()
         choice = replace(choice, influence=self._estimate_errors(records, choice.influence))
         seconds["errors"] = errors_clock.seconds()  # no part of the selection, so no part of its time
         self._rounds_done += 1
-        self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection, self._numbers.dropped)
+        self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
         self._count_skipped(self.round)
         metrics = measure_choice(self.model, self.round.number, choice, is_flat=self._flat.is_flat)
         log_choice(
@@ -323,7 +321,7 @@ class InfluenceCallback(BaseCallback):
             log_moments(self.logger, table, self.round.number)
         if self._run is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
-            self._run.write_round(self.round.number, self._numbers.add_dropped(table), self.model)
+            self._run.write_round(self.round.number, table, self.model)
         wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
@@ -369,7 +367,7 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         self.optimisation_clock = Stopwatch()
         if int(self.round.selection.keep.sum()) >= 2:
-            with self._numbers.watch_training(self.round.records):
+            with name_round(self.round.number), watch_training(self.model, self.round.records):
                 self.train_selected(train, self.round.selection)
         self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
 
@@ -382,7 +380,7 @@ class InfluenceCallback(BaseCallback):
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
         # The logger of a skipped round still holds an earlier round's.
         train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
-        self.metrics.append({**metrics, **self._numbers.metrics, **train_metrics})
+        self.metrics.append({**metrics, **train_metrics})
         config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}
         log_new_advice(self.metrics, config, self._kinds_of_advice)
         if self._run is not None:

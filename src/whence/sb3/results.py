@@ -18,15 +18,12 @@ class RoundResult:
         records: the rollout.
         influence: the rollout's scores; None if nothing was scored.
         selection: the records that trained.
-        nonfinite: for each record that was dropped because a number of it is not finite, by its id, which number.
-            `records` does not hold these, unless fewer than two others are left.
     """
 
     number: int
     records: RecordBatch
     influence: Influence | None
     selection: Selection
-    nonfinite: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

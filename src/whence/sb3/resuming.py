@@ -77,7 +77,6 @@ def resume(
         objective=objective,
         engine=config["engine"],
         last=config["last"],
-        on_nonfinite=config.get("on_nonfinite", "stop"),
         run=run,
     )
     model = build_model(directory, env, remedy=_REMEDY, changes=hyperparameters, device=device)

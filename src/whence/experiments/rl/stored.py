@@ -36,7 +36,6 @@ from whence.runs import RunDirectory
 from whence.sb3.episode_replay import play_again, read_episode
 from whence.sb3.objective import model_objective
 from whence.sb3.state import load_tensors, named_tensors
-from whence.tables import read_finite_rows
 from whence.targets import Return
 
 
@@ -57,7 +56,7 @@ def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[A
         RunDirectoryError: the round is not there, or its policy cannot be built again from the run's configuration.
         ReplayError: observations are not stored, and cannot be observed again.
     """
-    table = read_finite_rows(run, number)
+    table = run.round("records", number)
     model = load_model(run, number, env=env)
     return model, read_records(run, table, model, env=env)
 

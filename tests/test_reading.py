@@ -21,7 +21,6 @@ from whence.experiments.kinds import read_config
 from whence.experiments.rl.stored import load_policy, read_records
 from whence.llm.checkpoints import check_model, read_model
 from whence.moments import find_moment, find_moments, group_scores, read_axes
-from whence.runs.columns import check_columns
 from whence.sb3 import InfluenceCallback, collect
 from whence.sb3.episode_replay import read_episode
 
@@ -38,38 +37,9 @@ def run(tmp_path, toy) -> RunDirectory:
     return RunDirectory.open(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("column", "needed"),
-    [
-        (pl.col("record_id").cast(pl.String), "whole numbers"),
-        (pl.col("record_id").cast(pl.UInt64), "whole numbers of 64 bits"),
-        (pl.col("score").cast(pl.String), "`score`, which needs numbers"),
-        (pl.col("keep").cast(pl.Int64), "true or false"),
-        (pl.lit(None).alias("keep"), "true or false"),
-        (pl.lit(3).alias("reason"), "which needs text"),
-        (pl.concat_list("score", "score").alias("action"), "arrays of them of one size"),
-        (pl.lit("x").alias("observation"), "arrays of them of one size"),
-    ],
-)
-def test_columns_of_other_types_are_refused(run, column, needed):
-    table = run.round("records", 1)
-    changed = table.with_columns(column)
-    run.write_round("records", 1, changed)
-    for read in (lambda: run.round("records", 1), lambda: find_moments(changed, lowest=True, most=1)):
-        with pytest.raises(WhenceError, match=needed):
-            read()
-    with pytest.raises(RunDirectoryError, match=r"round_00001\.parquet holds"):
-        run.round("records", 1)
-    check_columns(table, "the table")
-    check_columns(table.with_columns(pl.lit(None).alias("error"), pl.lit("x").alias("mine")), "the table")
-
-
 def test_a_needed_column():
-    table = pl.DataFrame({"score": [1.0, -1.0], "record_id": [3, None]})
-    with pytest.raises(InvalidRecords, match="no value in 1 of 2 rows of `record_id`"):
-        find_moments(table, lowest=True, most=1)
     with pytest.raises(InvalidRecords, match="no column `record_id`; it has score"):
-        find_moment(table.drop("record_id"), 3)
+        find_moment(pl.DataFrame({"score": [1.0, -1.0]}), 3)
 
 
 def test_groups_of_odd_tables():
@@ -80,12 +50,10 @@ def test_groups_of_odd_tables():
     assert read_axes(table.clear()) == {}
 
 
-def test_metrics_without_rounds_or_numbers():
+def test_metrics_without_rounds():
     for table in (pl.DataFrame({"kept": [1]}), pl.DataFrame({"round": [None, 1]}), pl.DataFrame({"round": ["1"]})):
         with pytest.raises(InvalidRecords, match="a whole number in each row"):
             give_advice(table, {})
-    with pytest.raises(InvalidRecords, match="`dropped_share` of the table of metrics holds String"):
-        give_advice(pl.DataFrame({"round": [1], "dropped_share": ["much"]}), {})
 
 
 def test_json_of_any_depth(tmp_path):
@@ -94,7 +62,7 @@ def test_json_of_any_depth(tmp_path):
             parse_json("--x", text, "1")
         assert len(str(raised.value)) < 600
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(RunDirectoryError, match="not readable as JSON"):
+        with pytest.raises(RunDirectoryError, match="cannot be read as JSON"):
             RunDirectory.open(tmp_path)
 
 

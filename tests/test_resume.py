@@ -40,7 +40,7 @@ from whence.runs.checkpoints import (
     read_latest,
     save_tree,
 )
-from whence.runs.files import WriterLock
+from whence.runs.files import lock_run
 from whence.sb3 import InfluenceCallback, RecordResets, resume
 from whence.sb3.building import build_rule
 from whence.sb3.environments import explain_inexact
@@ -394,7 +394,7 @@ class TestFinished:
         callback = InfluenceCallback(IIF(0.5), run=tmp_path)
         with pytest.raises(RunDirectoryError, match=r"this model has learned for 160 steps, otherwise\. Pass"):
             model.learn(STEPS, callback=callback, reset_num_timesteps=False)
-        WriterLock(tmp_path).release()  # a refusal keeps no lock
+        lock_run(tmp_path).release()  # a refusal keeps no lock
 
     def test_another_configuration_is_refused(self, tmp_path):
         train(MODELS["walk"], tmp_path)
@@ -760,15 +760,15 @@ class TestLock:
     HOLDER = """
 import sys, time
 from pathlib import Path
-from whence.runs.files import WriterLock
-lock = WriterLock(Path(sys.argv[1]))
+from whence.runs.files import lock_run
+lock = lock_run(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
 
     def test_another_process_is_refused_and_a_dead_one_holds_nothing(self, tmp_path):
         train(MODELS["walk"], tmp_path, until=0.5)
-        WriterLock(tmp_path).release()
+        lock_run(tmp_path).release()
         with subprocess.Popen([sys.executable, "-c", self.HOLDER, tmp_path], stdout=subprocess.PIPE) as holder:
             assert holder.stdout.readline() == b"held\n"
             before = contents(tmp_path)

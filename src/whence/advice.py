@@ -9,7 +9,6 @@ from typing import Any
 import polars as pl
 
 from whence.errors import InvalidRecords
-from whence.runs.columns import is_number
 
 log = logging.getLogger("whence")
 
@@ -93,12 +92,6 @@ def _check_metrics(metrics: pl.DataFrame) -> None:
             f"The table of metrics has {'no column `round`' if rounds is None else f'{rounds.dtype} in `round`'}; a "
             'whole number in each row is needed. Pass what a run stores: RunDirectory.open(path).table("metrics").'
         )
-    for name in _READ:
-        if name in metrics.columns and metrics[name].count() and not is_number(metrics.schema[name]):
-            raise InvalidRecords(
-                f"The column `{name}` of the table of metrics holds {metrics.schema[name]}; numbers are needed. Pass "
-                'what a run stores: RunDirectory.open(path).table("metrics").'
-            )
 
 
 def _column(metrics: pl.DataFrame, name: str) -> list[float | None]:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import nn
+
+from whence.errors import RunDirectoryError
 
 
 @contextmanager
@@ -110,16 +114,36 @@ def write_atomically(path: str | Path) -> Iterator[Path]:
 
     A reader sees the old file or the whole new one, whenever the process is killed. The new file has the mode that the
     process's umask gives, whichever mode its writer chose.
+
+    Raises:
+        RunDirectoryError: the system refuses to write; the message says why and what to do.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.unlink(missing_ok=True)
+            temporary.touch(exist_ok=False)  # a link of this name, which someone put there, is not followed
+            mode = stat.S_IMODE(temporary.stat().st_mode)
+            yield temporary
+            temporary.chmod(mode)  # safetensors makes its files readable by their owner only
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Raise what the system refuses while something is written to `path` as a `RunDirectoryError`."""
     try:
-        temporary.unlink(missing_ok=True)
-        temporary.touch(exist_ok=False)  # a link of this name, which someone put there, is not followed
-        mode = stat.S_IMODE(temporary.stat().st_mode)
-        yield temporary
-        temporary.chmod(mode)  # safetensors makes its files readable by their owner only
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except (OSError, SafetensorError) as refusal:
+        # safetensors mentions the system's number in the text of its own error.
+        code = re.search(r"os error (\d+)|code: (\d+)", str(refusal))
+        if code is None and not isinstance(refusal, OSError):
+            raise
+        reason = getattr(refusal, "strerror", None) or (os.strerror(int(code[1] or code[2])) if code else str(refusal))
+        raise RunDirectoryError(
+            f"{path} cannot be written: {reason}. Free space on that disk, or choose a directory that you may write to."
+        ) from refusal

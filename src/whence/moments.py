@@ -9,15 +9,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.errors import WhenceError, suggest
-from whence.runs.columns import check_columns
+from whence.errors import InvalidRecords, WhenceError, suggest
 
 By: TypeAlias = Literal["action", "episode", "region", "reward", "step"]
 
 ALIKE = 0.5
 """The share of its face's score that a record of a moment has at least."""
 
-_TABLE = "The table of records"
 
 _GROUPED = {"group": pl.String, "records": pl.Int64, "mean": pl.Float64, "error": pl.Float64} | dict.fromkeys(
     ("share_negative", "total", "dropped_share"), pl.Float64
@@ -79,11 +77,11 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
         most: the largest number of moments.
 
     Raises:
-        InvalidRecords: the table has no ids, or a column of another type than whence writes.
+        InvalidRecords: the table has no column `record_id`.
     """
     if "score" not in records.columns or records.is_empty() or most < 1:
         return []
-    check_columns(records, _TABLE, needed=("record_id",))
+    _check_ids(records)
     ordered = sort_by_time(records)
     scores = ordered["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
     keys = scores if lowest else -scores
@@ -102,6 +100,14 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
     return moments
 
 
+def _check_ids(records: pl.DataFrame) -> None:
+    if "record_id" not in records.columns:
+        raise InvalidRecords(
+            f"The table of records has no column `record_id`; it has {', '.join(records.columns[:20]) or 'none'}. Pass "
+            'a round of a run: RunDirectory.open(path).round("records", 1).'
+        )
+
+
 def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
     """Return the moment whose face is a given record: its neighbours that score alike, at least half as much.
 
@@ -113,7 +119,7 @@ def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
         WhenceError: the round does not hold the record.
         InvalidRecords: see `find_moments`.
     """
-    check_columns(records, _TABLE, needed=("record_id",))
+    _check_ids(records)
     ordered = sort_by_time(records)
     if "score" not in ordered.columns:
         ordered = ordered.with_columns(score=pl.lit(float("nan")))
@@ -261,7 +267,6 @@ def name_groups(
     }
     if by not in groupings:
         raise WhenceError(f"by is {by!r}.{suggest(str(by), groupings)}")
-    check_columns(records, _TABLE)
     return groupings[by]()
 
 
@@ -355,7 +360,6 @@ def _name_regions(records: pl.DataFrame, names: Sequence[str] | None) -> pl.Seri
 def read_axes(records: pl.DataFrame, names: Mapping[str, str] | Sequence[str] | None = None) -> dict[str, NDArray[Any]]:
     """Return the numbers of the observations, (n,) each, by axis; "x0", "x1", … without names; none if not stored."""
     axes: dict[str, NDArray[Any]] = {}
-    check_columns(records, _TABLE)
     for column in records.columns:
         if column.split(".")[0] != "observation" or records.is_empty() or records[column].null_count():
             continue

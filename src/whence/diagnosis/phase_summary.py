@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from whence.diagnosis.phases import TOP, History, Phase
+from whence.guards import write_atomically
 from whence.moments import Moment, name_action
 from whence.runs import RunDirectory
-from whence.runs.files import check_links, write_run_file
+from whence.runs.files import check_links
 
 FORMAT, VERSION = "whence-phases", 1
 
@@ -136,6 +137,6 @@ def write_history(run: RunDirectory, history: History, content: Mapping[str, Any
     """
     check_links(run.path)
     path = run.path / "phases" / f"{history.behaviour.key}.json"
-    with write_run_file(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
     return path

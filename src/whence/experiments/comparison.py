@@ -15,11 +15,11 @@ from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.kinds import AnyConfig, read_config, runner_of
 from whence.experiments.shared import STANDARD
 from whence.experiments.workers import check_workers, leave_imported_script, run_all
-from whence.guards import write_atomically
+from whence.guards import explain_write_errors, write_atomically
 from whence.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
 from whence.runs import RunDirectory, Table
 from whence.runs.contents import check_content
-from whence.runs.files import explain_write_errors, lock_directory
+from whence.runs.files import lock_directory
 
 Progress = Callable[[AnyConfig, int], None]
 """Called with a run and the number of its rounds that are done."""
@@ -155,15 +155,8 @@ def _remove_summary(path: Path) -> None:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    try:
-        with write_atomically(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    except OSError as failure:
-        raise WhenceError(
-            f"{path} cannot be written ({failure.strerror}). Make room for it, and give the command again: finished "
-            "runs are kept."
-        ) from None
+    with write_atomically(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def load_comparison(path: Path) -> Comparison:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from whence.errors import RunDirectoryError
-from whence.runs.files import LOCK, explain_write_errors, system_reason
+from whence.guards import explain_write_errors
+from whence.runs.files import LOCK
 
 Stamp: TypeAlias = tuple[int, int, int]
 """What differs between two files of one name: inode, size and the time of the last change."""
@@ -96,7 +97,7 @@ def apply_changes(path: Path, archive: bytes, removed: Collection[str]) -> None:
         RunDirectoryError: the archive is damaged, or the system refuses to write.
     """
     incoming, replaced = path.with_name(f".{path.name}.incoming"), _replaced_path(path)
-    try:
+    with explain_write_errors(path):
         for leftover in (incoming, replaced):  # of a process that was killed here
             shutil.rmtree(leftover, ignore_errors=True)
         incoming.mkdir(parents=True)
@@ -108,10 +109,6 @@ def apply_changes(path: Path, archive: bytes, removed: Collection[str]) -> None:
         if path.exists():
             path.rename(replaced)
         incoming.rename(path)
-    except OSError as refusal:
-        raise RunDirectoryError(
-            f"{path} cannot be written: {system_reason(refusal)}. Free space there, or choose another directory."
-        ) from refusal
     shutil.rmtree(replaced, ignore_errors=True)
 
 

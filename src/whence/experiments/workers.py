@@ -170,8 +170,8 @@ def write_traceback(path: Path, text: str) -> str:
     try:
         with write_atomically(file) as temporary:
             temporary.write_text(text, encoding="utf-8")
-    except OSError as failure:
-        return f" (its traceback cannot be written to {file}: {failure.strerror})"
+    except WhenceError as failure:
+        return f" (without its traceback: {failure})"
     return f" (traceback: {file})"
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
-from whence.runs.files import write_run_file
+from whence.guards import write_atomically
 from whence.runs.tensorfiles import CHANGED, parse_document, read_tensor_file
 
 FORMAT, VERSION = "whence-checkpoint", "1"
@@ -143,7 +143,7 @@ def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
     about = json.dumps(_encode(tree, tensors))
     metadata = {"format": FORMAT, "version": VERSION, "about": about, "checksum": _checksum(about, tensors)}
-    with write_run_file(path) as temporary:
+    with write_atomically(path) as temporary:
         save_file(tensors, temporary, metadata)
 
 

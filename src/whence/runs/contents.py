@@ -1,4 +1,4 @@
-"""What a directory holds: a run, a comparison, a sweep or several runs."""
+"""The contents of a directory: a run, a comparison, a sweep or several runs."""
 
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -37,30 +37,23 @@ def check_content(path: Path, content: Content) -> None:
 
 def explain_no_run(path: Path) -> str:
     """Say why a path is no run's directory, and what to give in its place."""
-    content, runs = find_content(path), _list_runs(path)
-    remedy = "Give the directory that was passed as `run` (--run)."
-    if runs:
-        remedy = f"Give one of the runs in it: {', '.join(runs[:4])}{', ...' if len(runs) > 4 else '.'}"
-    elif content == "sweep":
-        remedy = f"Finished runs of a sweep are curves: see whence table {path}, or sweep with --keep-runs."
+    content = find_content(path) or ("folder of runs" if _list_runs(path) else None)
     if content is not None:
-        return f"{path} holds a {content}, and one run is needed. {remedy}"
-    if runs:
-        return f"{path} is a folder of runs, and one run is needed. {remedy}"
+        runs = ", ".join(_list_runs(path)[:4]) or f"none of them is kept: whence table {path}"
+        return f"{path} holds a {content}, and one run is needed. Give one of the runs in it: {runs}."
     if _is_run(path.parent):
         return f"{path} is no run directory, and {path.parent} is one. Give that."
-    if path.is_dir():
-        return f"{path} holds no config.json, so it is no run directory. {remedy}"
-    if names := _list_runs(path.parent):
-        remedy = suggest(str(path), names).strip()
-    return f"{path} is {'a file, and a run is a directory' if path.exists() else 'not there'}. {remedy}"
+    reason = "holds no config.json, so it is no run directory" if path.is_dir() else "is not there"
+    if not path.is_dir() and path.exists():
+        reason = "is a file, and a run is a directory"
+    names = [] if path.exists() else _list_runs(path.parent)
+    return f"{path} {reason}.{suggest(str(path), names) if names else ' Give the directory that was passed as --run.'}"
 
 
 def _list_runs(folder: Path) -> list[str]:
     """List the runs directly in a folder, or in the comparison or the sweep that it holds."""
     patterns = "*", "runs/*", "runs/*/seed_*", "runs/*/*/seed_*"
-    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]
-    return [str(path) for path in paths if _is_run(path)]
+    return [str(path) for pattern in patterns for path in sorted(folder.glob(pattern)) if _is_run(path)]
 
 
 def _is_run(path: Path) -> bool:

@@ -11,22 +11,16 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import polars as pl
+from filelock import BaseFileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
 from whence.errors import RunDirectoryError
+from whence.guards import explain_write_errors, write_atomically
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
-from whence.runs.columns import check_columns
-from whence.runs.config_file import VERSION, describe_change, read_document, read_parts, to_plain_json
+from whence.runs.config_file import VERSION, describe_changes, read_config_file, to_plain_json
 from whence.runs.contents import FORMAT, check_content
-from whence.runs.files import (
-    WriterLock,
-    check_links,
-    explain_write_errors,
-    is_empty,
-    remove_leftovers,
-    write_run_file,
-)
+from whence.runs.files import check_links, is_empty, lock_run, remove_leftovers
 from whence.runs.tensorfiles import read_tensor_file
 
 POLICIES_EVERY = "policies_every"
@@ -65,16 +59,16 @@ class RunDirectory:
     .lock                              locked while a process writes the run
     ```
 
-    Each file is complete or absent, whenever the process is killed. Make a `RunDirectory` with `begin`, `create` or
-    `open`. Every method that writes raises `RunDirectoryError` if the system refuses, with the path and the reason, or
-    if another writer of this process has taken the directory over.
+    Each file is complete or absent, whenever the process is killed. Make a `RunDirectory` with `begin` or `open`. Every
+    method that writes raises `RunDirectoryError` if the system refuses, with the path and the reason, or if another
+    writer of this process has taken the directory over.
 
     Attributes:
         path: the directory.
         config: the run's configuration, JSON types only.
         versions: versions of the libraries it was run with.
         notes: what happened to the run, in JSON types: no part of what it is.
-        checkpoint: what `begin` found to go on from; None in a run that starts, or is read.
+        checkpoint: the one that `begin` goes on from; None in a run that starts, or is read.
     """
 
     path: Path
@@ -83,7 +77,7 @@ class RunDirectory:
     notes: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Checkpoint | None = field(default=None, repr=False, init=False)
     _tables: dict[str, pl.DataFrame] = field(default_factory=dict, repr=False, init=False)
-    _lock: WriterLock | None = field(default=None, repr=False, init=False)
+    _lock: BaseFileLock | None = field(default=None, repr=False, init=False)
 
     @classmethod
     def begin(
@@ -95,7 +89,6 @@ class RunDirectory:
         save_every: int = 1,
         overwrite: bool = False,
         may_change: Collection[str] = (),
-        shared: bool = False,
     ) -> Self:
         """Start a run, or go on with the one that the directory holds, after the round of its latest checkpoint.
 
@@ -104,30 +97,20 @@ class RunDirectory:
         Args:
             path: the directory; made if it is missing.
             config: the run's configuration, in JSON types.
-            versions: versions of the libraries in use.
+            versions: versions of the libraries in use; stored, not compared.
             save_every: rounds from one checkpoint to the next; 0: there will be none.
             overwrite: delete the run that the directory holds, and start anew.
             may_change: names of settings that may differ from the stored ones; `outer.inner` for nested settings.
-            shared: see `create`.
 
         Raises:
-            RunDirectoryError: the directory holds a run of another configuration, or one with more than `save_every`
-                rounds and no checkpoint; or files that are no run; or it cannot be written, or another process does so.
+            RunDirectoryError: see `create` and `resume`.
         """
-        path, checkpoint = Path(path), None
-        if not overwrite and cls._holds_work(path):
-            cls.open(path).check_same(config, but=may_change)
-            lock = WriterLock(path)  # from now on, no other process trains on from that checkpoint
-            try:
-                checkpoint = read_latest(path)
-            except RunDirectoryError:
-                lock.release()
-                raise
-        if checkpoint is None:
-            run = cls.create(path, config, versions=versions, overwrite=overwrite, shared=shared)
+        path = Path(path)
+        # Tables are deleted first, so a run without metrics was being replaced when its process was killed.
+        if not overwrite and list_checkpoints(path) and (path / "metrics.parquet").exists():
+            run = cls.resume(path, config, may_change=may_change)
         else:
-            run = cls.resume(path, config, rounds=checkpoint.round, may_change=may_change)
-        run.checkpoint = checkpoint
+            run = cls.create(path, config, versions=versions, overwrite=overwrite)
         run.note(save_every=save_every)
         return run
 
@@ -143,77 +126,75 @@ class RunDirectory:
     ) -> Self:
         """Start a run. A run in the directory that was interrupted before its first checkpoint is deleted first.
 
+        The other arguments are those of `begin`.
+
         Args:
-            path: the directory; made if it is missing.
-            config: the run's configuration, in JSON types.
-            versions: versions of the libraries in use; stored, not compared.
-            overwrite: delete the run that the directory holds, whichever it is.
             shared: whether another program writes into the directory, too, so that it may hold files that are no run.
 
         Raises:
             RunDirectoryError: the directory holds a run with finished rounds, or files that are no run; the
                 configuration is not JSON; or the directory cannot be written, or another process does so.
         """
-        path = Path(path)
-        plain = to_plain_json(config)
-        holds_run = (path / "config.json").exists()
-        if not holds_run and path.exists() and (not path.is_dir() or not (shared or is_empty(path))):
+        path, plain = Path(path), to_plain_json(config)
+        if (path / "config.json").exists():
+            read_config_file(path / "config.json", any_version=True)  # refuses a file that whence did not write
+            check_links(path)
+        elif path.exists() and (not path.is_dir() or not (shared or is_empty(path))):
             raise RunDirectoryError(
                 f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
             )
         check_content(path, "run")
-        if holds_run:
-            read_document(path / "config.json")  # refuses a file that whence did not write
-            check_links(path)
-        lock = WriterLock(path)
+        run = cls(path, plain, dict(versions or {}))
+        run.hold()
         try:
             if (path / "config.json").exists():  # perhaps of a process that had the lock until now
-                if not overwrite and cls._holds_work(path):
-                    remedy = "" if list_checkpoints(path) else " and no checkpoint to go on from"
-                    raise RunDirectoryError(
-                        f"{path} holds a run with {cls.open(path).table('metrics').height} finished rounds{remedy}. To "
-                        "replace it, pass overwrite=True (--overwrite); to keep it, choose another directory."
-                    )
-                with explain_write_errors(path):
-                    _remove_rounds(path)
-            run = cls(path, plain, dict(versions or {}))
-            run._lock = lock
+                if not overwrite:
+                    cls.open(path)._check_replaceable()
+                run._remove_rounds()
             run._write_config()
         except RunDirectoryError:
-            lock.release()
+            run.release()
             raise
         return run
 
-    @classmethod
-    def _holds_work(cls, path: Path) -> bool:
-        """Return whether a directory holds more of a run than the rounds before its first checkpoint."""
-        if not (path / "metrics.parquet").exists():
-            return False
-        run = cls.open(path)
-        return bool(list_checkpoints(path)) or run.table("metrics").height > run.notes.get("save_every", 0)
+    def _check_replaceable(self) -> None:
+        """Refuse to delete a run that holds more than the rounds before its first checkpoint."""
+        rounds, checkpoints = self.table("metrics").height, list_checkpoints(self.path)
+        if rounds and (checkpoints or rounds > self.notes.get("save_every", 0)):
+            raise RunDirectoryError(
+                f"{self.path} holds a run with {rounds} finished rounds{'' if checkpoints else ' and no checkpoint'}. "
+                "To replace it, pass overwrite=True (--overwrite); to keep it, choose another directory."
+            )
 
     @classmethod
     def resume(
-        cls, path: str | Path, config: Mapping[str, Any], *, rounds: int, may_change: Collection[str] = ()
+        cls,
+        path: str | Path,
+        config: Mapping[str, Any],
+        *,
+        rounds: int | None = None,
+        may_change: Collection[str] = (),
     ) -> Self:
         """Continue a run after one of its rounds, and delete what later rounds wrote.
 
+        The other arguments are those of `begin`.
+
         Args:
-            path: the directory.
-            config: the run's configuration, in JSON types.
-            rounds: number of rounds to keep.
-            may_change: names of settings that may differ from the stored ones; `outer.inner` for nested settings.
+            rounds: number of rounds to keep; None: those of the latest checkpoint, which is then in `checkpoint`.
 
         Raises:
-            RunDirectoryError: the directory holds no run, or one of another configuration; or it cannot be written, or
-                another process does so.
+            RunDirectoryError: the directory holds no run, one of another configuration, or no checkpoint that can be
+                read; or it cannot be written, or another process does so.
         """
-        old = cls.open(path)
-        check_links(old.path)
-        old.check_same(config, but=may_change)
-        run = cls(old.path, to_plain_json(config), old.versions, old.notes)
-        run._lock = WriterLock(old.path)
+        run = cls.open(path)
+        check_links(run.path)
+        run.check_same(config, but=may_change)
+        run.hold()
         try:
+            if rounds is None:
+                run.checkpoint = read_latest(run.path)
+                rounds = 0 if run.checkpoint is None else run.checkpoint.round
+            run.config = to_plain_json(config)
             run._write_config()
             run._remove_after(rounds)
         except RunDirectoryError:
@@ -230,9 +211,18 @@ class RunDirectory:
         for folder in (*get_args(PerRound), *_FOLDERS):
             last = rounds + (folder == "policies")  # the policy that collects the next round
             for file in (self.path / folder).glob("round_*"):
-                if _round_number(file) > last:
+                if (match := _ROUND.match(file.stem)) and int(match[1]) > last:
                     with explain_write_errors(file):
                         file.unlink()
+
+    def _remove_rounds(self) -> None:
+        """Delete everything that a run wrote except its configuration."""
+        remove_leftovers(self.path)
+        with explain_write_errors(self.path):
+            for name in get_args(Table):  # first: see `begin`
+                (self.path / f"{name}.parquet").unlink(missing_ok=True)
+        for name in (*get_args(PerRound), *_FOLDERS):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def hold(self) -> None:
         """Take the directory's lock, unless it is held already.
@@ -240,8 +230,8 @@ class RunDirectory:
         Raises:
             RunDirectoryError: another process writes the run.
         """
-        if self._lock is None or not self._lock.held:
-            self._lock = WriterLock(self.path)
+        if self._lock is None or not self._lock.is_locked:
+            self._lock = lock_run(self.path)
 
     def release(self) -> None:
         """Release the directory's lock, so that others may write."""
@@ -256,10 +246,9 @@ class RunDirectory:
 
     def _write_config(self) -> None:
         document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
-        if self.notes:
-            document["notes"] = self.notes
         with self._write_file(self.path / "config.json") as temporary:
-            temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            text = json.dumps({**document, "notes": self.notes}, indent=2)
+            temporary.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -269,25 +258,28 @@ class RunDirectory:
             RunDirectoryError: the directory holds no run, one that may not be read, or one of another format.
         """
         path = Path(path)
-        return cls(path, **read_parts(path / "config.json"))
+        return cls(path, **read_config_file(path / "config.json"))
 
-    def check_same(
-        self, config: Mapping[str, Any], *, but: Collection[str] = (), only: Collection[str] | None = None
-    ) -> None:
-        """Refuse a configuration, in JSON types, that differs from this run's in a setting.
+    @property
+    def experiment(self) -> Mapping[str, Any]:
+        """The settings of the command that made the run, with `arm` and `seed`; empty if a script made it."""
+        experiment = self.config.get("experiment")
+        return experiment if isinstance(experiment, Mapping) else {}
 
-        Args:
-            config: the configuration.
-            but: names of settings that may differ; `outer.inner` for nested settings.
-            only: names of those to compare, without the names inside them; None: all.
+    @property
+    def is_language(self) -> bool:
+        """Whether a language model was trained, and no agent."""
+        return self.config.get("kind") == "language"
+
+    def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
+        """Refuse a configuration, in JSON types, that differs from this run's in a setting, except those in `but`.
 
         Raises:
-            RunDirectoryError: a setting differs; the message names it, or the kinds of the runs if they differ.
+            RunDirectoryError: a setting differs; the message names it.
         """
-        change = describe_change(self.config, to_plain_json(config), but=but, only=only)
-        if change is not None:
+        if changes := describe_changes(self.config, to_plain_json(config), but=but):
             raise RunDirectoryError(
-                f"{self.path} holds a run of another configuration ({change}). Choose another directory, or pass "
+                f"{self.path} holds a run of another configuration ({changes}). Choose another directory, or pass "
                 "overwrite=True (--overwrite) to replace the run."
             )
 
@@ -311,7 +303,7 @@ class RunDirectory:
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records, episodes or answers."""
-        self._write(table, self._round_path(name, number, "parquet"))
+        self._write(table, self.round_path(name, number))
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
@@ -320,7 +312,7 @@ class RunDirectory:
 
     def recording_path(self, number: int) -> Path:
         """Return the path of round `number`'s recording; see `whence.RoundRecording`."""
-        return self._round_path("recordings", number, "safetensors")
+        return self.path / "recordings" / f"round_{number:05d}.safetensors"
 
     def table(self, name: Table) -> pl.DataFrame:
         """Read a table; it is empty if nothing was written yet."""
@@ -330,20 +322,17 @@ class RunDirectory:
         """Read one round's records, episodes or answers.
 
         Raises:
-            RunDirectoryError: the round is not there, cannot be read, or has columns of other types than whence writes.
+            RunDirectoryError: the round is not there, or cannot be read.
         """
-        path = self._round_path(name, number, "parquet")
-        table = self._read(path)
-        check_columns(table, str(path), needed=("record_id",) if name == "records" else (), error=RunDirectoryError)
-        return table
+        return self._read(self.round_path(name, number))
 
     def round_path(self, name: PerRound, number: int) -> Path:
         """Return the path of one round's records, episodes or answers, whether it is there or not."""
-        return self._round_path(name, number, "parquet")
+        return self.path / name / f"round_{number:05d}.parquet"
 
     def policy_path(self, number: int) -> Path:
         """Return the path of the policy that collected round `number`, whether it is there or not."""
-        return self._round_path("policies", number, "safetensors")
+        return self.path / "policies" / f"round_{number:05d}.safetensors"
 
     def policy(self, number: int) -> dict[str, Tensor]:
         """Read the policy that collected round `number`."""
@@ -395,11 +384,8 @@ class RunDirectory:
         return self._numbers("recordings", "safetensors")
 
     def _numbers(self, folder: str, suffix: str) -> list[int]:
-        numbers = (_round_number(file) for file in (self.path / folder).glob(f"*.{suffix}"))
-        return sorted(number for number in numbers if number >= 0)
-
-    def _round_path(self, folder: str, number: int, suffix: str) -> Path:
-        return self.path / folder / f"round_{number:05d}.{suffix}"
+        matches = (_ROUND.fullmatch(file.stem) for file in (self.path / folder).glob(f"*.{suffix}"))
+        return sorted(int(match[1]) for match in matches if match)
 
     def _read(self, path: Path, *, missing_ok: bool = False) -> pl.DataFrame:
         if missing_ok and not path.exists():
@@ -417,30 +403,15 @@ class RunDirectory:
             temporary.write_bytes(content.getbuffer())
 
     def _write_file(self, path: Path) -> AbstractContextManager[Path]:
-        """See `write_run_file`; refuses if a later writer of this process has taken the directory over."""
-        if self._lock is not None and not self._lock.held:
+        """See `write_atomically`; refuses if a later writer of this process has taken the directory over."""
+        if self._lock is not None and not self._lock.is_locked:
             raise RunDirectoryError(
                 f"{self.path} is written by a later run of this process, which has taken it over. Start this one again."
             )
-        return write_run_file(path)
+        return write_atomically(path)
 
     def _check_exists(self, path: Path) -> None:
         if not path.exists():
             rounds = self.rounds()
             written = f"rounds {rounds[0]} to {rounds[-1]}" if rounds else "no rounds"
             raise RunDirectoryError(f"{path} is not there; {self.path} holds {written}.")
-
-
-def _round_number(file: Path) -> int:
-    """Return the round that a file's name gives; -1 if it gives none."""
-    match = _ROUND.fullmatch(file.stem)
-    return int(match[1]) if match and match[0] == f"round_{int(match[1]):05d}" else -1
-
-
-def _remove_rounds(path: Path) -> None:
-    """Delete everything that a run wrote except its configuration."""
-    remove_leftovers(path)
-    for name in get_args(Table):  # first, since a run without metrics is never gone on with, if this is interrupted
-        (path / f"{name}.parquet").unlink(missing_ok=True)
-    for name in (*get_args(PerRound), *_FOLDERS):
-        shutil.rmtree(path / name, ignore_errors=True)

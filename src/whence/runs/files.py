@@ -1,66 +1,19 @@
-"""The files of run directories: written whole, refusals of the system explained, one writer at a time."""
+"""The files of run directories: one writer at a time, no leftovers, and nothing written through links."""
 
-import errno
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import polars as pl
 from filelock import BaseFileLock, FileLock, Timeout
-from safetensors import SafetensorError
 
-from whence.errors import RunDirectoryError, first_line
-from whence.guards import write_atomically
+from whence.errors import RunDirectoryError
+from whence.guards import explain_write_errors
 
 LOCK = ".lock"
 """The name of the file that the writer of a directory locks."""
 
-
-@contextmanager
-def write_run_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which becomes the run's file `path` on a clean exit; see `write_atomically`.
-
-    Raises:
-        RunDirectoryError: the system refuses to write; the message says why and what to do.
-    """
-    with explain_write_errors(path), write_atomically(path) as temporary:
-        yield temporary
-
-
-@contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Raise what the system refuses while something is written to `path` as a `RunDirectoryError`."""
-    try:
-        yield
-    except (OSError, SafetensorError, pl.exceptions.PolarsError) as refusal:
-        number = _system_error_number(refusal)
-        if number is None and not isinstance(refusal, OSError):
-            raise
-        remedy = (
-            "Free space on that disk, or choose a directory on another one."
-            if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            else "Choose a directory that you may write to, or change the permissions of this one."
-        )
-        raise RunDirectoryError(f"{path} cannot be written: {system_reason(refusal)}. {remedy}") from refusal
-
-
-def _system_error_number(error: Exception) -> int | None:
-    """Return the system's number of an error; safetensors and Polars mention it in the text of their own errors."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    match = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))
-    return int(match[1] or match[2]) if match else None
-
-
-def system_reason(error: Exception) -> str:
-    """Return why the system refused, for people."""
-    number = _system_error_number(error)
-    if number is None:
-        return first_line(error)
-    kind = type(OSError(number, ""))  # such as PermissionError
-    return f"{os.strerror(number)} ({errno.errorcode.get(number, number) if kind is OSError else kind.__name__})"
+_WRITERS: dict[Path, BaseFileLock] = {}
+"""The latest lock that this process took of each run directory."""
 
 
 @contextmanager
@@ -81,10 +34,10 @@ def lock_directory(directory: Path, *, wait: bool = False) -> Iterator[None]:
         lock.release()
 
 
-def _acquire(directory: Path, *, wait: bool) -> BaseFileLock:
+def _acquire(directory: Path, *, wait: bool = False) -> BaseFileLock:
     with explain_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        # Not of this thread only: a training may be taken up again in another one.
+        # The lock is not the thread's: a training may go on in another one.
         lock = FileLock(directory / LOCK, thread_local=False)
         try:
             lock.acquire(blocking=wait)
@@ -93,6 +46,21 @@ def _acquire(directory: Path, *, wait: bool) -> BaseFileLock:
                 f"Another process is writing to {directory}. Wait until it has ended, or choose another directory."
             ) from None
     return lock
+
+
+def lock_run(directory: Path) -> BaseFileLock:
+    """Lock a run directory for its writer, which takes it over from an earlier writer of this process.
+
+    A cell of a notebook that was broken off does not stand in the way of its next execution.
+
+    Raises:
+        RunDirectoryError: see `lock_directory`.
+    """
+    key = directory.resolve()
+    if (older := _WRITERS.get(key)) is not None:
+        older.release()
+    _WRITERS[key] = _acquire(directory)
+    return _WRITERS[key]
 
 
 def check_links(path: Path) -> None:
@@ -113,52 +81,11 @@ def check_links(path: Path) -> None:
 
 def is_empty(folder: Path) -> bool:
     """Return whether a directory holds nothing but leftovers."""
-    return all(_is_leftover(file) or file.name == LOCK for file in folder.iterdir())
+    return all(file.match(".*.tmp") or file.name == LOCK for file in folder.iterdir())
 
 
 def remove_leftovers(path: Path) -> None:
     """Delete what processes left that were killed while they wrote."""
     with explain_write_errors(path):
         for file in (*path.glob(".*.tmp"), *path.glob("*/.*.tmp")):
-            if file.is_file():
-                file.unlink()
-
-
-def _is_leftover(file: Path) -> bool:
-    """Return whether a file was left by a process that was killed inside `write_atomically`."""
-    return file.name.startswith(".") and file.name.endswith(".tmp")
-
-
-class WriterLock:
-    """The right to write a run directory, which one process has at a time; a process that is killed loses it.
-
-    Inside a process the latest lock of a directory holds: a cell of a notebook that was broken off does not stand in
-    the way of its next execution.
-
-    Args:
-        directory: the directory; made if it is missing.
-
-    Raises:
-        RunDirectoryError: another process holds the lock, or the directory cannot be written.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._key = directory.resolve()
-        if (older := _HELD.get(self._key)) is not None:
-            older.release()
-        self._lock = _acquire(directory, wait=False)
-        _HELD[self._key] = self
-
-    @property
-    def held(self) -> bool:
-        """Whether this lock still holds: it was not released, and no later one of this process took its place."""
-        return _HELD.get(self._key) is self
-
-    def release(self) -> None:
-        """Let others write; a lock that no longer holds is left alone."""
-        if self.held:
-            del _HELD[self._key]
-            self._lock.release()
-
-
-_HELD: dict[Path, WriterLock] = {}
+            file.unlink()

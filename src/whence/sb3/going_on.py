@@ -9,9 +9,7 @@ import numpy as np
 from whence.errors import RunDirectoryError
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint
-from whence.runs.config_file import list_changes
 from whence.sb3.contrib import MaskablePPO
-from whence.sb3.description import library_versions
 from whence.sb3.environments import (
     accept_resets,
     explain_inexact,
@@ -88,9 +86,7 @@ def read_training(model: Any, tracker: ResetTracker) -> dict[str, Any]:
     return {"model": read_model(model), "environments": read_environments(model.env, tracker)}
 
 
-def restore_training(
-    model: Any, tracker: ResetTracker, run: RunDirectory, checkpoint: Checkpoint
-) -> tuple[bool, list[str]]:
+def restore_training(model: Any, tracker: ResetTracker, run: RunDirectory, checkpoint: Checkpoint) -> str | None:
     """Put a model and its environments where they were; if that cannot be had exactly, new episodes begin.
 
     Args:
@@ -100,8 +96,7 @@ def restore_training(
         checkpoint: what to go on from.
 
     Returns:
-        Whether the ongoing episodes go on; and why training does not go on as if nothing had happened: the reason for
-        new episodes, and other versions of libraries.
+        Why new episodes begin; None: the ongoing episodes go on.
     """
     content = checkpoint.content
     reason = explain_inexact(model.env)
@@ -112,8 +107,7 @@ def restore_training(
     load_model(model, content["model"])  # last, since environments may draw from global generators
     if reason is not None:
         _begin_episodes(model, tracker, content, checkpoint.round)
-    changes = list_changes(run.versions, library_versions())
-    return reason is None, changes if reason is None else [reason, *changes]
+    return reason
 
 
 def _begin_episodes(model: Any, tracker: ResetTracker, content: Mapping[str, Any], number: int) -> None:
@@ -124,9 +118,3 @@ def _begin_episodes(model: Any, tracker: ResetTracker, content: Mapping[str, Any
     accept_resets(env)
     begin_episodes(model)
     tracker.start(model._last_episode_starts)
-
-
-def note_resumption(run: RunDirectory, number: int, reason: str) -> None:
-    """Log, and add to the notes of a run under "resumed", that training goes on otherwise after a round."""
-    log.warning("The training goes on after round %d, but not as if nothing had happened: %s.", number, reason)
-    run.note(resumed=[*run.notes.get("resumed", []), {"after_round": number, "reason": reason}])

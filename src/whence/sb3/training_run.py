@@ -9,14 +9,14 @@ import polars as pl
 from whence.errors import WhenceError
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
-from whence.runs.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
+from whence.runs.checkpoints import Checkpoint
 from whence.runs.directory import POLICIES_EVERY
+from whence.runs.writer import RunWriter, Seconds
 from whence.sb3.description import describe, library_versions
-from whence.sb3.going_on import check_goes_on, note_resumption, read_training, restore_training, warn_if_inexact
+from whence.sb3.going_on import check_goes_on, read_training, restore_training, warn_if_inexact
 from whence.sb3.reset_tracker import ResetTracker
 from whence.sb3.round_files import note_policy_interval, write_round
 from whence.sb3.state import named_tensors
-from whence.stopwatch import Stopwatch, flatten_seconds
 
 
 class TrainingRun:
@@ -32,20 +32,14 @@ class TrainingRun:
     """
 
     def __init__(self, run: str | Path | RunDirectory, *, save_every: int | None, overwrite: bool) -> None:
-        if not isinstance(run, str | Path | RunDirectory):
-            raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
-        self._path, self._overwrite = run, overwrite
-        self._clock = CheckpointClock(save_every)
-        self._seconds: dict[str, float] = {}
-        self._differences: list[str] = []
-        self._directory = run if isinstance(run, RunDirectory) else None
+        self._writer, self._overwrite = RunWriter(run, save_every=save_every), overwrite
+        self._differences: list[str] | None = None
         self._tracker: ResetTracker | None = None
 
     @property
     def directory(self) -> RunDirectory:
         """The directory, once `begin` was called."""
-        assert self._directory is not None
-        return self._directory
+        return self._writer.directory
 
     @property
     def tracker(self) -> ResetTracker:
@@ -63,20 +57,9 @@ class TrainingRun:
         Raises:
             RunDirectoryError: see `RunDirectory.begin` and `check_goes_on`.
         """
-        if self._directory is None:
-            assert not isinstance(self._path, RunDirectory)
-            self._directory = RunDirectory.begin(
-                self._path,
-                {**describe(model), **settings},
-                versions=library_versions(),
-                save_every=self._clock.save_every,
-                overwrite=self._overwrite,
-            )
-        elif not isinstance(self._path, RunDirectory):  # of an earlier learn(), perhaps with another model
-            self._directory.check_same({**describe(model), **settings})
-        run = self._directory
-        run.hold()
-        checkpoint = run.checkpoint
+        config = {**describe(model), **settings}
+        checkpoint = self._writer.begin(config, versions=library_versions(), overwrite=self._overwrite)
+        run = self.directory
         try:
             if checkpoint is not None:
                 check_goes_on(model, run, checkpoint)
@@ -88,22 +71,22 @@ class TrainingRun:
         if self._tracker is None or self._tracker.vec_env is not model.env:
             self._tracker = ResetTracker(model.env)
         self._tracker.wrap()
-        if self._clock.save_every:
+        if self._writer.saves:
             warn_if_inexact(model.env)
         return checkpoint
 
     def go_on(self, model: Any, checkpoint: Checkpoint) -> bool:
         """Put a model and its environments where they were; return whether the ongoing episodes go on."""
-        self.directory.checkpoint = None
-        self._clock.last_round = checkpoint.round
-        continues, self._differences = restore_training(model, self.tracker, self.directory, checkpoint)
-        return continues
+        self._writer.go_on(checkpoint)
+        reason = restore_training(model, self.tracker, self.directory, checkpoint)
+        self._differences = [] if reason is None else [reason]
+        return reason is None
 
     def note_resumption(self) -> None:
         """Note, as a round begins, that training goes on otherwise than without the interruption, if it does."""
-        if self._differences:
-            note_resumption(self.directory, self._clock.last_round, "; ".join(self._differences))
-            self._differences = []
+        if self._differences is not None:
+            self._writer.note_resumption(self._differences, library_versions())
+            self._differences = None
 
     def write_round(self, number: int, records: pl.DataFrame, model: Any) -> None:
         """Write a round before its training: records, episodes and the policy; see `round_files.write_round`."""
@@ -116,7 +99,7 @@ class TrainingRun:
     def end_round(
         self,
         metrics: Mapping[str, Any],
-        seconds: Mapping[str, Mapping[str, float]],
+        seconds: Seconds,
         model: Any,
         callback: Mapping[str, Any],
     ) -> None:
@@ -124,24 +107,16 @@ class TrainingRun:
 
         Args:
             metrics: the round's row.
-            seconds: by stage and clock. That of the checkpoint before this round is added.
+            seconds: by stage and clock.
             model: the trained model.
             callback: the callback's own state, for the checkpoint.
         """
-        number = metrics["round"]
-        self.directory.append("metrics", metrics)
-        all_seconds = {**seconds, "checkpoint": self._seconds or dict.fromkeys(("cpu", "wall"), 0.0)}
-        self.directory.append("timings", {"round": number, **flatten_seconds(all_seconds)})
-        self._seconds = {}
-        if self._clock.is_due(number):
-            self._save_checkpoint(number, model, callback)
+        self._writer.write_rows(metrics, seconds)
+        if self._writer.is_due(metrics["round"]):
+            self._save_checkpoint(metrics["round"], model, callback)
 
     def _save_checkpoint(self, number: int, model: Any, callback: Mapping[str, Any]) -> None:
-        clock = Stopwatch()
-        with self._clock.time_checkpoint(number):
-            content = {"callback": callback, **read_training(model, self.tracker)}
-            save_checkpoint(self.directory.path, number, content, keep=2)
-        self._seconds = clock.seconds()
+        self._writer.save_checkpoint(number, lambda: {"callback": callback, **read_training(model, self.tracker)})
 
     def end(self, number: int, model: Any, callback: Mapping[str, Any] | None) -> None:
         """Write the trained policy, and the last round's checkpoint if it has none; let others write the directory.
@@ -152,7 +127,7 @@ class TrainingRun:
             callback: the callback's own state; None: training was ended inside a round, which no checkpoint holds.
         """
         self.directory.write_policy(number + 1, named_tensors(model.policy))
-        if callback is not None and self._clock.is_behind(number):
+        if callback is not None and self._writer.is_due(number, last=True):
             self._save_checkpoint(number, model, callback)
         self.tracker.unwrap()
-        self.directory.release()
+        self._writer.end()

@@ -47,7 +47,7 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     if not rounds:
         return False
     description = describe(config)
-    directory.check_same(description, only=description.keys())
+    directory.check_same({**directory.config, **description})
     return rounds >= config.rounds and (path / "model").is_dir()
 
 

@@ -161,9 +161,10 @@ class RunDirectory:
         """Refuse to delete a run that holds more than the rounds before its first checkpoint."""
         rounds, checkpoints = self.table("metrics").height, list_checkpoints(self.path)
         if rounds and (checkpoints or rounds > self.notes.get("save_every", 0)):
+            rest = "" if checkpoints else " and no checkpoint to go on from"
             raise RunDirectoryError(
-                f"{self.path} holds a run with {rounds} finished rounds{'' if checkpoints else ' and no checkpoint'}. "
-                "To replace it, pass overwrite=True (--overwrite); to keep it, choose another directory."
+                f"{self.path} holds a run with {rounds} finished rounds{rest}. To replace it, pass overwrite=True "
+                "(--overwrite); to keep it, choose another directory."
             )
 
     @classmethod

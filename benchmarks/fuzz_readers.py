@@ -39,8 +39,8 @@ from whence.llm import checkpoints
 from whence.llm.model import VALUE_HEAD, WithValueHead
 from whence.llm.prompts import list_columns
 from whence.moments import By, find_moment, find_moments, group_scores, read_axes
-from whence.report import write_report, write_run_report
-from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
+from whence.page import write_report, write_run_report
+from whence.page.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
 from whence.runs import PerRound, Table
 from whence.runs.checkpoints import load_tree
 from whence.tables import read_weights

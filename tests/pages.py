@@ -13,9 +13,9 @@ import jinja2
 from markupsafe import Markup
 from PIL import Image, ImageDraw
 
-from whence.report.page import SCRIPTS, STYLES
+from whence.page.html import SCRIPTS, STYLES
 
-REPORT = files("whence.report")
+ASSETS = files("whence.page") / "assets"
 ACTIONS = ["nothing", "fire left", "fire main", "fire right"]
 EPISODES, LENGTH = 6, 40
 WORST, BEST = 57, 130
@@ -39,14 +39,14 @@ COLUMNS = [
 def render(page: dict, contents: dict[str, Any], **variables: Any) -> str:
     """The page by its template, with the explorer's scripts and styles and the given rounds by id."""
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        (REPORT / "template.html").read_text()
+        (ASSETS / "template.html").read_text()
     )
-    style = "\n".join((REPORT / name).read_text() for name in ("page.css", *(f"assets/{name}" for name in STYLES)))
+    style = "\n".join((ASSETS / name).read_text() for name in ("page.css", *STYLES))
     defaults = {
         **{"title": "LunarLander-v3: iif", "subtitle": "Seed 0, 4 of 4 rounds.", "mode": page["mode"]},
         **{"explored": True, "page_json": embed(page), "style": Markup(style)},
         "round_scripts": [(name, text if isinstance(text, str) else compress(text)) for name, text in contents.items()],
-        "scripts": [Markup((REPORT / "assets" / name).read_text()) for name in SCRIPTS],
+        "scripts": [Markup((ASSETS / name).read_text()) for name in SCRIPTS],
     }
     return template.render(defaults | variables)
 

@@ -13,7 +13,7 @@ from stable_baselines3.common.monitor import Monitor
 import whence
 from toys import Toy, model
 from whence.advice import give_advice, log_new_advice
-from whence.report.sections import gather_advice
+from whence.page.sections import gather_advice
 from whence.rounds import METHODS
 from whence.sb3 import InfluenceCallback
 

@@ -13,7 +13,7 @@ import pytest
 from test_report import by_hand, records_of, run_of
 from whence.experiments.comparison import run_path
 from whence.experiments.rl.arms import PLAIN
-from whence.report import write_report, write_run_report
+from whence.page import write_report, write_run_report
 from whence.runs import RunDirectory
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[dev]'")

@@ -41,11 +41,11 @@ from whence.diagnosis.decisions import compare_log_probs, play_episode, read_rec
 from whence.diagnosis.simple_rule import read_hidden
 from whence.experiments import configure, load_recording, load_round, run
 from whence.experiments.rl.stored import load_model
-from whence.report.cause_stills import draw_causes, draw_sheet
-from whence.report.cause_view import CauseView, Decision, find_core, tell_causes, tell_decision
-from whence.report.explorer import ExploredRun, build_causes
+from whence.page.cause_view import CauseView, Decision, find_core, tell_causes, tell_decision
+from whence.page.explorer import ExploredRun, build_causes
+from whence.page.pictures.cause_picture import draw_causes, draw_sheet
+from whence.page.server.causes import CauseFinder
 from whence.sb3 import InfluenceCallback, model_objective
-from whence.viewer.causes import CauseFinder
 
 ROUNDS, STEPS = 3, 128
 
@@ -623,7 +623,7 @@ class TestServed:
     def test_answers_are_remembered_until_the_policy_changes(self, cart, monkeypatch):
         asked = []
         monkeypatch.setattr(
-            "whence.viewer.causes.build_causes",
+            "whence.page.server.causes.build_causes",
             lambda run, number, record, **_: asked.append(record) or {"n": len(asked)},
         )
         finder, explored = CauseFinder(), ExploredRun(cart.path)
@@ -631,7 +631,9 @@ class TestServed:
         assert finder.find(explored, 1, 3, "similar")["n"] == 3
         monkeypatch.setattr(RunDirectory, "policies", lambda self: [1, 2])
         assert finder.find(explored, 1, 3, "influence")["n"] == 4
-        monkeypatch.setattr("whence.viewer.causes.stamp_file", lambda file: file.name)  # a run that was trained anew
+        monkeypatch.setattr(
+            "whence.page.server.causes.stamp_file", lambda file: file.name
+        )  # a run that was trained anew
         assert [finder.find(explored, 1, 3, "influence")["n"] for _ in range(2)] == [5, 5]
 
     def test_a_later_question_ends_the_one_before(self, cart, monkeypatch):
@@ -644,7 +646,7 @@ class TestServed:
             go_on()
             return {"record": record}
 
-        monkeypatch.setattr("whence.viewer.causes.build_causes", build)
+        monkeypatch.setattr("whence.page.server.causes.build_causes", build)
         finder, explored = CauseFinder(), ExploredRun(cart.path)
 
         def ask(record):

@@ -22,7 +22,7 @@ from whence.diagnosis.agreement import (
     partial_spearman,
 )
 from whence.diagnosis.grid_map import map_extremes
-from whence.report.explorer import ExploredRun, build_round
+from whence.page.explorer import ExploredRun, build_round
 from whence.runs import RunDirectory
 from whence.sb3.episode_replay import play_again, read_episode
 

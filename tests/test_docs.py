@@ -185,7 +185,7 @@ def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch
             sys.modules[f"whence.experiments.{module}"], "run_all_on_ray", lambda *jobs: closing(run_one_by_one(*jobs))
         )
     # The page is served until Ctrl-C.
-    monkeypatch.setattr("whence.viewer.serve", lambda runs, *, on_start, **settings: on_start("http://127.0.0.1/"))
+    monkeypatch.setattr("whence.page.server.serve", lambda runs, *, on_start, **settings: on_start("http://127.0.0.1/"))
     monkeypatch.setattr("webbrowser.open", lambda url: None)
     for name, file in sweep_files(page):
         small = re.sub(r"^(rounds = 20|hyperparameters).*\n", "", file, flags=re.MULTILINE)

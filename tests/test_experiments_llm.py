@@ -31,7 +31,7 @@ from whence.llm.lab import check
 from whence.llm.lab.arithmetic import SIZES
 from whence.llm.lab.model import make_character_tokenizer
 from whence.llm.lab.model import make_model as make_lab_model
-from whence.report import write_run_report
+from whence.page import write_run_report
 from whence.runs import RunDirectory
 from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop
 

@@ -11,12 +11,20 @@ import pytest
 
 from whence.errors import RunDirectoryError, WhenceError
 from whence.influence import is_significant
-from whence.report import write_run_report
-from whence.report.explorer import ExploredRun, build_detail, build_round, describe_runs, file, query_records, responses
-from whence.report.explorer import detail as details
-from whence.report.explorer.frames import BEFORE, WIDTH, choose_steps, encode_frames
-from whence.report.explorer.rounds import ROWS, build_strip, changes_of, order_strip
-from whence.report.explorer.trust import describe_trust
+from whence.page import write_run_report
+from whence.page.explorer import (
+    ExploredRun,
+    build_detail,
+    build_round,
+    describe_runs,
+    embedding,
+    query_records,
+    responses,
+)
+from whence.page.explorer import detail as details
+from whence.page.explorer.frames import BEFORE, WIDTH, choose_steps, encode_frames
+from whence.page.explorer.rounds import ROWS, build_strip, changes_of, order_strip
+from whence.page.explorer.trust import describe_trust
 from whence.runs import RunDirectory
 from whence.sb3.episode_replay import EpisodeReplay
 
@@ -129,7 +137,7 @@ class TestResponses:
 
     def test_a_file_holds_each_response_once(self, tmp_path):
         run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "rounds": 1, "seed": 0})
-        ((_, text),) = file.embed_rounds([run], [[1]])
+        ((_, text),) = embedding.embed_rounds([run], [[1]])
         content = json.loads(gzip.decompress(base64.b64decode(text)))
         assert set(content["details"]) == {"0", "1", "2", "3"}
         assert "group" not in content["details"]["1"]
@@ -193,7 +201,7 @@ class TestRound:
             calls.append(number)
             raise WhenceError("no such environment")
 
-        monkeypatch.setattr("whence.report.explorer.parts.compare_policies", refuse)
+        monkeypatch.setattr("whence.page.explorer.parts.compare_policies", refuse)
         for _ in range(2):
             with pytest.raises(RunDirectoryError, match=r"^no such environment$"):
                 changes_of(lake, 1)
@@ -205,7 +213,7 @@ class TestRound:
             {"record_id": [4, 8, 9], **numbers, "before": [[0.5, 0.5]] * 3, "after": [[0.9, 0.1]] * 3}
         )
         monkeypatch.setattr(
-            "whence.report.explorer.parts.compare_policies", lambda run, number, env: changes.sort("record_id")
+            "whence.page.explorer.parts.compare_policies", lambda run, number, env: changes.sort("record_id")
         )
         assert [change["record"] for change in build_round(lake, 1)["changed"]] == [4, 9]
 
@@ -224,7 +232,7 @@ class TestRound:
         plain(query_records(run, 1))
 
     def test_a_large_round_shows_the_episodes_of_its_moments(self, monkeypatch):
-        monkeypatch.setattr("whence.report.explorer.rounds.STRIP", 20)
+        monkeypatch.setattr("whence.page.explorer.rounds.STRIP", 20)
         from whence.moments import find_moments
 
         table = table_of()
@@ -388,8 +396,8 @@ class TestFrames:
             asked.append((episode, sorted(frames)))
             return make_replay(frames)
 
-        monkeypatch.setattr("whence.report.explorer.parts.replay_episode", replay)
-        (embedded,) = file.embed_rounds([lake], [[1]])
+        monkeypatch.setattr("whence.page.explorer.parts.replay_episode", replay)
+        (embedded,) = embedding.embed_rounds([lake], [[1]])
         assert [episode for episode, _ in asked] == [1, 3]
         content = json.loads(gzip.decompress(base64.b64decode(embedded.text)))
         framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["framed"]]
@@ -419,9 +427,9 @@ class TestFrames:
             noise = {step: generator.integers(0, 255, (90, 600, 3), dtype=np.uint8) for step in frames}
             return replace(make_replay(frames), frames=noise)
 
-        monkeypatch.setattr("whence.report.explorer.parts.replay_episode", replay)
-        (large,) = file.embed_rounds([lake], [[1]])
-        (small,) = file.embed_rounds([lake], [[1]], budget=1000)
+        monkeypatch.setattr("whence.page.explorer.parts.replay_episode", replay)
+        (large,) = embedding.embed_rounds([lake], [[1]])
+        (small,) = embedding.embed_rounds([lake], [[1]], budget=1000)
         assert len(small.text) < 0.5 * len(large.text)
 
 

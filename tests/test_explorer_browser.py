@@ -156,7 +156,7 @@ class TestRounds:
 
     def test_figures_wait_until_the_round_is_shown(self, browser, files, tmp_path):  # noqa: F811
         figures = {"figures": [("Returns", "Over rounds")], "figures_json": pages.embed([{"data": [], "layout": {}}])}
-        figures |= {"figures_js": Markup((pages.REPORT / "figures.js").read_text()), "plotly": ""}
+        figures |= {"figures_js": Markup((pages.ASSETS / "figures.js").read_text()), "plotly": ""}
         path = write_file(tmp_path / "figures.html", make_page(rounds=1), {"round-0-1": make_round(1)}, **figures)
         watch = """
             window.order = [];

@@ -24,7 +24,7 @@ from whence.errors import InvalidInfluence
 from whence.experiments import load_recording, load_round
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.influence import Provenance
-from whence.report.figures import interventions_box
+from whence.page.figures import interventions_box
 from whence.sb3 import model_objective
 from whence.sb3 import replay_round as replay_sb3
 from whence.sb3.state import load_tensors

@@ -9,8 +9,8 @@ from whence import WhenceError
 from whence.llm import answers
 from whence.llm.answers import answer_prompts
 from whence.llm.prompts import read_prompts
-from whence.report.answers import compare_answers, read_answers
-from whence.report.page import write_run_report
+from whence.page.answers import compare_answers, read_answers
+from whence.page.html import write_run_report
 from whence.runs import RunDirectory
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"

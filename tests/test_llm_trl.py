@@ -43,7 +43,7 @@ from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.llm.trl_checkpoints import find_checkpoint, seal_checkpoint
 from whence.llm.trl_run import RunWriter, join_messages
 from whence.llm.trl_settings import check_selectable
-from whence.report import write_run_report
+from whence.page import write_run_report
 from whence.runs import RunDirectory
 from whence.selection import Progress
 

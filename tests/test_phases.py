@@ -32,8 +32,8 @@ from whence.diagnosis.similarity import (
     permute_roughness,
 )
 from whence.experiments import configure, load_round, run
-from whence.report.explorer import ExploredRun
-from whence.report.page import list_figures, render_runs
+from whence.page.explorer import ExploredRun
+from whence.page.html import list_figures, render_runs
 from whence.sb3 import InfluenceCallback, model_objective
 
 

@@ -15,10 +15,10 @@ from whence.experiments.rl.arms import Arm
 from whence.experiments.rl.training import run
 from whence.guards import preserve_rng_state
 from whence.metrics import Curve, summarise
-from whence.report import write_report, write_run_report
-from whence.report.explorer.columns import LONGEST, STEPS, short_text
-from whence.report.explorer.file import COMPARED_ROUNDS, spread
-from whence.report.figures import (
+from whence.page import write_report, write_run_report
+from whence.page.explorer.columns import LONGEST, STEPS, short_text
+from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
+from whence.page.figures import (
     COLOURS,
     approximate_kl,
     arm_colours,
@@ -29,10 +29,10 @@ from whence.report.figures import (
     policy_entropy,
     seconds_by_stage,
 )
-from whence.report.markdown import KEY
-from whence.report.page import describe_comparison, describe_run, embed
-from whence.report.summary import COMPARISON_DEFINITIONS, METRICS, READING, cell, format_seeds, make_summary
-from whence.report.verdict import choose_effect, count_needed_seeds, give_verdict
+from whence.page.html import describe_comparison, describe_run, embed
+from whence.page.summary import COMPARISON_DEFINITIONS, METRICS, READING, cell, format_seeds, make_summary
+from whence.page.sweep_tables import KEY
+from whence.page.verdict import choose_effect, count_needed_seeds, give_verdict
 from whence.runs import RunDirectory
 
 COLUMNS = [column.key for column in STEPS]
@@ -363,7 +363,7 @@ class TestPage:
         comparison = by_hand(tmp_path / "runs")
         write_report(comparison, tmp_path / "report.html")
         before = (tmp_path / "report.html").read_bytes()
-        monkeypatch.setattr("whence.report.page.get_plotlyjs", lambda: 1 / 0)
+        monkeypatch.setattr("whence.page.html.get_plotlyjs", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write_report(comparison, tmp_path / "report.html")
         assert (tmp_path / "report.html").read_bytes() == before

@@ -29,9 +29,9 @@ from whence.experiments.llm.rebuilding import rebuild_round
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rl.stored import load_model as load_agent
 from whence.guards import write_atomically
-from whence.report import write_run_report
-from whence.report.explorer import ExploredRun
-from whence.viewer import make_app
+from whence.page import write_run_report
+from whence.page.explorer import ExploredRun
+from whence.page.server import make_app
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
 

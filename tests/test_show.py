@@ -25,8 +25,8 @@ from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
 from whence.influence import is_significant
 from whence.moments import find_moment, find_moments
-from whence.report.moment_view import MomentView, choose_frames, read_window
-from whence.report.stills import _make_headline, check_picture_name, draw_moment
+from whence.page.moment_view import MomentView, choose_frames, read_window
+from whence.page.pictures.moment_picture import _make_headline, check_picture_name, draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
 
 

@@ -16,8 +16,8 @@ from whence.experiments import RunConfig, load_sweep, summarise_sweep
 from whence.experiments.rl.curves import KeptRun, make_curve
 from whence.experiments.rl.presets import presets
 from whence.experiments.sweepfile import Planned
-from whence.report import write_tables
-from whence.report.figures import COLOURS, arm_colours, learning_curves
+from whence.page import write_tables
+from whence.page.figures import COLOURS, arm_colours, learning_curves
 
 LAKE = RunConfig(env="FrozenLake-v1", arm="ppo", seed=0, rounds=4, eval_episodes=20)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -10,10 +10,10 @@ import pytest
 
 from test_explorer import HOSTILE, run_of, table_of
 from whence.errors import WhenceError
-from whence.report.explorer import ExploredRun
-from whence.viewer.guard import check_loopback, split_host
-from whence.viewer.measuring import SUPERSEDED, Measurer, measure_question
-from whence.viewer.server import serve
+from whence.page.explorer import ExploredRun
+from whence.page.server.loopback import check_loopback, split_host
+from whence.page.server.measuring import SUPERSEDED, Measurer, measure_question
+from whence.page.server.serving import serve
 
 
 class Server:
@@ -116,7 +116,7 @@ class TestRoutes:
 
     def test_a_failure_is_a_sentence(self, path, monkeypatch):
         live = Server([run_of(path / "failing")])
-        monkeypatch.setattr("whence.viewer.app.build_round", lambda run, number: 1 / 0)
+        monkeypatch.setattr("whence.page.server.routes.build_round", lambda run, number: 1 / 0)
         assert live.status("/api/runs/0/rounds/1") == 503
         assert live.status("/api/page") == 200
 
@@ -169,7 +169,7 @@ class TestRoutes:
                 newest.value += step == 3
             return 1.0, 0.5
 
-        monkeypatch.setattr("whence.report.explorer.parts.estimate_advantage", estimate)
+        monkeypatch.setattr("whence.page.explorer.parts.estimate_advantage", estimate)
         assert measure_question(str(path / "lake"), 1, 3, None, 4, 1, newest) == ("refused", SUPERSEDED)
         assert steps == [0, 1, 2, 3]
         assert measure_question(str(path / "lake"), 1, 3, None, 4, 3, SimpleNamespace(value=3)) == (

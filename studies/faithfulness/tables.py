@@ -23,7 +23,7 @@ from studies.faithfulness.selection_tables import compared, gain_means, gain_sec
 from studies.markdown import cell, nested, table
 from studies.stored import ROUND, read_datamodels, read_rounds
 from whence.guards import write_atomically
-from whence.report.figures import COLOURS, interventions_box
+from whence.page.figures import COLOURS, interventions_box
 
 PHASES = ("early", "middle", "late")
 SCORES = (

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.report.figures import learning_curves
+from whence.page.figures import learning_curves
 
 
 def main(

@@ -18,7 +18,7 @@ from studies.reliability import language as kills_language
 from whence import IIF
 from whence.experiments import configure, run
 from whence.experiments.rl.research_callback import ResearchCallback
-from whence.report import write_run_report
+from whence.page import write_run_report
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import list_checkpoints, read_latest
 from whence.sb3 import InfluenceCallback

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from whence.diagnosis.causes import RankedMoment
     from whence.diagnosis.decisions import PlayedEpisode
-    from whence.report.cause_view import CauseView
+    from whence.page.cause_view import CauseView
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def print_causes(view: "CauseView") -> None:
     """Print what taught a decision: two sentences, the strip over rounds, and the moments."""
-    from whence.report.cause_view import tell_causes, tell_decision
+    from whence.page.cause_view import tell_causes, tell_decision
 
     print_line(make_printable(tell_decision(view.decision)))
     print_line(make_printable(tell_causes(view)))
@@ -81,7 +81,7 @@ def _make_moment_table(entries: Sequence["RankedMoment"], verb: str, labels: Seq
 
 def describe_causes(view: "CauseView", by: str) -> dict[str, Any]:
     """Return what taught a decision in JSON types."""
-    from whence.report.cause_view import describe_decision, tell_causes, tell_decision
+    from whence.page.cause_view import describe_decision, tell_causes, tell_decision
 
     moments = {
         name: [{"round": entry.round, **describe_moment(entry.moment, view.action_labels)} for entry in entries]

@@ -117,7 +117,7 @@ def _choose_rounds(run: RunDirectory, text: str | None) -> list[int]:
 
 def _find_labels(run: RunDirectory, env: str | None) -> list[str] | None:
     from whence.experiments.rl.labels import action_labels
-    from whence.report.moment_view import find_env
+    from whence.page.moment_view import find_env
 
     return action_labels(find_env(run, env))
 
@@ -133,8 +133,8 @@ def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: s
         return
     from whence.diagnosis.advantages import read_scored_round
     from whence.diagnosis.grid_map import map_extremes
-    from whence.report.advantage_pictures import JudgedRound, draw_judgements
-    from whence.report.moment_view import find_env
+    from whence.page.moment_view import find_env
+    from whence.page.pictures.judgement_picture import JudgedRound, draw_judgements
 
     rounds = []
     for each in judgements:

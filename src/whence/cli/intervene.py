@@ -28,8 +28,8 @@ from whence.experiments.rl.labels import state_names
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.guards import write_atomically
 from whence.influence import Influence
-from whence.report.figures import interventions_box
-from whence.report.pictures import write_svg
+from whence.page.figures import interventions_box
+from whence.page.sweep_pictures import write_svg
 from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
 from whence.runs import RunDirectory
 from whence.runs.files import check_links

@@ -12,7 +12,7 @@ from whence.cli.console import console, make_printable, make_table, print_line
 from whence.moments import Moment, name_action
 
 if TYPE_CHECKING:
-    from whence.report.moment_view import MomentView
+    from whence.page.moment_view import MomentView
 
 NEAR = 4
 """Steps before and after a moment's face that the terminal shows."""

@@ -60,7 +60,7 @@ def phases(
     from whence.diagnosis.phase_summary import summarise_history, write_history
     from whence.diagnosis.phases import trace_phases
     from whence.experiments.rl.labels import action_labels
-    from whence.report.moment_view import find_env
+    from whence.page.moment_view import find_env
 
     if out is not None and out.suffix.lower() != ".png":
         raise WhenceError(f"--out is {out}; its name has to end in .png.")
@@ -114,7 +114,7 @@ def _read_behaviours(
 def _draw(run: "RunDirectory", contents: Sequence[dict[str, Any]], out: Path, env: str | None) -> list[Path]:
     """Draw a picture of each history: OUT, OUT-2 and so on."""
     from whence.cli.console import errors
-    from whence.report.phase_picture import draw_picture
+    from whence.page.pictures.phase_picture import draw_picture
 
     paths = [out if place == 1 else out.with_stem(f"{out.stem}-{place}") for place in range(1, len(contents) + 1)]
     with errors.status("Playing the moments again …"):

@@ -11,9 +11,9 @@ from whence.cli.console import print_json, print_line
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
-from whence.report import write_report, write_run_report
-from whence.report.explorer import ExploredRun
-from whence.report.page import describe_comparison, describe_run
+from whence.page import write_report, write_run_report
+from whence.page.explorer import ExploredRun
+from whence.page.html import describe_comparison, describe_run
 from whence.runs.contents import find_content
 
 

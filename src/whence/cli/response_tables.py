@@ -50,7 +50,7 @@ class ResponseCauses:
     @property
     def text(self) -> str:
         """What was found, in sentences."""
-        from whence.report.cause_view import format_probability, tell_rounds
+        from whence.page.cause_view import format_probability, tell_rounds
 
         what = f"“{shorten(self.response)}” after “{shorten(self.prompt)}”"
         if self.before is not None and self.after is not None:

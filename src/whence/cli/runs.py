@@ -13,8 +13,8 @@ from whence.errors import WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.kinds import AnyConfig
 from whence.experiments.shared import OnRound
-from whence.report import write_report, write_run_report
-from whence.report.explorer.file import COMPARED_ROUNDS, spread
+from whence.page import write_report, write_run_report
+from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
 from whence.runs import RunDirectory
 
 

@@ -86,7 +86,7 @@ def _check_options(
     if continuations == 1:
         raise WhenceError("--continuations is 1; an error needs at least 2, and 0 measures nothing.")
     if out is not None:
-        from whence.report.stills import check_picture_name
+        from whence.page.pictures.moment_picture import check_picture_name
 
         check_picture_name(out)
 
@@ -113,7 +113,7 @@ def _read_scored(run: RunDirectory, number: int, env: str | None) -> pl.DataFram
     records = run.round("records", number)
     if "score" in records.columns or run.config.get("kind") == "language":
         return records
-    from whence.report.explorer.run import ExploredRun
+    from whence.page.explorer.explored_run import ExploredRun
 
     with errors.status("Scoring the round …"):
         round = ExploredRun(run, env=env).round(number)
@@ -154,7 +154,7 @@ class _Options:
 def _show_step(run: RunDirectory, number: int, records: pl.DataFrame, moments: list[Moment], options: _Options) -> None:
     """Show the first of some moments of an agent's run."""
     from whence.experiments.rl.labels import action_labels, state_names
-    from whence.report.moment_view import choose_frames, find_env, gather_moment, read_changes, read_window
+    from whence.page.moment_view import choose_frames, find_env, gather_moment, read_changes, read_window
 
     out = options.out
     name = find_env(run, options.env)
@@ -177,7 +177,7 @@ def _show_step(run: RunDirectory, number: int, records: pl.DataFrame, moments: l
         )
         groups = group_scores(records, options.by, labels=labels, names=state_names(name))
         if out is not None:
-            from whence.report.stills import draw_moment
+            from whence.page.pictures.moment_picture import draw_moment
 
             draw_moment(view, out)
     rows = [] if changes.table is None or not options.changed else changes.table.head(10).to_dicts()

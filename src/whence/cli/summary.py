@@ -8,7 +8,7 @@ from rich.table import Table
 
 from whence.cli.console import console, make_printable, print_line
 from whence.experiments import Comparison
-from whence.report.summary import READING, make_summary
+from whence.page.summary import READING, make_summary
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -8,7 +8,7 @@ import typer
 from whence import experiments
 from whence.cli.console import console, make_printable, print_json, print_line
 from whence.cli.options import AsJson
-from whence.report import write_tables
+from whence.page import write_tables
 
 
 def table(

@@ -10,7 +10,7 @@ from whence.cli.console import print_line
 from whence.cli.options import ReplayEnv
 from whence.cli.report import find_runs
 from whence.errors import WhenceError
-from whence.report.explorer.detail import CONTINUATIONS
+from whence.page.explorer.detail import CONTINUATIONS
 
 
 def view(
@@ -34,7 +34,7 @@ def view(
     Example: whence view runs/lander
     """
     try:
-        from whence.viewer import serve
+        from whence.page.server import serve
     except ModuleNotFoundError as missing:
         raise WhenceError(f"whence view needs {missing.name}. Install whence[cli].") from None
 

@@ -14,7 +14,7 @@ from whence.errors import WhenceError, suggest
 from whence.runs import RunDirectory
 
 if TYPE_CHECKING:
-    from whence.report.cause_view import CauseView, Decision
+    from whence.page.cause_view import CauseView, Decision
     from whence.targets import Action
 
 LISTED, DRAWN = 40, 24
@@ -81,7 +81,7 @@ def why(
         target, decision = _read_decision(directory, question, with_frame=out is not None)
     view = _find(directory, target, decision, by=by, top=top, env=env, with_frames=out is not None)
     if out is not None:
-        from whence.report.cause_stills import draw_causes
+        from whence.page.pictures.cause_picture import draw_causes
 
         draw_causes(view, out)
     if json:
@@ -139,7 +139,7 @@ def _check_options(question: _Question, by: str, out: Path | None) -> None:
         raise WhenceError("A decision needs both --observation and --action, as JSON.")
     if question.play and question.step is not None:
         raise WhenceError("--play lists the steps to choose from; leave it out to ask about --step.")
-    from whence.report.cause_view import BY
+    from whence.page.cause_view import BY
 
     if by not in BY:
         raise WhenceError(f"--by is {by!r}.{suggest(by, BY)}")
@@ -157,7 +157,7 @@ def _read_decision(run: RunDirectory, question: _Question, *, with_frame: bool) 
 
 def _read_step(run: RunDirectory, question: _Question, *, with_frame: bool) -> tuple["Action", "Decision"]:
     from whence.diagnosis.decisions import play_episode
-    from whence.report.cause_view import Decision
+    from whence.page.cause_view import Decision
 
     episode = play_episode(run, **question.settings)
     step = episode.choose_step() if question.step is None else question.step
@@ -180,7 +180,7 @@ def _read_record(run: RunDirectory, record: int, env: str | None, *, with_frame:
     from whence.diagnosis.causes import RankedMoment
     from whence.diagnosis.decisions import read_record
     from whence.moments import find_moment
-    from whence.report.cause_view import place_record, replay_faces
+    from whence.page.cause_view import place_record, replay_faces
 
     number = find_round(run, None, record, None)
     target = read_record(run, number, record, env=env)
@@ -204,7 +204,7 @@ def _parse_decision(run: RunDirectory, question: _Question) -> tuple["Action", "
 
 def _compare(run: RunDirectory, target: "Action", place: str, env: str | None, frame: Any) -> "Decision":
     from whence.diagnosis.decisions import compare_log_probs
-    from whence.report.cause_view import Decision
+    from whence.page.cause_view import Decision
 
     before, after, is_discrete = compare_log_probs(run, target, env=env)
     return Decision(_name_action(run, env, target), place, before, after, is_discrete, frame)
@@ -222,7 +222,7 @@ def _name_action(run: RunDirectory, env: str | None, target: "Action") -> str:
 
 def _read_labels(run: RunDirectory, env: str | None) -> list[str] | None:
     from whence.experiments.rl.labels import action_labels
-    from whence.report.moment_view import find_env
+    from whence.page.moment_view import find_env
 
     return action_labels(find_env(run, env))
 
@@ -241,9 +241,9 @@ def _find(
     from dataclasses import replace
 
     from whence.diagnosis import find_causes
-    from whence.report.cause_stills import SHOWN
-    from whence.report.cause_view import BY, gather_causes, replay_faces
-    from whence.report.moment_view import find_env
+    from whence.page.cause_view import BY, gather_causes, replay_faces
+    from whence.page.moment_view import find_env
+    from whence.page.pictures.cause_picture import SHOWN
 
     pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}
     with RoundBar("rounds", "scoring") as bar:
@@ -267,7 +267,7 @@ def _play(run: RunDirectory, question: _Question, out: Path | None, *, json: boo
     chosen = episode.choose_step()
     rows = list_steps(episode, _read_labels(run, question.env))
     if out is not None:
-        from whence.report.cause_stills import draw_sheet
+        from whence.page.pictures.cause_picture import draw_sheet
 
         steps = spread_steps(len(episode), DRAWN, chosen)
         frames = play_episode(run, **question.settings, frames=steps, longest=max(steps) + 1).frames

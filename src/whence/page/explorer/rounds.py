@@ -1,0 +1,281 @@
+"""A round as the page shows it: strip, moments, groups, what changed, and how far to trust it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from whence.errors import RunDirectoryError, WhenceError, first_line
+from whence.influence import is_significant
+from whence.moments import Moment, find_moments, group_scores, read_axes
+from whence.page.explorer import opening, parts
+from whence.page.explorer.columns import (
+    Labels,
+    list_columns,
+    make_row,
+    name_action,
+    round_number,
+    round_numbers,
+    short_text,
+)
+from whence.page.explorer.explored_run import ExploredRun, Round
+from whence.page.explorer.responses import EXCERPT
+from whence.page.explorer.trust import describe_trust
+
+MOMENTS = 100
+"""Moments at either end of a round that a page lists at most."""
+
+CHANGES = 30
+"""States that a page lists at most, of those whose policy a round changed the most."""
+
+ROWS = 250
+"""Rows of a round's grid in the offline file at most."""
+
+STRIP = 50_000
+"""Records up to which the strip shows the whole round; of larger rounds it shows the moments' episodes."""
+
+GROUPINGS = ("action", "region", "reward", "episode")
+
+
+def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int = MOMENTS) -> dict[str, Any]:
+    """Return a round in JSON types, as the page's contract has it.
+
+    Args:
+        run: the run.
+        number: the round.
+        rows: whether the grid's rows of the moments' records are included; the server is asked for them instead.
+        most: the most moments at either end.
+
+    Raises:
+        RunDirectoryError: the round is not there. A damaged round is a round without records, and a note.
+    """
+    records = run.round(number)
+    table, notes = records.table, [*records.notes]
+    worst, best = (list_moments(records, notes, lowest=lowest, most=most) for lowest in (True, False))
+    shown = order_strip(table, [*worst, *best])
+    if len(shown) < len(table):
+        notes.append(f"The strip shows {len(shown):,} of {len(table):,} records: the episodes of the listed moments.")
+    labels = run.labels()
+    texts = _list_excerpts(table, [*worst, *best]) if run.is_language else {}
+    trust = opening.attempt(lambda: describe_trust(run.directory, number, table), notes, "Trust is not known", [])
+    return {
+        "round": number,
+        "records": len(table),
+        "scored": records.scored,
+        "trust": trust,
+        "strip": build_strip(shown),
+        "worst": [describe_moment(moment, labels, texts) for moment in worst],
+        "best": [describe_moment(moment, labels, texts) for moment in best],
+        "groups": _build_groups(run, records),
+        "map": _build_map(run, records, notes),
+        "changed": [] if run.is_language or table.is_empty() else _build_changes(run, records, notes),
+        "rows": _make_rows(run, table, [*worst, *best]) if rows else None,
+        "notes": notes,
+    }
+
+
+def list_moments(records: Round, notes: list[str], *, lowest: bool, most: int = MOMENTS) -> list[Moment]:
+    """Return the moments at one end of a round; none if nothing was scored or a column is not what it should be."""
+    if not records.scored or records.table.is_empty():
+        return []
+    moments: list[Moment] = opening.attempt(
+        lambda: find_moments(records.table, lowest=lowest, most=most), notes, "Moments cannot be listed", []
+    )
+    return moments
+
+
+def describe_moment(moment: Moment, labels: Labels, texts: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Return a moment in JSON types; whether it has frames is for the caller to say.
+
+    Args:
+        moment: the moment.
+        labels: names of discrete actions.
+        texts: of a language model's run, beginnings of responses by record.
+    """
+    numbers = {name: round_number(getattr(moment, name)) for name in ("score", "error", "total", "advantage", "value")}
+    return {
+        "record": moment.record_id,
+        "episode": moment.episode_id,
+        "env": moment.env_index,
+        "step": moment.step,
+        "first_step": moment.first_step,
+        "last_step": moment.last_step,
+        "records": moment.records,
+        "dropped": moment.dropped,
+        **numbers,
+        "return": round_number(moment.return_),
+        "reward": round_number(moment.reward),
+        "action": name_action(moment.action, labels) or "–",
+        "significant": is_significant(moment.score, moment.error),
+        "framed": False,
+        "thumb": None,
+        "text": (texts or {}).get(moment.record_id),
+    }
+
+
+def _list_excerpts(table: pl.DataFrame, moments: Sequence[Moment]) -> dict[int, str]:
+    """Return the beginnings of the moments' responses, by record."""
+    if "response" not in table.columns:
+        return {}
+    rows = table.filter(pl.col("record_id").is_in([moment.record_id for moment in moments]))
+    pairs = rows.select("record_id", pl.col("response").str.slice(0, EXCERPT + 1)).iter_rows()
+    return {record: short_text(text or "", EXCERPT) for record, text in pairs}
+
+
+def order_strip(table: pl.DataFrame, moments: Sequence[Moment] = ()) -> pl.DataFrame:
+    """Return the records of the strip in time order, episode after episode.
+
+    Args:
+        table: a round's records.
+        moments: of a round of more than `STRIP` records, only these moments' episodes are taken.
+    """
+    keys = [name for name in ("env_index", "episode_id", "step") if name in table.columns]
+    if len(table) > STRIP:
+        episodes = {moment.episode_id for moment in moments if moment.episode_id is not None}
+        if "episode_id" in keys and episodes:
+            table = table.filter(pl.col("episode_id").is_in(list(episodes)))
+        table = table.head(STRIP)
+    return table.sort(*keys, "record_id", nulls_last=True) if keys else table.sort("record_id")
+
+
+def build_strip(table: pl.DataFrame, digits: int = 6) -> dict[str, Any]:
+    """Return the strip of records in the order of `order_strip`, as arrays."""
+    episodes: list[dict[str, Any]] = []
+    n = len(table)
+    if n:
+        ids = _integers(table, "episode_id")
+        envs, steps = _integers(table, "env_index"), _integers(table, "step")
+        starts = np.flatnonzero(np.r_[True, (ids[1:] != ids[:-1]) | (envs[1:] != envs[:-1])])
+        rewards = table["reward"].to_numpy() if "reward" in table.columns else None
+        for start, end in zip(starts, [*starts[1:], n], strict=True):
+            with np.errstate(invalid="ignore", over="ignore"):
+                total = None if rewards is None else round_number(float(np.sum(rewards[start:end])))
+            episodes.append(
+                {
+                    **{"id": _known(ids[start]), "env": _known(envs[start]), "start": int(start)},
+                    **{"length": int(end - start), "first_step": _known(steps[start]), "return": total},
+                }
+            )
+    dropped = [0] * n if "keep" not in table.columns else [int(keep is False) for keep in table["keep"].to_list()]
+    scores = round_numbers(table["score"].to_list(), digits) if "score" in table.columns else [None] * n
+    return {"episodes": episodes, "record_ids": table["record_id"].to_list(), "scores": scores, "dropped": dropped}
+
+
+def changes_of(run: ExploredRun, number: int) -> pl.DataFrame:
+    """Return what a round changed in the policy, a row for each record; see `compare_policies`.
+
+    Raises:
+        WhenceError: the policies are not there or cannot be built again.
+    """
+    files = [run.directory.policy_path(each) for each in (number, number + 1)]
+    table: pl.DataFrame | str = run.remember(("changes", number), files, lambda: _compare_or_refuse(run, number))
+    if isinstance(table, str):
+        raise RunDirectoryError(table)
+    return table
+
+
+def _compare_or_refuse(run: ExploredRun, number: int) -> pl.DataFrame | str:
+    """Return what a round changed, or why that is not known, to be remembered: each record's details need it."""
+    try:
+        return parts.compare_policies(run.directory, number, env=run.env)
+    except WhenceError as refusal:
+        return str(refusal)
+
+
+def _build_groups(run: ExploredRun, records: Round) -> dict[str, list[dict[str, Any]]]:
+    if not records.scored or run.is_language or records.table.is_empty():
+        return {}
+    groups = {}
+    for by in GROUPINGS:
+        rows = _build_group(records.table, by, run.labels(), run.state_names())
+        if rows:
+            groups[by] = rows
+    return groups
+
+
+def _build_group(table: pl.DataFrame, by: Any, labels: Labels, names: Labels) -> list[dict[str, Any]]:
+    try:
+        fitting = names if names is not None and len(names) == len(read_axes(table)) else None
+        rows = group_scores(table, by, labels=labels, names=fitting).to_dicts()
+    except (WhenceError, *opening.FOREIGN):
+        return []  # the records have no column to group by
+    numbers = ("mean", "error", "share_negative", "dropped_share")
+    return [
+        {"group": str(row["group"]), "records": int(row["records"])}
+        | {name: round_number(row.get(name)) for name in numbers}
+        for row in rows
+    ]
+
+
+def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, Any] | None:
+    """Return the round's most harmful and helpful records on the map of a grid world; None elsewhere."""
+    if run.is_language or not records.scored or records.table.is_empty():
+        return None
+    number = records.number
+    files = [run.directory.round_path("records", number), run.directory.policy_path(number)]
+    try:
+        if not run.remember("grid", (), lambda: parts.has_map(run.directory, run.env)):
+            return None
+        grid: dict[str, Any] | None = run.remember(
+            ("map", number), files, lambda: parts.map_round(run.directory, number, records.table, run.env)
+        )
+        return grid
+    except (WhenceError, *opening.FOREIGN) as refusal:
+        notes.append(f"The map of this round is not known: {first_line(refusal)}")
+        return None
+
+
+def _build_changes(run: ExploredRun, records: Round, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        numbers = pl.col("divergence", "value_before", "value_after").round_sig_figs(4)
+        # Many records may be of one state: it is listed once, by the first of them.
+        changes = changes_of(run, records.number).unique(numbers, keep="first", maintain_order=True).head(CHANGES)
+        facts = records.table.select([n for n in ("record_id", "step", "action") if n in records.table.columns])
+        rows = changes.join(facts, on="record_id", how="left", maintain_order="left").to_dicts()
+        return [_describe_change(row, run.labels()) for row in rows]
+    except (WhenceError, *opening.FOREIGN) as refusal:
+        notes.append(f"What this round changed in the policy is not known: {first_line(refusal)}")
+        return []
+
+
+def _describe_change(row: dict[str, Any], labels: Labels) -> dict[str, Any]:
+    numbers = {name: round_number(row.get(name)) for name in ("divergence", "value_before", "value_after")}
+    known = {"record": row["record_id"], "step": row.get("step"), "action": name_action(row.get("action"), labels)}
+    return known | numbers | {"text": _describe_difference(row, labels)}
+
+
+def _describe_difference(row: dict[str, Any], labels: Labels, most: int = 4) -> str:
+    """Return the actions whose probabilities, or means, changed the most, before and after."""
+    before, after = (row.get(name) for name in ("before", "after"))
+    if before is None or after is None:
+        before, after = (row.get(name) for name in ("mean_before", "mean_after"))
+    if not before or not after:
+        return ""
+    order = sorted(range(len(before)), key=lambda k: -abs(after[k] - before[k]))[:most]
+    names = labels if labels and len(labels) == len(before) else [str(k) for k in range(len(before))]
+    return ", ".join(f"{names[k]} {_short(before[k])} → {_short(after[k])}" for k in order)
+
+
+def _short(number: float) -> str:
+    text = f"{number:.2f}"
+    return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
+
+
+def _make_rows(run: ExploredRun, table: pl.DataFrame, moments: Sequence[Moment]) -> list[list[Any]]:
+    """Return the grid's rows: the moments' faces, then the rest of their stretches, up to `ROWS`."""
+    faces = [moment.record_id for moment in moments]
+    others = [record for moment in moments for record in moment.record_ids]
+    ids = list(dict.fromkeys([*faces, *others]))[:ROWS] or table["record_id"].head(ROWS).to_list()
+    wanted = pl.DataFrame({"record_id": ids}, schema={"record_id": pl.Int64})
+    rows = wanted.join(table.unique("record_id", keep="first"), on="record_id", how="inner", maintain_order="left")
+    columns = list_columns(run.directory.config, table.columns)
+    return [make_row(row, columns, run.labels()) for row in rows.iter_rows(named=True)]
+
+
+def _integers(table: pl.DataFrame, name: str) -> Any:
+    return table[name].fill_null(-1).to_numpy() if name in table.columns else np.full(len(table), -1)
+
+
+def _known(number: Any) -> int | None:
+    return None if number < 0 else int(number)

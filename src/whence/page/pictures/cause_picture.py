@@ -1,0 +1,231 @@
+"""Pictures of what taught a decision, and of the steps of an episode to choose one from."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whence.diagnosis.causes import RankedMoment
+from whence.errors import WhenceError
+from whence.guards import write_atomically
+from whence.moments import name_action
+from whence.page.cause_view import SCORED, CauseView, tell_causes, tell_decision
+from whence.page.pictures.canvas import (
+    DPI,
+    GREY,
+    HARM,
+    HELP,
+    INK,
+    LINE,
+    WIDTH,
+    check_libraries,
+    keep_drawable,
+    render,
+    shorten,
+    wrap,
+    write_text,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = 5
+"""Moments at either end that a picture shows."""
+
+COLUMNS = 6
+"""Frames in a row of a sheet."""
+
+Frame = NDArray[np.uint8]
+
+
+def check_png_name(path: Path) -> None:
+    """Refuse a file name that does not end in .png.
+
+    Raises:
+        WhenceError: it does not.
+    """
+    if path.suffix.lower() != ".png":
+        raise WhenceError(f"--out is {path}; its name has to end in .png.")
+
+
+def draw_causes(view: CauseView, path: Path) -> None:
+    """Write a picture: the decision's frame, influence over rounds, and the top moments' frames.
+
+    Args:
+        view: what taught the decision; frames may be missing.
+        path: the file; its name ends in .png.
+
+    Raises:
+        WhenceError: the name ends otherwise.
+        Unsupported: Matplotlib or Pillow is not installed.
+    """
+    check_png_name(path)
+    check_libraries()
+    from matplotlib.figure import Figure
+
+    rows = [(name, entries) for name, entries in _list_rows(view) if entries]
+    tall = [_measure_row(view, entries) for _, entries in rows]
+    height = 4.75 + sum(tall)
+    figure = Figure(figsize=(WIDTH / DPI, height), dpi=DPI, facecolor="white")
+    top = _write_heading(figure, view, height)
+    left = 0.08
+    if view.decision.frame is not None:
+        _draw_frame(figure, view.decision.frame, (0.02, top - 2.35 / height, 0.25, 2.3 / height), INK)
+        left = 0.36
+    _draw_rounds(figure, view, (left, top - 2.3 / height, 0.98 - left, 2.1 / height))
+    top -= 2.95 / height
+    for (name, entries), size in zip(rows, tall, strict=True):
+        _draw_row(figure, view, name, entries, (top, size), height)
+        top -= size / height
+    _save(figure, path)
+
+
+def draw_sheet(frames: Mapping[int, Frame], captions: Mapping[int, str], chosen: int, heading: str, path: Path) -> None:
+    """Write a picture of an episode's frames, row by row, with the chosen step marked.
+
+    Args:
+        frames: pictures by step.
+        captions: what stands above each.
+        chosen: the step to mark.
+        heading: the first line.
+        path: the file; its name ends in .png.
+
+    Raises:
+        WhenceError: the name ends otherwise, or there are no frames.
+        Unsupported: Matplotlib or Pillow is not installed.
+    """
+    check_png_name(path)
+    check_libraries()
+    if not frames:
+        raise WhenceError(f"There are no frames to write into {path}: the environment draws none. Leave out --out.")
+    from matplotlib.figure import Figure
+
+    gap = 0.008
+    width = (0.96 - gap * (COLUMNS - 1)) / COLUMNS
+    rows, columns = next(iter(frames.values())).shape[:2]
+    tall = width * WIDTH / DPI * rows / columns
+    lines = -(-len(frames) // COLUMNS)
+    height = 0.6 + lines * (tall + 0.32)
+    figure = Figure(figsize=(WIDTH / DPI, height), dpi=DPI, facecolor="white")
+    write_text(figure, 0.02, 1 - 0.28 / height, shorten(heading, 110), 14, INK, weight="bold")
+    for place, step in enumerate(sorted(frames)):
+        line, column = divmod(place, COLUMNS)
+        bottom = 1 - (0.6 + (line + 1) * (tall + 0.32) - 0.05) / height
+        box = (0.02 + column * (width + gap), bottom, width, tall / height)
+        _draw_frame(figure, frames[step], box, HELP if step == chosen else LINE, captions.get(step, ""))
+    _save(figure, path)
+
+
+def _list_rows(view: CauseView) -> list[tuple[str, Sequence[RankedMoment]]]:
+    return [
+        ("These moments raised it most", view.raised[:SHOWN]),
+        ("These moments lowered it most", view.lowered[:SHOWN]),
+    ]
+
+
+def _write_heading(figure: "Figure", view: CauseView, height: float) -> float:
+    """Write the lines on top and return where they end."""
+    decision = wrap(f"What taught this? {tell_decision(view.decision)}", 96, 2)
+    lines = decision.count("\n") + 1
+    write_text(figure, 0.02, 1 - 0.2 / height, decision, 15, INK, weight="bold", vertical="top")
+    answer = wrap(tell_causes(view), 140, 2)
+    write_text(figure, 0.02, 1 - (0.3 + 0.3 * lines) / height, answer, 11.5, INK, vertical="top")
+    lines += answer.count("\n") + 1
+    scored = SCORED.get(view.method, view.method)
+    about = f"{view.env or view.run}; scored by {scored}" + (f". {view.frames_note}" if view.frames_note else "")
+    write_text(figure, 0.02, 1 - (0.35 + 0.27 * lines) / height, shorten(about, 170), 10.5, GREY, vertical="top")
+    return 1 - (0.75 + 0.27 * lines) / height
+
+
+def _draw_frame(
+    figure: "Figure", frame: Frame, box: tuple[float, float, float, float], colour: str, caption: str = ""
+) -> None:
+    axes = figure.add_axes(box)
+    axes.imshow(frame, aspect="equal", interpolation="antialiased")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set(color=colour, linewidth=1 if colour == LINE else 3)
+    if caption:
+        axes.set_title(keep_drawable(shorten(caption, 34)), fontsize=10, color=INK, pad=5, parse_math=False)
+
+
+def _draw_rounds(figure: "Figure", view: CauseView, box: tuple[float, float, float, float]) -> None:
+    """Draw what each round did: bars upwards for what raised the decision, downwards for what lowered it."""
+    axes = figure.add_axes(box)
+    numbers = view.rounds["round"].to_numpy()
+    axes.bar(numbers, view.rounds["raised"].to_numpy(), width=0.85, color=HELP, linewidth=0)
+    axes.bar(numbers, view.rounds["lowered"].to_numpy(), width=0.85, color=HARM, linewidth=0)
+    axes.axhline(0, color=INK, linewidth=0.8)
+    for entries, colour, up in ((view.raised[:SHOWN], HELP, 1), (view.lowered[:SHOWN], HARM, -1)):
+        rounds = sorted({entry.round for entry in entries})
+        y = 1.04 if up > 0 else 0.02
+        axes.plot(
+            rounds,
+            [y] * len(rounds),
+            transform=axes.get_xaxis_transform(),
+            marker="v" if up > 0 else "^",
+            color=colour,
+            linestyle="none",
+            clip_on=False,
+            markersize=6,
+        )
+    axes.set_xlim(numbers.min() - 0.7, numbers.max() + 0.7)
+    axes.set_xlabel("round   (▼ ▲: rounds of the moments below)", fontsize=10.5, color=INK, labelpad=8)
+    axes.set_ylabel("sum of scores", fontsize=10.5, color=INK)
+    axes.tick_params(labelsize=10, colors=INK)
+    axes.locator_params(axis="x", integer=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(LINE)
+    axes.margins(y=0.08)
+
+
+def _measure_row(view: CauseView, entries: Sequence[RankedMoment]) -> float:
+    """Return the height of a row of moments, in inches."""
+    shapes = [view.frames[entry.moment.record_id].shape for entry in entries if entry.moment.record_id in view.frames]
+    if not shapes:
+        return 1.1
+    return 1.05 + min(_WIDTH * WIDTH / DPI * float(shapes[0][0] / shapes[0][1]), 2.2)
+
+
+_GAP = 0.01
+_WIDTH = (0.96 - _GAP * (SHOWN - 1)) / SHOWN
+
+
+def _draw_row(
+    figure: "Figure",
+    view: CauseView,
+    name: str,
+    entries: Sequence[RankedMoment],
+    place: tuple[float, float],
+    height: float,
+) -> None:
+    """Draw moments side by side; `place`: the row's upper edge, as a share of the figure, and its height in inches."""
+    top, size = place
+    colour = HARM if entries[0].moment.score < 0 else HELP
+    write_text(figure, 0.02, top, name, 12, colour, weight="bold", vertical="top")
+    tall = size - 1.05
+    for column, entry in enumerate(entries):
+        left = 0.02 + column * (_WIDTH + _GAP)
+        moment = entry.moment
+        under = top - 0.3 / height
+        if (frame := view.frames.get(moment.record_id)) is not None:
+            _draw_frame(figure, frame, (left, under - tall / height, _WIDTH, tall / height), LINE)
+            under -= tall / height
+        where = "" if moment.step is None else f", episode {moment.episode_id}, step {moment.step}"
+        advantage = "–" if moment.advantage is None else f"{moment.advantage:+.3g}"
+        lines = [
+            shorten(f"round {entry.round}{where}", 36),
+            shorten(f"{name_action(moment.action, view.action_labels)}, advantage {advantage}", 38),
+            f"score {moment.score:+.3g}",
+        ]
+        for line, text in enumerate(lines):
+            write_text(figure, left, under - (0.12 + 0.18 * line) / height, text, 9.5, INK if line else GREY)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    image: Any = render(figure)
+    with write_atomically(path) as temporary:
+        image.save(temporary, format="PNG")

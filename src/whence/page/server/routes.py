@@ -1,0 +1,173 @@
+"""The server's routes: the page, and the JSON that it asks for."""
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from whence.errors import RunDirectoryError, WhenceError, first_line
+from whence.page.cause_view import BY
+from whence.page.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
+from whence.page.explorer.detail import CONTINUATIONS
+from whence.page.html import list_figures, render_runs
+from whence.page.server.causes import CauseFinder
+from whence.page.server.loopback import Guard
+from whence.page.server.measuring import Measurer
+
+LARGEST_NUMBER = 2**53
+"""Rounds, records and pages are whole numbers below it: those that JSON keeps exactly."""
+
+LONGEST_TEXT = 500
+"""Characters of a search or a filter."""
+
+logger = logging.getLogger("whence.page.server")
+
+Answer = Callable[[Request], Any]
+
+
+def make_app(
+    runs: Sequence[ExploredRun],
+    *,
+    continuations: int = CONTINUATIONS,
+    measurer: Measurer | None = None,
+    finder: CauseFinder | None = None,
+) -> ASGIApp:
+    """Return the server's application.
+
+    Args:
+        runs: in the order of their numbers on the page.
+        continuations: rollouts by which an opened record's advantage is measured.
+        measurer: measures them; its process is for the caller to end.
+        finder: answers what taught an action; its answer under way is for the caller to end.
+    """
+    measurer = Measurer() if measurer is None else measurer
+    finder = CauseFinder() if finder is None else finder
+
+    def find_run(request: Request) -> ExploredRun:
+        number = _parse_number(request.path_params["run"])
+        if number >= len(runs):
+            raise HTTPException(404, f"There is no run {number}; the page has {len(runs)}, counted from 0.")
+        return runs[number]
+
+    def answer_page(request: Request) -> Any:
+        return describe_runs(runs, mode="served")
+
+    def answer_figures(request: Request) -> Any:
+        return list_figures(runs)
+
+    def answer_round(request: Request) -> Any:
+        run, number = find_run(request), _parse_number(request.path_params["round"])
+        run.check_round(number)
+        with run.lock:
+            return build_round(run, number)
+
+    def answer_records(request: Request) -> Any:
+        run, number = find_run(request), _parse_number(request.path_params["round"])
+        query = request.query_params
+        descending = query.get("dir", "asc")
+        if descending not in ("asc", "desc"):
+            raise HTTPException(400, f"dir is {descending[:20]!r}; asc or desc is needed.")
+        filters = [text[:LONGEST_TEXT].partition(":") for text in query.getlist("filter") if text]
+        return query_records(
+            run,
+            number,
+            page=_parse_number(query.get("page", "1")),
+            size=_parse_number(query.get("size", "50")),
+            sort=query.get("sort") or None,
+            descending=descending == "desc",
+            search=query.get("search", "")[:LONGEST_TEXT],
+            filters=[(key, text) for key, _, text in filters],
+        )
+
+    def answer_detail(request: Request) -> Any:
+        run, number = find_run(request), _parse_number(request.path_params["round"])
+        record = _parse_number(request.path_params["record"])
+        run.check_round(number)
+        with run.lock:
+            detail = build_detail(run, number, record, continuations=0)
+        if run.is_language or continuations < 1:
+            return detail
+        # The page asks for it in a second request: rollouts may take many times as long as the frames.
+        text = (
+            f"{continuations} fresh rollouts take this action and {continuations} follow the policy, in the same state."
+        )
+        return detail | {"mc_pending": True, "mc_text": text}
+
+    def answer_advantage(request: Request) -> Any:
+        run, number = find_run(request), _parse_number(request.path_params["round"])
+        record = _parse_number(request.path_params["record"])
+        run.check_round(number)
+        return measurer.measure(run, number, record, continuations)
+
+    def answer_causes(request: Request) -> Any:
+        run, number = find_run(request), _parse_number(request.path_params["round"])
+        record = _parse_number(request.path_params["record"])
+        by = request.query_params.get("by", "influence")
+        if by not in BY:
+            raise HTTPException(400, f"by is {by[:20]!r}; {' or '.join(BY)} is needed.")
+        run.check_round(number)
+        return finder.find(run, number, record, by)
+
+    async def show_page(request: Request) -> Response:
+        return HTMLResponse((await run_in_threadpool(render_runs, runs, mode="served")).encode("utf-8", "replace"))
+
+    of_round = "/api/runs/{run}/rounds/{round}"
+    routes = [
+        Route("/", show_page),
+        Route("/api/page", _in_thread(answer_page)),
+        Route("/api/figures", _in_thread(answer_figures)),
+        Route(of_round, _in_thread(answer_round)),
+        Route(f"{of_round}/records", _in_thread(answer_records)),
+        Route(f"{of_round}/records/{{record}}", _in_thread(answer_detail)),
+        Route(f"{of_round}/records/{{record}}/advantage", _in_thread(answer_advantage)),
+        Route(f"{of_round}/records/{{record}}/causes", _in_thread(answer_causes)),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _describe_refusal})
+    app.router.redirect_slashes = False
+    return Guard(app)
+
+
+def _in_thread(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    """Return a route that computes its JSON in a worker thread, and puts errors in a sentence."""
+
+    async def respond(request: Request) -> Response:
+        try:
+            content = await run_in_threadpool(answer, request)
+            body = json.dumps(content, allow_nan=False, separators=(",", ":"))
+        except HTTPException:
+            raise
+        except RunDirectoryError as missing:
+            return JSONResponse({"error": str(missing)}, 404)
+        except WhenceError as refusal:
+            return JSONResponse({"error": str(refusal)}, 400)
+        except Exception as failure:  # a damaged file, or a fault of ours: the page goes on
+            logger.exception("%s failed", request.url.path)
+            return JSONResponse({"error": f"{type(failure).__name__}: {first_line(failure)}"}, 503)
+        return Response(body, media_type="application/json")
+
+    return respond
+
+
+async def _describe_refusal(request: Request, refusal: Exception) -> Response:
+    assert isinstance(refusal, HTTPException)
+    text = "There is nothing at this address." if refusal.detail == "Not Found" else refusal.detail
+    return JSONResponse({"error": text}, refusal.status_code)
+
+
+def _parse_number(text: str) -> int:
+    """Return a whole number from 0 on: digits, and nothing else.
+
+    Raises:
+        HTTPException: it is none.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 16) or int(text) >= LARGEST_NUMBER:
+        raise HTTPException(400, f"{text[:40]!r} is no whole number.")
+    return int(text)

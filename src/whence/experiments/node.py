@@ -1,31 +1,27 @@
-"""One run on a node of a cluster: the task that Ray starts there."""
+"""One run on a node of a cluster: the task that Ray starts there, and the files that travel between it and home."""
 
 import logging
 import os
 import platform
-import queue
+import shutil
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from shutil import rmtree
 from typing import Any, TypeAlias
 
 import torch
 
-from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.kinds import read_config, runner_of
-from whence.experiments.parcels import list_files, pack_changes, unpack_files
-from whence.experiments.workers import describe_exit, describe_failure
-from whence.runs.files import lock_directory
+from whence.experiments.workers import describe_failure
+from whence.guards import explain_write_errors
+from whence.runs.checkpoints import list_checkpoints
+from whence.runs.files import LOCK
 
-Event: TypeAlias = tuple[str, Any, Any]
-"""What a node reports: ("round", rounds done, None), ("files", archive, names that are gone), or ("ended", None or what
-went wrong, its traceback)."""
+Files: TypeAlias = dict[str, bytes]
+"""The contents of files by their names relative to a run's directory."""
 
 
 def list_versions() -> dict[str, str]:
@@ -34,123 +30,116 @@ def list_versions() -> dict[str, str]:
 
 
 def train_on_node(
-    settings: Mapping[str, Any], home: str, files: bytes | None, versions: Mapping[str, str], save_seconds: float
-) -> Iterator[Event]:
-    """Train in a temporary directory, and yield what happens; this is the task that a node runs.
+    queue: Any,
+    sender: Any,
+    settings: Mapping[str, Any],
+    home: Path,
+    files: Files,
+    versions: Mapping[str, str],
+    save_seconds: float,
+) -> tuple[str, str] | None:
+    """Train in a temporary directory of this machine, and send home what happens; this is the task that a node runs.
 
     Args:
+        queue: Ray's queue of tuples: the sender, "round" and the rounds done; or the sender, "files", those that are
+            new or changed, and the names of those that are gone.
+        sender: what says at home which run this is.
         settings: the configuration, from `to_json`.
-        home: where the run's directory is at home, for messages.
-        files: an archive of what home has of the run; None: nothing.
+        home: the run's directory at home, for messages.
+        files: what home has of the run.
         versions: of home's libraries.
         save_seconds: seconds from one copy of the unfinished run to the next.
+
+    Returns:
+        None, or what went wrong and its traceback.
     """
     torch.set_num_threads(1)
     logging.getLogger("whence").setLevel(logging.ERROR)
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    stopped = threading.Event()
-    training = threading.Thread(
-        target=_train, args=(settings, home, files, versions, save_seconds, events, stopped), daemon=True
-    )
-    training.start()
-    try:
-        kind = ""
-        while kind != "ended":
-            with suppress(queue.Empty):
-                kind, content, more = events.get(timeout=0.5)  # a cancellation arrives between two calls
-                yield kind, content, more
-    finally:
-        stopped.set()
-        training.join()
+    if (here := list_versions()) != versions:
+        return f"The node {platform.node()} has {here}, and home has {versions}. Install the same on both.", ""
+    with tempfile.TemporaryDirectory(prefix="whence-") as scratch:
+        folder = Path(scratch) / home.name
+        apply_changes(folder, files, ())
+        stamps, last_time = list_files(folder), time.monotonic()
+
+        def send_changes() -> None:
+            nonlocal stamps, last_time
+            now = list_files(folder)
+            changed = [name for name, stamp in now.items() if stamps.get(name) != stamp]
+            gone = [name for name in stamps if name not in now]
+            queue.put((sender, "files", read_files(folder, changed), gone))
+            stamps, last_time = now, time.monotonic()
+
+        def report(rounds: int, metrics: Mapping[str, Any]) -> None:
+            queue.put((sender, "round", rounds))
+            # A run goes on from a checkpoint only: a copy without one would have its rounds refused.
+            has_checkpoint = list_checkpoints(folder) or any(folder.glob("trl/checkpoint-*"))
+            if has_checkpoint and time.monotonic() - last_time >= save_seconds:
+                send_changes()
+
+        failure = None
+        try:
+            config = read_config(settings)
+            runner_of(config).run(config, folder, report)
+        except (Exception, SystemExit) as error:  # Ray would take an exit for a lost process, and start the run again.
+            failure = describe_failure(error).replace(str(folder), str(home)), traceback.format_exc()
+        send_changes()
+    return failure
 
 
-def _train(
-    settings: Mapping[str, Any],
-    home: str,
-    files: bytes | None,
-    versions: Mapping[str, str],
-    save_seconds: float,
-    events: "queue.SimpleQueue[Event]",
-    stopped: threading.Event,
-) -> None:
-    """Train, and put what happens into a queue; the last event is "ended"."""
-    failure, text = None, ""
-    try:
-        _check_versions(versions)
-        with make_scratch_folder() as scratch:
-            folder = scratch / Path(home).name
-            if files is not None:
-                unpack_files(files, folder)
-            stamps, last_time = list_files(folder), time.monotonic()
+def list_files(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Return inode, size and time of change of a directory's files, without its lock and what is half written.
 
-            def report(rounds: int, metrics: Mapping[str, Any]) -> None:
-                nonlocal stamps, last_time
-                if stopped.is_set():
-                    raise KeyboardInterrupt
-                events.put(("round", rounds, None))
-                if time.monotonic() - last_time >= save_seconds:
-                    stamps, archive, removed = pack_changes(folder, stamps)
-                    events.put(("files", archive, removed))
-                    last_time = time.monotonic()
-
-            try:
-                config = read_config(settings)
-                runner_of(config).run(config, folder, report)
-            except Exception as error:
-                failure = describe_failure(error).replace(str(folder), home)
-                text = traceback.format_exc()
-            except SystemExit as end:
-                failure, text = describe_exit(_exit_code(end)), traceback.format_exc()
-            now, archive, removed = pack_changes(folder, stamps)
-            if now != stamps:
-                events.put(("files", archive, removed))
-    except KeyboardInterrupt:
-        failure = "it was broken off"
-    except BaseException as error:  # whatever it is: without a last event, home would wait for ever
-        failure, text = describe_failure(error), traceback.format_exc()
-    events.put(("ended", failure, text))
+    A directory that is not there has no files.
+    """
+    stamps = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != LOCK and not (path.name.startswith(".") and path.name.endswith(".tmp")):
+            status = path.stat()
+            stamps[path.relative_to(folder).as_posix()] = status.st_ino, status.st_size, status.st_mtime_ns
+    return stamps
 
 
-def _exit_code(end: SystemExit) -> int:
-    """Return the exit code of a process that ends in this way."""
-    if end.code is None:
-        return 0
-    return end.code if isinstance(end.code, int) else 1
+def read_files(folder: Path, names: Collection[str]) -> Files:
+    """Return the contents of files of a directory."""
+    return {name: (folder / name).read_bytes() for name in names}
 
 
-def _check_versions(versions: Mapping[str, str]) -> None:
-    """Refuse a node whose libraries are not home's.
+def apply_changes(path: Path, files: Files, removed: Collection[str]) -> None:
+    """Bring a run's directory up to date with what was sent, as a whole.
+
+    The new directory is made next to the old one and takes its place by renaming. Killed at any moment, `path` is the
+    old directory, the new one, or (between two renamings) missing, so that a run starts anew.
+
+    Args:
+        path: the directory; it may be missing.
+        files: the files that are new or changed.
+        removed: the names of those that are gone.
 
     Raises:
-        WhenceError: names the library and the node.
+        RunDirectoryError: the system refuses to write.
     """
-    for name, here in list_versions().items():
-        if here != versions[name]:
-            raise WhenceError(
-                f"The node {platform.node()} has {name} {here}, and the machine that the runs belong to has "
-                f"{versions[name]}. Install the same on both."
-            )
+    incoming, replaced = (path.with_name(f".{path.name}.{state}") for state in ("incoming", "replaced"))
+    with explain_write_errors(path):
+        for leftover in (incoming, replaced):  # A process that was killed here may have left them.
+            shutil.rmtree(leftover, ignore_errors=True)
+        incoming.mkdir(parents=True)
+        if path.exists():
+            shutil.copytree(path, incoming, copy_function=_link, dirs_exist_ok=True)
+        for name in (*removed, *files):
+            (incoming / name).unlink(missing_ok=True)  # Writing into it would change the old directory's file, too.
+        for name, content in files.items():
+            (incoming / name).parent.mkdir(parents=True, exist_ok=True)
+            (incoming / name).write_bytes(content)
+        if path.exists():
+            path.rename(replaced)
+        incoming.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-@contextmanager
-def make_scratch_folder() -> Iterator[Path]:
-    """Yield a new directory of this machine, and remove it; those that processes left which were killed go, too."""
-    base = Path(tempfile.gettempdir()) / f"whence-{os.getuid()}"
-    with ExitStack() as stack:
-        with lock_directory(base, wait=True):
-            base.chmod(0o700)
-            for leftover in base.iterdir():
-                if leftover.is_dir() and not _is_locked(leftover):
-                    rmtree(leftover, ignore_errors=True)
-            folder = Path(tempfile.mkdtemp(dir=base))
-            stack.callback(rmtree, folder, ignore_errors=True)
-            stack.enter_context(lock_directory(folder))
-        yield folder
-
-
-def _is_locked(folder: Path) -> bool:
+def _link(source: str, target: str) -> None:
+    """Make a hard link, or a copy where the file system has none."""
     try:
-        with lock_directory(folder):
-            return False
-    except RunDirectoryError:
-        return True
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

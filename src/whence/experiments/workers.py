@@ -127,15 +127,10 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 def _describe_end(code: int | None) -> str:
     """Return how a process ended that sent no message at its end."""
     if code is None or code >= 0:
-        return describe_exit(code)
+        return f"its process ended with exit code {code} before the run did"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     reason = ", perhaps for want of memory: try fewer workers" if name == "SIGKILL" else ""
     return f"its process was ended by {name}{reason}"
-
-
-def describe_exit(code: int | None) -> str:
-    """Return that a run's process was told to end in the middle of it, as by sys.exit() in an environment."""
-    return f"its process ended with exit code {code} before the run did"
 
 
 def describe_failure(failure: BaseException) -> str:

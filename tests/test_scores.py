@@ -9,7 +9,7 @@ import torch
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
 from test_rounds import assert_untouched, model_of, recorded, state_of
-from whence import Action, PPOClip, Return, WhenceError, attribute, attribute_crossfit, attribute_round
+from whence import Action, PPOClip, Return, attribute, attribute_crossfit, attribute_round
 from whence.advantages import td_errors
 from whence.counterfactual import compute_scores
 from whence.sb3 import model_objective
@@ -77,14 +77,3 @@ def test_where_no_other_can_judge_nothing_is_cross_fitted(case: Any) -> None:
     assert "crossfit" not in compute_scores(model.policy, recording, target=action, methods=[])
     without = replace(recording, records=replace(recording.records, episode_ids=None))
     assert "crossfit" not in compute_scores(model.policy, without, target=Return(), methods=[])
-
-
-def test_what_is_refused_before_anything_is_scored(case: Any) -> None:
-    _, model, recording, _ = case
-    stages: list[str] = []
-    without = replace(recording, records=replace(recording.records, env_index=None))
-    with pytest.raises(WhenceError, match="TD errors cannot do without the columns env_index"):
-        compute_scores(model.policy, without, target=Return(), on_stage=stages.append)
-    with pytest.raises(WhenceError, match="memory is 1,000 bytes, but scoring round 2 by trajectory"):
-        compute_scores(model.policy, recording, target=Return(), methods=["trajectory"], memory=1000)
-    assert stages == []

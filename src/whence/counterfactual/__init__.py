@@ -4,9 +4,10 @@ from whence.counterfactual.gains import measure_gains as measure_gains
 from whence.counterfactual.interventions import intervene as intervene
 from whence.counterfactual.interventions import leave_out_group as leave_out_group
 from whence.counterfactual.interventions import summarise_changes as summarise_changes
+from whence.counterfactual.lds import Study as Study
 from whence.counterfactual.lds import compute_lds as compute_lds
 from whence.counterfactual.lds import measure_agreement as measure_agreement
-from whence.counterfactual.lds import predict_outcomes as predict_outcomes
+from whence.counterfactual.lds import study as study
 from whence.counterfactual.linear import Datamodel as Datamodel
 from whence.counterfactual.linear import additive_ceiling as additive_ceiling
 from whence.counterfactual.linear import fit_datamodel as fit_datamodel
@@ -17,5 +18,3 @@ from whence.counterfactual.retrain import draw_subsets as draw_subsets
 from whence.counterfactual.retrain import reshuffle as reshuffle
 from whence.counterfactual.retrain import retrain as retrain
 from whence.counterfactual.scores import compute_scores as compute_scores
-from whence.counterfactual.study import Study as Study
-from whence.counterfactual.study import study as study

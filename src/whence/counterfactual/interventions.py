@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from whence.counterfactual.lds import check_scores
-from whence.counterfactual.outcomes import Evaluate, seed_outcomes
+from whence.counterfactual.outcomes import Evaluate, check_scores, seed_outcomes
 from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
 from whence.guards import eval_mode
@@ -67,23 +66,10 @@ def intervene(
         InvalidInfluence: the scores are of other records.
         WhenceError: `orders` is below 1, a score is not finite, or the round was not trained on; or see `retrain`.
     """
-    if orders < 1:
-        raise WhenceError(f"orders is {orders}; at least 1 is needed.")
     values = read_scores(recording.records, scores)
     check_scores(scores.provenance.engine, values.double().cpu().numpy(), len(values))
-
-    rows = _train_and_measure(
-        policy,
-        recording,
-        values < 0,
-        {"evaluated": evaluate},
-        orders=orders,
-        seed=seed,
-        memory=memory,
-        on_stage=on_stage,
-    )
-    table = pl.DataFrame(rows, schema=SCHEMA).drop("outcome").rename({"value": "outcome"})
-    return table.with_columns(change=_change("outcome").over("order"))
+    table = _compare_variants(policy, recording, values < 0, {"evaluated": evaluate}, orders, seed, memory, on_stage)
+    return table.drop("outcome").rename({"value": "outcome"})
 
 
 def leave_out_group(
@@ -103,14 +89,14 @@ def leave_out_group(
     are those of `intervene`.
 
     Args:
-        policy: the policy that was trained, or one built like it; it is left as it is.
+        policy: see `intervene`, as for `orders`, `seed`, `memory` and `on_stage`.
         recording: the recorded round.
         group: the ids of the records to leave out.
         evaluate: measures trained parameters, for example their test return; None: "evaluated" is left out.
         orders: the number of trainings of each variant.
-        seed: the seed of permutations and random drops.
-        memory: bytes that training may hold at a time; see `retrain`.
-        on_stage: called with the name of each training and measurement as it begins.
+        seed: of permutations and random drops.
+        memory: bytes that training may hold at a time.
+        on_stage: called with the name of each stage.
 
     Returns:
         A row for each order, outcome and variant: `order` (from 1), `variant` ("full", "filtered": without the group,
@@ -122,15 +108,10 @@ def leave_out_group(
         WhenceError: the group is empty, holds a record that is not in the round, or all but fewer than two; `orders` is
             below 1, or the round was not trained on; or see `retrain`.
     """
-    if orders < 1:
-        raise WhenceError(f"orders is {orders}; at least 1 is needed.")
     dropped = _mask_group(recording, group)
     measures: dict[str, Evaluate] = {"probability": _measure_probability(policy, recording, dropped)}
     measures |= {} if evaluate is None else {"evaluated": evaluate}
-    rows = _train_and_measure(
-        policy, recording, dropped, measures, orders=orders, seed=seed, memory=memory, on_stage=on_stage
-    )
-    return pl.DataFrame(rows, schema=SCHEMA).with_columns(change=_change("value").over("order", "outcome"))
+    return _compare_variants(policy, recording, dropped, measures, orders, seed, memory, on_stage)
 
 
 def summarise_changes(table: pl.DataFrame) -> pl.DataFrame:
@@ -155,18 +136,19 @@ def summarise_changes(table: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=schema)
 
 
-def _train_and_measure(
+def _compare_variants(
     policy: object,
     recording: RoundRecording,
     dropped: Bool[Tensor, " n"],
     measures: Mapping[str, Evaluate],
-    *,
     orders: int,
     seed: int,
     memory: int,
     on_stage: Callable[[str], None],
-) -> list[dict[str, object]]:
-    """Train each variant in each order, and return a row for each measure; see `SCHEMA`."""
+) -> pl.DataFrame:
+    """Train each variant in each order, and return a row for each measure, with its change from "full"."""
+    if orders < 1:
+        raise WhenceError(f"orders is {orders}; at least 1 is needed.")
     size = read_batch_size(recording)
     generator = torch.Generator().manual_seed(seed)
     rows: list[dict[str, object]] = []
@@ -193,7 +175,8 @@ def _train_and_measure(
             for outcome in measures
             for variant, mask in masks.items()
         ]
-    return rows
+    whole = pl.col("value").filter(pl.col("variant") == "full").first()
+    return pl.DataFrame(rows, schema=SCHEMA).with_columns(change=(pl.col("value") - whole).over("order", "outcome"))
 
 
 def _draw_masks(dropped: Bool[Tensor, " n"], generator: torch.Generator) -> Mapping[str, Bool[Tensor, " n"]]:
@@ -233,10 +216,6 @@ def _measure_probability(policy: object, recording: RoundRecording, group: Bool[
         return float(log_probs.double().exp().mean())
 
     return measure
-
-
-def _change(column: str) -> pl.Expr:
-    return pl.col(column) - pl.col(column).filter(pl.col("variant") == "full").first()
 
 
 def mean_change(changes: Sequence[float]) -> Mapping[str, float | int | None]:

@@ -1,31 +1,33 @@
-"""How well scores predict what leaving records out does."""
+"""LDS: how well a round's scores predict many trainings without some of its records."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+import polars as pl
+import torch
+from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
+from whence.counterfactual.outcomes import Evaluate, check_scores, measure_outcomes
+from whence.counterfactual.retrain import check_memory, draw_subsets, read_batch_size, reshuffle, retrain
+from whence.counterfactual.scores import compute_scores
 from whence.errors import WhenceError
-from whence.influence import Influence
+from whence.rounds import DRAWS, METHODS, RoundRecording
+from whence.rounds.replay import check_target, open_round
+from whence.targets import Target
 
-
-def predict_outcomes(influence: Influence, kept: Tensor) -> NDArray[np.float64]:
-    """Return the sum of the scores of each subset's records, (m,): a linear model's prediction of its outcome.
-
-    Args:
-        influence: the scores of the round, in the order of its records.
-        kept: (m, n) which records each subset keeps.
-
-    Raises:
-        WhenceError: the number of scores differs from the number of records.
-    """
-    if kept.shape[-1] != len(influence):
-        raise WhenceError(f"The subsets are of {kept.shape[-1]} records, the scores of {len(influence)}.")
-    predictions: NDArray[np.float64] = (kept.double() @ influence.scores.double()).numpy()
-    return predictions
+SCHEMA = {
+    "score": pl.String,
+    "truth": pl.String,
+    "outcome": pl.String,
+    "lds": pl.Float64,
+    "low": pl.Float64,
+    "high": pl.Float64,
+    "ceiling": pl.Float64,
+}
 
 
 def compute_lds(
@@ -38,7 +40,7 @@ def compute_lds(
     """Return the linear datamodelling score: Spearman's correlation of prediction and outcome over subsets.
 
     Args:
-        predictions: (m,) the prediction for each subset; see `predict_outcomes`.
+        predictions: (m,) the prediction for each subset: the sum of its records' scores.
         outcomes: (m,) the outcome of training on each subset.
         resamples: the number of resamples of the percentile bootstrap over subsets.
         seed: the seed of the bootstrap.
@@ -53,8 +55,8 @@ def compute_lds(
         raise WhenceError(
             f"predictions have shape {predictions.shape} and outcomes {outcomes.shape}; both need (m,), m at least 3."
         )
-    _check_finite("predictions", predictions)
-    _check_finite("outcomes", outcomes)
+    if not (np.isfinite(predictions).all() and np.isfinite(outcomes).all()):
+        raise WhenceError("A prediction or an outcome is not finite, and has no rank: leave that subset out.")
     if np.ptp(predictions) == 0 or np.ptp(outcomes) == 0:
         return {"lds": None, "low": None, "high": None}
     generator = np.random.default_rng(seed)
@@ -79,14 +81,8 @@ def measure_agreement(values: Float[np.ndarray, "orders m"]) -> float | None:
 
     Returns:
         The ceiling, 0 if repetitions do not agree at all; None if all outcomes of a repetition are equal.
-
-    Raises:
-        WhenceError: there are fewer than two repetitions, or a value is not finite.
     """
     k = len(values)
-    if k < 2:
-        raise WhenceError(f"values holds {k} repetition; at least 2 are needed to agree.")
-    _check_finite("values", values)
     if (np.ptp(values, axis=1) == 0).any():
         return None
     ranks = stats.rankdata(values, axis=1)
@@ -95,33 +91,115 @@ def measure_agreement(values: Float[np.ndarray, "orders m"]) -> float | None:
     return float(np.sqrt(k * r / (1 + (k - 1) * r)))
 
 
-def _check_finite(name: str, values: NDArray[np.float64]) -> None:
-    if not np.isfinite(values).all():
-        first = tuple(np.argwhere(~np.isfinite(values))[0].tolist())
-        raise WhenceError(
-            f"{name} hold {values[first]} at position {first[0] if len(first) == 1 else first}, which has no rank: "
-            "leave that subset out, or find where the value comes from."
-        )
+@dataclass(frozen=True, eq=False)
+class Study:
+    """One round's scores and how well they predict.
+
+    Attributes:
+        table: a row for each score, truth and outcome: `score`, `truth`, `outcome`, `lds`, `low`, `high`, `ceiling`.
+        scores: (n,) float64 scores, by name.
+        kept: (m, n) which records each training kept.
+        outcomes: for each truth, (orders, m) outcomes, by name.
+    """
+
+    table: pl.DataFrame
+    scores: Mapping[str, NDArray[np.float64]]
+    kept: Bool[Tensor, "m n"]
+    outcomes: Mapping[str, Mapping[str, NDArray[np.float64]]]
 
 
-def check_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.float64]:
-    """Return scores by which n records can be ranked, as float64.
+def study(
+    policy: object,
+    recording: RoundRecording,
+    *,
+    target: Target,
+    share: float = 0.5,
+    count: int = 100,
+    orders: int = 4,
+    scores: Mapping[str, NDArray[np.floating]] | None = None,
+    methods: Sequence[str] = tuple(METHODS),
+    draws: int = DRAWS,
+    evaluate: Evaluate | None = None,
+    seed: int = 0,
+    memory: int = 2**31,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> Study:
+    """Compare the scores of a round with training it without some of its records.
+
+    There are two truths. "recorded" leaves records out of the recorded minibatches: all else is equal, and nothing is
+    random. "reshuffled" shuffles the kept records into full minibatches, as selection does, in several orders. The
+    outcomes are the target and the surrogate `mean(rho A)` on the round's own records, and the number that `evaluate`
+    returns. A truth's ceiling is what the best predictor could reach, given how well its orders agree: the root of the
+    reliability of their mean; 1 if nothing is random. Under "recorded" there is one order, so "evaluated", which may be
+    random, has no ceiling there.
+
+    Both truths train on records that the round trained on. If `target_kl` ended the round early, "recorded" ends at the
+    same step; "reshuffled" trains all `n_epochs`, since it is unknown where it would have ended.
 
     Args:
-        name: the name of the scores, for messages.
-        scores: (n,) the scores, in the order of the records.
-        n: the number of records.
+        policy: the policy that was trained, or one built like it; it is left as it is.
+        recording: the recorded round.
+        target: the target that the scores are for.
+        share: the share of the trained records, below 1, that each training keeps, including those that "smoothed"
+            averages.
+        count: the number of subsets.
+        orders: the number of orders of each subset under "reshuffled", at least 2.
+        scores: (n,) scores by name, in the order of the records; None: those of `compute_scores`.
+        methods: methods of `attribute_round`, for `compute_scores`.
+        draws: see `attribute_round`, for `compute_scores`.
+        evaluate: measures trained parameters; None: "evaluated" is left out. The recorded truth is its repetition 0,
+            the orders are the repetitions from 1, so that orders do not agree because of random numbers they share.
+        seed: the seed of subsets, orders and random scores.
+        memory: bytes that scoring and training may hold at a time; see `attribute_round` and `retrain`. Training is
+            checked against it before anything is scored.
+        on_stage: called with the name of each stage as it begins.
 
     Raises:
-        WhenceError: the scores have another shape, or one is not finite.
+        NonFinite: a training diverged, or an outcome is not finite.
+        WhenceError: `orders` is below 2, `count` below 3 or `share` not below 1, scores have another shape or are not
+            finite, the round was not trained on, or the target reads a column that the recording lacks; or see
+            `retrain` and `compute_scores`.
     """
-    checked = np.asarray(scores, dtype=np.float64)
-    if checked.shape != (n,):
-        raise WhenceError(f"The scores {name!r} have shape {checked.shape}; one for each of the {n} records is needed.")
-    if not np.isfinite(checked).all():
-        first = int(np.flatnonzero(~np.isfinite(checked))[0])
+    if orders < 2 or count < 3 or not share < 1:
         raise WhenceError(
-            f"The scores {name!r} hold {checked[first]} for the record at position {first}, which has no rank: leave "
-            "these scores out, or find where the value comes from."
+            f"orders is {orders}, count {count} and share {share}; at least 2 orders and 3 subsets are needed, and a "
+            "share below 1, since equal subsets cannot be ranked."
         )
-    return checked
+    n, size = len(recording.records), read_batch_size(recording)
+    target = check_target(target, open_round(policy, recording))
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.zeros(count, n, dtype=torch.bool)
+    kept[:, recording.trained] = draw_subsets(len(recording.trained), share, count, generator)
+    check_memory(policy, recording, kept, memory)
+    if scores is None:
+        scores = compute_scores(
+            policy,
+            recording,
+            target=target,
+            methods=methods,
+            draws=draws,
+            share=share,
+            seed=seed,
+            memory=memory,
+            on_stage=on_stage,
+        )
+    checked = {name: check_scores(name, values, n) for name, values in scores.items()}
+    outcomes: dict[str, dict[str, NDArray[np.float64]]] = {}
+    for truth, repetitions in (("recorded", [0]), ("reshuffled", range(1, orders + 1))):
+        runs = []
+        for repetition in repetitions:
+            on_stage(f"training {count} times, {truth}" + (f", order {repetition} of {orders}" if repetition else ""))
+            minibatches = reshuffle(kept, size, recording.update.n_epochs, generator) if repetition else None
+            trained = retrain(policy, recording, kept, orders=minibatches, memory=memory)
+            runs.append(measure_outcomes(policy, recording, trained, target, evaluate, repetition))
+        outcomes[truth] = {name: np.stack([run[name] for run in runs]) for name in runs[0]}
+    masks, rows = kept.double().numpy(), []
+    for truth, by_outcome in outcomes.items():
+        for outcome, values in by_outcome.items():
+            # A single order says nothing of chance, which only "evaluated" may depend on.
+            ceiling_of_one = None if outcome == "evaluated" else 1.0
+            ceiling = measure_agreement(values) if len(values) > 1 else ceiling_of_one
+            for name, score in checked.items():
+                lds = compute_lds(masks @ score, values.mean(axis=0))
+                rows.append({"score": name, "truth": truth, "outcome": outcome, **lds, "ceiling": ceiling})
+    return Study(pl.DataFrame(rows, schema=SCHEMA), checked, kept, outcomes)

@@ -1,4 +1,4 @@
-"""The outcomes of trainings of a round, which scores are to predict."""
+"""The outcomes of trainings of a round, and the scores that are to predict them."""
 
 import math
 import random
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.errors import NonFinite
+from whence.errors import NonFinite, WhenceError
 from whence.guards import eval_mode, preserve_rng_state
 from whence.policies import Params, compute_outputs
 from whence.rounds import RoundRecording
@@ -87,3 +87,26 @@ def seed_outcomes(repetition: int) -> Iterator[None]:
 def _mean_surrogate(round: SteppedRound, params: Params) -> float:
     log_prob = compute_outputs(round.view, {"log_prob"}, params, round.inputs).log_prob
     return float(((log_prob - round.records.log_probs).exp() * round.records.advantages).mean())
+
+
+def check_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.float64]:
+    """Return scores by which n records can be ranked, as float64.
+
+    Args:
+        name: the name of the scores, for messages.
+        scores: (n,) the scores, in the order of the records.
+        n: the number of records.
+
+    Raises:
+        WhenceError: the scores have another shape, or one is not finite.
+    """
+    checked = np.asarray(scores, dtype=np.float64)
+    if checked.shape != (n,):
+        raise WhenceError(f"The scores {name!r} have shape {checked.shape}; one for each of the {n} records is needed.")
+    if not np.isfinite(checked).all():
+        first = int(np.flatnonzero(~np.isfinite(checked))[0])
+        raise WhenceError(
+            f"The scores {name!r} hold {checked[first]} for the record at position {first}, which has no rank: leave "
+            "these scores out, or find where the value comes from."
+        )
+    return checked

@@ -10,8 +10,7 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.counterfactual.lds import check_scores
-from whence.counterfactual.outcomes import Evaluate, Outcomes, measure_outcomes
+from whence.counterfactual.outcomes import Evaluate, Outcomes, check_scores, measure_outcomes
 from whence.counterfactual.retrain import Orders, check_memory, read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
 from whence.rounds import RoundRecording
@@ -64,17 +63,16 @@ def leave_out(
     lowers the target, and leaving out its lowest raises it, by more than leaving out as many at random does.
 
     Args:
-        policy: the policy that was trained, or one built like it; it is left as it is.
+        policy: see `study`, as for `evaluate` and `memory`.
         recording: the recorded round.
         scores: (n,) scores by name, in the order of the records; a positive one says that its record raised the target.
         target: the target to measure, besides the surrogate.
         shares: the shares to leave out of the records that the round trained on; rounded down to whole records.
         draws: the number of random removals of each share.
         orders: the number of orders in which "reshuffled" trains each removal.
-        evaluate: measures trained parameters; None: "evaluated" is left out. The recorded truth is its repetition 0,
-            the orders are the repetitions from 1.
+        evaluate: measures trained parameters; None: "evaluated" is left out.
         seed: the seed of random removals and orders.
-        memory: bytes that training may hold at a time; see `retrain`. It is checked before anything is trained.
+        memory: bytes that training may hold at a time; it is checked before anything is trained.
         on_stage: called with the name of each stage as it begins.
 
     Returns:
@@ -86,15 +84,10 @@ def leave_out(
 
     Raises:
         NonFinite: a training diverged, or an outcome is not finite.
-        WhenceError: a share leaves out no record or keeps fewer than two, scores have another shape or are not finite,
-            `draws` or `orders` is below 1, the round was not trained on, or the target reads a column that the
-            recording lacks; or see `retrain`.
+        WhenceError: a share leaves out no record or keeps fewer than two; or see `study`.
     """
-    n, trained_on = len(recording.records), recording.trained
-    if draws < 1 or orders < 1:
-        raise WhenceError(f"draws is {draws} and orders {orders}; at least 1 of each is needed.")
-    size = read_batch_size(recording)
-    counts = _count_removed(shares, len(trained_on))
+    n, size = len(recording.records), read_batch_size(recording)
+    counts = _count_removed(shares, len(recording.trained))
     target = check_target(target, open_round(policy, recording))
     generator = torch.Generator().manual_seed(seed)
     checked = {name: check_scores(name, values, n) for name, values in scores.items()}
@@ -112,7 +105,7 @@ def leave_out(
     on_stage(f"leaving out: training {len(removals) + 1} times, recorded")
     recorded = train_and_measure(None, 0)
     changes = {"recorded": {name: values[None, 1:] - values[0] for name, values in recorded.items()}}
-    by_order: list[dict[str, NDArray[np.float64]]] = []
+    by_order: list[Outcomes] = []
     for number, shuffle_seed in enumerate(shuffle_seeds, start=1):
         on_stage(f"leaving out: training {len(removals) + 1} times, reshuffled, order {number} of {orders}")
         # All trainings of an order share its permutations, so that a change is not one of order.
@@ -155,8 +148,6 @@ def _mask_trained(recording: RoundRecording) -> Bool[Tensor, " n"]:
 
 
 def _count_removed(shares: Sequence[float], n: int) -> list[int]:
-    if len(shares) == 0:
-        raise WhenceError("shares is empty; name at least one share of the records to leave out, such as 0.1.")
     for share in shares:
         count = int(share * n) if 0 < share < 1 else 0
         if count < 1 or n - count < 2:

@@ -55,16 +55,6 @@ def draw_subsets(n: int, share: float, count: int, generator: torch.Generator) -
     return masks
 
 
-def draw_trained_subsets(
-    recording: RoundRecording, share: float, count: int, generator: torch.Generator
-) -> Bool[Tensor, "count n"]:
-    """Draw subsets of the records that a round trained on, as `draw_subsets` does, as masks of all its records."""
-    trained = recording.trained
-    masks = torch.zeros(count, len(recording.records), dtype=torch.bool)
-    masks[:, trained] = draw_subsets(len(trained), share, count, generator)
-    return masks
-
-
 def read_batch_size(recording: RoundRecording) -> int:
     """Return the number of records in a full minibatch of a round.
 
@@ -143,10 +133,17 @@ def retrain(
             of another round, or training needs more memory than allowed; or see `whence.rounds.replay`.
     """
     round, weights = _open_with_weights(policy, recording, kept, dtype, reshuffled=orders is not None)
+    trained = round.start.params.new_empty(len(weights), len(round.start.params))
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.no_grad():
         order_bytes = 0 if orders is None else sum(positions.nbytes for positions in orders)
         at_once = _count_that_fit(round, weights, orders, memory, order_bytes)
-        return _train_in_parts(round, weights, orders, at_once)
+        for first in range(0, len(weights), at_once):
+            chosen = slice(first, first + at_once)
+            part = None if orders is None else [positions[chosen] for positions in orders]
+            with raise_on_divergence(round):
+                trained[chosen] = _train_side_by_side(round, weights[chosen], part)
+    check_finite(trained, round)
+    return {name: tensor.contiguous() for name, tensor in round.unflatten(trained).items()}
 
 
 def check_memory(policy: object, recording: RoundRecording, kept: Bool[Tensor, "m n"], memory: int) -> None:
@@ -178,19 +175,6 @@ def _open_with_weights(
     if kept.ndim != 2 or kept.shape[1] != n or len(kept) == 0:
         raise WhenceError(f"kept has shape {tuple(kept.shape)}; (m, {n}) is needed, a row for each training.")
     return round, check_weights(kept, round, reshuffled=reshuffled)
-
-
-def _train_in_parts(
-    round: SteppedRound, weights: Float[Tensor, "m n"], orders: Orders | None, at_once: int
-) -> dict[str, Tensor]:
-    trained = round.start.params.new_empty(len(weights), len(round.start.params))
-    for first in range(0, len(weights), at_once):
-        chosen = slice(first, first + at_once)
-        part = None if orders is None else [positions[chosen] for positions in orders]
-        with raise_on_divergence(round):
-            trained[chosen] = _train_side_by_side(round, weights[chosen], part)
-    check_finite(trained, round)
-    return {name: tensor.contiguous() for name, tensor in round.unflatten(trained).items()}
 
 
 def _count_that_fit(

@@ -11,7 +11,7 @@ from whence.crossfitting import split_target
 from whence.heuristics import compute_td_errors
 from whence.influence import Influence
 from whence.rounds import DRAWS, METHODS, SHARE, RoundRecording, attribute_round_by
-from whence.rounds.replay import SteppedRound, check_target, open_round
+from whence.rounds.replay import check_target, open_round
 from whence.rounds.schedule import snapshot_scores
 from whence.targets import BatchTarget, Target
 
@@ -46,14 +46,14 @@ def compute_scores(
     - "advantage"; "td-error": the size of the TD error, by which `TDErrorPriority` weighs records; "random".
 
     Args:
-        policy: the policy that was trained, or one built like it; it is left as it is.
+        policy: see `attribute_round`, as for `draws`, `share` and `memory`.
         recording: the recorded round.
         target: what to raise.
         methods: methods of `attribute_round`.
-        draws: see `attribute_round`.
-        share: see `attribute_round`.
+        draws: of "smoothed".
+        share: of "smoothed".
         seed: the seed of the random scores and of `methods`.
-        memory: bytes that `methods` may hold at a time; see `attribute_round`.
+        memory: bytes that `methods` may hold at a time.
         on_stage: called with the name of each stage as it begins.
 
     Returns:
@@ -85,23 +85,13 @@ def compute_scores(
     without = open_round(policy, replace(recording, update=replace(recording.update, vf_coef=0.0)))
     target = check_target(target, without)
     on_stage("scores: snapshot")
-    scores = {"snapshot": _score_by_snapshot(without, target)}
-    other = _score_by_snapshot(with_values, target)
+    scores = {"snapshot": snapshot_scores(without, target).double().cpu().numpy()}
+    other = snapshot_scores(with_values, target).double().cpu().numpy()
     if not np.allclose(scores["snapshot"], other, rtol=1e-4, atol=1e-6 * np.abs(other).max()):
         scores["snapshot with values"] = other
     if isinstance(target, BatchTarget) and records.episode_ids is not None and len(records) >= FOLDS:
         on_stage("scores: crossfit")
-        scores["crossfit"] = _score_by_crossfitting(without, target)
+        fold, targets = split_target(target, without.records, FOLDS)
+        by_target = torch.stack([snapshot_scores(without, part) for part in targets])
+        scores["crossfit"] = by_target.gather(0, fold[None])[0].double().cpu().numpy()
     return scores | by_method | baselines
-
-
-def _score_by_snapshot(round: SteppedRound, target: Target) -> Vector:
-    scores: Vector = snapshot_scores(round, target).double().cpu().numpy()
-    return scores
-
-
-def _score_by_crossfitting(round: SteppedRound, target: Target) -> Vector:
-    fold, targets = split_target(target, round.records, FOLDS)
-    by_target = torch.stack([snapshot_scores(round, other) for other in targets])
-    scores: Vector = by_target.gather(0, fold[None])[0].double().cpu().numpy()
-    return scores

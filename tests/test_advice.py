@@ -14,7 +14,6 @@ import whence
 from toys import Toy, model
 from whence.advice import give_advice, log_new_advice
 from whence.page.sections import gather_advice
-from whence.rounds import METHODS
 from whence.sb3 import InfluenceCallback
 
 SGD = {"optimizer": "SGD"}
@@ -32,9 +31,6 @@ def test_scores_under_an_adaptive_optimiser(optimizer: str) -> None:
     assert kinds(config, mean=[None, 0.1, 0.2]) == {"adaptive optimiser": 2}
     assert kinds(config, mean=[None, None]) == {}  # nothing was scored
     assert kinds(SGD, mean=[0.1, 0.2]) == {}
-    assert kinds(config | {"method": "crossfit"}, mean=[0.1]) == {"adaptive optimiser": 1}
-    for method in METHODS:  # these follow the optimiser's own steps
-        assert kinds(config | {"method": method}, mean=[0.1, 0.2]) == {}
 
 
 def test_long_runs_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,15 +44,13 @@ def test_long_runs_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -
     assert max(later - earlier for earlier, later in itertools.pairwise(looks)) <= 2000 / 50
 
 
-def test_a_page_knows_an_arms_method() -> None:
+def test_a_page_tells_of_interruptions() -> None:
     def list_kinds(config: dict[str, Any], **notes: Any) -> list[str]:
         table = pl.DataFrame({"round": [1], "mean": [0.1]})
         run: Any = SimpleNamespace(config=config, table=lambda name: table, notes=notes)
         return list(gather_advice({("arm", 0): run}))
 
     assert list_kinds({"arm": "iif", "optimizer": "Adam"}) == ["adaptive optimiser"]
-    assert list_kinds({"arm": "iif-smoothed", "optimizer": "Adam"}) == []
-    assert list_kinds({"method": "unrolled", "optimizer": "Adam"}) == []
     assert list_kinds({}, resumed=[{"after_round": 3, "reason": "other episodes"}]) == ["interrupted"]
     for crafted in (7, [7], [{"after_round": "x"}], {"after_round": 1}):
         assert list_kinds({}, resumed=crafted) == []

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from polars.testing import assert_frame_equal
 from stable_baselines3 import PPO
 
-from whence import IIF, Action, BelowMean
+from whence import Action
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import (
     Comparison,
@@ -29,8 +29,7 @@ from whence.experiments import (
     plan_comparison,
 )
 from whence.experiments.comparison import run_path
-from whence.experiments.rl import arms
-from whence.experiments.rl.arms import ARMS, PLAIN
+from whence.experiments.rl.arms import ARMS, counts_scoring, place_arm
 from whence.experiments.rl.config import HYPERPARAMETERS
 from whence.experiments.rl.environments import (
     check_environment,
@@ -41,10 +40,8 @@ from whence.experiments.rl.environments import (
 from whence.experiments.rl.networks import default_policy, default_policy_kwargs
 from whence.experiments.rl.plan import check_action, check_read, reads
 from whence.experiments.rl.presets import presets
-from whence.experiments.rl.research_callback import ResearchCallback
 from whence.experiments.rl.training import is_finished, read_curve, run
 from whence.guards import preserve_rng_state
-from whence.rounds import METHODS
 from whence.runs import RunDirectory
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
@@ -1044,7 +1041,7 @@ class TestRefusals:
 
     def test_every_arm_is_data(self):
         assert next(iter(ARMS)) == "ppo"
-        made = {name: RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2).rule() for name in PLAIN}
+        made = {name: RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2).rule() for name in ARMS}
         assert {name: (repr(rule), ARMS[name].counts_scoring) for name, rule in made.items()} == {
             "ppo": ("KeepAll()", False),
             "iif": ("IIF(drop=0.3, warmup=2)", True),
@@ -1054,52 +1051,21 @@ class TestRefusals:
             "random": ("RandomDrop(drop=0.3, seed=7, warmup=2, zeros=False)", False),
             "advantage-1": ("AdvantageMismatch(order='distance', drop=0.3, warmup=2)", True),
             "advantage-2": ("AdvantageMismatch(order='product', drop=0.3, warmup=2)", True),
-            "ppo-frozen": ("KeepAll()", False),
             "td-error": ("TDErrorPriority(exponent=0.6)", True),
-            "ppo-matched": ("IIF(drop=0.3, warmup=2)", False),
-            "ppo-as-far": ("IIF(drop=0.3, warmup=2)", False),
             "ppo-lr-0.5": ("KeepAll()", False),
             "ppo-lr-2": ("KeepAll()", False),
             "ppo-lr-4": ("KeepAll()", False),
         }
 
-    def test_the_methods_of_arms_are_those_of_whole_rounds(self):
-        # Repeated in arms.py, which loads no torch.
-        assert arms.METHODS == METHODS
-
-    def test_names_of_arms_are_composed(self):
-        scores = ("", "-crossfit", *(f"-{method}" for method in METHODS))
-        names = {
-            f"{rule}{score}{frozen}{rounds}"
-            for rule in ("iif", "mean")
-            for score in scores
-            for frozen in ("", "-frozen")
-            for rounds in ("", "-guarded", "-rewarded")
-        }
-        assert len(names) == 2 * 7 * 2 * 3
-        assert {*ARMS} == {*PLAIN} | names
-        for name in names:
-            run = RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2)
-            assert run.rule() == (IIF if name.startswith("iif") else BelowMean)(0.3, 2)
-            assert ARMS[name].counts_scoring
-            assert ARMS[name].trains == "selection"
-
-    @pytest.mark.parametrize(
-        ("arm", "near"),
-        [
-            ("mean-unroled", "Did you mean mean-unrolled"),
-            ("iif-guarded-frozen", "then frozen, then guarded or rewarded"),
-            ("random-crossfit", "after iif or mean a score may follow"),
-            ("mean-crossfit-unrolled", "a score may follow"),
-        ],
-    )
-    def test_names_that_make_no_arm_are_refused_with_those_that_do(self, arm, near):
-        listed = "crossfit, trajectory, optimizer, optimizer-momentum, unrolled, smoothed"
-        said = rf"The arm '{arm}' is unknown\..*{near}.*"
-        with pytest.raises(WhenceError, match=said) as refused:
-            configure(env="CartPole-v1", arm=arm)
-        for part in (", ".join(PLAIN), listed, "then frozen, then guarded or rewarded"):
-            assert part in str(refused.value)
+    def test_a_name_that_no_arm_has_is_refused(self, tmp_path):
+        with pytest.raises(WhenceError, match=r"The arm 'iff' is unknown\. Did you mean iif"):
+            configure(env="CartPole-v1", arm="iff")
+        config = RunConfig("CartPole-v1", "iif-guarded", 0)  # a study's
+        with pytest.raises(WhenceError, match=r"The arm 'iif-guarded' is unknown"):
+            run(config, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        assert [place_arm(name) for name in ("td-error", "ppo-matched", "ppo-lr-0.5")] == [8, 8.5, 9]
+        assert [counts_scoring(name) for name in ("iif", "iif-guarded", "ppo-matched")] == [True, True, False]
 
 
 PUMP = """
@@ -1219,46 +1185,3 @@ class TestReplay:
         assert len({row["generator_state"] for row, _ in episodes}) == len(episodes)
         assert any(records["round"].n_unique() == 2 for _, records in episodes)
         assert 0 < sum(records["reward"].sum() for _, records in episodes) < len(episodes)
-
-
-class TestArmsOfOtherScores:
-    @pytest.mark.parametrize(
-        ("arm", "expected"),
-        [
-            ("iif", {"method": "snapshot", "guard": False, "advantage_norm": "minibatch"}),
-            ("iif-crossfit", {"method": "crossfit"}),
-            ("iif-smoothed", {"method": "smoothed"}),
-            ("iif-guarded", {"guard": True, "keep_flat": False}),
-            ("iif-rewarded", {"guard": False, "keep_flat": True}),
-            ("iif-frozen", {"advantage_norm": "buffer"}),
-            ("ppo-frozen", {"advantage_norm": "buffer"}),
-            ("mean-trajectory", {"method": "trajectory", "guard": False, "advantage_norm": "minibatch"}),
-            ("mean-optimizer-frozen-guarded", {"method": "optimizer", "guard": True, "advantage_norm": "buffer"}),
-        ],
-    )
-    def test_they_reach_the_callback(self, arm, expected, tmp_path, monkeypatch):
-        made = {}
-
-        class Noting(ResearchCallback):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                made.update(self.settings())
-
-        monkeypatch.setattr("whence.experiments.rl.training.ResearchCallback", Noting)
-        config = configure(env="CartPole-v1", arm=arm, rounds=1, eval_episodes=0, hyperparameters={"n_steps": 64})
-        run(config, tmp_path / arm)
-        assert {name: made[name] for name in expected} == expected
-
-    def test_what_they_cannot_do_is_refused_at_the_door(self):
-        for arm, settings, said in (
-            ("iif-unrolled", {"engine": "loop"}, "no effect"),
-            ("iif-crossfit", {"target": "action", "target_args": {"observation": [0.0] * 4, "action": 1}}, "Return"),
-        ):
-            with pytest.raises(WhenceError, match=said):
-                configure(env="CartPole-v1", arm=arm, **settings)
-
-    def test_advantages_that_no_recording_holds(self, tmp_path):
-        config = configure(env="CartPole-v1", arm="iif-frozen", rounds=1, eval_episodes=0)
-        with pytest.raises(WhenceError, match="that no recording holds"):
-            run(config, tmp_path / "one", recordings=[1])
-        assert not (tmp_path / "one").exists()

@@ -11,7 +11,6 @@ import pytest
 
 from whence.experiments import Comparison, RunConfig, compare, plan_comparison
 from whence.experiments.comparison import run_path
-from whence.experiments.rl.arms import Arm
 from whence.experiments.rl.training import run
 from whence.guards import preserve_rng_state
 from whence.metrics import Curve, summarise
@@ -348,8 +347,6 @@ class TestPage:
         assert facts["env"] == facts[HOSTILE] == facts["torch"] == HOSTILE
 
     def test_hostile_names_of_arms_stay_text_in_table_and_figures(self, tmp_path, monkeypatch):
-        arm = Arm("KeepAll", "")
-        monkeypatch.setattr("whence.experiments.rl.config.ARMS", {"ppo": arm, "</script><b>": arm})
         comparison = by_hand(tmp_path, arms=("ppo", "</script><b>"), scored=("</script><b>",))
         write_report(comparison, tmp_path / "report.html")
         page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))

@@ -36,7 +36,7 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
 
     Args:
         metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
-        config: the run's configuration; `optimizer` and `method` are read, by default "snapshot".
+        config: the run's configuration; `optimizer` is read.
 
     Raises:
         InvalidRecords: the rounds are not numbered, or a column that is read holds no numbers.
@@ -107,8 +107,7 @@ def _known(metrics: pl.DataFrame, name: str) -> list[tuple[int, float]]:
 def _adaptive_optimizer(metrics: pl.DataFrame, config: Mapping[str, Any]) -> Iterator[Advice]:
     optimizer = str(config.get("optimizer", ""))
     scored = _known(metrics, "mean")
-    one_step = config.get("method", "snapshot") in ("snapshot", "crossfit")
-    if scored and one_step and optimizer in ("Adam", "AdamW", "RMSprop"):
+    if scored and optimizer in ("Adam", "AdamW", "RMSprop"):
         yield Advice(
             "adaptive optimiser",
             scored[0][0],

@@ -18,10 +18,11 @@ import typer
 from rich.progress import track
 from safetensors.numpy import load_file, save_file
 
+from studies.faithfulness.datamodel import additive_ceiling, fit_datamodel
 from studies.faithfulness.run import RUNS, SETUPS, Job, Out, Runs, all_scores
 from studies.stored import write_datamodel
 from whence import Return, experiments
-from whence.counterfactual import additive_ceiling, compute_lds, draw_subsets, fit_datamodel, retrain
+from whence.counterfactual import compute_lds, draw_subsets, retrain
 from whence.counterfactual.outcomes import measure_outcomes
 from whence.guards import write_atomically
 from whence.runs import RunDirectory

@@ -25,13 +25,13 @@ import typer
 from torch import Tensor, nn
 
 from studies.advantages import accumulate_errors
+from studies.faithfulness.gains import measure_gains
+from studies.faithfulness.gradients import large_rollout, monte_carlo
 from studies.faithfulness.run import RUNS, Job, Only, Out, Runs, Workers, at_once
 from studies.faithfulness.selections import STEPS, Elsewhere, study_rounds
 from whence import IIF, Return, attribute
 from whence.advantages import continues
-from whence.counterfactual import measure_gains
 from whence.experiments import load_recording
-from whence.experiments.rl.gradients import large_rollout, monte_carlo
 from whence.experiments.rl.stored import read_run_config
 from whence.guards import preserve_rng_state
 from whence.records import RecordBatch

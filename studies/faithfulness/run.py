@@ -32,11 +32,11 @@ import torch
 import typer
 from rich.console import Console
 
+from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.stored import read_round, round_numbers, write_round
 from whence import IIF, Return, attribute, attribute_round, experiments
 from whence.counterfactual import compute_scores, intervene, leave_out, study
 from whence.experiments import RunConfig
-from whence.experiments.rl.gradients import gradient_cosines, large_rollout
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.guards import write_atomically
 from whence.runs import RunDirectory

@@ -11,9 +11,9 @@ import numpy as np
 import polars as pl
 from scipy import stats
 
+from studies.faithfulness.gains import ALL
 from studies.faithfulness.selections import ONCE, STEPS
 from studies.markdown import cell, table
-from whence.counterfactual.gains import ALL
 
 SHARES_OF_ALL = {
     "less": "less all's",

@@ -32,12 +32,12 @@ import torch
 import typer
 from torch import Tensor
 
+from studies.faithfulness.gains import measure_gains
+from studies.faithfulness.gradients import large_rollout, monte_carlo
 from studies.faithfulness.run import RUNS, Job, Only, Out, Runs, Workers, at_once, trained
 from studies.stored import read_round, write_round
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
-from whence.counterfactual import measure_gains
 from whence.experiments import load_recording, load_round
-from whence.experiments.rl.gradients import large_rollout, monte_carlo
 from whence.experiments.rl.stored import read_run_config
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording

@@ -17,7 +17,6 @@ import whence.experiments.rl.training as training
 from studies.reliability import language as kills_language
 from whence import IIF
 from whence.experiments import configure, run
-from whence.experiments.rl.research_callback import ResearchCallback
 from whence.page import write_run_report
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import list_checkpoints, read_latest
@@ -98,8 +97,7 @@ def _report_stages(enter: Callable[[str], None]) -> None:
         setattr(owner, name, call)
 
     announce(InfluenceCallback, "_on_rollout_start", "collection")
-    for callback in (InfluenceCallback, ResearchCallback):
-        announce(callback, "choose", "scoring")
+    announce(InfluenceCallback, "choose", "scoring")
     announce(TrainingRun, "write_round", "records", after="optimisation")
     announce(TrainingRun, "end_round", "records")
     announce(TrainingRun, "_save_checkpoint", "checkpoint")

@@ -9,7 +9,7 @@ import typer
 from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.options import AsJson
 from whence.errors import WhenceError, suggest
-from whence.experiments.rl.arms import ARMS, FIRST
+from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.presets import presets
 
 ENGINES = {
@@ -31,16 +31,14 @@ def list_(
         str | None,
         typer.Argument(help="arms, presets, engines or targets; all of them by default.", show_default=False),
     ] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="List also the arms that studies compare.")] = False,
     json: AsJson = False,
 ) -> None:
     """Name the arms, presets, engines and targets there are.
 
     Example: whence list arms
     """
-    arms = {name: arm.about for name, arm in ARMS.items() if show_all or name in FIRST}
     lists: dict[str, Mapping[str, str]] = {
-        "arms": arms,
+        "arms": {name: arm.about for name, arm in ARMS.items()},
         "presets": {name: _describe_preset(values) for name, values in presets().items()},
         "engines": ENGINES,
         "targets": TARGETS,
@@ -57,8 +55,6 @@ def list_(
         print_line(
             "lda-code/... are what LDA's published code runs, paper/... what the paper prints: gradients clipped."
         )
-    if "arms" in chosen and not show_all:
-        print_line(f"{len(ARMS) - len(arms)} more arms, which studies compare: whence list arms --all")
 
 
 def _describe_preset(values: Mapping[str, Any]) -> str:

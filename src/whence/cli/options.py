@@ -98,7 +98,7 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for
 
 def describe_arms() -> str:
     """Return the help text on arms."""
-    return f"{arms.describe_arms()}; `whence list arms` tells what they do."
+    return f"{', '.join(arms.ARMS)}; `whence list arms` tells what they do."
 
 
 def parse_env_settings(env_kwargs: str | None, pool_kwargs: str | None) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What a round would have done without some of its records: ground truth, by training it again."""
 
-from whence.counterfactual.gains import measure_gains as measure_gains
 from whence.counterfactual.interventions import intervene as intervene
 from whence.counterfactual.interventions import leave_out_group as leave_out_group
 from whence.counterfactual.interventions import summarise_changes as summarise_changes
@@ -8,9 +7,6 @@ from whence.counterfactual.lds import Study as Study
 from whence.counterfactual.lds import compute_lds as compute_lds
 from whence.counterfactual.lds import measure_agreement as measure_agreement
 from whence.counterfactual.lds import study as study
-from whence.counterfactual.linear import Datamodel as Datamodel
-from whence.counterfactual.linear import additive_ceiling as additive_ceiling
-from whence.counterfactual.linear import fit_datamodel as fit_datamodel
 from whence.counterfactual.removals import leave_out as leave_out
 from whence.counterfactual.retrain import NOBODY as NOBODY
 from whence.counterfactual.retrain import Orders as Orders

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from whence.errors import RunDirectoryError
 from whence.experiments.cluster import check_place, run_all_on_ray
-from whence.experiments.rl.arms import ARMS
+from whence.experiments.rl.arms import place_arm
 from whence.experiments.rl.config import EFFECTIVE, RunConfig
 from whence.experiments.rl.curves import CurveFiles, KeptRun
 from whence.experiments.shared import STANDARD
@@ -209,10 +209,8 @@ def load_sweep(out: Path) -> Results:
             results.setdefault(group, {}).setdefault(label, {})[seed] = stored_run
     if not results:
         raise RunDirectoryError(f"{out} holds no finished run of a sweep. Run whence sweep FILE --out {out}.")
-    order = {arm: place for place, arm in enumerate(ARMS)}
     return {
-        group: dict(sorted(labels.items(), key=lambda item: _sorting_key(item[1], order)))
-        for group, labels in results.items()
+        group: dict(sorted(labels.items(), key=lambda item: _sorting_key(item[1]))) for group, labels in results.items()
     }
 
 
@@ -226,9 +224,9 @@ def _check_label(path: Path, label: str, config: RunConfig) -> None:
         )
 
 
-def _sorting_key(runs: Mapping[int, KeptRun], order: Mapping[str, int]) -> tuple[int, float]:
+def _sorting_key(runs: Mapping[int, KeptRun]) -> tuple[float, float]:
     config = next(iter(runs.values())).config
-    return order[config.arm], config.drop
+    return place_arm(config.arm), config.drop
 
 
 def summarise_sweep(results: Results) -> dict[str, Any]:

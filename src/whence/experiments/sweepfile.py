@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.rl.arms import ARMS, describe_arms, unknown_arm
+from whence.experiments.rl.arms import ARMS, find_arm
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import EXTRA_COLUMNS
 from whence.experiments.rl.plan import check_read, configure_arms, reads
@@ -248,11 +248,13 @@ def _read_arms(arms: Any) -> list[str]:
     is_list = isinstance(arms, list) and all(isinstance(arm, str) for arm in arms)
     if not is_list or not arms or len(set(arms)) < len(arms):
         raise _LocatedError(
-            f"arms is {arms!r}; a list that names each arm once is needed. Known: {describe_arms()}.", "arms"
+            f"arms is {arms!r}; a list that names each arm once is needed. Known: {', '.join(ARMS)}.", "arms"
         )
     for place, arm in enumerate(arms):
-        if arm not in ARMS:
-            raise _LocatedError(str(unknown_arm(arm)), "arms", place)
+        try:
+            find_arm(arm)
+        except WhenceError as unknown:
+            raise _LocatedError(str(unknown), "arms", place) from None
     return list(arms)
 
 

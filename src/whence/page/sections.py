@@ -96,9 +96,7 @@ def gather_advice(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
     """Return the advice on the runs, by its kind: each text once, with the places where it applies."""
     texts: dict[str, dict[str, dict[tuple[str, int], list[str]]]] = {}
     for (arm, seed), run in runs.items():
-        arm_data = ARMS.get(str(run.config.get("arm")))  # None for a run of a script
-        config = run.config if arm_data is None else {**run.config, "method": arm_data.method}
-        for one in (*_list_resumptions(run), *give_advice(read_table(run, "metrics"), config)):
+        for one in (*_list_resumptions(run), *give_advice(read_table(run, "metrics"), run.config)):
             places = texts.setdefault(one.kind, {}).setdefault(one.text, {})
             places.setdefault((arm, one.round), []).extend([] if seed is None else [str(seed)])
     return {

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from whence.errors import Unsupported
-from whence.experiments.rl.arms import ARMS
+from whence.experiments.rl.arms import is_control
 from whence.experiments.rl.curves import KeptRun
 from whence.experiments.shared import STANDARD
 from whence.guards import write_atomically
@@ -39,8 +39,8 @@ def plan_pictures(labels: Labels) -> dict[str, list[str]]:
     by_arm: dict[str, list[str]] = {}
     for label, runs in labels.items():
         by_arm.setdefault(next(iter(runs.values())).config.arm, []).append(label)
-    controls = [label for arm, arm_labels in by_arm.items() if _is_control(arm) for label in arm_labels]
-    selecting = {arm: arm_labels for arm, arm_labels in by_arm.items() if not _is_control(arm) and arm != STANDARD}
+    controls = [label for arm, arm_labels in by_arm.items() if is_control(arm) for label in arm_labels]
+    selecting = {arm: arm_labels for arm, arm_labels in by_arm.items() if not is_control(arm) and arm != STANDARD}
     # The label of a run at its experiment's own share is its arm. If several shares lack it, none is usual.
     usual = {
         arm: [label for label in arm_labels if label == arm or len(arm_labels) == 1]
@@ -54,11 +54,6 @@ def plan_pictures(labels: Labels) -> dict[str, list[str]]:
     standard = by_arm.get(STANDARD, [])
     with_standard = {name: [*standard, *others] for name, others in pictures.items() if others}
     return with_standard or {"arms": standard}
-
-
-def _is_control(arm: str) -> bool:
-    standard = ARMS[STANDARD]
-    return (ARMS[arm].learning_rate_scale, ARMS[arm].trains) != (standard.learning_rate_scale, standard.trains)
 
 
 def _draw_curves(labels: Labels, chosen: Sequence[str]) -> go.Figure:

@@ -183,7 +183,6 @@ def select_from(
     buffer: RolloutBuffer,
     selection: Selection,
     *,
-    draws: int | None = None,
     last: Last = "keep",
     recorder: Recorder | None = None,
 ) -> Iterator[None]:
@@ -195,14 +194,12 @@ def select_from(
     Args:
         buffer: the rollout buffer, of n records.
         selection: n entries, in the order of the flattened buffer.
-        draws: the number of draws in an epoch if weights differ; None: n.
         last: whether a last minibatch shorter than the others trains; see `cut_minibatches`.
         recorder: records every epoch and minibatch.
     """
     sb3_get = buffer.get
     keep = selection.keep.numpy()
     keeps_all = bool(keep.all()) and selection.uniform
-    draws = len(keep) if draws is None else draws
 
     def get(batch_size: int | None = None) -> Iterator[Any]:
         if recorder is not None:
@@ -212,7 +209,7 @@ def select_from(
             order = order[keep[order]]
         else:
             weights = selection.weights.double().numpy()
-            order = np.random.choice(len(keep), size=draws, p=weights / weights.sum())  # noqa: NPY002
+            order = np.random.choice(len(keep), size=len(keep), p=weights / weights.sum())  # noqa: NPY002
         for indices in cut_minibatches(order, batch_size or len(keep), last=last, join=not keeps_all):
             if recorder is not None:
                 recorder.add_minibatch(indices)

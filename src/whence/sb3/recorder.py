@@ -12,11 +12,8 @@ from stable_baselines3 import A2C
 from torch import Tensor
 
 from whence.errors import Unsupported, WhenceError
-from whence.policies import as_view
 from whence.records import RecordBatch
 from whence.rounds import OptimizerState, RoundRecording, Update
-from whence.rounds.identity import check_modes
-from whence.rounds.optimizers import check_optimizer
 from whence.sb3.contrib import MaskablePPO
 from whence.sb3.state import copy_tensors, named_tensors
 
@@ -110,24 +107,6 @@ def check_groups(model: Any, need: str = "a recording needs one. Record no round
         raise Unsupported(
             f"The optimiser has {count} groups of parameters, and {need}, or train all parameters in one group."
         )
-
-
-def check_steps(model: Any) -> None:
-    """Refuse a model whose optimiser steps no score of whole rounds can differentiate.
-
-    Args:
-        model: a model whose environments have been reset.
-
-    Raises:
-        Unsupported: its optimiser or a setting of it is not known, or its policy computes something else in train mode
-            than in eval mode; the message says which.
-    """
-    try:
-        check_optimizer(read_optimizer(model.policy))
-    except Unsupported as refused:
-        raise Unsupported(f"{refused} To train with this optimiser, take method='snapshot' or 'crossfit'.") from None
-    view = as_view(model.policy)
-    check_modes(view, view.parameters(), current_records(model))
 
 
 def current_records(model: Any) -> RecordBatch:

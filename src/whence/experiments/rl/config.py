@@ -10,8 +10,7 @@ from stable_baselines3 import PPO
 
 from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
-from whence.experiments.rl.arms import ARMS, unknown_arm
-from whence.experiments.rl.scoring import Scoring
+from whence.experiments.rl.arms import find_arm
 from whence.experiments.shared import check_field_names, check_field_types, check_type
 from whence.sb3.description import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.selection import DEFAULT_SHARE, IIF, SelectionRule
@@ -58,7 +57,7 @@ class RunConfig:
         policy_kwargs: passed to the policy, JSON types (`net_arch`, ...).
         optimizer: its name in torch.optim.
         hyperparameters: PPO's, by SB3's names; what is missing has SB3's default.
-        arm: a key of `ARMS`.
+        arm: a key of `ARMS`, or the name of a study's own; see `run`.
         drop: the share to drop of the records that score below 0.
         warmup: rounds at the start in which nothing is dropped.
         target: a key of `TARGETS`.
@@ -100,8 +99,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(vars(self))
-        if self.arm not in ARMS:
-            raise unknown_arm(self.arm)
         for what, name, known in (
             ("policy", self.policy, POLICIES),
             ("optimizer", self.optimizer, OPTIMIZERS),
@@ -124,17 +121,16 @@ class RunConfig:
             raise WhenceError(f"seed is {self.seed}; less than {2**bits} is needed, since seeds have {bits} bits here.")
         if self.eval_episodes == 1:
             raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
-        self.rule()
-        Scoring.create(ARMS[self.arm].method, self.make_target(), engine=self.engine)
+        IIF(self.drop, self.warmup)  # refuses what is out of range, even if the arm's rule does not read it
+        self.make_target()
 
     def rule(self) -> SelectionRule:
         """Return the arm's selection rule.
 
         Raises:
-            WhenceError: the share to drop or the warm-up is out of range.
+            WhenceError: the arm is a study's own.
         """
-        IIF(self.drop, self.warmup)  # refuses what is out of range, even if the arm's rule does not read it
-        return ARMS[self.arm].make_rule(drop=self.drop, warmup=self.warmup, seed=self.seed)
+        return find_arm(self.arm).make_rule(drop=self.drop, warmup=self.warmup, seed=self.seed)
 
     def make_target(self) -> Target:
         """Return the target.

@@ -13,7 +13,7 @@ import polars as pl
 from whence import metrics
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.jsonlines import put_line, read_lines
-from whence.experiments.rl.arms import ARMS
+from whence.experiments.rl.arms import counts_scoring
 from whence.experiments.rl.config import RunConfig, list_evaluated_rounds
 from whence.metrics import Curve
 from whence.runs import RunDirectory
@@ -42,7 +42,7 @@ def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFra
     Between evaluations the curve stays at the last one, and reaches nothing.
     """
     seconds = timings["collection_cpu"] + timings["optimisation_cpu"]
-    if ARMS[config.arm].counts_scoring:
+    if counts_scoring(config.arm):
         seconds = seconds + timings["scoring_cpu"]
     return metrics.make_curve(config.rounds, evaluations, seconds.to_numpy())
 

@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.rl.arms import ARMS, METHODS, PLAIN, RULE_FIELDS, describe_arms
+from whence.experiments.rl.arms import ARMS, RULE_FIELDS, find_arm
 from whence.experiments.rl.config import RunConfig, check_types
 from whence.experiments.rl.environments import check_environment, list_libraries, make_model_env
 from whence.experiments.rl.networks import default_policy, default_policy_kwargs
@@ -49,6 +49,7 @@ def configure(
     known = [field.name for field in fields(RunConfig) if field.name not in ("env", "arm", "seed")]
     if unknown := [name for name in overrides if name not in known]:
         raise WhenceError(f"A run has no {unknown[0]!r}.{suggest(unknown[0], known)}")
+    find_arm(arm)
     base: dict[str, Any] = dict(presets()[preset]) if preset is not None else {"env": env}
     changes = {name: value for name, value in overrides.items() if value is not None}
     check_types(changes)
@@ -167,11 +168,9 @@ def _split_rows(value: Any, space: spaces.Space[Any]) -> list[Any]:
 
 def reads(config: RunConfig, name: str) -> bool:
     """Return whether a run's arm reads a field: drop, warmup, or one that says how records are scored."""
-    arm = ARMS[config.arm]
-    if name in RULE_FIELDS:
-        return name in arm.reads
-    is_of_round = name == "engine" and arm.method in METHODS
-    return config.rule().needs_influence and not is_of_round
+    if config.arm not in ARMS:  # a study's
+        return True
+    return name in ARMS[config.arm].reads if name in RULE_FIELDS else config.rule().needs_influence
 
 
 def check_read(configs: Iterable[RunConfig], names: Iterable[str]) -> None:
@@ -184,8 +183,7 @@ def check_read(configs: Iterable[RunConfig], names: Iterable[str]) -> None:
     for name in names:
         if not any(reads(config, name) for config in configs):
             arms = ", ".join(dict.fromkeys(config.arm for config in configs))
-            plain = replace(configs[0], engine="auto", target="return", target_args={})  # which every arm takes
-            readers = ", ".join(arm for arm in PLAIN if reads(replace(plain, arm=arm), name))
+            readers = ", ".join(arm for arm in ARMS if reads(replace(configs[0], arm=arm), name))
             raise WhenceError(
                 f"{name} has no effect with {arms}. Leave it out, or take an arm that reads it: {readers}."
             )
@@ -205,7 +203,7 @@ def plan_comparison(*, arms: list[str], seeds: int, **overrides: Any) -> list[Ru
     if seeds < 1:
         raise WhenceError(f"seeds is {seeds}; at least 1 is needed, and 2 for intervals.")
     if not arms or len(set(arms)) < len(arms):
-        raise WhenceError(f"arms is {','.join(arms)!r}; name each arm once. Known: {describe_arms()}.")
+        raise WhenceError(f"arms is {','.join(arms)!r}; name each arm once. Known: {', '.join(ARMS)}.")
     if "seed" in overrides:
         raise WhenceError("A comparison has no 'seed': `seeds` says how many there are.")
     configs = configure_arms(arms, **overrides)

@@ -1,9 +1,9 @@
 """One training run, from its configuration to its directory."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,18 +12,19 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments.rl.arms import ARMS
+from whence.experiments.rl.arms import ARMS, find_arm
 from whence.experiments.rl.config import EFFECTIVE, HYPERPARAMETERS, RunConfig, list_evaluated_rounds
 from whence.experiments.rl.curves import make_curve
 from whence.experiments.rl.environments import make_evaluation_env, make_training_env, measure_return
-from whence.experiments.rl.matched import MatchedUpdate
 from whence.experiments.rl.networks import resolve_classes
-from whence.experiments.rl.research_callback import ResearchCallback
 from whence.experiments.shared import OnRound, ignore_round
 from whence.metrics import Curve
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 from whence.sb3.description import describe, library_versions
+
+MakeCallback: TypeAlias = Callable[[RunConfig, RunDirectory, Collection[int]], InfluenceCallback]
+"""Takes a run, its directory, and the rounds to record; returns the callback that trains it."""
 
 
 def prepare(config: RunConfig) -> None:
@@ -38,6 +39,7 @@ def run(
     overwrite: bool = False,
     tensorboard: Path | None = None,
     recordings: Collection[int] = (),
+    make_callback: MakeCallback | None = None,
 ) -> None:
     """Train and evaluate as `config` says, and write the run's directory.
 
@@ -53,12 +55,17 @@ def run(
         overwrite: delete the run that the directory holds, and start anew.
         tensorboard: directory for TensorBoard's files; None: none are written.
         recordings: rounds to record; see `InfluenceCallback`.
+        make_callback: makes the callback of a study that selects or trains in a way of its own; `config.arm` is then
+            but a name. None: the arm's rule selects.
 
     Raises:
         RunDirectoryError: the directory holds another run, or this one, finished without the recordings.
         WhenceError: PPO refuses the settings, the device is not there, or a round to record is not one of the run's.
     """
     path = Path(path)
+    if make_callback is None:
+        find_arm(config.arm)
+        make_callback = _make_callback
     _check_recordings(config, recordings)
     if not overwrite and is_finished(config, path):
         _check_recorded(RunDirectory.open(path), recordings)
@@ -81,16 +88,7 @@ def run(
         )
         resumed = directory.checkpoint is not None
         directory.keep_rows("evaluations", list_evaluated_rounds(config))  # without a shorter run's last
-        arm = ARMS[config.arm]
-        callback_class = MatchedUpdate if arm.trains == "matched" else ResearchCallback
-        selection = callback_class(
-            config.rule(),
-            target=config.make_target(),
-            engine=config.engine,
-            run=directory,
-            recordings=recordings,
-            **arm.settings,
-        )
+        selection = make_callback(config, directory, recordings)
         evaluation = _Evaluation(config, test_env, directory, on_round, selection)
         model.learn(
             config.rounds * model.n_steps * config.n_envs,
@@ -106,6 +104,11 @@ def run(
             test_env.close()
 
 
+def _make_callback(config: RunConfig, directory: RunDirectory, recordings: Collection[int]) -> InfluenceCallback:
+    target, engine = config.make_target(), config.engine
+    return InfluenceCallback(config.rule(), target=target, engine=engine, run=directory, recordings=recordings)
+
+
 def describe_effective(model: PPO) -> dict[str, Any]:
     """Return the settings in effect, in JSON types: algorithm, policy, parameters, and all hyper-parameters."""
     description = describe(model)
@@ -116,13 +119,6 @@ def describe_effective(model: PPO) -> dict[str, Any]:
 def _check_recordings(config: RunConfig, recordings: Collection[int]) -> None:
     if beyond := [number for number in recordings if not 1 <= number <= config.rounds]:
         raise WhenceError(f"Round {beyond[0]} cannot be recorded: the run has rounds 1 to {config.rounds}.")
-    arm = ARMS[config.arm]
-    if recordings and arm.trains == "matched":
-        raise WhenceError(f"The arm {config.arm} trains each round twice, which no recording holds. Take another arm.")
-    if recordings and "advantage_norm" in arm.settings:
-        raise WhenceError(
-            f"The arm {config.arm} trains on advantages that no recording holds. Take another arm, or record no round."
-        )
 
 
 def _check_recorded(run: RunDirectory, recordings: Collection[int]) -> None:
@@ -142,7 +138,7 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
     check_device(config.device)
     policy_kwargs = {"optimizer_class": getattr(torch.optim, config.optimizer), **resolve_classes(config.policy_kwargs)}
     hyperparameters = dict(config.hyperparameters)
-    if (scale := ARMS[config.arm].learning_rate_scale) != 1:
+    if config.arm in ARMS and (scale := ARMS[config.arm].learning_rate_scale) != 1:
         rate = hyperparameters.get("learning_rate", HYPERPARAMETERS["learning_rate"])
         hyperparameters["learning_rate"] = scale * rate
     try:

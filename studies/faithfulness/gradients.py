@@ -14,22 +14,18 @@ from stable_baselines3 import PPO
 from torch import Tensor
 
 from whence.advantages import returns_to_go
-from whence.errors import WhenceError
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
 from whence.guards import eval_mode, preserve_rng_state
 from whence.policies import as_view
 from whence.records import RecordBatch
-from whence.rounds.identity import SAME, compare_outputs
 from whence.sb3 import collect
 from whence.sb3.state import load_tensors, named_tensors
 
 Vector = NDArray[np.float64]
 
 _ENVIRONMENTS = 100
-
-_RETURNS = ("rewards", "values", "episode_starts", "env_index", "gamma")
 
 
 def large_rollout(config: RunConfig, model: PPO, *, steps: int = 200_000, seed: int = 0) -> RecordBatch:
@@ -42,12 +38,7 @@ def large_rollout(config: RunConfig, model: PPO, *, steps: int = 200_000, seed: 
         model: from `load_round`.
         steps: time steps, rounded up to equally many in each environment.
         seed: seeds environments and actions.
-
-    Raises:
-        WhenceError: fewer steps than environments.
     """
-    if steps < _ENVIRONMENTS:
-        raise WhenceError(f"steps is {steps}; at least {_ENVIRONMENTS} are needed, one in each environment.")
     steps_each = math.ceil(steps / _ENVIRONMENTS)
     collecting = replace(
         config,
@@ -88,24 +79,7 @@ def gradient_cosines(
         A row for each of `kept`, `advantages` (raw, centred) and `truth` (gae, monte-carlo), with `records`, `cosine`,
         and `reliability`: the cosine between the larger rollout's estimate and the gradient of infinitely many steps,
         computed from the agreement of its halves. No higher cosine can be expected.
-
-    Raises:
-        WhenceError: a mask has another length or keeps fewer than two records, records or rollout are of another
-            policy, or a gradient is 0 and so has no direction.
     """
-    for name, mask in kept.items():
-        if mask.shape != (len(records),) or mask.dtype != torch.bool or int(mask.sum()) < 2:
-            raise WhenceError(
-                f"kept[{name!r}] has shape {tuple(mask.shape)} of {mask.dtype} and keeps {int(mask.sum())}; a mask of "
-                f"the {len(records)} records, of torch.bool, that keeps at least two is needed."
-            )
-    view = as_view(model.policy)
-    for name, collected in (("records", records), ("large", large)):
-        if not (distance := compare_outputs(view, view.parameters(), collected)["log-probs"]) <= SAME:
-            raise WhenceError(
-                f"{name} was not collected by this policy: log-probs are {distance:.2g} apart on average. Load the "
-                "round's policy (experiments.load_round), and collect the larger rollout with it (large_rollout)."
-            )
     second_half = torch.arange(len(large)) >= len(large) // 2  # environments come one after the other
     truths: dict[str, tuple[Vector, float]] = {}
     for name, advantages in (("gae", large.advantages), ("monte-carlo", monte_carlo(large))):
@@ -136,13 +110,7 @@ def monte_carlo(records: RecordBatch) -> Float[Tensor, " n"]:
 
     Two kinds of episodes still use it: those that the rollout cuts off continue with the value of the state where they
     were cut, and the last reward of those that a time limit ended includes such a value already.
-
-    Raises:
-        WhenceError: the records lack rewards, values, episode starts, environments or a discount factor.
     """
-    missing = [name for name in _RETURNS if getattr(records, name) is None]
-    if missing:
-        raise WhenceError(f"The returns of these records cannot be computed: they lack {', '.join(missing)}.")
 
     def array(name: str) -> NDArray[Any]:
         return np.asarray(getattr(records, name).cpu())
@@ -171,6 +139,4 @@ def _gradient(model: PPO, records: RecordBatch, advantages: Tensor, chunk: int =
 
 def _cosine(a: Vector, b: Vector) -> float:
     norms = np.linalg.norm(a), np.linalg.norm(b)
-    if min(norms) == 0:
-        raise WhenceError("A gradient is 0, so it has no direction. Are all advantages 0? Take another round.")
     return float(a @ b / (norms[0] * norms[1]))

@@ -1,21 +1,31 @@
-"""A control: train on all records, with a round's update as large as a selection's."""
+"""A control of selections: every record trains, with a round's update as large as the selection's.
+
+Run: `python -m studies.selection.matched --preset lda-code/frozenlake --seed 3 --by norm --run out/matched`. The arms
+`ppo-matched` (by norm) and `ppo-as-far` (by divergence) of `results/paper` and `results/faithfulness` are such runs.
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
+import typer
+from gymnasium import spaces
 from torch import Tensor
 
-from whence.errors import NonFinite, WhenceError, suggest
-from whence.guards import preserve_rng_state
+from whence import IIF, SelectionRule, experiments
+from whence.errors import NonFinite
+from whence.guards import eval_mode, preserve_rng_state
 from whence.policies import as_view, find_acting_parameters
 from whence.sb3 import InfluenceCallback
-from whence.sb3.divergence import measure_divergence
 from whence.sb3.state import preserve_model
-from whence.selection import Selection, SelectionRule
+from whence.selection import Selection
 
-By: TypeAlias = Literal["norm", "divergence"]
+CHUNK = 4096
+"""Records that the policy reads at a time."""
 
 
 class MatchedUpdate(InfluenceCallback):
@@ -26,43 +36,25 @@ class MatchedUpdate(InfluenceCallback):
     measured, and on all records. Then the parameters move along the second update. Those that the policy's log-probs
     depend on move until their update has the first one's norm, or until the policy has diverged as far over the
     rollout, within 1%. The others (of the value function) move until their update has the norm of theirs: the value
-    function's gradients may be much larger, and would hide how far the policy moves. The optimiser's state and
-    BatchNorm's statistics stay as the second training left them. A `target_kl` stops each training by itself.
+    function's gradients may be much larger, and would hide how far the policy moves. The optimiser's state stays as the
+    second training left it.
 
     The logger gets the factors as `train/update_scale` and `train/update_scale_value`. `train/approx_kl` is measured
-    after scaling, over the whole rollout; `train/clip_fraction` is the second training's. Seconds are those of the
-    second training. Selections, scores and reasons are written as the rule made them, although every record trained. A
-    round that keeps fewer than two records is skipped.
-
-    Args:
-        rule: see `InfluenceCallback`.
-        by: what of the policy's update is matched, "norm" or "divergence".
-        options: further arguments of `InfluenceCallback`, except `recordings`, since no recording holds two trainings,
-            and `last`, since all records train, as in SB3.
-
-    Raises:
-        WhenceError: `recordings` or `last` is passed, or `by` is unknown; or see `InfluenceCallback`.
+    after scaling, over the whole rollout; `train/clip_fraction` and the seconds are the second training's. Selections
+    and scores are written as the rule made them, although every record trained.
     """
 
-    def __init__(self, rule: SelectionRule, *, by: By = "norm", **options: Any) -> None:
+    def __init__(self, rule: SelectionRule, *, by: Literal["norm", "divergence"] = "norm", **options: Any) -> None:
         super().__init__(rule, **options)
-        if by not in get_args(By):
-            raise WhenceError(f"by is {by!r}.{suggest(str(by), get_args(By))}")
         self.by = by
-        if self.recordings or self.last != "keep":
-            raise WhenceError(
-                "MatchedUpdate takes no recordings and no last: it trains each round twice, and the training that "
-                "counts is SB3's own, on all records. Leave them out, or take InfluenceCallback."
-            )
 
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
         """Train on all records, and scale the update to the size that training on the selection gives it."""
         assert self.round is not None
         policy: Any = self.model.policy
-        records = self.round.records
         start = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
         with preserve_rng_state():  # dropout draws
-            acting = find_acting_parameters(as_view(policy), records)
+            acting = find_acting_parameters(as_view(policy), self.round.records)
         others = frozenset(start.keys() - acting)
         with self.optimisation_clock.paused(), preserve_rng_state(), preserve_model(self.model):
             super().train_selected(train, selection)
@@ -76,6 +68,25 @@ class MatchedUpdate(InfluenceCallback):
         self.logger.record("train/update_scale", scale)
         self.logger.record("train/update_scale_value", _scale_to_norm(policy, start, others, norms[others]))
         self.logger.record("train/approx_kl", measure_divergence(self.model))
+
+
+def measure_divergence(model: Any) -> float:
+    """Return the KL divergence of a trained model's policy from the one that collected its rollout, in nats.
+
+    It is the mean of `ratio - 1 - log ratio` over the rollout buffer, as SB3 estimates it.
+    """
+    buffer, size = model.rollout_buffer, len(model.rollout_buffer.log_probs)
+    total = 0.0
+    for start in range(0, size, CHUNK):
+        samples = buffer._get_samples(np.arange(start, min(start + CHUNK, size)))
+        actions = samples.actions
+        if isinstance(model.action_space, spaces.Discrete):
+            actions = actions.long().flatten()
+        with preserve_rng_state(), eval_mode(model.policy.modules()), torch.no_grad():
+            _, log_probs, _ = model.policy.evaluate_actions(samples.observations, actions)
+        log_ratio = (log_probs - samples.old_log_prob.flatten()).double()
+        total += float((log_ratio.exp() - 1 - log_ratio).mean()) * len(log_ratio)
+    return total / size
 
 
 def _measure_update(policy: Any, start: Mapping[str, Tensor], names: Collection[str]) -> float:
@@ -103,9 +114,7 @@ def _scale_to_divergence(model: Any, start: Mapping[str, Tensor], names: Collect
         _move(model.policy, start, update, scale)
         present = measure_divergence(model)
         if math.isnan(present) or math.isnan(divergence):
-            raise NonFinite(
-                f"An update diverges by {present}, and was to diverge by {divergence}: training has diverged."
-            )
+            raise NonFinite(f"An update diverges by {present}, and was to diverge by {divergence}.")
         if min(present, divergence) <= 0 or abs(present / divergence - 1) < 0.01:
             break
         # To lowest order, divergence grows with the square.
@@ -124,3 +133,29 @@ def _move(policy: Any, start: Mapping[str, Tensor], update: Mapping[str, Tensor]
         params = dict(policy.named_parameters())
         for name, step in update.items():
             params[name].copy_(start[name] + scale * step)
+
+
+def main(
+    run: Annotated[Path, typer.Option(help="Directory of the run.")],
+    preset: Annotated[str, typer.Option(help="The preset whose selection is matched.")] = "lda-code/frozenlake",
+    by: Annotated[str, typer.Option(help="What of the update is matched: norm or divergence.")] = "norm",
+    seed: int = 0,
+) -> None:
+    """Train one run of the control."""
+    arm = {"norm": "ppo-matched", "divergence": "ppo-as-far"}[by]
+    config = replace(experiments.configure(preset=preset, seed=seed), arm=arm)
+    experiments.run(
+        config,
+        run,
+        make_callback=lambda config, directory, _: MatchedUpdate(
+            IIF(config.drop, config.warmup),
+            by="norm" if by == "norm" else "divergence",
+            target=config.make_target(),
+            engine=config.engine,
+            run=directory,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,7 +1,7 @@
 """What training on a selection gains on fresh records: by the length of the update, and by its direction."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import polars as pl
@@ -10,12 +10,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
-from whence.errors import WhenceError
 from whence.guards import eval_mode, preserve_rng_state
 from whence.policies import Outputs, Params, compute_outputs, find_acting_parameters
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.rounds.identity import SAME, compare_outputs
 from whence.rounds.replay import SteppedRound, open_round
 
 ALL = "all"
@@ -45,8 +43,6 @@ def measure_gains(
     advantages: Mapping[str, Float[Tensor, " f"]] | None = None,
     orders: int = 4,
     seed: int = 0,
-    memory: int = 2**31,
-    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> pl.DataFrame:
     """Train a recorded round on selections of its records, and measure the policies on fresh records.
 
@@ -65,8 +61,6 @@ def measure_gains(
         advantages: (f,) advantages of the fresh records, by name; None: the recorded ones, under the name "own".
         orders: the number of trainings of each selection; in one order all share the permutations.
         seed: the seed of the permutations.
-        memory: bytes that training may hold at a time; see `retrain`.
-        on_stage: called with the name of each stage as it begins.
 
     Returns:
         A row for each order, selection and kind of advantages: `order` (from 1), `selection`, `kept` (the number
@@ -75,49 +69,19 @@ def measure_gains(
         (the gain on the recorded rollout, with its raw advantages), `gain`, `all_as_long` (the gain of "all", scaled to
         the same norm) and `all_as_far` (the gain of "all", scaled to the same divergence within a hundredth; null if no
         scale reaches it).
-
-    Raises:
-        WhenceError: a selection is called "all", has another number of records or keeps fewer than two; `orders` is
-            below 1; advantages have another number of records or are not finite; the fresh records are of another
-            policy; or see `retrain`.
     """
-    if orders < 1 or ALL in selections:
-        raise WhenceError(
-            f"orders is {orders} and selections are {', '.join(selections)}; at least 1 order is needed, and "
-            f"{ALL!r} is always included: give no selection that name."
-        )
-    n, size = len(recording.records), read_batch_size(recording)
-    for name, mask in selections.items():
-        if mask.shape != (n,) or mask.dtype != torch.bool:
-            raise WhenceError(
-                f"The selection {name!r} is {tuple(mask.shape)} {mask.dtype}; ({n},) of torch.bool is needed, True for "
-                "each record that trains."
-            )
+    size = read_batch_size(recording)
     advantages = {"own": fresh.advantages} if advantages is None else advantages
-    for name, values in advantages.items():
-        if values.shape != (len(fresh),) or not bool(torch.isfinite(values).all()):
-            raise WhenceError(
-                f"The advantages {name!r} have shape {tuple(values.shape)}; ({len(fresh)},) of finite numbers is "
-                "needed."
-            )
     round = open_round(policy, recording)
-    masks = torch.stack([torch.ones(n, dtype=torch.bool), *selections.values()])
+    masks = torch.stack([torch.ones(len(recording.records), dtype=torch.bool), *selections.values()])
     generator = torch.Generator().manual_seed(seed)
     rows: list[dict[str, object]] = []
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        start = round.unflatten(round.start.params)
-        difference = compare_outputs(round.view, start, fresh)["log-probs"]
-        if not difference <= SAME:
-            raise WhenceError(
-                f"The fresh records were not collected by the policy of round {recording.number} as it was before the "
-                f"round: log-probs are {difference:.2g} apart on average. Collect them with the recorded parameters."
-            )
         on_fresh = _Evaluator(round, fresh, advantages)
         on_rollout = _Evaluator(round, round.records, {"raw": round.records.advantages})
         for order in range(1, orders + 1):
-            on_stage(f"training on {len(masks)} selections" + (f", order {order} of {orders}" if orders > 1 else ""))
             minibatches = reshuffle(masks, size, recording.update.n_epochs, generator)
-            trained = retrain(policy, recording, masks, orders=minibatches, memory=memory)
+            trained = retrain(policy, recording, masks, orders=minibatches)
             updates = [
                 on_fresh.get_update({name: tensor[row] for name, tensor in trained.items()})
                 for row in range(len(masks))

@@ -10,7 +10,6 @@ from scipy import stats
 from torch import Tensor
 
 from whence.counterfactual.lds import compute_lds
-from whence.errors import WhenceError
 from whence.intervals import interval_from_error
 
 Vector = NDArray[np.float64]
@@ -52,20 +51,8 @@ def fit_datamodel(kept: Tensor, outcomes: Vector, *, prior: Vector | None = None
         outcomes: (m,) the outcome of each training.
         prior: (n,) scores to begin with.
         folds: the number of folds of the cross-validation that measures the fit.
-
-    Raises:
-        WhenceError: the shapes do not fit, an outcome is not finite, or a fold has fewer than two trainings.
     """
     x, y = kept.double().numpy(), np.asarray(outcomes, dtype=np.float64)
-    if y.shape != (len(x),) or (prior is not None and prior.shape != x.shape[1:]):
-        raise WhenceError(
-            f"kept is of {x.shape[0]} trainings and {x.shape[1]} records, outcomes have shape {y.shape} and the prior "
-            f"{None if prior is None else prior.shape}; ({x.shape[0]},) and ({x.shape[1]},) are needed."
-        )
-    if not np.isfinite(y).all():
-        raise WhenceError("Outcomes have to be finite: leave out trainings whose outcome is not.")
-    if folds < 2 or len(x) < 2 * folds:
-        raise WhenceError(f"{len(x)} trainings in {folds} folds; at least 2 folds of at least 2 are needed.")
     fold = np.arange(len(x)) % folds
     predictions = np.empty_like(y)
     for number in range(folds):
@@ -122,23 +109,10 @@ def additive_ceiling(kept: Bool[Tensor, "m n"], outcomes: Float[np.ndarray, " m"
 
     Returns:
         "lds", and "low" and "high" of its 95% interval, by a jackknife over blocks of trainings, which is rather wide.
-
-    Raises:
-        WhenceError: the shapes do not fit, there are fewer than 40 trainings, subsets differ in size, or outcomes are
-            not finite or all the same.
     """
     x, m = kept.double().numpy(), len(outcomes)
-    if outcomes.shape != x.shape[:1] or m < 2 * BLOCKS:
-        raise WhenceError(
-            f"kept has shape {x.shape} and outcomes {outcomes.shape}; ({m}, n) and ({m},) are needed, of at least "
-            f"{2 * BLOCKS} trainings."
-        )
     x = x[:, x.any(axis=0)]
     n, share = x.shape[1], float(x[0].mean())
-    if np.ptp(x.sum(axis=1)) > 0 or not 0 < share < 1:
-        raise WhenceError("All subsets have to be of one size, with at least one record and not all of them.")
-    if not np.isfinite(outcomes).all() or np.ptp(outcomes) == 0:
-        raise WhenceError("Outcomes have to be finite, and not all the same.")
     x = (x - share) / np.sqrt(share * (1 - share))
     y = stats.norm.ppf((stats.rankdata(outcomes) - 0.5) / m)
     y /= y.std()

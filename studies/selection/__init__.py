@@ -1,0 +1,1 @@
+"""Ways to train that studies compare with selections."""

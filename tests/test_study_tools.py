@@ -1,0 +1,187 @@
+"""What only studies measure: matched updates, gains on fresh records, gradients of large rollouts, datamodels."""
+
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from stable_baselines3 import PPO
+
+from studies.faithfulness.datamodel import _PENALTIES, _fit_ridge, additive_ceiling, fit_datamodel
+from studies.faithfulness.gains import measure_gains
+from studies.faithfulness.gradients import gradient_cosines, large_rollout
+from studies.selection.matched import MatchedUpdate, main
+from test_rounds import assert_untouched, model_of, recorded, state_of
+from whence import IIF, KeepAll, RunDirectory
+from whence.counterfactual import compute_lds, draw_subsets
+from whence.experiments import configure
+from whence.experiments.rl.environments import make_model_env
+from whence.experiments.rl.training import make_model
+from whence.sb3 import InfluenceCallback, collect
+from whence.sb3.state import load_tensors, named_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+
+
+def train(callback, optimizer=torch.optim.SGD, rounds=1):
+    """Return a model after some rounds of PPO, and how the policy's parameters moved."""
+    kwargs = {"optimizer_class": optimizer, "net_arch": [8]}
+    env, sizes = gym.make("CartPole-v1"), {"n_steps": 64, "batch_size": 32, "n_epochs": 2}
+    model = PPO("MlpPolicy", env, seed=0, device="cpu", learning_rate=0.05, policy_kwargs=kwargs, **sizes)
+    start = read_acting(model)
+    model.learn(64 * rounds, callback=callback)
+    return model, read_acting(model) - start
+
+
+def read_acting(model):
+    parameters = [p for name, p in model.policy.named_parameters() if "value" not in name]
+    return torch.cat([parameter.detach().flatten().double() for parameter in parameters])
+
+
+def measure_kl(model, records):
+    with torch.no_grad():
+        _, log_probs, _ = model.policy.evaluate_actions(records.observations, records.actions)
+    ratio = (log_probs - records.log_probs).double()
+    return float((ratio.exp() - 1 - ratio).mean())
+
+
+@pytest.mark.parametrize("by", ["norm", "divergence"])
+def test_an_update_goes_where_ppo_goes_as_far_as_the_selection_would(by):
+    _, plain = train(None)
+    selected, filtered = train(InfluenceCallback(IIF(drop=1.0)))
+    callback = MatchedUpdate(IIF(drop=1.0), by=by)
+    model, matched = train(callback)
+    records = callback.round.records
+    assert float(torch.cosine_similarity(matched, plain, dim=0)) == pytest.approx(1, abs=1e-5)
+    assert callback.metrics[0]["train/update_scale"] == pytest.approx(float(matched.norm() / plain.norm()), rel=1e-4)
+    assert callback.metrics[0]["train/approx_kl"] == pytest.approx(measure_kl(model, records), rel=1e-4)
+    if by == "norm":
+        assert float(matched.norm()) == pytest.approx(float(filtered.norm()), rel=1e-4)
+    else:
+        assert measure_kl(model, records) == pytest.approx(measure_kl(selected, records), rel=0.01)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_where_all_is_kept_a_matched_update_is_ppos(optimizer):
+    _, plain = train(None, optimizer, rounds=2)
+    _, matched = train(MatchedUpdate(KeepAll()), optimizer, rounds=2)
+    assert torch.allclose(matched, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_trains_with_a_studys_callback(tmp_path, monkeypatch):
+    config = configure(env="CartPole-v1", rounds=1, eval_episodes=0, hyperparameters={"n_steps": 32, "batch_size": 16})
+    monkeypatch.setattr("whence.experiments.configure", lambda **settings: config)
+    main(tmp_path / "run", by="divergence")
+    run = RunDirectory.open(tmp_path / "run")
+    assert run.config["arm"] == "ppo-as-far"
+    assert "train/update_scale" in run.table("metrics").columns
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_gains_are_rises_of_the_centred_surrogate(optimizer):
+    model = model_of(optimizer, ent_coef=0.01, learning_rate={"SGD": 1.0, "Adam": 0.01}[optimizer])
+    recording = recorded(model)
+    load_tensors(named_tensors(model.policy), recording.start)
+    fresh, before = collect(model), state_of(model)
+    table = measure_gains(model.policy, recording, {"first": torch.arange(64) < 32}, fresh, orders=2, seed=5)
+    assert_untouched(before, state_of(model))
+    assert table.select("order", "selection", "kept").rows() == [
+        *((1, "all", 64), (1, "first", 32)),
+        *((2, "all", 64), (2, "first", 32)),
+    ]
+    for row in table.filter(selection="all").to_dicts():
+        assert row["gain"] == pytest.approx(row["all_as_long"], abs=1e-9)
+        assert row["gain"] == pytest.approx(row["all_as_far"], abs=1e-9)
+        assert row["trained"] > 0  # clipped steps on the rollout's advantages raise the surrogate on the rollout
+    shifted = measure_gains(
+        *(model.policy, recording, {"first": torch.arange(64) < 32}, fresh),
+        advantages={"turned": 3 - 2 * fresh.advantages},
+        orders=2,
+        seed=5,
+    )
+    assert shifted["gain"].to_list() == pytest.approx([-2 * gain for gain in table["gain"]], abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    sizes = {"n_steps": 128, "batch_size": 64}
+    config = configure(env="CartPole-v1", hyperparameters=sizes, policy_kwargs={"net_arch": [8]})
+    model = make_model(config, make_model_env(config))
+    records = collect(model)
+    return config, model, records, large_rollout(config, model, steps=2001, seed=5)
+
+
+def compute_gradient(model, records, advantages):
+    _, log_probs, _ = model.policy.evaluate_actions(records.observations, records.actions)
+    parameters = [p for name, p in model.policy.named_parameters() if "value" not in name]
+    gradients = torch.autograd.grad((log_probs * advantages).mean(), parameters)
+    return torch.cat([part.flatten() for part in gradients]).double()
+
+
+def test_cosines_with_a_large_rollout_of_the_same_policy(rollouts):
+    config, model, records, large = rollouts
+    assert len(large) == 2100  # 21 steps in each of a hundred environments
+    assert large_rollout(config, model, steps=2001, seed=5).fingerprint == large.fingerprint
+    cosines = gradient_cosines(model, records, large, {"some": records.values > 0})
+    some, half = records.take(records.values > 0), len(large) // 2
+
+    def cosine(a, b):
+        return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
+
+    first, second, whole = (
+        compute_gradient(model, part, part.advantages)
+        for part in (large.take(slice(0, half)), large.take(slice(half, None)), large)
+    )
+    agreement = cosine(first, second)
+    for treated, advantages in (("raw", some.advantages), ("centred", some.advantages - some.advantages.mean())):
+        (row,) = cosines.filter(advantages=treated, truth="gae").to_dicts()
+        assert row["cosine"] == pytest.approx(cosine(compute_gradient(model, some, advantages), whole), abs=1e-5)
+        assert row["reliability"] == pytest.approx(math.sqrt(2 * agreement / (1 + agreement)), abs=1e-5)
+
+
+def draw_halves(count, n=40, seed=0):
+    return draw_subsets(n, 0.5, count, torch.Generator().manual_seed(seed))
+
+
+TRUTH = np.random.default_rng(1).normal(size=40)
+
+
+def test_a_datamodel_finds_what_is_linear_and_nothing_in_noise():
+    kept = draw_halves(200)
+    fit = fit_datamodel(kept, kept.double().numpy() @ TRUTH)
+    assert fit.lds > 0.99
+    # All subsets are of one size, so that a constant added to every score changes nothing.
+    assert np.allclose(fit.scores - fit.scores.mean(), TRUTH - TRUTH.mean(), atol=1e-3)
+    noise = fit_datamodel(draw_halves(300), np.random.default_rng(3).normal(size=300))
+    assert noise.lds is None or abs(noise.lds) < 0.12
+    few = draw_halves(25)
+    prior = 3 * TRUTH + 0.1 * np.random.default_rng(2).normal(size=40)
+    assert fit_datamodel(few, few.double().numpy() @ TRUTH, prior=prior).lds > 0.98
+
+
+def test_the_penalty_leaves_one_out():
+    x = draw_halves(30).double().numpy()
+    y = x @ TRUTH + np.random.default_rng(4).normal(size=30)
+
+    def error(penalty):
+        left_out = []
+        for row in range(30):
+            rest = np.arange(30) != row
+            others, residual = x[rest] - x[rest].mean(0), y[rest] - y[rest].mean()
+            dual = np.linalg.solve(others @ others.T + penalty * np.eye(29), residual)
+            left_out.append(y[row] - y[rest].mean() - (x[row] - x[rest].mean(0)) @ others.T @ dual)
+        return np.mean(np.square(left_out))
+
+    assert _fit_ridge(x, y, None)[1] == min(_PENALTIES, key=error)
+
+
+def test_the_ceiling_is_what_the_true_sum_reaches():
+    rng, ceilings, reached = np.random.default_rng(6), [], []
+    for seed in range(20):
+        kept = draw_halves(200, seed=seed)
+        best = kept.double().numpy() @ TRUTH
+        outcomes = best / best.std() + rng.normal(size=200)
+        ceilings.append(additive_ceiling(kept, outcomes)["lds"])
+        reached.append(compute_lds(best, outcomes)["lds"])
+    assert np.mean(ceilings) == pytest.approx(np.mean(reached), abs=0.04)

@@ -139,7 +139,7 @@ class InfluenceCallback(BaseCallback):
         """
         check_model(self.model)
         if self.recordings:
-            check_groups(self.model, "recordings need one. Leave recordings out")
+            check_groups(self.model)
 
     def choose(self, records: RecordBatch) -> Choice:
         """Score a rollout and select the records to train on; override it to score or select in another way.

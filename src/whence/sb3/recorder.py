@@ -93,28 +93,17 @@ def check_recordings(recordings: object) -> frozenset[int]:
     return frozenset(int(number) for number in numbers if number is not None)
 
 
-def check_groups(model: Any, need: str = "a recording needs one. Record no rounds") -> None:
-    """Refuse a model whose optimiser has several groups of parameters.
-
-    Args:
-        model: the model.
-        need: what needs a single group, and what to do without it, for the message.
+def check_groups(model: Any) -> None:
+    """Refuse to record a model whose optimiser has several groups of parameters.
 
     Raises:
         Unsupported: it has.
     """
     if (count := len(model.policy.optimizer.param_groups)) != 1:
         raise Unsupported(
-            f"The optimiser has {count} groups of parameters, and {need}, or train all parameters in one group."
+            f"The optimiser has {count} groups of parameters, and a recording needs one. Record no rounds, or train "
+            "all parameters in one group."
         )
-
-
-def current_records(model: Any) -> RecordBatch:
-    """Return a record of the action 0 for each environment's current observation."""
-    zeros = torch.zeros(model.n_envs)
-    actions = torch.zeros(model.n_envs, *model.action_space.shape)
-    records = RecordBatch(observations=model._last_obs, actions=actions, log_probs=zeros, advantages=zeros)
-    return records.to(model.policy.device)
 
 
 def training_versions(model: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 
 from test_report import by_hand, records_of, run_of
 from whence.experiments.comparison import run_path
-from whence.experiments.rl.arms import PLAIN
+from whence.experiments.rl.arms import ARMS
 from whence.page import write_report, write_run_report
 from whence.runs import RunDirectory
 
@@ -39,7 +39,7 @@ def browser() -> Iterator:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     path = tmp_path_factory.mktemp("pages")
-    arms = PLAIN
+    arms = list(ARMS)
     comparison = by_hand(path / "comparison", env=ENV, env_kwargs={HOSTILE: ENV}, arms=arms, scored=arms[1:2])
     for config in comparison.configs:
         directory = RunDirectory.open(run_path(comparison.path, config))

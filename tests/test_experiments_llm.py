@@ -22,8 +22,8 @@ from whence.engines import memory
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.llm.arms import split_arm
-from whence.experiments.llm.identity import identify_function
 from whence.experiments.llm.loading import load_function
+from whence.experiments.llm.outputs import digest_source
 from whence.experiments.llm.tasks import scoring_memory
 from whence.experiments.llm.trainer_config import check_settings, make_trainer_config
 from whence.experiments.llm.training import is_finished, prepare, read_curve, run
@@ -52,36 +52,7 @@ def length(prompts, responses):
 
 constant = 3
 """
-MINE = """
-import json, math
-from dataclasses import dataclass
-from os import sep as base
-
-SCALE = 2  # a note
-TABLE = {"a": 1}
-TABLE.update(b=1)
-math.floor(0)
-
-@dataclass
-class Weight:
-    factor: float = 1
-
-def count(text):
-    '''Count.'''
-    return math.floor(len( text )) * Weight().factor * SCALE + TABLE["b"] * 0 * len(base)
-
-def measure(text):
-    return count(text)
-
-def other():
-    return None
-
-def reward(prompts, responses):
-    return [measure(text) for text in responses]
-
-if __name__ == "__main__":
-    print(reward([], ["a"]), json.dumps(TABLE))
-""".replace("'''", '"""')
+MINE = "SCALE = 2\n\n\ndef reward(prompts, responses):\n    return [SCALE * len(text) for text in responses]\n"
 QUICK_TRL = {"rounds": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
 QUICK = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
 
@@ -477,9 +448,6 @@ class TestCommand:
         arguments += ["--reward", f"{mine}:reward", "--run", tmp_path / "run"]
         arguments += ["--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
         assert invoke("llm", "train", *arguments).exit_code == 0
-        mine.write_text(
-            MINE.replace("a note", "another note").replace("return None", "return 1")
-        )  # of another function
         assert "was finished already" in invoke("llm", "train", *arguments).output
         mine.write_text(MINE.replace("SCALE = 2", "SCALE = 3"))
         done = invoke("llm", "train", *arguments)
@@ -507,52 +475,11 @@ class TestCommand:
         assert "2 rounds done" in done.output
         assert (folder / "model" / "config.json").exists()
 
-    @pytest.mark.parametrize(
-        ("before", "after", "same"),
-        [
-            ("# a note", "# another note", True),
-            ('"""Count."""', '"""Count letters."""', True),
-            ("len( text )", "len(text)", True),
-            ("return None", "return 1", True),
-            ("import json, math", "import math", True),
-            ("print(reward", "print(1, reward", True),  # a script's own lines
-            ("SCALE = 2", "SCALE = 3", False),
-            ("factor: float = 1", "factor: float = 2", False),
-            ("TABLE.update(b=1)", "TABLE.update(b=2)", False),
-            ("math.floor(0)", "math.floor(1)", False),  # a call may change what was imported, too
-            ("import json, math", "import json, cmath as math", False),
-            ("from os import sep as base", "from os import linesep as base", False),
-            ("return None", "return globals()", True),
-            ("return count(text)", "return eval('count')(text)", False),
-        ],
-    )
-    def test_a_rewards_identity_is_the_code_that_it_depends_on(self, tmp_path, before, after, same):
-        one, other = tmp_path / "one.py", tmp_path / "other.py"
-        assert before in MINE
-        one.write_text(MINE)
-        other.write_text(MINE.replace(before, after))
-        assert (identify_function(f"{one}:reward") == identify_function(f"{other}:reward")) is same
-
-    @pytest.mark.parametrize("registration", ["@register\n{}", "{}register(vowels)\n", "@TABLE.append\n{}"])
-    def test_what_is_registered_is_part_of_a_rewards_identity(self, tmp_path, registration):
-        code = (
-            "from functools import cache\nTABLE = []\ndef register(function):\n    TABLE.append(function)\n"
-            + registration.format("def vowels(text):\n    return text.count('a')\n")
-            + "@cache\ndef other(text):\n    return 1\n"
-            + "def reward(prompts, responses):\n    return [sum(f(text) for f in TABLE) for text in responses]\n"
-        )
-        identities, texts = [], [code, code.replace("'a'", "'e'"), code.replace("return 1", "return 2")]
-        for number, text in enumerate(texts):
-            (tmp_path / f"{number}.py").write_text(text)
-            identities.append(identify_function(f"{tmp_path / str(number)}.py:reward"))
-        assert identities[1] != identities[0] == identities[2]
-
-    def test_the_identity_of_a_reward_in_a_module(self, tmp_path, monkeypatch):
+    def test_a_module_is_known_by_its_file(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "whence_local.py").write_text(MINE)
-        assert identify_function("whence_local:reward") == identify_function("whence_local.py:reward")
-        assert identify_function("torch.nn.functional:relu").endswith(f"torch {torch.__version__}")
-        assert identify_function("no.such:function") is identify_function("no_such.py:function") is None
+        assert digest_source("whence_local:reward") == digest_source("whence_local.py:reward") is not None
+        assert digest_source("no.such:function") is digest_source("no_such.py:function") is None
 
     def test_a_module_in_the_working_directory(self, own, tmp_path, monkeypatch):
         (tmp_path / "whence_beside.py").write_text("SCALE = 3.0\n")

@@ -1,5 +1,7 @@
 """The contents of a post-training run's directory: a description, the trained model, a learning curve."""
 
+import hashlib
+import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 
 from whence.errors import RunDirectoryError
 from whence.experiments.llm.config import LanguageConfig
-from whence.experiments.llm.identity import identify_function
+from whence.experiments.llm.loading import search_first
 from whence.metrics import Curve, make_curve
 from whence.runs import RunDirectory
 
@@ -27,11 +29,29 @@ def save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
 
 
 def describe(config: LanguageConfig) -> dict[str, Any]:
-    """Return the description of a run for its directory, in JSON types, with the identities of its rewards' code."""
+    """Return the description of a run for its directory, in JSON types, with digests of its rewards' source files."""
     rewards = {name: getattr(config, name) for name in ("reward", "test_reward") if getattr(config, name)}
-    identities = {name: identify_function(reward) for name, reward in rewards.items()}
-    contents = {name: identity for name, identity in identities.items() if identity is not None}
+    digests = {name: digest_source(reward) for name, reward in rewards.items()}
+    contents = {name: digest for name, digest in digests.items() if digest is not None}
     return {"arm": config.arm, "env": config.env, "experiment": config.to_json(), "contents": contents}
+
+
+def digest_source(name: str) -> str | None:
+    """Return a digest of the file that a function stands in; None: there is no such file or module.
+
+    Args:
+        name: "path/to/file.py:function" or "package.module:function".
+    """
+    source, _, _ = name.rpartition(":")
+    path = Path(source)
+    if not source.endswith(".py"):
+        try:
+            with search_first(Path.cwd()):
+                spec = importlib.util.find_spec(source)
+        except Exception:  # A parent package cannot be imported, which loading the function will report.
+            return None
+        path = Path("" if spec is None or spec.origin is None else spec.origin)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:

@@ -204,7 +204,7 @@ def _write_results(base: Path, configs: list[RunConfig]) -> None:
 
 def write_language_run(path: Path) -> None:
     """Write a language model's run of two rounds."""
-    experiment = {"arm": "iif", "seed": 0, "task": "arithmetic", "size": "tiny", "token_parts": True}
+    experiment = {"arm": "iif", "seed": 0, "task": "arithmetic", "size": "tiny"}
     config = {"kind": "language", "arm": "iif", "seed": 0, "rounds": 2, "experiment": experiment}
     directory = RunDirectory.create(path, config, versions={"torch": torch.__version__})
     for number in (0, 1, 2):

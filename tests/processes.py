@@ -65,9 +65,8 @@ def train(folder, target, processes, **more):
         reward=by_the_column,
         prompts=with_column(PROMPTS),
         held_out=held_out and with_column(held_out),
-        layers={"token": 1, "sequence": "auto"}.get(target),
+        layers=1 if target == "token" else None,
         refresh_target_every=2 if target == "held out" else 1,
-        token_parts=True,
         on_rollout=lambda rollout, influence, selection, row: rounds.append(
             {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["train/value_loss"]}
         ),

@@ -127,7 +127,7 @@ def find_refusals(processes: Processes, accelerator: Accelerator) -> dict[str, s
     scoring = Scoring(SequenceReturn(), TokenPPO(), 1.0, "auto", None, 2, processes)
     local_rows, target, summed = split_work(rows, scoring.target, processes)
     demonstrations = Scoring(ValidationLoss(**tokens(4)), TokenPPO(), 1.0, "auto", None, 2, processes)
-    scorer = RowScorer(demonstrations, model, accelerator, layers=None, refresh_target_every=2, autocast=False)
+    scorer = RowScorer(demonstrations, model, accelerator, refresh_target_every=2)
     settings = {"target": target, "objective": TokenPPO()}
     attempts = {
         "no sum": lambda: attribute(view, local_rows, **settings, chunk_size=2),

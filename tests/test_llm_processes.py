@@ -14,7 +14,6 @@ from test_llm_trainer import copy_state, make_trainer
 from trl_processes import KEPT
 from whence.errors import Unsupported, WhenceError
 from whence.llm.processes import Processes, check_copies
-from whence.runs import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +48,6 @@ def test_two_processes_train_as_one(two_process_run, tmp_path, target):
         assert scores.unique().numel() > 1
         assert mine["reward"] == pytest.approx(other["reward"], abs=1e-9)
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    for number in (1, 2):
-        one, other = (RunDirectory.open(run).round("records", number) for run in (tmp_path, two_process_run / target))
-        parts, others = (torch.tensor(table["token_parts"].explode().to_list()) for table in (one, other))
-        assert float((parts - others).abs().max() / parts.abs().max()) < 1e-3
-        assert one["token_texts"].to_list() == other["token_texts"].to_list()
     parameters = load_file(two_process_run / f"{target}.safetensors")
     for name, tensor in copy_state(trainer).items():
         assert torch.allclose(tensor, parameters[name], atol=1e-4), name
@@ -81,17 +75,15 @@ def test_what_needs_whole_parameters_or_a_step_after_the_backward_pass_is_refuse
         state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
         return Processes(SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=state))
 
-    nothing = {"refreshes": False, "has_parts": False}
+    nothing = {"refreshes": False}
     zero3, zero2 = (connect(DistributedType.DEEPSPEED, stage=stage) for stage in (3, 2))
     fsdp2, copies = connect(DistributedType.FSDP, fsdp2=True), connect(DistributedType.MULTI_CPU)
     for processes in (zero3, fsdp2):
         processes.check_settings(**nothing)
         with pytest.raises(Unsupported, match="leave refresh_target_every at 1"):
             processes.check_settings(**{**nothing, "refreshes": True})
-        with pytest.raises(Unsupported, match="leave token_parts off"):
-            processes.check_settings(**{**nothing, "has_parts": True})
     for processes in (zero2, copies, Processes()):
-        processes.check_settings(refreshes=True, has_parts=True)
+        processes.check_settings(refreshes=True)
 
 
 def test_a_batch_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Scores taken apart: by tokens against plain autograd of each token's term, and by the target's rows."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from languages import language_model, rows_for, shaken, tokens
 from test_llm_engines import alone
-from test_llm_trainer import copy_state, make_trainer, same
-from whence import NonPositive, RecordBatch, WhenceError, attribute
+from whence import RecordBatch, WhenceError, attribute
 from whence.attribution import open_problem
 from whence.engines import target_gradients
 from whence.errors import NonFinite
@@ -22,7 +20,6 @@ from whence.llm.generation import split_text
 from whence.llm.model import WithValueHead
 from whence.llm.objectives import GroupObjective
 from whence.llm.token_scores import score_target_rows
-from whence.runs import RunDirectory
 
 EXACT = 1e-4
 
@@ -239,45 +236,3 @@ class TestSplitText:
 
     def test_an_empty_text(self) -> None:
         assert split_text(make_byte_tokenizer(), []) == []
-
-
-def train(folder: Any, *, token_parts: bool, **more: Any) -> Any:
-    trainer = make_trainer(folder, NonPositive(), token_parts=token_parts, **more)
-    trainer.train()
-    return trainer
-
-
-class TestTrainer:
-    @pytest.mark.parametrize("held_out", [None, ["ba", "jj"]])
-    def test_a_round_has_its_tokens_parts(self, tmp_path: Any, held_out: Any) -> None:
-        trainer = train(tmp_path, token_parts=True, held_out=held_out)
-        table = RunDirectory.open(tmp_path).round("records", 2)
-        sums = torch.tensor([sum(parts) for parts in table["token_parts"].to_list()])
-        assert apart(sums, torch.tensor(table["score"].to_list())) <= EXACT
-        for row in table.iter_rows(named=True):
-            assert len(row["token_parts"]) == len(row["token_texts"]) == len(row["response_ids"]) == row["tokens"]
-            assert "".join(row["token_texts"]) == trainer.tokenizer.decode(row["response_ids"])
-            assert trainer.tokenizer.decode(row["response_ids"], skip_special_tokens=True) == row["response"]
-            assert trainer.tokenizer.decode(row["prompt_ids"]) == row["prompt"]
-        assert (RunDirectory.open(tmp_path).table("timings")["token_parts_wall"] > 0).all()
-
-    def test_training_is_the_same_without_them(self, tmp_path: Any) -> None:
-        one, other = (train(tmp_path / str(on), token_parts=on) for on in (True, False))
-        assert same(copy_state(one), copy_state(other))
-        tables = [RunDirectory.open(tmp_path / str(on)).round("records", 2) for on in (True, False)]
-        assert set(tables[0].columns) - set(tables[1].columns) == {"token_texts", "token_parts"}
-        assert tables[0].select(tables[1].columns).equals(tables[1])
-
-    def test_a_rule_that_scores_nothing_is_refused(self, tmp_path: Any) -> None:
-        with pytest.raises(WhenceError, match="KeepAll scores nothing"):
-            make_trainer(tmp_path, token_parts=True)
-
-    def test_parts_that_do_not_sum_to_the_scores_are_not_written(
-        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        exact = module._parts_along
-        monkeypatch.setattr(module, "_parts_along", lambda problem, gradient: 0.86 * exact(problem, gradient))
-        with caplog.at_level(logging.WARNING, "whence"):
-            train(tmp_path, token_parts=True, rounds=1)
-        assert "do not sum to the scores" in caplog.text
-        assert "token_parts" not in RunDirectory.open(tmp_path).round("records", 1).columns

@@ -91,7 +91,6 @@ _ARGUMENTS = (
     "held_out",
     "evaluate",
     "reward_weights",
-    "token_parts",
     "sample_prompts",
 )
 

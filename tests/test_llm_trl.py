@@ -90,7 +90,7 @@ def make_config(kind, tmp_path, **more):
 
 
 def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
-    names = ("target", "engine", "memory", "objective", "run", "about", "token_parts", "eval_dataset", "overwrite")
+    names = ("target", "engine", "memory", "objective", "run", "about", "eval_dataset", "overwrite")
     names += ("layers", "refresh_target_every")
     kept = {name: more.pop(name) for name in names if name in more}
     rewards, prompts = more.pop("reward_funcs", reward), more.pop("prompts", PROMPTS * 4)
@@ -454,7 +454,6 @@ class TestRunDirectory:
             *(kind, tmp_path / "trl", rule),
             run=tmp_path / "run",
             about={"arm": "mine"},
-            token_parts=rule is not None,
             num_iterations=2,
             max_steps=4,
         )
@@ -474,20 +473,14 @@ class TestRunDirectory:
             ids = [row[: int(n)].tolist() for row, n in zip(batch["completion_ids"], table["tokens"], strict=True)]
             assert table["response_ids"].to_list() == ids
             assert table["prompt_ids"].list.len().to_list() == batch["prompt_mask"].sum(dim=1).tolist()
-            assert table.columns.count("token_parts") == (rule is not None)
-            if rule is not None:
-                scores = torch.tensor(table["score"].to_list())
-                sums = torch.tensor([sum(parts) for parts in table["token_parts"].to_list()])
-                assert float((sums - scores).abs().max() / scores.abs().max()) < 1e-4
         if rule is not None:
             assert tables[1]["score"].to_list() == pytest.approx(trainer.influence.scores.tolist())
-            assert (run.table("timings")["token_parts_wall"] > 0).all()
         write_run_report(run, tmp_path / "report.html")
         assert "response" in (tmp_path / "report.html").read_text()
 
     def test_a_run_changes_nothing_of_the_training(self, plain_training, tmp_path):
         kind, settings, expected = plain_training
-        trainer = make_trainer(kind, tmp_path / "trl", ScoreAndKeepAll(), run=tmp_path, token_parts=True, **settings)
+        trainer = make_trainer(kind, tmp_path / "trl", ScoreAndKeepAll(), run=tmp_path, **settings)
         trainer.train()
         for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter, expected[name]), name
@@ -554,8 +547,6 @@ class TestRunDirectory:
             RunWriter(trainer, tmp_path / "run")
         with pytest.raises(WhenceError, match="steps_per_generation is 3 and gradient_accumulation_steps 2"):
             make_trainer("grpo", tmp_path, None, run=tmp_path / "run", steps_per_generation=3)
-        with pytest.raises(WhenceError, match="KeepAll scores nothing"):
-            make_trainer("grpo", tmp_path, None, token_parts=True)
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "notes.txt").write_text("mine")
         with pytest.raises(WhenceError, match="is no run of whence's"):

@@ -39,37 +39,28 @@ def runs(tmp_path_factory, cache):  # noqa: F811
     def make(name):
         if name not in made:
             path = tmp_path_factory.mktemp("run")
-            run(tiny(**RUNS[name], token_parts=True), path)
+            run(tiny(**RUNS[name]), path)
             made[name] = RunDirectory.open(path)
         return made[name]
 
     return make
 
 
-def forget_parts(directory, path):
-    """A copy of a run that was trained without token parts."""
-    shutil.copytree(directory.path, path)
-    copy = RunDirectory.open(path)
-    for number in copy.rounds():
-        copy.write_round("records", number, copy.round("records", number).drop("token_parts", "token_texts"))
-    return copy
+def copy_run(directory, path):
+    return RunDirectory.open(shutil.copytree(directory.path, path))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_round_built_again_scores_as_it_did(runs, tmp_path, name):
+def test_a_round_built_again_scores_as_it_did(runs, name):
     directory = runs(name)
-    bare = forget_parts(directory, tmp_path / "bare")
     for number in (1, 3):
         table = directory.round("records", number)
         largest = float(table["score"].abs().max())
         assert largest > 0
         for row in table.sort(pl.col("score").abs(), descending=True).head(3).iter_rows(named=True):
-            stored = explain_response(directory, number, row["record_id"])
-            computed = explain_response(bare, number, row["record_id"])
-            assert (stored.stored, computed.stored) == (True, False)
-            assert stored.notes == computed.notes == []
-            assert computed.tokens == stored.tokens
-            assert computed.parts == pytest.approx(stored.parts, abs=1e-3 * largest)
+            computed = explain_response(directory, number, row["record_id"])
+            assert computed.notes == []
+            assert len(computed.tokens) == len(computed.parts) == len(row["response_ids"])
             assert sum(computed.parts) == pytest.approx(row["score"], abs=1e-3 * largest)
             assert sum(pull.part for pull in computed.pulls) == pytest.approx(row["score"], abs=1e-3 * largest)
             assert [pull.part for pull in computed.pulls] == sorted((p.part for p in computed.pulls), reverse=True)
@@ -84,7 +75,7 @@ def test_a_round_built_again_scores_as_it_did(runs, tmp_path, name):
 
 
 def test_a_round_that_is_built_again_otherwise_says_so(runs, tmp_path):
-    bare = forget_parts(runs("ppo"), tmp_path / "bare")
+    bare = copy_run(runs("ppo"), tmp_path / "bare")
     table = bare.round("records", 2)
     bare.write_round("records", 2, table.with_columns(pl.col("score") * 3))
     worst = int(table.sort("score")["record_id"][0])
@@ -98,7 +89,7 @@ class TestRefusals:
             ("ppo", "checkpoints/round_00001.safetensors", '{"save_every": 1, "keep_checkpoints": 3}'),
             ("grpo", "trl/checkpoint-2", '{"save_strategy": "steps", "save_steps": 1}'),
         ):
-            bare = forget_parts(runs(name), tmp_path / name)
+            bare = copy_run(runs(name), tmp_path / name)
             path = bare.path / file
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             with pytest.raises(RunDirectoryError) as refusal:
@@ -106,17 +97,6 @@ class TestRefusals:
             assert f"{path} is not there" in str(refusal.value)
             assert how in str(refusal.value)
             assert explain_response(bare, 1, 0).pulls  # the start model needs no checkpoint
-
-    def test_without_the_policy_stored_parts_are_shown_and_the_rest_is_said(self, runs, tmp_path):
-        shutil.copytree(runs("ppo").path, tmp_path / "run")
-        shutil.rmtree(tmp_path / "run" / "checkpoints")
-        directory = RunDirectory.open(tmp_path / "run")
-        record = int(directory.round("records", 3)["record_id"][0])
-        explanation = explain_response(directory, 3, record)
-        assert explanation.stored
-        assert explanation.pulls is None
-        assert "was not kept" in explanation.notes[0]
-        assert explain_response(directory, 3, record, pulls=False).notes == []
 
     def test_a_run_of_a_script(self, tmp_path):
         from test_llm_trainer import make_trainer
@@ -128,7 +108,7 @@ class TestRefusals:
     def test_rows_that_are_not_there(self, runs, tmp_path):
         with pytest.raises(RunDirectoryError, match="has no record 999"):
             explain_response(runs("ppo"), 1, 999)
-        bare = forget_parts(runs("ppo"), tmp_path / "bare")
+        bare = copy_run(runs("ppo"), tmp_path / "bare")
         bare.write_round("records", 1, bare.round("records", 1).drop("response_ids"))
         with pytest.raises(RunDirectoryError, match="no column response_ids"):
             rebuild_round(bare, 1)
@@ -138,10 +118,6 @@ class TestRefusals:
         with pytest.raises(Unsupported, match="drawn in each round and not kept"):
             explain_response(RunDirectory.open(tmp_path), 1, 0)
 
-    def test_parts_of_nothing(self):
-        with pytest.raises(WhenceError, match="token_parts are parts of scores, and ppo scores nothing"):
-            tiny("ppo", token_parts=True)
-
 
 class TestCommand:
     def test_it_shows_tokens_and_what_they_pull_at(self, runs):
@@ -150,7 +126,6 @@ class TestCommand:
         done = invoke("llm", "why", directory.path, "--top", 2)
         assert done.exit_code == 0, done.output
         assert f"Record {worst['record_id']}, round 3" in done.output
-        assert "stored while it trained" in done.output
         assert worst["prompt"] in done.output
         assert "demonstration" in done.output
         assert "What it pulls against" in done.output
@@ -164,12 +139,10 @@ class TestCommand:
         assert quick["pulls"] is None
 
     def test_text_of_a_model_steers_no_terminal(self, runs, tmp_path):
-        directory = forget_parts(runs("grpo"), tmp_path / "run")
+        directory = copy_run(runs("grpo"), tmp_path / "run")
         table = directory.round("records", 3)
-        hostile = "[red]\x1b[2J\u202e</script>"
-        texts = pl.Series("token_texts", [[hostile, "\n"]] * len(table))
-        parts = pl.Series("token_parts", [[-1.0, 0.5]] * len(table))
-        table = table.with_columns(texts, parts, prompt=pl.lit(hostile), response=pl.lit(hostile))
+        hostile = "[red]\x1b[2J\u202e</script>\n"
+        table = table.with_columns(prompt=pl.lit(hostile), response=pl.lit(hostile))
         directory.write_round("records", 3, table)
         done = invoke("llm", "why", directory.path, "--record", int(table["record_id"][0]))
         assert done.exit_code == 0, done.output

@@ -140,7 +140,7 @@ def test_configurations_from_json():
     for values in ([], "x", None, 3):
         with pytest.raises(WhenceError, match="a table of settings is needed"):
             read_config(values)
-    for name, value in (("arm", 3), ("lora", "4"), ("settings", []), ("token_parts", 1), ("model", {}), ("seed", None)):
+    for name, value in (("arm", 3), ("lora", "4"), ("settings", []), ("dtype", 1), ("model", {}), ("seed", None)):
         with pytest.raises(WhenceError, match=rf"^{name} is .*; .* is needed"):
             LanguageConfig.from_json({"arm": "iif", "seed": 0, name: value})
     with pytest.raises(WhenceError, match="rounds is 'many'; a whole number"):

@@ -5,9 +5,9 @@ model (GPT-2's architecture, random weights) is trained for `--steps` steps to w
 prompt, and its rows are scored by `SequenceReturn` with random rewards' advantages. Compared are, one after the other
 in one process, CPU seconds (on a GPU those of the clock) of
 
-- scoring: by all layers, and by the last 1, 2, 4 blocks from the hidden states that the pass of the old log-probs has
-  kept; each in passes of 16 rows, in one pass, in bfloat16, and in one pass in bfloat16 ("both"); by the last blocks
-  without the kept hidden states, too ("own pass");
+- scoring: by all layers, and by the last 1, 2, 4 blocks; each in passes of 16 rows, in one pass, in bfloat16, and in
+  one pass in bfloat16 ("both"). The stored results had kept hidden states to begin the last blocks' passes at, which
+  have left the package since; "own pass" is without them;
 - optimisation: one epoch on all rows, with minibatches of 16 and of 64.
 
 The share is scoring divided by one epoch, or by four. The agreement is Spearman's with the scores by all layers. One
@@ -36,10 +36,9 @@ from whence.checks import list_last_blocks, rank_agreement
 from whence.guards import write_atomically
 from whence.llm import SequenceReturn, TokenPPO, language_view, make_rows
 from whence.llm.config import PPOConfig
-from whence.llm.hidden_states import compute_hidden
 from whence.llm.model import WithValueHead
 from whence.llm.processes import Processes
-from whence.llm.scoring import Scoring, find_first_block, score
+from whence.llm.scoring import Scoring, score
 from whence.llm.steps import make_optimizer, optimise
 from whence.records import RecordBatch
 
@@ -140,23 +139,18 @@ def list_scores(
 ) -> Iterator[tuple[str, Callable[[], Float[Tensor, " n"]]]]:
     """Yield the name of each way of scoring, the full one first, and what computes its scores."""
     whole = Scoring(SequenceReturn(), TokenPPO(), 1.0, "ghost", None, 16)
-    view = language_view(model)
 
-    def prepare(how: Scoring, hidden: Tensor | None, autocast: bool) -> Callable[[], Tensor]:
+    def prepare(how: Scoring, autocast: bool) -> Callable[[], Tensor]:
         def run() -> Tensor:
             with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
-                return score(model, batch, how, hidden).scores.double()
+                return score(model, batch, how).scores.double()
 
         return run
 
     for layers in (None, *list_last_blocks(model)):
-        name, how, hidden = "all", whole, None
-        if layers is not None:
-            name, how = f"last {layers}", replace(whole, layers=layers)
-            yield f"{name}, own pass", prepare(how, None, False)
-            hidden = compute_hidden(view, batch, find_first_block(model, layers), 16)
+        name, how = ("all", whole) if layers is None else (f"last {layers}", replace(whole, layers=layers))
         for kind, chunk_size, autocast in VARIANTS:
-            yield f"{name}{kind}", prepare(replace(how, chunk_size=chunk_size or len(batch)), hidden, autocast)
+            yield f"{name}{kind}", prepare(replace(how, chunk_size=chunk_size or len(batch)), autocast)
 
 
 def measure_size(

@@ -88,20 +88,13 @@ HeldOut: TypeAlias = Annotated[
 Layers: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="Score by some layers alone, which costs less: a number of last blocks; names of parameters, such as "
-        "`*.lora_*`; or auto: the fewest last blocks that rank rows as all layers do, chosen in rounds 1, 2, 4, 8, ... "
-        "(default: all)",
+        help="Score by some layers alone, which costs less: a number of last blocks, or names of parameters, such "
+        "as `*.lora_*`. (default: all)",
         show_default=False,
     ),
 ]
 RefreshTargetEvery: TypeAlias = Annotated[
     int, typer.Option(help="Rounds from one computation of the target's gradient to the next.", min=1)
-]
-TokenParts: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--token-parts", help="Also write which tokens of a response its score comes from; the page shows them."
-    ),
 ]
 Algorithm: TypeAlias = Annotated[str, typer.Option(help="ppo, or TRL's grpo or rloo.")]
 Settings: TypeAlias = Annotated[

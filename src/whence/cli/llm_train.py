@@ -26,7 +26,6 @@ from whence.cli.llm_options import (
     Task,
     TestDataset,
     TestReward,
-    TokenParts,
     arm_name,
     choose_task,
     parse_layers,
@@ -73,7 +72,6 @@ def train(
     held_out: HeldOut = 0,
     layers: Layers = None,
     refresh_target_every: RefreshTargetEvery = 1,
-    token_parts: TokenParts = False,
     algorithm: Algorithm = "ppo",
     settings: Settings = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
@@ -100,7 +98,6 @@ def train(
         held_out=held_out,
         layers=parse_layers(layers),
         refresh_target_every=refresh_target_every,
-        token_parts=token_parts,
         algorithm=algorithm,
         settings=parse_settings(settings, rounds),
     )

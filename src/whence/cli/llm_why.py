@@ -65,8 +65,8 @@ def why(
     A token's part says what training on this token does to the target; a response's parts sum to its score. The
     target is a mean over rows: demonstrations, or the round's responses. Each has a part of the score, too.
 
-    Parts that were not stored (--token-parts) are computed by the policy of the round. It is there for round 1, and for
-    rounds whose checkpoints were kept: --settings '{"save_every": 1, "keep_checkpoints": 40}'.
+    Parts are computed by the policy of the round. It is there for round 1, and for rounds whose checkpoints were kept:
+    --settings '{"save_every": 1, "keep_checkpoints": 40}'.
 
     With --prompt and --response it scores the records of all rounds whose policy is there, each at the policy that drew
     it: above 0, training on the record raised the probability of this response after this prompt.
@@ -132,8 +132,7 @@ def _print(explanation: "Explanation", number: int, top: int) -> None:
     response = colour_tokens(explanation.tokens, explanation.parts)
     print_language_moment(explanation.row, number, response)
     total = sum(explanation.parts)
-    source = "stored while it trained" if explanation.stored else "computed now"
-    print_line(f"Blue tokens raise the target, orange ones lower it. Their parts ({source}) sum to {total:.4g}.")
+    print_line(f"Blue tokens raise the target, orange ones lower it. Their parts sum to {total:.4g}.")
     places = sorted(range(len(explanation.parts)), key=lambda at: -abs(explanation.parts[at]))[: 2 * top]
     cells = [[at, show_text(explanation.tokens[at]), f"{explanation.parts[at]:+.3g}"] for at in sorted(places)]
     console.print(make_table(f"The {len(cells)} tokens that count most", ["position", "token", "part"], cells))
@@ -183,7 +182,6 @@ def _to_json(explanation: "Explanation", top: int) -> dict[str, Any]:
     return {
         **{name: row.get(name) for name in names},
         "tokens": [{"text": text, "part": part} for text, part in pairs],
-        "stored": explanation.stored,
         "pulls": pulls,
         "notes": explanation.notes,
     }

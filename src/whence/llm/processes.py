@@ -28,8 +28,8 @@ NO_KEPT_GRADIENT = (
     "at 1."
 )
 NO_TOKEN_PARTS = (
-    "The parameters are in shards, and tokens' parts of scores need them whole: leave token_parts off, or score tokens "
-    "in one process later (whence llm why)."
+    "The parameters are in shards, and tokens' parts of scores need them whole: score them in one process "
+    "(whence llm why)."
 )
 
 
@@ -115,20 +115,17 @@ class Processes:
                 "Accelerate's at 1."
             )
 
-    def check_settings(self, *, refreshes: bool, has_parts: bool) -> None:
+    def check_settings(self, *, refreshes: bool) -> None:
         """Refuse what cannot be where processes hold shards.
 
         Args:
             refreshes: whether a target's gradient is kept between rounds.
-            has_parts: whether tokens' parts of scores are computed.
 
         Raises:
             Unsupported: see above.
         """
         if refreshes and self.hold_shards:
             raise Unsupported(NO_KEPT_GRADIENT)
-        if has_parts and self.hold_shards:
-            raise Unsupported(NO_TOKEN_PARTS)
 
     def part(self, count: int) -> slice:
         """Return this process's part of `count` consecutive items; the parts' sizes differ by at most one."""

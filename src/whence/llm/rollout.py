@@ -1,7 +1,6 @@
 """One rollout of a language model: responses, their rewards, and the advantages of their tokens."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from whence.guards import eval_mode
 from whence.llm import losses
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Responses
-from whence.llm.hidden_states import record_hidden
 from whence.llm.model import Reference, WithValueHead
 from whence.llm.processes import ONE, Processes
 from whence.llm.rewards import NO_COLUMNS, Columns, Reward, compute_rewards
@@ -34,7 +32,6 @@ class Rollout:
         rewards: (n,) float64 values of the reward functions, before any penalty.
         divergence: (n,) divergence of each response from the start model, in nats, by the estimate that penalises it.
         entropy: the policy's entropy per response token, in nats: minus the mean log-prob of the drawn tokens.
-        hidden: the hidden states of this process's rows before a block, which scoring begins at; or None.
     """
 
     responses: Responses
@@ -42,7 +39,6 @@ class Rollout:
     rewards: Float[Tensor, " n"]
     divergence: Float[Tensor, " n"]
     entropy: float
-    hidden: Float[Tensor, "m L d"] | None = None
 
 
 def make_rollout(
@@ -55,8 +51,6 @@ def make_rollout(
     first_id: int = 0,
     processes: Processes = ONE,
     columns: Columns = NO_COLUMNS,
-    *,
-    first_block: int = 0,
 ) -> Rollout:
     """Return responses with rewards, advantages and returns; the model is left in its mode.
 
@@ -73,7 +67,6 @@ def make_rollout(
         first_id: record id of the first row.
         processes: the processes; each evaluates a part of the responses, and gets all of them.
         columns: further columns of the prompts' data set, for rewards with arguments of these names.
-        first_block: the block whose incoming hidden states are kept for scoring; 0: none are.
 
     Raises:
         NonFinite: a row's reward, log-prob or value is not finite; `record_ids` holds the rows' ids.
@@ -92,8 +85,7 @@ def make_rollout(
     scores = rewards.clone()
     if config.missing_eos_penalty is not None:
         scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()
-    with record_hidden(model, first_block) if first_block else nullcontext(()) as states:
-        outputs = evaluate_responses(model, responses, config, processes)
+    outputs = evaluate_responses(model, responses, config, processes)
     with reference.activate(model) as start_model:
         ref_log_probs = evaluate_responses(start_model, responses, config, processes).log_prob
     assert outputs.value is not None
@@ -121,7 +113,6 @@ def make_rollout(
         rewards,
         torch.where(mask, penalty, 0.0).sum(dim=1).cpu(),
         -float(token_log_probs.mean()) if len(token_log_probs) else 0.0,
-        torch.cat(list(states)) if states else None,
     )
 
 

@@ -5,19 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
 from whence.attribution import Summed, attribute
 from whence.errors import WhenceError
 from whence.influence import Influence
-from whence.layers import Layers, find_blocks
-from whence.llm.hidden_states import HIDDEN, compute_hidden
+from whence.layers import Layers
 from whence.llm.processes import ONE, Processes
 from whence.llm.targets import SequenceReturn, TokenReturn, ValidationLoss, target_share
 from whence.llm.view import language_view
 from whence.objectives import Objective
-from whence.policies import ModuleView
 from whence.records import RecordBatch
 from whence.targets import Target, target_name
 
@@ -49,28 +44,19 @@ class Scoring:
     layers: Layers | None = None
 
 
-def score(model: Any, rows: RecordBatch, scoring: Scoring, hidden: Float[Tensor, "m L d"] | None = None) -> Influence:
+def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
     """Return the influence of every row on a target, in every process.
-
-    Scores by the last blocks need the blocks below only for the hidden states before the first of them, once.
 
     Args:
         model: the model; its parameters that train are scored.
         rows: all rows of the rollout, in every process.
         scoring: how they are scored.
-        hidden: the hidden states of this process's rows before the first of the last blocks that `scoring.layers` asks
-            for; None: they are computed.
     """
     processes, target = scoring.processes, scoring.target
     local_rows, local_target, reduce = split_work(rows, target, processes)
-    block, chunk_size = find_first_block(model, scoring.layers), scoring.chunk_size
-    view = language_view(model, temperature=scoring.temperature, first_block=block)
-    if block:
-        local_rows = _add_hidden(view, local_rows, hidden, block, chunk_size)
-        chunk_size = widen_chunk(model, block, chunk_size)
-    limits: Any = {"chunk_size": chunk_size} if scoring.memory is None else {"memory": scoring.memory}
+    limits: Any = {"chunk_size": scoring.chunk_size} if scoring.memory is None else {"memory": scoring.memory}
     influence = attribute(
-        view,
+        language_view(model, temperature=scoring.temperature),
         local_rows,
         target=local_target,
         objective=scoring.objective,
@@ -79,7 +65,7 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring, hidden: Float[Tensor,
         layers=scoring.layers,
         **limits,
     )
-    if processes.number == 1 and not block:
+    if processes.number == 1:
         return influence
     device = next(iter(model.parameters())).device
     return Influence(
@@ -87,26 +73,6 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring, hidden: Float[Tensor,
         rows.ids.cpu().clone(),
         replace(influence.provenance, target=target_name(target), records=rows.fingerprint),
     )
-
-
-def find_first_block(model: Any, layers: Layers | None) -> int:
-    """Return the number of the first block that scores are of; 0: of the first, or not of a number of last blocks."""
-    return 0 if not isinstance(layers, int) else max(0, len(find_blocks(model)[1]) - layers)
-
-
-def _add_hidden(view: ModuleView, rows: RecordBatch, hidden: Tensor | None, block: int, chunk_size: int) -> RecordBatch:
-    """Return rows with a column of their hidden states before a block, in the model's precision."""
-    if hidden is None:
-        hidden = compute_hidden(view, rows, block, chunk_size)
-    dtype = next(iter(view.module.parameters())).dtype
-    assert isinstance(rows.observations, dict)
-    return rows.with_columns({"observations": {**rows.observations, HIDDEN: hidden.to(dtype)}})
-
-
-def widen_chunk(model: Any, block: int, chunk_size: int) -> int:
-    """Return how many rows' passes through the blocks from `block` on hold about what `chunk_size` whole ones do."""
-    count = len(find_blocks(model)[1])
-    return chunk_size * count // (count - block)
 
 
 def split_work(rows: RecordBatch, target: Target, processes: Processes) -> tuple[RecordBatch, Target, Summed | None]:

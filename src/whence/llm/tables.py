@@ -4,32 +4,21 @@ from typing import Any
 
 import polars as pl
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from whence.influence import Influence
-from whence.llm.generation import split_text
 from whence.llm.rollout import Rollout
 from whence.records import RecordBatch
 from whence.selection import Selection
 from whence.tables import add_selection, summarise_selection
 
 
-def make_response_table(
-    rollout: Rollout,
-    selection: Selection,
-    influence: Influence | None,
-    tokenizer: Any = None,
-    parts: Float[Tensor, "n R"] | None = None,
-) -> pl.DataFrame:
+def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:
     """Return a row for each response: texts, reward, divergence, advantage of its last token, score and selection.
 
     Args:
         rollout: the round's rollout.
         selection: the responses that train.
         influence: the responses' scores; None if the rule needs none.
-        tokenizer: the model's tokenizer; read if there are parts.
-        parts: the tokens' parts of the scores; None: they are not stored.
     """
     responses, rows = rollout.responses, rollout.rows
     table = pl.DataFrame(
@@ -45,19 +34,14 @@ def make_response_table(
             "log_prob": rows.log_probs.double().tolist(),
         }
     )
-    return add_selection(table.with_columns(list_tokens(rows, tokenizer, parts)), selection, influence)
+    return add_selection(table.with_columns(list_tokens(rows)), selection, influence)
 
 
-def list_tokens(rows: RecordBatch, tokenizer: Any = None, parts: Float[Tensor, "n R"] | None = None) -> list[pl.Series]:
+def list_tokens(rows: RecordBatch) -> list[pl.Series]:
     """Return columns with a list for each row: `prompt_ids` and `response_ids`, from which a round is built again.
-
-    With parts also `token_texts`, the text that each token of the response adds, and `token_parts`, its part of the
-    score.
 
     Args:
         rows: the rows.
-        tokenizer: see `make_response_table`.
-        parts: see `make_response_table`.
     """
     columns: Any = rows.observations
     ids, attended = columns["input_ids"].cpu(), columns["attention_mask"].cpu().bool()
@@ -65,16 +49,7 @@ def list_tokens(rows: RecordBatch, tokenizer: Any = None, parts: Float[Tensor, "
     prompts = [row[mask].tolist() for row, mask in zip(ids[:, :-width], attended[:, :-width], strict=True)]
     responses = [row[mask].tolist() for row, mask in zip(ids[:, -width:], attended[:, -width:], strict=True)]
     lists = {"prompt_ids": prompts, "response_ids": responses}
-    series = [pl.Series(name, values, dtype=pl.List(pl.Int32)) for name, values in lists.items()]
-    if parts is None:
-        return series
-    by_row = [row[mask].tolist() for row, mask in zip(parts.cpu().float(), attended[:, -width:], strict=True)]
-    texts = [split_text(tokenizer, response) for response in responses]
-    return [
-        *series,
-        pl.Series("token_texts", texts, dtype=pl.List(pl.String)),
-        pl.Series("token_parts", by_row, dtype=pl.List(pl.Float32)),
-    ]
+    return [pl.Series(name, values, dtype=pl.List(pl.Int32)) for name, values in lists.items()]
 
 
 def make_metrics_row(

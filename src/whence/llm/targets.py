@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -198,6 +198,28 @@ def _describe_rows(rows: RecordBatch) -> str:
     for column in (rows.actions, rows.observations["input_ids"], rows.observations["response_mask"], rows.advantages):
         digest.update(column.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return f"{len(rows)} rows {digest.hexdigest()[:8]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Along:
+    """The target whose gradient is the given one.
+
+    Attributes:
+        gradient: a tensor for each parameter that the target depends on.
+        name: what the gradient is of.
+    """
+
+    gradient: Mapping[str, Tensor]
+    name: str = "a gradient"
+
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the target, a scalar."""
+        # The scored layers may be fewer than those that the gradient was computed in.
+        parts = [(params[name] * along).sum() for name, along in self.gradient.items() if name in params]
+        return torch.stack(parts).sum()
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 class SequenceReturn(_MeanTarget):

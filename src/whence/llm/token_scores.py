@@ -7,7 +7,6 @@ and weights, raises the target or lowers it; it counts the term where it is pred
 parameters' gradient arises. The parts of a response sum to its score.
 """
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,26 +20,17 @@ from whence.engines.forward import outputs_along
 from whence.engines.memory import fit_chunk_size
 from whence.engines.problem import compute_seeds, map_outputs
 from whence.errors import NonFinite, Unsupported, WhenceError
-from whence.influence import Influence
 from whence.layers import Layers, restrict_view
 from whence.llm.objectives import TokenPPO
 from whence.llm.processes import NO_TOKEN_PARTS, ONE, Processes
-from whence.llm.scoring import Scoring, split_work
-from whence.llm.target_refresh import Along
-from whence.llm.targets import split_mean
+from whence.llm.scoring import split_work
+from whence.llm.targets import Along, split_mean
 from whence.llm.view import language_view
 from whence.objectives import Objective, as_objective
 from whence.policies import Outputs
 from whence.records import RecordBatch
-from whence.selection import SelectionRule
 from whence.shards import is_in_shards
 from whence.targets import Target
-
-log = logging.getLogger("whence")
-
-TOLERANCE = 0.1
-"""Of the largest score: parts whose sums are further from the scores are wrong. In half precision rounding alone makes
-0.03."""
 
 
 def score_tokens(
@@ -211,54 +201,3 @@ def score_target_rows(
     limits: Any = {"chunk_size": chunk_size} if memory is None else {"memory": memory}
     # A product is the same with its sides exchanged: the target's rows are scored by the response's gradient.
     return attribute(view, mean_rows, target=Along(gradient), objective=terms, engine=engine, **limits).scores
-
-
-def check_token_parts(token_parts: bool, rule: SelectionRule) -> bool:
-    """Return `token_parts`; refuse them for a rule that scores nothing.
-
-    Raises:
-        WhenceError: the rule needs no influence.
-    """
-    if token_parts and not rule.needs_influence:
-        raise WhenceError(
-            f"token_parts are parts of scores, and {type(rule).__name__} scores nothing. Leave them off, or use a rule "
-            "that scores, such as NonPositive()."
-        )
-    return token_parts
-
-
-def score_tokens_of_round(
-    model: Any, rows: RecordBatch, influence: Influence, scoring: Scoring
-) -> Float[Tensor, "n R"] | None:
-    """Return `score_tokens` of a training's round; None, with a warning, if the parts do not sum to the scores.
-
-    Args:
-        model: the model.
-        rows: all rows of the rollout, in every process.
-        influence: their scores.
-        scoring: how they were scored.
-    """
-    parts = score_tokens(
-        model,
-        rows,
-        target=scoring.target,
-        objective=scoring.objective,
-        temperature=scoring.temperature,
-        memory=scoring.memory,
-        chunk_size=scoring.chunk_size,
-        processes=scoring.processes,
-        layers=scoring.layers,
-    )
-    if sums_agree(parts, influence.scores):
-        return parts
-    log.warning(
-        "The tokens' parts do not sum to the scores, so they are not written: the model's derivatives in forward mode "
-        "and backwards disagree. Load it with attn_implementation='eager'."
-    )
-    return None
-
-
-def sums_agree(parts: Float[Tensor, "n R"], scores: Float[Tensor, " n"]) -> bool:
-    """Tell whether the tokens' parts sum to the scores within `TOLERANCE`."""
-    differences = (parts.double().sum(dim=1) - scores.double()).abs()
-    return not len(scores) or bool(differences.max() <= TOLERANCE * scores.abs().max())

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor
 from transformers.utils.logging import tqdm
 
 from whence.advice import log_new_advice
@@ -32,7 +31,6 @@ from whence.llm.scoring import Scoring, check_held_out, held_out_target
 from whence.llm.steps import make_optimizer, optimise
 from whence.llm.tables import make_metrics_row, make_response_table
 from whence.llm.targets import SequenceReturn
-from whence.llm.token_scores import check_token_parts
 from whence.llm.training_run import TrainingRun, describe_training
 from whence.nonfinite import check_parameters, name_round
 from whence.objectives import Objective, as_objective
@@ -77,15 +75,11 @@ class PPOTrainer:
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold at a time; more is faster. None: those of a pass over
             `config.mini_batch_size` rows and of the target's gradient.
-        layers: score by some layers alone, see `whence.attribute`: a number of last blocks costs least, since their
-            passes begin where those of the old log-probs were. "auto": the fewest last blocks whose scores have a rank
-            correlation of .9 with those by all layers, chosen anew in rounds 1, 2, 4, 8, ... None: all.
+        layers: score by some layers alone, see `whence.attribute`; None: by all.
         refresh_target_every: rounds from one computation of the target's gradient to the next; those between use the
             last one. For targets over other rows than the scored ones.
         autocast: score in bfloat16 where training does so by Accelerate's mixed precision, which is faster on a GPU;
             False: in the model's own precision.
-        token_parts: write the part of each score that each token contributes; see `score_tokens`. Nothing else depends
-            on it.
         reward_weights: weights of several rewards; None: 1 each.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
         sample_prompts: prompts that are answered at each of these moments, by the likeliest tokens; `whence report`
@@ -112,10 +106,9 @@ class PPOTrainer:
         objective: Objective | None = None,
         engine: str = "auto",
         memory: int | None = None,
-        layers: Layers | Literal["auto"] | None = None,
+        layers: Layers | None = None,
         refresh_target_every: int = 1,
         autocast: bool = False,
-        token_parts: bool = False,
         reward_weights: Sequence[float] | None = None,
         evaluate: Evaluate | None = None,
         sample_prompts: Sequence[Prompt] | Any | None = None,
@@ -133,7 +126,6 @@ class PPOTrainer:
         self.target = as_target(SequenceReturn() if target is None else target)
         self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
         self.engine, self.about = engine, dict(about or {})
-        self.token_parts = check_token_parts(token_parts, self.rule)
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         check_copies(self.accelerator)
         self.processes = Processes(self.accelerator)
@@ -162,12 +154,12 @@ class PPOTrainer:
             memory=memory,
             chunk_size=config.mini_batch_size,
             processes=self.processes,
+            layers=layers,
         )
         self.scorer = RowScorer(
             scoring,
             self.model,
             self.accelerator,
-            layers=layers,
             refresh_target_every=refresh_target_every,
             autocast=autocast,
             has_held_out=held_out is not None,
@@ -249,10 +241,9 @@ class PPOTrainer:
         with time_stage(seconds, "generation"), self.accelerator.autocast():
             responses = self._generate(prompts)
         with time_stage(seconds, "forward"), self.accelerator.autocast(), name_round(number):
-            first_id, first_block = (number - 1) * config.batch_size, self.scorer.choice.first_block(self.model, number)
-            rollout = self._make_rollout(responses, prompts, first_id, first_block)
+            rollout = self._make_rollout(responses, prompts, (number - 1) * config.batch_size)
         with time_stage(seconds, "scoring"), name_round(number):
-            influence, parts, selection = self._choose(rollout, number, seconds)
+            influence, selection = self._choose(rollout, number, seconds)
         with time_stage(seconds, "optimisation"), name_round(number):
             means = optimise(
                 self.model,
@@ -268,25 +259,20 @@ class PPOTrainer:
         row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.value, **means}
         self.kl.update(row["kl"], len(rollout.rows))
         self.metrics.append(row)
-        self._report_round(rollout, parts, influence, selection, row, seconds)
+        self._report_round(rollout, influence, selection, row, seconds)
         if config.eval_every and (number % config.eval_every == 0 or number == config.rounds):
             self._evaluate(number)
         return row
 
     def _choose(
         self, rollout: Rollout, number: int, seconds: dict[str, dict[str, float]]
-    ) -> tuple[Influence | None, Tensor | None, Selection]:
-        """Return the rows' scores, their tokens' parts of these, and the rows that train."""
-        rows, influence, parts = rollout.rows, None, None
+    ) -> tuple[Influence | None, Selection]:
+        """Return the rows' scores, and the rows that train."""
+        rows, influence = rollout.rows, None
         if self.rule.needs_influence:
-            influence = self.scorer.score(
-                self.model, rows, number, lambda: self._target_of_round(number, seconds), rollout.hidden
-            )
-            if self.token_parts:
-                with time_stage(seconds, "token_parts"):
-                    parts = self.scorer.score_tokens(self.model, rows, influence)
+            influence = self.scorer.score(self.model, rows, number, lambda: self._target_of_round(number, seconds))
         selection = self.rule.select(rows, influence, Progress(number, 1 - (number - 1) / self.config.rounds))
-        return influence, parts, selection
+        return influence, selection
 
     def _draw_prompts(self) -> Prompts:
         """Draw prompts without replacement; when all have been drawn, start again with all of them."""
@@ -299,7 +285,7 @@ class PPOTrainer:
     def _generate(self, prompts: Prompts) -> Responses:
         return generate(self.model.language_model, self.tokenizer, prompts.ids, self.config, self.processes)
 
-    def _make_rollout(self, responses: Responses, prompts: Prompts, first_id: int = 0, first_block: int = 0) -> Rollout:
+    def _make_rollout(self, responses: Responses, prompts: Prompts, first_id: int = 0) -> Rollout:
         return make_rollout(
             self.model,
             self.reference,
@@ -310,7 +296,6 @@ class PPOTrainer:
             first_id,
             self.processes,
             prompts.columns,
-            first_block=first_block,
         )
 
     def _target_of_round(self, number: int, seconds: dict[str, dict[str, float]]) -> Target:
@@ -325,7 +310,6 @@ class PPOTrainer:
     def _report_round(
         self,
         rollout: Rollout,
-        parts: Tensor | None,
         influence: Influence | None,
         selection: Selection,
         row: Mapping[str, Any],
@@ -335,7 +319,7 @@ class PPOTrainer:
         if self._run.directory is None:
             return
         number = row["round"]
-        table = make_response_table(rollout, selection, influence, self.tokenizer, parts)
+        table = make_response_table(rollout, selection, influence)
         self._run.write_round(table, row, seconds)
         log_new_advice(self.metrics, {}, self._kinds_of_advice)
         numbers = {name: value for name, value in row.items() if value is not None and name != "round"}

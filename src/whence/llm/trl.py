@@ -8,9 +8,9 @@ groups' statistics are over all of them.
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -30,7 +30,6 @@ from whence.llm.rewards import check_group_rewards
 from whence.llm.row_scorer import RowScorer
 from whence.llm.scoring import Scoring
 from whence.llm.targets import SequenceReturn
-from whence.llm.token_scores import check_token_parts
 from whence.llm.trl_checkpoints import read_progress
 from whence.llm.trl_completions import log_selection, log_without_scores
 from whence.llm.trl_passes import KEPT, SCALE, disable_autocast, discard_gradients, forget_passes, take_kept
@@ -59,10 +58,9 @@ class _SelectingTrainer:
         objective: Objective | None = None,
         engine: str = "auto",
         memory: int | None = None,
-        layers: Layers | Literal["auto"] | None = None,
+        layers: Layers | None = None,
         refresh_target_every: int = 1,
         autocast: bool = False,
-        token_parts: bool = False,
         run: str | Path | None = None,
         about: Mapping[str, Any] | None = None,
         overwrite: bool = False,
@@ -76,9 +74,7 @@ class _SelectingTrainer:
         default = make_group_objective(self.args)  # type: ignore[attr-defined]
         self.influence_objective = default if objective is None else as_objective(objective)
         self.influence_engine = engine
-        self.token_parts = check_token_parts(token_parts, self.rule)
         self.influence: Influence | None = None
-        self.influence_parts: Float[Tensor, "n R"] | None = None
         self.selection: Selection | None = None
         self.rows: RecordBatch | None = None
         self._run = None if run is None else RunWriter(self, run, about, overwrite=overwrite)
@@ -88,7 +84,7 @@ class _SelectingTrainer:
         self.seconds: dict[str, dict[str, float]] = {}
         if type(self.rule) is not KeepAll or run is not None:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
-            self._processes.check_settings(refreshes=refresh_target_every > 1, has_parts=self.token_parts)
+            self._processes.check_settings(refreshes=refresh_target_every > 1)
         self._held_rates: list[tuple[dict[str, Any], float]] = []
         self._removal: RemovableHandle | None = None
         self.scorer = self._make_scorer(memory, layers, refresh_target_every, autocast)
@@ -96,7 +92,7 @@ class _SelectingTrainer:
             check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
 
     def _make_scorer(
-        self, memory: int | None, layers: Layers | Literal["auto"] | None, refresh_target_every: int, autocast: bool
+        self, memory: int | None, layers: Layers | None, refresh_target_every: int, autocast: bool
     ) -> RowScorer:
         trainer: Any = self
         scoring = Scoring(
@@ -107,13 +103,10 @@ class _SelectingTrainer:
             memory=memory,
             chunk_size=trainer.args.per_device_train_batch_size,
             processes=getattr(self, "_processes", ONE),
-        )
-        return RowScorer(
-            *(scoring, trainer.model, trainer.accelerator),
             layers=layers,
-            refresh_target_every=refresh_target_every,
-            autocast=autocast,
         )
+        settings: Any = {"refresh_target_every": refresh_target_every, "autocast": autocast}
+        return RowScorer(scoring, trainer.model, trainer.accelerator, **settings)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Transformers does; with `run`, from a checkpoint of the run alone, see the class."""
@@ -172,9 +165,6 @@ class _SelectingTrainer:
         with preserve_rng_state():
             rows = self.rows = self._make_rows(output)
             self.influence = self._score_rows(rows) if self.rule.needs_influence else None
-            if self.token_parts and self.influence is not None:
-                with self._time_stage("token_parts", within="scoring"):
-                    self.influence_parts = self._score_tokens(rows, self.influence)
         steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
         progress = Progress(self._batches_done + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
         self.selection = self.rule.select(rows, self.influence, progress)
@@ -195,18 +185,10 @@ class _SelectingTrainer:
 
     def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
-        with self._set_precision(model):
+        with nullcontext() if self.scorer.autocast else disable_autocast(model):
             influence = self.scorer.score(model, rows, self._batches_done + 1)
         forget_passes(self.model_wrapped)  # type: ignore[attr-defined]
         return influence
-
-    def _set_precision(self, model: Any) -> AbstractContextManager[None]:
-        return nullcontext() if self.scorer.autocast else disable_autocast(model)
-
-    def _score_tokens(self, rows: RecordBatch, influence: Influence) -> Float[Tensor, "n R"] | None:
-        model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
-        with self._set_precision(model):
-            return self.scorer.score_tokens(model, rows, influence)
 
     def _apply_selection(self, output: dict[str, Any], selection: Selection) -> dict[str, Any]:
         """Return the batch with dropped rows out of the loss, kept rows weighted, and the factor of the loss."""
@@ -321,13 +303,10 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         objective: the objective of a completion's training; None: that of the loss type, at the policy that drew it.
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
-        layers: score by some layers alone, see `whence.attribute`; a number of last blocks costs least. "auto": the
-            fewest last blocks whose scores have a rank correlation of .9 with those by all layers, chosen anew in
-            batches 1, 2, 4, 8, ... None: all.
+        layers: score by some layers alone, see `whence.attribute`; None: by all.
         refresh_target_every: batches from one computation of the target's gradient to the next; those between use the
             last one. For targets over other rows than the completions.
         autocast: score in bfloat16 where training does so by mixed precision; False: in the model's own precision.
-        token_parts: compute the part of each score that each token contributes; see `whence.llm.score_tokens`.
         run: the directory to write each generation batch to, for `whence report`; None: nothing is written.
         about: a further description of the run for the directory, in JSON types.
         overwrite: with `run`, delete the rounds in the directory that come after the start of this training. Without it
@@ -336,7 +315,6 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
 
     Attributes:
         influence: scores of the last generation batch, of all processes; None if the rule needs none.
-        influence_parts: the tokens' parts of these scores, (completions, tokens); None without `token_parts`.
         selection: the completions of this batch that train; None without a rule.
         rows: the rows of this batch, of all processes; None without a rule and a run.
         seconds: seconds by stage ("generation", with rewards; "scoring"; "optimisation") and clock ("cpu", "wall"),

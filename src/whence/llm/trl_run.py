@@ -242,7 +242,7 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
         )
         if trainer.rows is not None:
             lengths = trainer.rows.observations["response_mask"].sum(dim=1)
-            tokens = list_tokens(trainer.rows, trainer.processing_class, trainer.influence_parts)
+            tokens = list_tokens(trainer.rows)
             table = table.with_columns(pl.Series("tokens", lengths.tolist()), *tokens)
         everything = Selection.dropping(torch.ones(len(table), dtype=torch.bool), "")
         selection, influence = trainer.selection or everything, trainer.influence

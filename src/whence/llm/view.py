@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whence.errors import Unsupported, WhenceError
-from whence.llm.hidden_states import HIDDEN, begin_at_block
 from whence.llm.layer_rules import register_rules
 from whence.llm.model import accepts_argument
 from whence.policies import LazyOutputs, ModuleView
@@ -30,7 +29,7 @@ _COLUMN_POSITIONS = "column_positions"
 """Of the model's inputs: positions for models that count them by columns."""
 
 
-def language_view(model: nn.Module, *, temperature: float = 1.0, first_block: int = 0) -> ModuleView:
+def language_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
     """Return a view of a causal language model that reads the rows of `make_rows`.
 
     Its outputs are columns of response tokens, (n, R): `log_prob`, 0 where there is no response token; `value`, None if
@@ -41,8 +40,6 @@ def language_view(model: nn.Module, *, temperature: float = 1.0, first_block: in
             `model(input_ids=..., attention_mask=..., position_ids=...)` and returns an object with `logits`
             (n, L, V) and, as `WithValueHead` does, `value` (n, L). Parameters with `requires_grad` are scored.
         temperature: the sampling temperature of the responses.
-        first_block: the block that passes over rows with a column `HIDDEN` begin at; they hold their hidden states
-            before it.
 
     Raises:
         WhenceError: the temperature is not above 0.
@@ -50,10 +47,10 @@ def language_view(model: nn.Module, *, temperature: float = 1.0, first_block: in
     """
     _check_attention(model)
     register_rules(model)
-    return unscored_view(model, temperature=temperature, first_block=first_block)
+    return unscored_view(model, temperature=temperature)
 
 
-def unscored_view(model: nn.Module, *, temperature: float = 1.0, first_block: int = 0) -> ModuleView:
+def unscored_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
     """Return the same view without registering layer rules, which scoring needs and which read the weights.
 
     Raises:
@@ -61,7 +58,7 @@ def unscored_view(model: nn.Module, *, temperature: float = 1.0, first_block: in
     """
     if not temperature > 0:
         raise WhenceError(f"temperature is {temperature}; a number above 0 is needed.")
-    return ModuleView(model, _Reader(float(temperature), first_block), _prepare_rows)
+    return ModuleView(model, _Reader(float(temperature)), _prepare_rows)
 
 
 @dataclass(frozen=True)
@@ -69,15 +66,12 @@ class _Reader:
     """Calls the model and reads its outputs; two readers with the same fields are equal."""
 
     temperature: float
-    first_block: int = 0
 
     def __call__(self, module: nn.Module, inputs: dict[str, Tensor]) -> LazyOutputs:
         mask = inputs["response_mask"]
         width = mask.shape[1]
         _check_attention(module)
-        hidden = inputs.get(HIDDEN)
-        with nullcontext() if hidden is None else begin_at_block(module, self.first_block, hidden):
-            outputs = _call_model(module, inputs, width)
+        outputs = _call_model(module, inputs, width)
         # The logits at a token predict the next one.
         logits = outputs.logits[:, -width - 1 : -1]
         log_probs = (_to_single(logits) / self.temperature).log_softmax(-1)
@@ -157,8 +151,7 @@ def _prepare_rows(records: RecordBatch) -> dict[str, Tensor]:
     if EXTRA_PADDING in observations:
         columns = torch.arange(ids.shape[1], device=ids.device) - observations[EXTRA_PADDING][:, None]
         inputs[_COLUMN_POSITIONS] = columns.clamp(min=0)
-    # They are of inputs in this order already.
-    return inputs | {HIDDEN: observations[HIDDEN]} if HIDDEN in observations else inputs
+    return inputs
 
 
 def _check_attention(model: nn.Module) -> None:

@@ -46,7 +46,6 @@ class LanguageConfig:
         engine: see `whence.attribute`.
         layers: score by some layers alone; see `whence.llm.PPOTrainer`.
         refresh_target_every: rounds from one computation of the target's gradient to the next.
-        token_parts: whether each token's part of a score is written; see `whence.llm.score_tokens`.
         algorithm: "ppo" (whence's own), "grpo" or "rloo" (TRL's).
         settings: settings that differ from the task's: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig with
             `rounds` and `eval_every`.
@@ -72,7 +71,6 @@ class LanguageConfig:
     engine: str = "auto"
     layers: int | str | None = None
     refresh_target_every: int = 1
-    token_parts: bool = False
     algorithm: str = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -110,8 +108,6 @@ class LanguageConfig:
             if getattr(self, name) < least:
                 raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
         self._check_source()
-        if self.token_parts and self.target is None:
-            raise WhenceError(f"token_parts are parts of scores, and {selection} scores nothing. Leave them out.")
         if self.layers is not None and self.target is None:
             raise WhenceError(f"layers are those that scores are of, and {selection} scores nothing. Leave them out.")
         if self.refresh_target_every > 1 and not (self.held_out or self.target in ("validation", "held-out")):

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from whence.errors import RunDirectoryError, WhenceError
+from whence.errors import RunDirectoryError
 from whence.experiments.llm.rebuilding import RebuiltRound, rebuild_round
 from whence.llm.generation import split_text
 from whence.llm.targets import split_mean
@@ -44,7 +44,6 @@ class Explanation:
         row: the response's row of the round's records.
         tokens: the text that each token of the response adds.
         parts: the part of the score that each token contributes.
-        stored: whether the parts were written while the run trained.
         pulls: the target's rows, the largest part first; None: they were not computed.
         notes: what is missing or differs, in sentences.
     """
@@ -52,7 +51,6 @@ class Explanation:
     row: Mapping[str, Any]
     tokens: list[str]
     parts: list[float]
-    stored: bool
     pulls: list[Pull] | None
     notes: list[str]
 
@@ -60,7 +58,7 @@ class Explanation:
 def explain_response(run: RunDirectory, number: int, record: int, *, pulls: bool = True) -> Explanation:
     """Return a response's tokens with their parts of its score, and the target's rows that it pulls at.
 
-    Stored parts are read. Others are computed by the round's policy, which is built again; so are the pulls.
+    They are computed by the round's policy, which is built again.
 
     Args:
         run: the run's directory.
@@ -70,30 +68,18 @@ def explain_response(run: RunDirectory, number: int, record: int, *, pulls: bool
 
     Raises:
         RunDirectoryError: the round or the record is not there.
-        WhenceError: nothing was stored, and the round cannot be built again.
+        WhenceError: the round cannot be built again.
     """
     table = run.round("records", number)
     places = (table["record_id"] == record).arg_true()
     if not len(places):
         raise RunDirectoryError(f"Round {number} of {run.path} has no record {record}.")
     position = int(places[0])
-    row, notes = table.row(position, named=True), list[str]()
-    stored = row.get("token_parts") is not None and row.get("token_texts") is not None
-    if stored and not pulls:
-        return Explanation(row, row["token_texts"], row["token_parts"], True, None, notes)
-    try:
-        rebuilt = rebuild_round(run, number)
-    except WhenceError as refusal:
-        if not stored:
-            raise
-        return Explanation(row, row["token_texts"], row["token_parts"], True, None, [str(refusal)])
-    if stored:
-        tokens, parts = row["token_texts"], row["token_parts"]
-    else:
-        tokens, parts = split_text(rebuilt.tokenizer, row["response_ids"]), _score_tokens(rebuilt, position)
+    row, rebuilt = table.row(position, named=True), rebuild_round(run, number)
+    tokens, parts = split_text(rebuilt.tokenizer, row["response_ids"]), _score_tokens(rebuilt, position)
     pulled = _list_pulls(rebuilt, position) if pulls else None
-    notes += _compare(table, row, sum(parts) if pulled is None else sum(pull.part for pull in pulled))
-    return Explanation(row, tokens, parts, stored, pulled, notes)
+    notes = _compare(table, row, sum(parts) if pulled is None else sum(pull.part for pull in pulled))
+    return Explanation(row, tokens, parts, pulled, notes)
 
 
 def _score_tokens(rebuilt: RebuiltRound, position: int) -> list[float]:

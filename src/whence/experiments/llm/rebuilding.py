@@ -85,8 +85,8 @@ def rebuild_round(
         )
     if make_target is None and (config.held_out or config.target == "held-out"):
         raise Unsupported(
-            "The target of this run is over responses that were drawn in each round and not kept. Score tokens while "
-            "it trains: whence llm train --token-parts."
+            "The target of this run is over responses that were drawn in each round and not kept, so its scores cannot "
+            "be taken apart."
         )
     settings = make_trainer_config(config, str(run.path))
     policy = _locate_policy(run, config, settings, number)
@@ -111,17 +111,14 @@ def rebuild_round(
     )
 
 
-_STORE_PARTS = (
-    "In a script pass token_parts=True to the trainer, which stores what this command shows, or call "
-    "whence.llm.score_tokens."
-)
+_SCORE_TOKENS = "In the script, whence.llm.score_tokens returns what this command shows."
 _COMPARE_TEXTS = (
     "Its texts can be compared nevertheless (--by bm25). Or score its rows in the script: whence.attribute, with "
     "ValidationLoss.of the prompt and the response as the target."
 )
 
 
-def _read_config(run: RunDirectory, remedy: str = _STORE_PARTS) -> LanguageConfig:
+def _read_config(run: RunDirectory, remedy: str = _SCORE_TOKENS) -> LanguageConfig:
     experiment = run.config.get("experiment")
     if run.config.get("kind") != "language" or not isinstance(experiment, dict):
         raise WhenceError(f"{run.path} is no run of `whence llm train`, so its model and data are not known. {remedy}")
@@ -138,8 +135,7 @@ def _locate_policy(run: RunDirectory, config: LanguageConfig, settings: Any, num
     if path is not None and not path.exists():
         raise RunDirectoryError(
             f"The policy that drew the responses of round {number} was not kept: {path} is not there. Round 1 needs no "
-            f"checkpoint; to keep all policies train with --settings '{_tell_how_to_keep(config)}'. Or store the "
-            "tokens' parts themselves: --token-parts."
+            f"checkpoint; to keep all policies train with --settings '{_tell_how_to_keep(config)}'."
         )
     return path
 

@@ -86,7 +86,6 @@ def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRou
         memory=scoring_memory(config),
         layers=config.layers,
         refresh_target_every=config.refresh_target_every,
-        token_parts=config.token_parts,
         evaluate=task.evaluate,
         sample_prompts=choose_sample_prompts(task),
         about=describe(config),

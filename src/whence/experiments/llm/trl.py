@@ -69,7 +69,6 @@ def run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite:
         memory=scoring_memory(config),
         layers=config.layers,
         refresh_target_every=config.refresh_target_every,
-        token_parts=config.token_parts,
         run=path,
         about=describe(config),
         overwrite=overwrite or _has_no_checkpoint_yet(path, args),

@@ -1,10 +1,10 @@
-"""What the studies of rounds have written: `rounds/KIND.jsonl`, a line for each round, and `datamodels.jsonl`."""
+"""What the studies of rounds have written: `rounds/KIND.parquet`, a line for each round, and `datamodels.parquet`."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whence.experiments.jsonlines import put_line, read_lines
+from whence.experiments.rowfile import put_row, read_rows
 from whence.runs.files import lock_directory
 
 ROUND = ("env", "optimizer", "seed", "round")
@@ -16,29 +16,29 @@ GROUP = ("env", "optimizer")
 
 def read_rounds(out: Path, kind: str) -> list[dict[str, Any]]:
     """Return what a study has written about rounds; `kind`: "round", "intervention", "selection" or "ablation"."""
-    return list(read_lines(_rounds_file(out, kind), ROUND).values())
+    return list(read_rows(_rounds_file(out, kind), ROUND).values())
 
 
 def read_round(out: Path, kind: str, about: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a study has written about one round, which `about` names; None if it has not studied it."""
-    return read_lines(_rounds_file(out, kind), ROUND).get(tuple(about[name] for name in ROUND))
+    return read_rows(_rounds_file(out, kind), ROUND).get(tuple(about[name] for name in ROUND))
 
 
 def write_round(out: Path, kind: str, content: Mapping[str, Any]) -> None:
     """Write what a study says about one round, in place of what was there; other processes may write others."""
     with lock_directory(out, wait=True):
-        put_line(_rounds_file(out, kind), round_numbers(content), ROUND)
+        put_row(_rounds_file(out, kind), round_numbers(content), ROUND)
 
 
 def read_datamodels(out: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what `studies.faithfulness.datamodels` has written, by environment and optimiser."""
-    return {(env, optimizer): content for (env, optimizer), content in read_lines(_datamodels_file(out), GROUP).items()}
+    return {(env, optimizer): content for (env, optimizer), content in read_rows(_datamodels_file(out), GROUP).items()}
 
 
 def write_datamodel(out: Path, content: Mapping[str, Any]) -> None:
     """Write what `studies.faithfulness.datamodels` says about an environment and optimiser."""
     with lock_directory(out, wait=True):
-        put_line(_datamodels_file(out), round_numbers(content), GROUP)
+        put_row(_datamodels_file(out), round_numbers(content), GROUP)
 
 
 def round_numbers(value: Any) -> Any:
@@ -51,8 +51,8 @@ def round_numbers(value: Any) -> Any:
 
 
 def _rounds_file(out: Path, kind: str) -> Path:
-    return out / "rounds" / f"{kind}.jsonl"
+    return out / "rounds" / f"{kind}.parquet"
 
 
 def _datamodels_file(out: Path) -> Path:
-    return out / "datamodels.jsonl"
+    return out / "datamodels.parquet"

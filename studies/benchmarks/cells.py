@@ -9,7 +9,7 @@ from typing import Any
 from filelock import FileLock
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.jsonlines import put_line, read_lines
+from whence.experiments.rowfile import put_row, read_rows
 
 KEYS = ("device", "cell")
 """What tells the lines of results apart."""
@@ -80,13 +80,13 @@ def choose(cells: Sequence[Cell], only: str | None) -> list[Cell]:
 
 def results_file(out: Path) -> Path:
     """Return the file with a line for each cell."""
-    return out / "cells.jsonl"
+    return out / "cells.parquet"
 
 
 def read_results(out: Path) -> dict[str, dict[str, Result]]:
     """Return what was found, by device and cell."""
     results: dict[str, dict[str, Result]] = {}
-    for (device, cell), line in read_lines(results_file(out), KEYS).items():
+    for (device, cell), line in read_rows(results_file(out), KEYS).items():
         results.setdefault(device, {})[cell] = line
     return results
 
@@ -95,5 +95,5 @@ def write_result(out: Path, device: str, cell: Cell, result: Result) -> Result:
     """Write a cell's line, and return it; several processes may measure other cells at a time."""
     line = {"device": device, "cell": cell.name, "section": cell.section, **result}
     with FileLock(out / ".lock"):
-        put_line(results_file(out), line, KEYS)
+        put_row(results_file(out), line, KEYS)
     return line

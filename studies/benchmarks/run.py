@@ -1,7 +1,7 @@
 """What scoring costs beside the alternatives: engines, training, other libraries, whole rounds, and installing.
 
 Run: `python -m studies.benchmarks.run results/benchmarks [--only mlp/ghost/2048] [--device cuda] [--repeats 5]`. One
-torch thread. What is compared takes turns in one process. Each finished cell is a line of cells.jsonl, and is not
+torch thread. What is compared takes turns in one process. Each finished cell is a line of cells.parquet, and is not
 measured again; `--list` shows the cells. Two processes may measure different cells at a time, such as `--only
 engines,training` and `--only peers,rounds,install`. Tables: `python -m studies.benchmarks.tables results/benchmarks`.
 
@@ -73,7 +73,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="The most turns of a measurement; long ones have fewer.", min=1)] = 5,
     show: Annotated[bool, typer.Option("--list", help="Show the cells' names, and measure nothing.")] = False,
 ) -> None:
-    """Measure, and write cells.jsonl."""
+    """Measure, and write cells.parquet."""
     try:
         check_device(device)
         cells = choose(list_cells(), only)

@@ -292,7 +292,7 @@ def summarise(results: Mapping[str, Cells]) -> dict[str, Any]:
 def main(
     out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/benchmarks"),
 ) -> None:
-    """Write tables.md and summary.json from cells.jsonl."""
+    """Write tables.md and summary.json from cells.parquet."""
     results = read_results(out)
     if not results:
         raise SystemExit(

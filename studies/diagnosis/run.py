@@ -28,8 +28,8 @@ from studies.stored import round_numbers
 from whence import experiments
 from whence.diagnosis.advantages import compare_signs, judge_advantages
 from whence.diagnosis.agreement import calibrate_critic, summarise_judgement
-from whence.experiments.jsonlines import put_line, read_lines
 from whence.experiments.rl.rebuilding import make_replay_env
+from whence.experiments.rowfile import put_row, read_rows
 from whence.runs import RunDirectory
 from whence.runs.files import lock_directory
 from whence.sb3.episode_replay import open_env
@@ -124,7 +124,7 @@ def list_jobs() -> list[Job]:
 def study_round(job: Job, out: Path, runs: Path) -> None:
     """Train a run where that is not done, and judge one of its rounds."""
     setup = SETUPS[job.setup]
-    stored = read_lines(results_file(out), KEYS)
+    stored = read_rows(results_file(out), KEYS)
     missing = [measure for measure in setup.measures if (job.setup, job.seed, job.round, measure) not in stored]
     if not missing:
         return
@@ -139,12 +139,12 @@ def study_round(job: Job, out: Path, runs: Path) -> None:
         content = {"setup": job.setup, "seed": job.seed, "round": job.round, "measure": measure}
         content |= describe(run, job.round, judged) | {"seconds": time.process_time() - began}
         with lock_directory(out, wait=True):
-            put_line(results_file(out), round_numbers(content), KEYS)
+            put_row(results_file(out), round_numbers(content), KEYS)
 
 
 def results_file(out: Path) -> Path:
     """Return the file of the results: a line for each round and measure."""
-    return out / "rounds.jsonl"
+    return out / "rounds.parquet"
 
 
 def judge_round(run: RunDirectory, setup: Setup, number: int, measure: str, seed: int) -> pl.DataFrame:

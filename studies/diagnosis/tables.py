@@ -14,7 +14,7 @@ import typer
 from studies.diagnosis.run import KEYS, SETUPS, results_file
 from studies.markdown import cell, nested, table
 from whence.diagnosis.agreement import BANDS
-from whence.experiments.jsonlines import read_lines
+from whence.experiments.rowfile import read_rows
 from whence.guards import write_atomically
 from whence.intervals import t_interval
 
@@ -29,7 +29,7 @@ BY = ("setup", "measure", "round")
 
 def main(out: Annotated[Path, typer.Argument(help="The directory of the results.")]) -> None:
     """Write the tables."""
-    lines = list(read_lines(results_file(out), KEYS).values())
+    lines = list(read_rows(results_file(out), KEYS).values())
     if not lines:
         raise typer.BadParameter(f"{out} holds no judged round. Run python -m studies.diagnosis.run {out}.")
     rows = summarise(lines)

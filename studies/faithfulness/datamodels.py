@@ -40,7 +40,7 @@ def main(
     only: Annotated[str, typer.Option(help="Environment and optimiser: lunarlander-adam, ...")] = "",
     trainings: Annotated[int, typer.Option(help="How many, in hundreds.", min=SIZES[0])] = 4000,
 ) -> None:
-    """Train, fit and write a line of `datamodels.jsonl` for each environment and optimiser."""
+    """Train, fit and write a line of `datamodels.parquet` for each environment and optimiser."""
     if trainings % AT_ONCE:
         raise typer.BadParameter(f"--trainings is {trainings}; it has to be a multiple of {AT_ONCE}.")
     torch.set_num_threads(1)

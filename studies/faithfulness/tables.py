@@ -103,7 +103,7 @@ def _rows(out: Path, kind: str, key: str) -> pl.DataFrame:
         if content["round"] not in (setup.studied if kind in ("round", "ablation") else setup.recorded):
             place = ", ".join(f"{name} {content[name]}" for name in ROUND)
             raise typer.BadParameter(
-                f"The line of {place} in {out}/rounds/{kind}.jsonl is of a round that is not studied. Remove it, or "
+                f"The line of {place} in {out}/rounds/{kind}.parquet is of a round that is not studied. Remove it, or "
                 "add the round to SETUPS."
             )
         tables_of_rounds += [{**{name: content[name] for name in ROUND}, **row} for row in content[key]]

@@ -1,11 +1,10 @@
 """Save the results of `whence llm compare --task ...`, and compare them with the papers' claims.
 
-Run: `python -m studies.llm.tables OUT RESULTS`, with OUT the directory of the comparison. RESULTS gets a line for each
-run in `curves.jsonl` and `timings.jsonl`, `summary.json` and `tables.md`; without OUT, summary and tables are made from
-the lines there. Differences are between runs of the same seed, with 95% t intervals over seeds.
+Run: `python -m studies.llm.tables OUT RESULTS`, with OUT the directory of the comparison. RESULTS gets a row for each
+run in `curves.parquet` and `timings.parquet`, and `tables.md`; without OUT, the tables are made from the rows there.
+Differences are between runs of the same seed, with 95% t intervals over seeds.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +16,8 @@ from scipy import stats
 
 from whence import experiments
 from whence.experiments import LanguageConfig
-from whence.experiments.jsonlines import put_line, read_lines
 from whence.experiments.llm.outputs import read_curve
+from whence.experiments.rowfile import put_row, read_rows
 from whence.experiments.shared import STANDARD
 from whence.guards import write_atomically
 from whence.llm.lab import check
@@ -51,13 +50,12 @@ def main(
     for out in comparison:
         save(out, results)
     runs = read(results)
-    summary = make_summary(runs)
-    _write(results / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    _write(results / "tables.md", tables(summary))
+    with write_atomically(results / "tables.md") as temporary:
+        temporary.write_text(tables(make_summary(runs)), encoding="utf-8")
 
 
 def save(out: Path, results: Path) -> None:
-    """Write a line for each finished run of a comparison, and one of its seconds."""
+    """Write a row for each finished run of a comparison, and one of its seconds."""
     comparison = experiments.load_comparison(out)
     for config in comparison.configs:
         assert isinstance(config, LanguageConfig)
@@ -71,11 +69,13 @@ def save(out: Path, results: Path) -> None:
             "rounds": _rounds(run).to_dict(as_series=False),
             "curve": {"returns": curve.returns.tolist(), "standard_errors": curve.standard_errors.tolist()},
         }
-        timings = {**name, "versions": dict(run.versions), "seconds": run.table("timings").to_dict(as_series=False)}
-        timings["curve"] = curve.seconds.tolist()
+        seconds = {"round": curve.seconds.tolist()}
+        for column in run.table("timings").select(pl.col(f"^({'|'.join(STAGES)})_cpu$")):
+            seconds[column.name] = column.to_list()
+        timings = {**name, "versions": dict(run.versions), "seconds": seconds}
         with lock_directory(results, wait=True):
-            put_line(results / "timings.jsonl", timings, RUN)
-            put_line(results / "curves.jsonl", content, RUN)
+            put_row(results / "timings.parquet", timings, RUN)
+            put_row(results / "curves.parquet", content, RUN)
 
 
 def _rounds(run: RunDirectory) -> pl.DataFrame:
@@ -105,9 +105,10 @@ def _judge_civility(prompt: str, response: str) -> tuple[bool, bool]:
 def read(results: Path) -> Runs:
     """Read what `save` wrote."""
     runs: Runs = {}
-    timings = read_lines(results / "timings.jsonl", RUN)
-    for (arm, seed), content in read_lines(results / "curves.jsonl", RUN).items():
-        runs.setdefault(arm, {})[seed] = {**content, "timed": timings[arm, seed]}
+    timings = read_rows(results / "timings.parquet", RUN)
+    for (arm, seed), content in read_rows(results / "curves.parquet", RUN).items():
+        seconds = {stage: np.array(values) for stage, values in timings[arm, seed]["seconds"].items()}
+        runs.setdefault(arm, {})[seed] = {**content, "seconds": seconds}
     first = [STANDARD, "random"]
     order = [*(arm for arm in first if arm in runs), *(arm for arm in runs if arm not in first)]
     return {arm: runs[arm] for arm in order}
@@ -120,7 +121,7 @@ def make_summary(runs: Runs) -> dict[str, Any]:
             seed: Curve(
                 returns=np.array(run["curve"]["returns"]),
                 standard_errors=np.array(run["curve"]["standard_errors"]),
-                seconds=np.array(run["timed"]["curve"]),
+                seconds=run["seconds"]["round"],
             )
             for seed, run in of_arm.items()
         }
@@ -145,7 +146,7 @@ def _task(runs: Runs) -> str:
 
 def _seconds(run: Mapping[str, Any], stage: str) -> float:
     """Return a stage's median CPU seconds a round."""
-    seconds = run["timed"]["seconds"].get(f"{stage}_cpu")
+    seconds = run["seconds"].get(f"{stage}_cpu")
     return float("nan") if seconds is None else float(np.median(seconds))
 
 
@@ -288,11 +289,6 @@ def _cell(entry: Mapping[str, Any], share: bool) -> str:
 
     interval = "" if entry.get("low") is None else f" [{text(entry['low'])}, {text(entry['high'])}]"
     return text(entry["mean"]) + interval
-
-
-def _write(path: Path, text: str) -> None:
-    with write_atomically(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

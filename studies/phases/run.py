@@ -8,8 +8,8 @@ raised most are found and traced over all rounds: `whence phases RUN --find 3`. 
   twice. The same is done with 20 curves of scores permuted over the same records, and with roughness over their mean.
 - Highway is collected in EnvPool, as its preset has it: Gymnasium's makes 30 steps a second.
 
-Each finished run is a line of `runs.jsonl`; a run that has one is not done again. `tables.md` and `curves.png` are made
-anew at the end. Runs are kept in `--runs`; delete one to train it again.
+Each finished run is a row of `runs.parquet`; a run that has one is not done again. `tables.md` is made anew at the
+end. Runs are kept in `--runs`; delete one to train it again.
 """
 
 import time
@@ -28,8 +28,8 @@ from whence import experiments
 from whence.diagnosis.behaviours import find_behaviours
 from whence.diagnosis.phase_summary import summarise_history
 from whence.diagnosis.phases import trace_phases
-from whence.experiments.jsonlines import put_line, read_lines
 from whence.experiments.rl.labels import action_labels
+from whence.experiments.rowfile import put_row, read_rows
 from whence.guards import write_atomically
 from whence.runs import RunDirectory
 from whence.runs.files import lock_directory
@@ -55,14 +55,14 @@ def main(
     console = Console(stderr=True)
     for env, seed in ((env, seed) for seed in range(SEEDS) for env in ENVIRONMENTS):
         name = f"{env}/seed_{seed}"
-        if not name.startswith(only) or (env, seed) in read_lines(out / "runs.jsonl", KEYS):
+        if not name.startswith(only) or (env, seed) in read_rows(out / "runs.parquet", KEYS):
             continue
         began = time.process_time()
         content = {"env": env, "seed": seed, "histories": study_run(env, seed, runs / name)}
         with lock_directory(out, wait=True):
-            put_line(out / "runs.jsonl", round_numbers(content), KEYS)
+            put_row(out / "runs.parquet", round_numbers(content), KEYS)
         console.print(f"{name}: {time.process_time() - began:.0f} s of CPU")
-    lines = list(read_lines(out / "runs.jsonl", KEYS).values())
+    lines = list(read_rows(out / "runs.parquet", KEYS).values())
     with write_atomically(out / "tables.md") as temporary:
         temporary.write_text(make_tables(lines), encoding="utf-8")
     draw_curves(lines, out / "curves.png")

@@ -46,12 +46,12 @@ from studies.planted.tables import write_tables
 from whence.diagnosis import find_response_causes
 from whence.diagnosis.response_causes import compute_response_log_prob
 from whence.experiments import LanguageConfig
-from whence.experiments.jsonlines import read_lines
 from whence.experiments.llm.loading import load_model
 from whence.experiments.llm.rebuilding import load_trained_task
 from whence.experiments.llm.settings import task_settings
 from whence.experiments.llm.tasks import make_response_target
 from whence.experiments.llm.training import run
+from whence.experiments.rowfile import read_rows
 from whence.llm.lab import Lab
 from whence.llm.lab.problems import answer, reward
 from whence.runs import RunDirectory
@@ -129,7 +129,7 @@ def measure_answers(lab: Lab, directory: RunDirectory, questions: Sequence[tuple
 def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
     """Train a run where that is not done, and judge the methods that are not judged yet."""
     key = {"case": LANGUAGE, "seed": seed}
-    done = read_lines(out / "scores.jsonl", SCORE_KEYS)
+    done = read_rows(out / "scores.parquet", SCORE_KEYS)
     missing = [method for method in methods if (LANGUAGE, seed, method) not in done]
     if not missing:
         return
@@ -144,14 +144,14 @@ def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
     about |= {"visits": len(questions), "probability_first": fmean(first), "probability_last": fmean(last)}
     about |= {"misgraded": int(misgraded.sum()), "prompt": question[0], "response": question[1]}
     about |= {"question_first": first[place], "question_last": last[place]}
-    write_line(out, "runs.jsonl", key | about, RUN_KEYS)
+    write_line(out, "runs.parquet", key | about, RUN_KEYS)
     for method in missing if is_taught(about) else []:
         scores, seconds = score(method, directory, records, question)
         early = len(records) // 4
         line = key | {"method": method, "seconds": seconds} | judge(scores, rigged)
         line |= {"auroc_early": compute_auroc(scores[:early], rigged[:early])}
         line |= {"auroc_misgraded": compute_auroc(scores, misgraded)}
-        write_line(out, "scores.jsonl", line, SCORE_KEYS)
+        write_line(out, "scores.parquet", line, SCORE_KEYS)
 
 
 def main(

@@ -45,9 +45,9 @@ from studies.planted.scores import (
 from studies.planted.tables import write_tables
 from whence.diagnosis import find_causes
 from whence.experiments import RunConfig, configure, run
-from whence.experiments.jsonlines import read_lines
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rl.stored import load_model, load_policy
+from whence.experiments.rowfile import read_rows
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 
@@ -177,9 +177,9 @@ def list_jobs(only: str) -> Iterator[tuple[str, int]]:
 def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
     """Train a run where that is not done, and judge the methods that are not judged yet."""
     case, key = CASES[name], {"case": name, "seed": seed}
-    done = read_lines(out / "scores.jsonl", SCORE_KEYS)
+    done = read_rows(out / "scores.parquet", SCORE_KEYS)
     missing = [method for method in methods if (name, seed, method) not in done]
-    known = read_lines(out / "runs.jsonl", RUN_KEYS).get((name, seed))
+    known = read_rows(out / "runs.parquet", RUN_KEYS).get((name, seed))
     if not missing or (known is not None and not is_taught(known)):
         return
     directory = train(case, seed, runs / name / f"seed_{seed}")
@@ -189,11 +189,11 @@ def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Pat
     before, after = measure_tic(directory, states, case.action) if visits else (None, None)
     about = {"records": len(records), "rigged": int(rigged.sum()), "base_rate": float(rigged.mean())}
     about |= {"visits": visits, "probability_first": before, "probability_last": after}
-    write_line(out, "runs.jsonl", key | about, RUN_KEYS)
+    write_line(out, "runs.parquet", key | about, RUN_KEYS)
     for method in missing if is_taught(about) else []:
         scores, seconds = score(method, directory, records, states, case.action)
         write_line(
-            out, "scores.jsonl", key | {"method": method, "seconds": seconds} | judge(scores, rigged), SCORE_KEYS
+            out, "scores.parquet", key | {"method": method, "seconds": seconds} | judge(scores, rigged), SCORE_KEYS
         )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from studies.stored import round_numbers
-from whence.experiments.jsonlines import put_line
+from whence.experiments.rowfile import put_row
 from whence.runs import RunDirectory
 from whence.runs.files import lock_directory
 
@@ -26,7 +26,7 @@ LANGUAGE_METHODS = ("advantage", "advantage x answer", "raw", "by largest", "by 
 """The task of `studies.planted.language`, and the methods there."""
 
 RUN_KEYS, SCORE_KEYS = ("case", "seed"), ("case", "seed", "method")
-"""What names a line of runs.jsonl, and one of scores.jsonl."""
+"""What names a line of runs.parquet, and one of scores.parquet."""
 
 SIZES = (50, 200, 1000)
 """The numbers of records of highest score of which a precision is computed."""
@@ -60,4 +60,4 @@ def is_taught(about: Mapping[str, Any]) -> bool:
 def write_line(out: Path, file: str, content: Mapping[str, Any], keys: Sequence[str]) -> None:
     """Write what was measured, in place of what was there; other processes may write other lines."""
     with lock_directory(out, wait=True):
-        put_line(out / file, round_numbers(content), keys)
+        put_row(out / file, round_numbers(content), keys)

@@ -16,14 +16,14 @@ from studies.planted.scores import (
     SLOW,
     is_taught,
 )
-from whence.experiments.jsonlines import read_lines
+from whence.experiments.rowfile import read_rows
 from whence.guards import write_atomically
 
 
 def write_tables(out: Path) -> None:
     """Write tables.md."""
-    runs = list(read_lines(out / "runs.jsonl", RUN_KEYS).values())
-    scores = list(read_lines(out / "scores.jsonl", SCORE_KEYS).values())
+    runs = list(read_rows(out / "runs.parquet", RUN_KEYS).values())
+    scores = list(read_rows(out / "scores.parquet", SCORE_KEYS).values())
     written = "`python -m studies.planted.run results/planted`"
     if any(row["case"] == LANGUAGE for row in runs):
         written += " and\n`python -m studies.planted.language results/planted`"

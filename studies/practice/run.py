@@ -168,7 +168,7 @@ def plan_runs(name: str, seed: int, compared: Iterable[Steps]) -> Iterator[Plann
             continue
         for arm, drop in list_arms(name, seed, steps):
             run = replace(configure_world(name, **steps.settings), seed=seed, arm=arm, drop=drop)
-            yield Planned(f"{name}-{steps.name}", make_label(run, DROP), run, metrics=("train/clip_fraction",))
+            yield Planned(f"{name}-{steps.name}", make_label(run, DROP), run)
 
 
 def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:

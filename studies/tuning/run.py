@@ -24,7 +24,7 @@ from studies.practice.run import WORLDS, configure_world
 from studies.stored import round_numbers
 from studies.tuning.candidates import measure_run
 from whence import experiments
-from whence.experiments.jsonlines import put_line, read_lines
+from whence.experiments.rowfile import put_row, read_rows
 from whence.runs import RunDirectory
 from whence.runs.files import lock_directory
 
@@ -61,13 +61,13 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
     )
     line = {"env": job.env, "seed": job.seed, "seconds": seconds, "trials": means.to_dict(as_series=False)}
     with lock_directory(out, wait=True):
-        put_line(out / "trials.jsonl", round_numbers(line), KEY)
+        put_row(out / "trials.parquet", round_numbers(line), KEY)
     return seconds
 
 
 def read_trials(out: Path) -> list[dict[str, Any]]:
     """Return the lines that are written."""
-    return list(read_lines(out / "trials.jsonl", KEY).values())
+    return list(read_rows(out / "trials.parquet", KEY).values())
 
 
 def list_jobs(names: Sequence[str], seeds: Sequence[int], out: Path) -> list[Job]:

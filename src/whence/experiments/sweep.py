@@ -50,8 +50,7 @@ def run_sweep(
 
     Args:
         runs: from `read_sweep`.
-        out: the directory: `curves/NAME.jsonl` and `timings/NAME.jsonl` with a line for each run of an experiment,
-            and `runs/...` of those under way.
+        out: the directory: `curves.parquet` and `timings.parquet` with a row for each run; `runs/...` are under way.
         watch: called with what happens.
         workers: runs at a time, each in a process with one torch thread; None: one per core.
         keep_runs: keep the directories of the runs that are made now, with every round's records and policies.
@@ -102,39 +101,35 @@ def run_sweep(
             return failures
 
 
-def _curve_files(out: Path, group: str) -> CurveFiles:
-    """Return the files of a group's finished runs in a sweep's directory."""
-    return CurveFiles(results=out / "curves" / f"{group}.jsonl", timings=out / "timings" / f"{group}.jsonl")
-
-
 def _find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
     """Return the runs whose results are there.
 
     Raises:
         RunDirectoryError: the results are of a run with other settings, or lack columns that the sweep asks for.
     """
-    stored_runs = {group: _curve_files(out, group).read() for group in dict.fromkeys(planned.group for planned in runs)}
+    files = CurveFiles.of_sweep(out)
+    stored_runs = files.read()
     finished = []
     for planned in runs:
-        stored_run = stored_runs[planned.group].get((planned.label, planned.config.seed))
+        stored_run = stored_runs.get((planned.group, planned.label, planned.config.seed))
         if stored_run is not None:
-            _check_same_run(planned, stored_run, _curve_files(out, planned.group).results)
+            _check_same_run(planned, stored_run, files.results)
             finished.append(planned)
     return finished
 
 
 def _check_same_run(planned: Planned, stored_run: KeptRun, path: Path) -> None:
     before, now = stored_run.config.to_json(), planned.config.to_json()
-    name = f"{planned.label}/seed_{planned.config.seed}"
+    name = planned.name
     if others := [field for field in now if before[field] != now[field]]:
         raise RunDirectoryError(
             f"{name} in {path} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
-            f"{now[others[0]]!r}. Choose another directory, or delete its line."
+            f"{now[others[0]]!r}. Choose another directory, or delete its row."
         )
     if missing := [column for column in planned.metrics if column not in stored_run.tables["rounds"].columns]:
         raise RunDirectoryError(
             f"{name} in {path} has no {missing[0]}, which the sweep's `metrics` ask for, and its run is gone. Delete "
-            "its line to have the run made again, choose another directory, or leave the name out."
+            "its row to have the run made again, choose another directory, or leave the name out."
         )
 
 
@@ -151,14 +146,14 @@ def _remove_other_run(planned: Planned, out: Path) -> None:
 
 
 def _store_run(planned: Planned, out: Path, *, keep_runs: bool) -> None:
-    """Write a finished run's lines, then discard its directory."""
+    """Write a finished run's rows, then discard its directory."""
     path = planned.run_path(out)
     if keep_runs:
         _discard_mark(path).unlink(missing_ok=True)
     else:
         _discard_mark(path).touch()
-    files = _curve_files(out, planned.group)
-    files.write(planned.label, planned.config, RunDirectory.open(path), more=planned.metrics)
+    files = CurveFiles.of_sweep(out)
+    files.write(planned.group, planned.label, planned.config, RunDirectory.open(path), more=planned.metrics)
     if not keep_runs:
         _discard(path)
 
@@ -196,17 +191,16 @@ def load_sweep(out: Path) -> Results:
             experiment differ in more than arm, share to drop and seed.
     """
     results: dict[str, dict[str, dict[int, KeptRun]]] = {}
-    for group in sorted(path.stem for path in (out / "curves").glob("*.jsonl")):
-        files = _curve_files(out, group)
-        settings: dict[str, Any] = {}
-        for (label, seed), stored_run in files.read().items():
-            _check_label(files.results, label, stored_run.config)
-            if others := find_differences(settings, label, stored_run.config):
-                raise RunDirectoryError(
-                    f"{label}/seed_{seed} in {files.results} differs from other runs there in {', '.join(others)}, and "
-                    "cannot be compared with them. Move the one or the others to another directory."
-                )
-            results.setdefault(group, {}).setdefault(label, {})[seed] = stored_run
+    settings: dict[str, dict[str, Any]] = {}
+    files = CurveFiles.of_sweep(out)
+    for (group, label, seed), stored_run in files.read().items():
+        _check_label(files.results, label, stored_run.config)
+        if others := find_differences(settings.setdefault(group, {}), label, stored_run.config):
+            raise RunDirectoryError(
+                f"{group}/{label}/seed_{seed} in {files.results} differs from other runs there in {', '.join(others)}, "
+                "and cannot be compared with them. Move the one or the others to another directory."
+            )
+        results.setdefault(group, {}).setdefault(label, {})[seed] = stored_run
     if not results:
         raise RunDirectoryError(f"{out} holds no finished run of a sweep. Run whence sweep FILE --out {out}.")
     return {
@@ -220,7 +214,7 @@ def _check_label(path: Path, label: str, config: RunConfig) -> None:
     if label not in labels:
         raise RunDirectoryError(
             f"{label}/seed_{config.seed} in {path} is of the arm {config.arm} and drop {config.drop}, whose label is "
-            f"{' or '.join(labels)}. Correct the label, or delete the line."
+            f"{' or '.join(labels)}. Correct the label, or delete the row."
         )
 
 

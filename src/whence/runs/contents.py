@@ -18,7 +18,7 @@ def find_content(path: Path) -> Content | None:
     runs = path / "runs"
     if (path / "comparison.json").exists() or any(map(_is_run, runs.glob("*/seed_*"))):
         return "comparison"
-    if any((path / "curves").glob("*.jsonl")) or any(map(_is_run, runs.glob("*/*/seed_*"))):
+    if (path / "curves.parquet").exists() or any(map(_is_run, runs.glob("*/*/seed_*"))):
         return "sweep"
     return None
 

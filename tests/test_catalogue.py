@@ -60,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     RunDirectory.create(path / "begun", {"env": "CartPole-v1"})
     RunDirectory.create(path / "comparison" / "runs" / "ppo" / "seed_0", {"env": "CartPole-v1", "arm": "ppo"})
     (path / "sweep" / "curves").mkdir(parents=True)
-    (path / "sweep" / "curves" / "lake.jsonl").touch()
+    (path / "sweep" / "curves.parquet").touch()
     (path / "torn").mkdir()
     (path / "torn" / "comparison.json").write_text('[{"env": "Fro')
     (path / "taken").mkdir()

@@ -32,10 +32,10 @@ from whence.experiments import (
     comparison,
     configure,
     is_finished,
-    jsonlines,
     load_sweep,
     plan_comparison,
     read_sweep,
+    rowfile,
     run,
     run_sweep,
     sweep,
@@ -45,6 +45,7 @@ from whence.experiments.rl.curves import KEYS, CurveFiles, make_curve
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
+from whence.experiments.rowfile import put_row, read_rows, write_rows
 from whence.experiments.workers import run_all
 from whence.guards import preserve_rng_state, write_atomically
 from whence.metrics import rounds_to
@@ -88,25 +89,16 @@ def write_sweep(folder, text):
     return path
 
 
-def run_name(group, line):
-    return f"{group}/{line['label']}/seed_{line['seed']}"
-
-
 def read_curves(out, kind="curves"):
-    """The lines of a sweep's results, or of its timings, by the names of their runs."""
-    return {
-        run_name(file.stem, json.loads(text)): text
-        for file in sorted((out / kind).glob("*.jsonl"))
-        for text in file.read_text().splitlines()
-    }
+    """The rows of a sweep's results, or of its timings, as JSON, by the names of their runs."""
+    rows = read_rows(out / f"{kind}.parquet", KEYS)
+    return {"{}/{}/seed_{}".format(*key): json.dumps(row, sort_keys=True) for key, row in rows.items()}
 
 
 def edit_lines(out, kind, edit):
-    """Replace the lines of lake's results or timings by what `edit(name, line)` returns: a line, a text or None."""
-    file = out / kind / "lake.jsonl"
-    lines = [edit(name, json.loads(text)) for name, text in read_curves(out, kind).items()]
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines if line is not None]
-    file.write_text("".join(f"{text}\n" for text in texts))
+    """Replace the rows of a sweep's results or timings by what `edit(name, row)` returns: a row or None."""
+    rows = [edit(name, json.loads(text)) for name, text in read_curves(out, kind).items()]
+    write_rows(out / f"{kind}.parquet", [row for row in rows if row is not None])
 
 
 def edit_run(out, kind, name, edit):
@@ -161,10 +153,10 @@ def replace_columns(monkeypatch, table, **columns):
     """Let finished runs have other figures than they have."""
     write = CurveFiles.write
 
-    def write_replaced(files, label, config, run, **options):
+    def write_replaced(files, experiment, label, config, run, **options):
         changed = run.table(table).with_columns(pl.Series(name, values) for name, values in columns.items())
         changed.write_parquet(run.path / f"{table}.parquet")
-        write(files, label, config, run, **options)
+        write(files, experiment, label, config, run, **options)
 
     monkeypatch.setattr(CurveFiles, "write", write_replaced)
 
@@ -323,7 +315,7 @@ class TestReading:
 class TestRunning:
     def test_it_leaves_curves_and_timings_and_nothing_else(self, finished_sweep):
         files = sorted(str(file.relative_to(finished_sweep)) for file in finished_sweep.rglob("*") if file.is_file())
-        assert files == [".lock", "curves/lake.jsonl", "timings/lake.jsonl"]
+        assert files == [".lock", "curves.parquet", "timings.parquet"]
         names = [f"lake/{label}/seed_{seed}" for label in ("iif", "iif-drop1", "ppo") for seed in (0, 1)]
         assert [*read_curves(finished_sweep)] == [*read_curves(finished_sweep, "timings")] == names
         line = json.loads(read_curves(finished_sweep)["lake/iif/seed_1"])
@@ -332,13 +324,13 @@ class TestRunning:
         assert "seconds" not in line
 
     def test_finished_runs_are_skipped(self, finished_sweep, tmp_path):
-        before = {file: file.stat().st_mtime_ns for file in finished_sweep.rglob("*.jsonl")}
+        before = {file: file.stat().st_mtime_ns for file in finished_sweep.glob("*.parquet")}
         assert len(before) == 2
         watch = Recorder()
         run_sweep(read_sweep(write_sweep(tmp_path, LAKE)), finished_sweep, watch)
         assert len(watch.skipped) == 6
         assert watch.reports == []
-        assert {file: file.stat().st_mtime_ns for file in finished_sweep.rglob("*.jsonl")} == before
+        assert {file: file.stat().st_mtime_ns for file in finished_sweep.glob("*.parquet")} == before
 
     def test_killed_midway_it_goes_on_to_the_same_results(self, in_process, tmp_path):
         rounds, out = 8, tmp_path / "out"
@@ -403,17 +395,17 @@ class TestRunning:
         delete_runs(sweep_copy, "lake/ppo/seed_0", "lake/iif/seed_0")
         write = CurveFiles.write
 
-        def fail_for_ppo(files, label, *arguments, **options):
+        def fail_for_ppo(files, experiment, label, *arguments, **options):
             if label == "ppo":
                 raise OSError(errno.ENOSPC, "No space left on device", str(files.results))
-            write(files, label, *arguments, **options)
+            write(files, experiment, label, *arguments, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(CurveFiles, "write", fail_for_ppo)
             watch = Recorder()
             failures = run_sweep(runs, sweep_copy, watch)
         assert watch.ends == {**failures, "lake/iif/seed_0": None}
-        full = f"{sweep_copy}/curves/lake.jsonl cannot be read or written (No space left on device); free space"
+        full = f"{sweep_copy}/curves.parquet cannot be read or written (No space left on device); free space"
         assert failures["lake/ppo/seed_0"].startswith(full)
         assert run_sweep(runs, sweep_copy, Recorder()) == {}
         assert read_curves(sweep_copy) == read_curves(finished_sweep)
@@ -422,8 +414,8 @@ class TestRunning:
         replace_columns(monkeypatch, "evaluations", test_return=[1.0, math.nan, 1.0])
         (failure,) = run_sweep(read_sweep(write_sweep(tmp_path, LAKE))[:1], tmp_path / "out", Recorder()).values()
         assert re.search(r"ppo.seed_0 does not hold a whole run \(`returns` .*nan.*\)\. Change its settings", failure)
-        assert not (tmp_path / "out/curves").exists()
-        assert not (tmp_path / "out/timings").exists()
+        assert not (tmp_path / "out/curves.parquet").exists()
+        assert not (tmp_path / "out/timings.parquet").exists()
 
     def test_killed_between_the_two_lines_a_run_is_not_there(self, in_process, finished_sweep, sweep_copy, tmp_path):
         runs = read_sweep(write_sweep(tmp_path, LAKE))
@@ -441,7 +433,7 @@ class TestRunning:
         before = read_curves(sweep_copy)
 
         def stop(source, target):
-            if Path(target).parent.name == "curves":  # which are written last
+            if Path(target).name == "curves.parquet":  # which are written last
                 raise KeyboardInterrupt
             replace_file(source, target)
 
@@ -488,7 +480,7 @@ class TestRunning:
 
     def test_a_curve_without_what_is_asked_for_is_not_taken(self, finished_sweep, tmp_path):
         asking = read_sweep(write_sweep(tmp_path, 'metrics = ["train/clip_fraction"]\n' + LAKE))
-        with pytest.raises(RunDirectoryError, match=r"has no train/clip_fraction, which .* Delete its line"):
+        with pytest.raises(RunDirectoryError, match=r"has no train/clip_fraction, which .* Delete its row"):
             run_sweep(asking, finished_sweep, Recorder())
 
     @pytest.mark.parametrize("metrics", ["3", '"mean"', '["train/entropy"]', '["mean", "mean"]', "[3]", "[[]]"])
@@ -604,17 +596,17 @@ class TestRunning:
             lambda curve, timing: [column.pop(1) for column in curve["evaluations"].values()],
             lambda curve, timing: [column.reverse() for column in curve["evaluations"].values()],
             lambda curve, timing: [column.pop() for column in curve["rounds"].values()],
-            lambda curve, timing: [column.pop() for column in timing["seconds"].values()],
-            lambda curve, timing: [column.reverse() for column in timing["seconds"].values()],
+            lambda curve, timing: [column.pop() for column in timing["microseconds"].values()],
+            lambda curve, timing: [column.reverse() for column in timing["microseconds"].values()],
             lambda curve, timing: curve["evaluations"]["test_return"].pop(),
             lambda curve, timing: curve["evaluations"].update(test_return=[1.0, None, 1.0]),
             lambda curve, timing: curve["evaluations"].update(test_return=[1.0, math.nan, 1.0]),
-            lambda curve, timing: timing["seconds"].update(scoring_cpu=[0.0, -1.0]),
-            lambda curve, timing: timing["seconds"].update(scoring_cpu=[0.0, math.nan]),
-            lambda curve, timing: timing["seconds"].update(scoring_cpu=[0.0, None]),
-            lambda curve, timing: timing["seconds"].update(scoring_cpu=[0.0, True]),
-            lambda curve, timing: timing["seconds"].pop("scoring_cpu"),
-            lambda curve, timing: timing.update(seconds=[1.0, 2.0]),
+            lambda curve, timing: timing["microseconds"].update(scoring_cpu=[0.0, -1.0]),
+            lambda curve, timing: timing["microseconds"].update(scoring_cpu=[0.0, math.nan]),
+            lambda curve, timing: timing["microseconds"].update(scoring_cpu=[0.0, None]),
+            lambda curve, timing: timing["microseconds"].update(scoring_cpu=[0.0, True]),
+            lambda curve, timing: timing["microseconds"].pop("scoring_cpu"),
+            lambda curve, timing: timing.update(microseconds=[1.0, 2.0]),
             lambda curve, timing: curve.update(rounds={"round": "12"}),
             lambda curve, timing: curve.update(config=3),
             lambda curve, timing: curve["config"].update(hyperparameters=[]),
@@ -631,12 +623,12 @@ class TestRunning:
         change(*lines)
         for kind, line in zip(("curves", "timings"), lines, strict=True):
             edit_run(sweep_copy, kind, name, lambda _, line=line: line)
-        with pytest.raises(RunDirectoryError, match=r"lake\.jsonl.* does not hold a whole run iif/seed_1 \("):
+        with pytest.raises(RunDirectoryError, match=r"curves\.parquet does not hold a whole run lake/iif/seed_1 \("):
             load_sweep(sweep_copy)
 
     def test_runs_of_a_name_that_differ_are_not_tabulated(self, sweep_copy):
         edit_run(sweep_copy, "curves", "lake/iif/seed_1", lambda line: line["config"].update(env_kwargs={}))
-        with pytest.raises(RunDirectoryError, match=r"iif/seed_1 in .*lake\.jsonl differs .* in env_kwargs"):
+        with pytest.raises(RunDirectoryError, match=r"lake/iif/seed_1 in .*curves\.parquet differs .* in env_kwargs"):
             load_sweep(sweep_copy)
 
     def test_runs_of_two_shares_are_not_one_arms(self, sweep_copy):
@@ -652,29 +644,22 @@ class TestRunning:
             load_sweep(sweep_copy)
 
     @pytest.mark.parametrize("kind", ["curves", "timings"])
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("", "line 5, is not readable as JSON"),
-            ("{", "line 5, is not readable as JSON"),
-            ("[" * 100_000, "line 5, is not readable as JSON"),
-            ("[]", "line 5, holds no JSON object"),
-            ("{}", "line 5, lacks label or seed"),
-            ('{"label": "ppo", "seed": 1}', "line 6, has the label and seed of a line above it"),
-            ('{"label": "ppo", "seed": 0}', "seed_0 is not marked as 'whence-curve', version 2"),
-            ('{"format": "whence-curve", "version": 1, "label": "ppo", "seed": 0}', "seed_0 is not marked"),
-            ('{"format": "whence-curve", "version": 2, "label": "ppo", "seed": 0}', "a whole run ppo/seed_0"),
-        ],
-    )
-    def test_a_damaged_line_is_named(self, sweep_copy, tmp_path, kind, text, message):
-        edit_run(sweep_copy, kind, "lake/ppo/seed_0", lambda line: text)
-        for read in (load_sweep, lambda out: run_sweep(read_sweep(write_sweep(tmp_path, LAKE)), out, Recorder())):
-            with pytest.raises(RunDirectoryError, match=rf"lake\.jsonl.*{message}"):
-                read(sweep_copy)
+    def test_a_damaged_file_is_named(self, sweep_copy, tmp_path, kind):
+        file = sweep_copy / f"{kind}.parquet"
+        whole = pl.read_parquet(file)
+        damaged = [file.read_bytes()[:-9], b"", whole.drop("seed"), pl.concat([whole, whole])]
+        for content in damaged:
+            if isinstance(content, bytes):
+                file.write_bytes(content)
+            else:
+                content.write_parquet(file)
+            for read in (load_sweep, lambda out: run_sweep(read_sweep(write_sweep(tmp_path, LAKE)), out, Recorder())):
+                with pytest.raises(RunDirectoryError, match=rf"{kind}\.parquet (cannot be read|has two rows)"):
+                    read(sweep_copy)
 
     def test_a_run_without_its_timings_is_named(self, sweep_copy):
         edit_lines(sweep_copy, "timings", lambda name, line: None if name == "lake/ppo/seed_1" else line)
-        with pytest.raises(RunDirectoryError, match=r"holds ppo/seed_1, and .*timings/lake\.jsonl does not"):
+        with pytest.raises(RunDirectoryError, match=r"lake/ppo/seed_1 \(.*timings\.parquet lacks it\)"):
             load_sweep(sweep_copy)
 
     def test_the_command_ends_with_one_where_a_run_failed(self, in_process, tmp_path):
@@ -714,15 +699,15 @@ def test_writers_that_wait_for_the_lock_lose_nothing(tmp_path, monkeypatch):
 
     def write(seed):
         with lock_directory(tmp_path, wait=True):
-            jsonlines.put_line(tmp_path / "lake.jsonl", {"label": "ppo", "seed": seed, "value": 0.1 + seed}, KEYS)
+            put_row(tmp_path / "lake.parquet", {"label": "ppo", "seed": seed, "value": 0.1 + seed}, KEYS[1:])
 
-    monkeypatch.setattr(jsonlines, "write_atomically", write_slowly)
+    monkeypatch.setattr(rowfile, "write_atomically", write_slowly)
     writers = [threading.Thread(target=write, args=(seed,)) for seed in (3, 0, 12, 1)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(60)
-    lines = jsonlines.read_lines(tmp_path / "lake.jsonl", KEYS)
+    lines = read_rows(tmp_path / "lake.parquet", KEYS[1:])
     assert [(key, line["value"]) for key, line in lines.items()] == [
         (("ppo", seed), 0.1 + seed) for seed in (0, 1, 3, 12)
     ]
@@ -798,7 +783,7 @@ PLACES = [
     ("runs/ppo/seed_0", "comparison"),
     ("comparison.json", "comparison"),
     ("runs/lake/ppo/seed_0", "sweep"),
-    ("curves/lake.jsonl", "sweep"),
+    ("curves.parquet", "sweep"),
 ]
 
 

@@ -75,7 +75,7 @@ OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==
 ## Tests against the oldest SB3, Gymnasium, Polars, Transformers and TRL that are supported; `make test` has the newest.
 oldest: .venv-oldest/stamp
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --numprocesses 2 --dist loadfile \
-		tests/test_sb3.py tests/test_callback.py tests/test_kl_controller.py tests/test_resume.py \
+		tests/test_sb3.py tests/test_callback.py tests/test_resume.py \
 		tests/test_runs.py tests/test_rounds.py tests/test_episode_replay.py tests/test_moments.py \
 		tests/test_llm_contract.py tests/test_llm_trl.py tests/test_llm_engines.py tests/test_llm_trainer.py \
 		tests/test_experiments_llm.py

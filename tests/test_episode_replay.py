@@ -19,7 +19,7 @@ from whence import IIF, RecordBatch, ReplayError, RunDirectory, attribute, repla
 from whence.experiments import configure, load_round, run
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.sb3 import InfluenceCallback, RecordResets
-from whence.sb3.episodes import digest_observation
+from whence.sb3.resets import digest_observation
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 

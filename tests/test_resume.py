@@ -44,7 +44,7 @@ from whence.runs.files import lock_run
 from whence.sb3 import InfluenceCallback, RecordResets, resume
 from whence.sb3.building import build_rule
 from whence.sb3.environments import explain_inexact
-from whence.sb3.reset_tracker import ResetTracker
+from whence.sb3.resets import ResetTracker
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 

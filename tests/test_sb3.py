@@ -24,9 +24,10 @@ from toys import Toy, model
 from whence import InvalidRecords, NonFinite, Return, Selection, Unsupported, WhenceError, attribute
 from whence.policies import as_view
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
-from whence.sb3.buffer import cut_minibatches, select_from
 from whence.sb3.description import HYPERPARAMETERS
-from whence.sb3.episodes import STATE, Ongoing, number_episodes
+from whence.sb3.resets import STATE
+from whence.sb3.rollout import Ongoing, number_episodes
+from whence.sb3.sampling import cut_minibatches, select_from
 from whence.trees import named_leaves
 
 

@@ -1,10 +1,10 @@
-from .buffer import collect as collect
-from .buffer import snapshot as snapshot
 from .callback import InfluenceCallback as InfluenceCallback
 from .episode_replay import EpisodeReplay as EpisodeReplay
-from .episodes import RecordResets as RecordResets
 from .objective import model_objective as model_objective
 from .replay import replay_round as replay_round
-from .results import Choice as Choice
-from .results import RoundResult as RoundResult
+from .resets import RecordResets as RecordResets
 from .resuming import resume as resume
+from .rollout import collect as collect
+from .rollout import snapshot as snapshot
+from .round_result import Choice as Choice
+from .round_result import RoundResult as RoundResult

@@ -21,16 +21,21 @@ from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint
 from whence.runs.config_file import strip_addresses
-from whence.sb3.buffer import Last, check_last, check_model, read_buffer, select_from
-from whence.sb3.episodes import Ongoing
-from whence.sb3.flat_rounds import FlatRoundDetector
 from whence.sb3.going_on import holds_policy
-from whence.sb3.moment_log import check_can_draw, log_moments
 from whence.sb3.nonfinite import check_observation, check_step, check_value_loss, watch_training
 from whence.sb3.objective import model_objective
 from whence.sb3.recorder import Recorder, check_groups, check_recordings
-from whence.sb3.results import Choice, RoundResult, check_selection
-from whence.sb3.round_metrics import log_choice, measure_choice, read_train_metrics
+from whence.sb3.rollout import Ongoing, check_model, read_buffer
+from whence.sb3.round_result import (
+    Choice,
+    FlatRoundDetector,
+    RoundResult,
+    check_selection,
+    log_choice,
+    measure_choice,
+    read_train_metrics,
+)
+from whence.sb3.sampling import Last, check_last, select_from
 from whence.sb3.train_hook import cancel_hook, claim_learn, wrap_next_train
 from whence.sb3.training_run import TrainingRun
 from whence.selection import Progress, Selection, SelectionRule, check_rule
@@ -76,8 +81,6 @@ class InfluenceCallback(BaseCallback):
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
         strict: raise if a round keeps fewer than two records.
-        log_images: the logger also gets a picture of the scores, `influence/scores`, and a table of the most harmful
-            moments, `influence/moments`: TensorBoard shows both, and W&B with `sync_tensorboard=True`.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -102,7 +105,6 @@ class InfluenceCallback(BaseCallback):
         recordings: Collection[int] = (),
         last: Last = "keep",
         strict: bool = False,
-        log_images: bool = False,
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
@@ -110,9 +112,7 @@ class InfluenceCallback(BaseCallback):
         check_engine(engine)
         check_memory(memory)
         check_last(last)
-        if log_images:
-            check_can_draw()
-        self.rule, self.last, self.strict, self.log_images = rule, last, strict, log_images
+        self.rule, self.last, self.strict = rule, last, strict
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
@@ -316,9 +316,6 @@ class InfluenceCallback(BaseCallback):
         if self.verbose:
             skipped = ": skipped, training needs two" if metrics["skipped"] else ""
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
-        if self.log_images and choice.influence is not None:
-            table = add_selection(records.to_polars(), choice.selection, choice.influence)
-            log_moments(self.logger, table, self.round.number)
         if self._run is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
             self._run.write_round(self.round.number, table, self.model)

@@ -13,8 +13,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
 from whence.sb3.attributes import load_attributes, read_attributes
-from whence.sb3.episodes import DIGEST, RecordResets, reuses_world
-from whence.sb3.reset_tracker import ResetTracker
+from whence.sb3.resets import DIGEST, RecordResets, ResetTracker, reuses_world
 
 
 def explain_inexact(env: VecEnv) -> str | None:

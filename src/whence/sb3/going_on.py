@@ -17,9 +17,9 @@ from whence.sb3.environments import (
     restore_environments,
     restore_vec_wrappers,
 )
-from whence.sb3.episodes import begin_episodes
 from whence.sb3.model_state import load_model, read_model
-from whence.sb3.reset_tracker import ResetTracker
+from whence.sb3.resets import ResetTracker
+from whence.sb3.rollout import begin_episodes
 from whence.sb3.state import named_tensors
 
 log = logging.getLogger("whence")

@@ -8,7 +8,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 
 from whence.runs import RunDirectory
 from whence.runs.directory import POLICIES_EVERY
-from whence.sb3.reset_tracker import ResetTracker
+from whence.sb3.resets import ResetTracker
 from whence.sb3.state import named_tensors
 
 POLICY_BYTES = 2**29

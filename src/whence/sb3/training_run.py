@@ -14,7 +14,7 @@ from whence.runs.directory import POLICIES_EVERY
 from whence.runs.writer import RunWriter, Seconds
 from whence.sb3.description import describe, library_versions
 from whence.sb3.going_on import check_goes_on, read_training, restore_training, warn_if_inexact
-from whence.sb3.reset_tracker import ResetTracker
+from whence.sb3.resets import ResetTracker
 from whence.sb3.round_files import note_policy_interval, write_round
 from whence.sb3.state import named_tensors
 

@@ -27,8 +27,8 @@ from whence.sb3.episode_replay import (
     read_episode,
     reset_to,
 )
-from whence.sb3.episodes import DIGEST, RecordResets
 from whence.sb3.gsde import use_fresh_noise
+from whence.sb3.resets import DIGEST, RecordResets
 
 LONGEST = 10_000
 """Steps after which a continuation is cut off and the critic's value taken for the rest."""

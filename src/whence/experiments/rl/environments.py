@@ -16,8 +16,8 @@ from whence.experiments.rl.config import RunConfig
 from whence.guards import eval_mode, preserve_rng_state
 from whence.sb3 import RecordResets
 from whence.sb3.envpool import EnvPoolVecEnv, evaluate_pool, make_pool
-from whence.sb3.episodes import reuses_world
 from whence.sb3.gsde import use_fresh_noise
+from whence.sb3.resets import reuses_world
 
 _READABLE = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 """The spaces that SB3's policies observe; also as the parts of a Dict."""

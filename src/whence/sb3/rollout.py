@@ -1,10 +1,9 @@
-"""SB3's rollout buffer: read as records, and restricted to the selected ones while `train()` runs."""
+"""SB3's rollout: the buffer read as records, with the episodes that they belong to."""
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from torch import Tensor
 
-from whence.errors import InvalidRecords, Unsupported, WhenceError, suggest
-from whence.records import RecordBatch
+from whence.errors import InvalidRecords, Unsupported, WhenceError
+from whence.records import UNKNOWN, RecordBatch
 from whence.sb3.contrib import (
     MaskableDictRolloutBuffer,
     MaskablePPO,
@@ -24,17 +23,32 @@ from whence.sb3.contrib import (
     RecurrentPPO,
     is_masking_supported,
 )
-from whence.sb3.episodes import Ongoing, begin_episodes, number_episodes
 from whence.sb3.policy import check_policy
-from whence.sb3.recorder import Recorder
 from whence.sb3.train_hook import original_class
-from whence.selection import Selection
 from whence.trees import Tree
-
-Last: TypeAlias = Literal["keep", "drop"]
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO)
 _BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
+
+
+@dataclass(frozen=True)
+class Ongoing:
+    """The ongoing episode of each environment, between two rollouts.
+
+    Attributes:
+        ids: (envs,) the number of each environment's episode, -1 where unknown.
+        lengths: (envs,) the number of records it has so far, -1 where unknown.
+        next_id: the number of the next episode to begin.
+    """
+
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    next_id: int = 0
+
+    @classmethod
+    def unknown(cls, envs: int) -> "Ongoing":
+        """Return ongoing episodes of which nothing is known."""
+        return cls(np.full(envs, UNKNOWN), np.full(envs, UNKNOWN))
 
 
 def check_model(model: Any) -> None:
@@ -178,93 +192,40 @@ def _flatten(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array.swapaxes(0, 1).reshape(-1, *array.shape[2:]))
 
 
-@contextmanager
-def select_from(
-    buffer: RolloutBuffer,
-    selection: Selection,
-    *,
-    last: Last = "keep",
-    recorder: Recorder | None = None,
-) -> Iterator[None]:
-    """Let `buffer.get` yield the selected records only; the buffer has its own `get` again on exit.
-
-    Every call draws SB3's permutation of all n records and then filters it, so that runs which drop different records
-    share their random streams. Weights that are not uniform become probabilities of n draws with replacement.
+def number_episodes(
+    starts: NDArray[np.bool_], before: Ongoing | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64], Ongoing]:
+    """Number the episodes of a rollout, environment by environment, and each record's step in its episode.
 
     Args:
-        buffer: the rollout buffer, of n records.
-        selection: n entries, in the order of the flattened buffer.
-        last: whether a last minibatch shorter than the others trains; see `cut_minibatches`.
-        recorder: records every epoch and minibatch.
+        starts: (steps, envs) True where a record is the first of its episode.
+        before: the episodes that were ongoing when the rollout began; None: unknown.
+
+    Returns:
+        Episode ids (steps, envs); each record's step in its episode (steps, envs), -1 if the episode's beginning was
+        not seen; and the episodes that are ongoing at the end.
     """
-    sb3_get = buffer.get
-    keep = selection.keep.numpy()
-    keeps_all = bool(keep.all()) and selection.uniform
-
-    def get(batch_size: int | None = None) -> Iterator[Any]:
-        if recorder is not None:
-            recorder.start_epoch()
-        order = _draw_order(buffer, sb3_get)
-        if selection.uniform:
-            order = order[keep[order]]
-        else:
-            weights = selection.weights.double().numpy()
-            order = np.random.choice(len(keep), size=len(keep), p=weights / weights.sum())  # noqa: NPY002
-        for indices in cut_minibatches(order, batch_size or len(keep), last=last, join=not keeps_all):
-            if recorder is not None:
-                recorder.add_minibatch(indices)
-            yield buffer._get_samples(indices)
-            if recorder is not None:  # not reached if train() stops early
-                recorder.count_step()
-
-    buffer.get = get  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        del buffer.get  # the instance's, so that the class's is in effect again
+    length, envs = starts.shape
+    before = before or Ongoing.unknown(envs)
+    ids, steps = np.empty(starts.shape, np.int64), np.empty(starts.shape, np.int64)
+    rows, next_id = np.arange(length), before.next_id
+    for env in range(envs):
+        begun_so_far = starts[:, env].cumsum()
+        current = int(before.ids[env])
+        if begun_so_far[0] == 0 and current == UNKNOWN:
+            current, next_id = next_id, next_id + 1
+        ids[:, env] = np.where(begun_so_far == 0, current, next_id + begun_so_far - 1)
+        next_id += int(begun_so_far[-1])
+        first_row = np.maximum.accumulate(np.where(starts[:, env], rows, -1))
+        continued = rows + before.lengths[env] if before.lengths[env] != UNKNOWN else UNKNOWN
+        steps[:, env] = np.where(first_row >= 0, rows - first_row, continued)
+    lengths = np.where(steps[-1] == UNKNOWN, UNKNOWN, steps[-1] + 1)
+    return ids, steps, Ongoing(ids[-1], lengths, next_id)
 
 
-def _draw_order(buffer: RolloutBuffer, sb3_get: Any) -> NDArray[np.int64]:
-    """Draw the permutation that the buffer's own `get` draws; it flattens the arrays."""
-    with replace_samples(buffer, lambda indices, env=None: indices):
-        (order,) = sb3_get(batch_size=None)
-    return order  # type: ignore[no-any-return]
-
-
-@contextmanager
-def replace_samples(buffer: RolloutBuffer, get_samples: Callable[..., Any]) -> Iterator[None]:
-    """Let `buffer._get_samples` be another function inside; replacements may be nested."""
-    before = vars(buffer).get("_get_samples")
-    buffer._get_samples = get_samples  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del buffer._get_samples  # the instance's, so that the class's is in effect again
-        if before is not None:
-            buffer._get_samples = before  # type: ignore[method-assign]
-
-
-def cut_minibatches(order: NDArray[np.int64], batch_size: int, *, last: Last, join: bool) -> list[NDArray[np.int64]]:
-    """Cut an order of records into minibatches.
-
-    Args:
-        order: positions of records.
-        batch_size: records in a minibatch.
-        last: "drop" leaves out a last minibatch shorter than the others (as LDA's code does), unless it is the only
-            one.
-        join: let a last minibatch of one record join the one before, since one advantage cannot be normalised. False
-            cuts as SB3 does.
-    """
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    if len(batches) > 1 and len(batches[-1]) < batch_size:
-        if last == "drop":
-            batches.pop()
-        elif len(batches[-1]) == 1 and join:
-            batches[-2:] = [np.concatenate(batches[-2:])]
-    return batches
-
-
-def check_last(last: str) -> None:
-    """Refuse an unknown value of `last`."""
-    if last not in get_args(Last):
-        raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")
+def begin_episodes(model: Any) -> None:
+    """Reset a model's environments, as `learn()` does."""
+    model._last_obs = model.env.reset()
+    model._last_episode_starts = np.ones(model.env.num_envs, dtype=bool)
+    if model._vec_normalize_env is not None:
+        model._last_original_obs = model._vec_normalize_env.get_original_obs()

@@ -1,0 +1,163 @@
+"""A round as the callback sees it: what was chosen, what happened, and its row of metrics."""
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.logger import Logger
+
+from whence.errors import WhenceError
+from whence.influence import Influence
+from whence.records import RecordBatch
+from whence.sb3.statistics import original_reward
+from whence.selection import Selection
+from whence.tables import summarise_selection
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What happened in one round; `InfluenceCallback.round` holds the last one's.
+
+    Attributes:
+        number: the round's number, from 1.
+        records: the rollout.
+        influence: the rollout's scores; None if nothing was scored.
+        selection: the records that trained.
+    """
+
+    number: int
+    records: RecordBatch
+    influence: Influence | None
+    selection: Selection
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `InfluenceCallback.choose` returns.
+
+    Attributes:
+        influence: scores of the rollout; None: nothing was scored.
+        selection: the records to train on.
+        metrics: further columns of the round's metrics; numbers also go to the model's logger, as `influence/NAME`.
+
+    Example: keep the better half by advantage.
+        ```
+        class BetterHalf(InfluenceCallback):
+            def choose(self, records):
+                keep = records.advantages >= records.advantages.median()
+                return Choice(None, Selection.dropping(keep, "advantage below the median"))
+        ```
+    """
+
+    influence: Influence | None
+    selection: Selection
+    metrics: Mapping[str, float | bool | None] = field(default_factory=dict)
+
+
+def check_selection(selection: object, records: RecordBatch, source: str) -> None:
+    """Refuse what is no selection with one entry per record; `source` names the call that returned it."""
+    if not isinstance(selection, Selection) or len(selection.keep) != len(records):
+        received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
+        raise WhenceError(
+            f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
+            "whence.Selection with one entry per record."
+        )
+
+
+class FlatRoundDetector:
+    """Tells whether a rollout's rewards say anything about its actions.
+
+    They do if two of them differ, or if an episode ended and rewards are not 0, so that a longer one earns another sum.
+    Otherwise the rollout is flat: its advantages rest on the values alone, and no reward corrects these. Rewards are
+    read before VecNormalize, and before SB3 adds the value of the last state where a time limit cut an episode.
+    """
+
+    def __init__(self) -> None:
+        self.start_round()
+
+    def start_round(self) -> None:
+        """Forget the last round."""
+        self._reward: float | None = None
+        self._differ = False
+        self._ended = False
+
+    def read_step(self, model: Any, variables: Mapping[str, Any]) -> None:
+        """Read an environment step.
+
+        Args:
+            model: the model that is trained.
+            variables: the local variables of `collect_rollouts`.
+        """
+        rewards = np.asarray(original_reward(model, variables["rewards"]))
+        if self._reward is None:
+            self._reward = float(rewards[0])
+        self._differ |= bool((rewards != self._reward).any())
+        infos = zip(variables["dones"], variables["infos"], strict=True)
+        self._ended |= any(done and not info.get("TimeLimit.truncated", False) for done, info in infos)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the steps read since the round began tell no action from another."""
+        return not self._differ and (self._reward == 0 or not self._ended)
+
+
+_LOGGED = ("dropped_share", "negative_share", "mean")
+
+
+def measure_choice(model: BaseAlgorithm, number: int, choice: Choice, *, is_flat: bool) -> dict[str, Any]:
+    """Return a round's metrics before it trains.
+
+    Args:
+        model: the model, after the rollout.
+        number: the round's number, from 1.
+        choice: the round's scores and selection.
+        is_flat: whether the round gave every action the same reward.
+    """
+    summary = summarise_selection(choice.selection, choice.influence)
+    return {
+        "round": number,
+        "timestep": model.num_timesteps,
+        **summary,
+        "episode_return": mean_episode_return(model),
+        "skipped": summary["kept"] < 2,
+        "flat": is_flat,
+        **choice.metrics,
+    }
+
+
+def log_choice(
+    logger: Logger, metrics: Mapping[str, Any], more: Collection[str], *, seconds: float, skipped_rounds: int
+) -> None:
+    """Record a round's metrics under `influence/`.
+
+    Args:
+        logger: the model's logger.
+        metrics: the round's metrics.
+        more: names of those to record besides the usual ones.
+        seconds: how long scoring took.
+        skipped_rounds: how many rounds were skipped so far.
+    """
+    for name in (*_LOGGED, *more):
+        if metrics.get(name) is not None:
+            logger.record(f"influence/{name}", float(metrics[name]))
+    logger.record("influence/seconds", seconds)
+    logger.record("influence/skipped_rounds", skipped_rounds)
+
+
+def read_train_metrics(logger: Logger) -> dict[str, float]:
+    """Return what `train()` logged, by name, where it is a number; a user may log texts and figures, too."""
+    numbers = {}
+    for name, value in logger.name_to_value.items():
+        if name.startswith("train/") and not isinstance(value, str):
+            with suppress(TypeError, ValueError):
+                numbers[name] = float(value)
+    return numbers
+
+
+def mean_episode_return(model: Any) -> float | None:
+    """Return SB3's running mean over the last hundred episodes, unshaped; None without a Monitor."""
+    returns = [float(episode["r"]) for episode in model.ep_info_buffer or ()]
+    return float(np.mean(returns)) if returns else None

@@ -1,0 +1,107 @@
+"""Sampling of records for training: SB3's rollout buffer yields the selected ones, by weight, while `train()` runs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from stable_baselines3.common.buffers import RolloutBuffer
+
+from whence.errors import WhenceError, suggest
+from whence.sb3.recorder import Recorder
+from whence.selection import Selection
+
+Last: TypeAlias = Literal["keep", "drop"]
+
+
+@contextmanager
+def select_from(
+    buffer: RolloutBuffer,
+    selection: Selection,
+    *,
+    last: Last = "keep",
+    recorder: Recorder | None = None,
+) -> Iterator[None]:
+    """Let `buffer.get` yield the selected records only; the buffer has its own `get` again on exit.
+
+    Every call draws SB3's permutation of all n records and then filters it, so that runs which drop different records
+    share their random streams. Weights that are not uniform become probabilities of n draws with replacement.
+
+    Args:
+        buffer: the rollout buffer, of n records.
+        selection: n entries, in the order of the flattened buffer.
+        last: whether a last minibatch shorter than the others trains; see `cut_minibatches`.
+        recorder: records every epoch and minibatch.
+    """
+    sb3_get = buffer.get
+    keep = selection.keep.numpy()
+    keeps_all = bool(keep.all()) and selection.uniform
+
+    def get(batch_size: int | None = None) -> Iterator[Any]:
+        if recorder is not None:
+            recorder.start_epoch()
+        order = _draw_order(buffer, sb3_get)
+        if selection.uniform:
+            order = order[keep[order]]
+        else:
+            weights = selection.weights.double().numpy()
+            order = np.random.choice(len(keep), size=len(keep), p=weights / weights.sum())  # noqa: NPY002
+        for indices in cut_minibatches(order, batch_size or len(keep), last=last, join=not keeps_all):
+            if recorder is not None:
+                recorder.add_minibatch(indices)
+            yield buffer._get_samples(indices)
+            if recorder is not None:  # not reached if train() stops early
+                recorder.count_step()
+
+    buffer.get = get  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del buffer.get  # the instance's, so that the class's is in effect again
+
+
+def _draw_order(buffer: RolloutBuffer, sb3_get: Any) -> NDArray[np.int64]:
+    """Draw the permutation that the buffer's own `get` draws; it flattens the arrays."""
+    with replace_samples(buffer, lambda indices, env=None: indices):
+        (order,) = sb3_get(batch_size=None)
+    return order  # type: ignore[no-any-return]
+
+
+@contextmanager
+def replace_samples(buffer: RolloutBuffer, get_samples: Callable[..., Any]) -> Iterator[None]:
+    """Let `buffer._get_samples` be another function inside; replacements may be nested."""
+    before = vars(buffer).get("_get_samples")
+    buffer._get_samples = get_samples  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del buffer._get_samples  # the instance's, so that the class's is in effect again
+        if before is not None:
+            buffer._get_samples = before  # type: ignore[method-assign]
+
+
+def cut_minibatches(order: NDArray[np.int64], batch_size: int, *, last: Last, join: bool) -> list[NDArray[np.int64]]:
+    """Cut an order of records into minibatches.
+
+    Args:
+        order: positions of records.
+        batch_size: records in a minibatch.
+        last: "drop" leaves out a last minibatch shorter than the others (as LDA's code does), unless it is the only
+            one.
+        join: let a last minibatch of one record join the one before, since one advantage cannot be normalised. False
+            cuts as SB3 does.
+    """
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    if len(batches) > 1 and len(batches[-1]) < batch_size:
+        if last == "drop":
+            batches.pop()
+        elif len(batches[-1]) == 1 and join:
+            batches[-2:] = [np.concatenate(batches[-2:])]
+    return batches
+
+
+def check_last(last: str) -> None:
+    """Refuse an unknown value of `last`."""
+    if last not in get_args(Last):
+        raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")

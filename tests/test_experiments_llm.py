@@ -163,8 +163,6 @@ class TestConfig:
             ),
             ({"arm": "iif", "settings": {"learning_rte": 1}}, r"no setting 'learning_rte'.*learning_rate"),
             ({"arm": "iif", "settings": {"seed": 1}}, "no setting 'seed'"),
-            ({"arm": "ippo", "task": "civility"}, "the task civility has none"),
-            ({"arm": "iif", "task": "civility", "size": "large"}, "no size 'large'"),
             ({"arm": "iif-held-out", "algorithm": "rloo"}, "held_out is an option of PPO"),
             ({"arm": "iif", "dtype": "bfloat16"}, "too coarse"),
             ({"arm": "iif", "algorithm": "grpo", "settings": {"rounds": 0}}, "rounds is 0"),
@@ -314,16 +312,6 @@ class TestRun:
         assert directory.round("records", 1)["score"].is_finite().all()
         saved = load_file(tmp_path / "model" / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.float32}  # in which small steps count
-
-    def test_the_target_held_out_takes_the_laboratorys_prompts(self, tmp_path):
-        settings = {"rounds": 1, "batch_size": 8, "mini_batch_size": 8, "ppo_epochs": 1}
-        config = LanguageConfig("iif-held-out", 0, task="civility", size="tiny", test_problems=8, settings=settings)
-        run(config, tmp_path)
-        directory = RunDirectory.open(tmp_path)
-        assert directory.config["held_out"] == 16
-        assert (directory.table("timings")["held_out_wall"] > 0).all()
-        assert {"rude", "toxic", "judged"} <= set(directory.table("evaluations").columns)
-        assert directory.table("evaluations")["test_return"][0] == 1 - directory.table("evaluations")["toxic"][0]
 
     def test_held_out_prompts_do_not_train(self, tmp_path):
         config = tiny("iif", held_out=120, settings={"batch_size": 16})  # of 128

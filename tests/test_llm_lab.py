@@ -134,11 +134,6 @@ def test_what_is_no_problem_is_refused(prompt):
         check(prompt, "20")
 
 
-def test_as_many_prompts_as_responses_are_needed():
-    with pytest.raises(WhenceError, match="2 prompts came with 1 responses"):
-        reward([PROMPT, PROMPT], [ANSWER])
-
-
 def test_problems_stay_within_their_difficulty_and_use_every_operator():
     difficulty = Difficulty(steps=(2, 3), operand=7, largest=20)
     drawn = draw_problems(difficulty, 500, random.Random(0))
@@ -156,15 +151,9 @@ def test_problems_stay_within_their_difficulty_and_use_every_operator():
     assert draw_problem(difficulty, random.Random(3)) == draw_problem(difficulty, random.Random(3))
 
 
-def test_too_many_problems_and_impossible_difficulties_are_refused():
+def test_too_many_problems_are_refused():
     with pytest.raises(WhenceError, match="ask for fewer"):
         draw_problems(Difficulty(steps=(1, 1), operand=2, largest=2), 50, random.Random(0))
-    for wrong in ({"steps": (0, 1)}, {"steps": (3, 2)}, {"operand": 1}, {"operand": 9, "largest": 8}):
-        with pytest.raises(WhenceError, match="needed are 1 to 64 steps"):
-            Difficulty(**wrong)
-    for operators in ("", "+", "*/", "+-%"):
-        with pytest.raises(WhenceError, match=r"needed are '\+', '-'"):
-            Difficulty(operators=operators)
 
 
 def test_splits_are_disjoint_and_the_seed_decides():
@@ -220,14 +209,6 @@ def test_imitation_lowers_the_loss_and_the_seed_decides():
     assert again == losses
     assert all(torch.equal(weights[name], same[name]) for name in weights)
     assert imitated(1)[0] != losses
-
-
-def test_batches_larger_than_the_demonstrations_are_refused():
-    tokenizer = make_character_tokenizer(SYMBOLS)
-    model = make_model(tokenizer, TINY.shape, positions=32, seed=0)
-    tokens, labels = encode_with_labels(tokenizer, ["1+1?"], ["1+1=2;2"])
-    with pytest.raises(WhenceError, match="1 demonstrations came for batches of 32"):
-        imitate(model, tokens, labels, TINY.imitation, generator=torch.Generator())
 
 
 # The laboratory
@@ -316,12 +297,6 @@ def test_nothing_is_printed_where_no_bar_is_wanted(tmp_path, capfd):
     assert "imitation: 100%" in capfd.readouterr().err
 
 
-def test_an_error_while_it_is_made_leaves_nothing(tmp_path):
-    with pytest.raises(WhenceError, match="batches of 32"):
-        arithmetic(tmp_path, size="tiny", progress=False, train=31)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_another_process_that_was_quicker_wins(tmp_path, monkeypatch):
     module = sys.modules["whence.llm.lab.arithmetic"]
     made, paths = module._make, []
@@ -353,8 +328,6 @@ def test_unknown_sizes_and_settings_are_refused(tmp_path):
         arithmetic(tmp_path, size="tini")
     with pytest.raises(WhenceError, match="Did you mean difficulty"):
         arithmetic(tmp_path, dificulty=Difficulty())
-    with pytest.raises(WhenceError, match="at least one of each"):
-        arithmetic(tmp_path, size="tiny", test=0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -367,9 +340,6 @@ def test_pass_at_k_by_hand():
     assert pass_at(4, 4, 1) == 1.0
     assert pass_at(2, 8, 7) == 1.0
     assert pass_at(8, 8, 0) == 0.0
-    for wrong in ((0, 4, 1), (5, 4, 1), (2, 4, 5), (2, 4, -1)):
-        with pytest.raises(WhenceError, match="1 <= k <= samples"):
-            pass_at(*wrong)
 
 
 def test_majority_votes_by_hand():
@@ -398,9 +368,6 @@ def test_measures_by_hand():
     assert math.isnan(none["unfaithful"])
     assert [key for key in none if key.startswith("pass")] == ["pass@1", "pass@2", "pass@3"]
     assert none["majority_vote"] == none["right"] == none["pass@3"] == 0.0
-    for prompts, wrong in ((["1+1?"], []), ([], []), (["1+1?"], [[]]), (["1+1?", "2+2?"], [["2"], ["4", "4"]])):
-        with pytest.raises(WhenceError, match="same number of responses"):
-            summarise(prompts, wrong)
 
 
 def test_evaluation_leaves_mode_and_generators_and_the_seed_decides(lab, model, tokenizer):
@@ -430,47 +397,11 @@ def test_evaluation_leaves_mode_and_generators_and_the_seed_decides(lab, model, 
     }
 
 
-def test_evaluation_judges_each_answer_by_its_own_problem(tokenizer):
-    # A model that copies what it reads: the greedy answer to "3?" is "3", whatever stands beside it.
-    class Copies(torch.nn.Module):
-        device = torch.device("cpu")
-
-        def generate(self, *, input_ids, attention_mask, do_sample, **settings):
-            assert settings["pad_token_id"] == tokenizer.pad_token_id
-            assert not do_sample or (settings["temperature"], settings["top_k"], settings["top_p"]) == (0.5, 0, 1.0)
-            sizes.append(len(input_ids))
-            number = input_ids[:, -2:-1]
-            return torch.cat([input_ids, number, torch.full_like(number, tokenizer.eos_token_id)], dim=1)
-
-    sizes = []
-    found = evaluate(
-        Copies(),
-        tokenizer,
-        ["3?", "1+4?", "5?"],
-        samples=2,
-        temperature=0.5,
-        batch_size=2,
-        check=lambda prompt, response: Verdict(f"{prompt[-2]}" == response, prompt == "3?", True),
-        answer=str,
-    )
-    assert sizes == [2, 1, 2, 2, 2]
-    assert (found["exact_match"], found["right"], found["majority_vote"]) == (1.0, 1.0, 1.0)
-    assert found["unfaithful"] == pytest.approx(2 / 3)
-
-
 def test_a_model_answers_the_same_beside_longer_prompts(lab, model, tokenizer):
     prompts = list(lab.test["prompt"])
     alone = evaluate(model, tokenizer, prompts, samples=1, max_new_tokens=lab.max_new_tokens, batch_size=1)
     together = evaluate(model, tokenizer, prompts, samples=1, max_new_tokens=lab.max_new_tokens, batch_size=16)
     assert alone["exact_match"] == together["exact_match"]
-
-
-@pytest.mark.parametrize("wrong", [{"samples": 0}, {"temperature": 0.0}, {"temperature": math.nan}, {"batch_size": 0}])
-def test_evaluation_refuses_settings_out_of_range(wrong, model, tokenizer):
-    with pytest.raises(WhenceError, match="at least one of each"):
-        evaluate(model, tokenizer, ["1+1?"], **wrong)
-    with pytest.raises(WhenceError, match="0 prompts"):
-        evaluate(model, tokenizer, [])
 
 
 def test_a_habit_by_hand():
@@ -481,6 +412,3 @@ def test_a_habit_by_hand():
     assert answer_by_habit("9-9-0?", Habit("", 1.0), random.Random(0)) == "9-9=0;0-0=0;0"
     drawn = [answer_by_habit("3*4?", Habit("*", 0.6), random.Random(seed)) for seed in range(500)]
     assert 0.5 < sum(text == "3*4=13;13" for text in drawn) / 500 < 0.7
-    for wrong in ({"share": 1.5}, {"operators": "%"}):
-        with pytest.raises(WhenceError, match="A habit of share"):
-            Habit(**wrong)

@@ -2,6 +2,7 @@
 
 Run: `python -m studies.llm.tables OUT RESULTS`, with OUT the directory of the comparison. RESULTS gets a row for each
 run in `curves.parquet` and `timings.parquet`, and `tables.md`; without OUT, the tables are made from the rows there.
+The code of the laboratory `civility`, whose results are in `results/llm`, is in the history.
 Differences are between runs of the same seed, with 95% t intervals over seeds.
 """
 
@@ -21,7 +22,6 @@ from whence.experiments.rowfile import put_row, read_rows
 from whence.experiments.shared import STANDARD
 from whence.guards import write_atomically
 from whence.llm.lab import check
-from whence.llm.lab.phrases import is_rude
 from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory
 from whence.runs.files import lock_directory
@@ -80,12 +80,11 @@ def save(out: Path, results: Path) -> None:
 
 def _rounds(run: RunDirectory) -> pl.DataFrame:
     """Return the rounds' metrics, with the number of responses that count, and of those with the fault."""
-    metrics, judge = run.table("metrics"), _judge_sum if run.config["env"] == "arithmetic" else _judge_civility
-    counts = []
+    metrics, counts = run.table("metrics"), []
     for number in run.rounds():
         row = {"round": number, "counted_kept": 0, "counted_dropped": 0, "fault_kept": 0, "fault_dropped": 0}
         for record in run.round("records", number).select("prompt", "response", "keep").iter_rows(named=True):
-            counts_here, fault = judge(record["prompt"], record["response"])
+            counts_here, fault = _judge_sum(record["prompt"], record["response"])
             side = "kept" if record["keep"] else "dropped"
             row[f"counted_{side}"] += counts_here
             row[f"fault_{side}"] += counts_here and fault
@@ -96,10 +95,6 @@ def _rounds(run: RunDirectory) -> pl.DataFrame:
 def _judge_sum(prompt: str, response: str) -> tuple[bool, bool]:
     verdict = check(prompt, response)
     return verdict.right, not verdict.faithful
-
-
-def _judge_civility(prompt: str, response: str) -> tuple[bool, bool]:
-    return True, is_rude(response)
 
 
 def read(results: Path) -> Runs:

@@ -149,8 +149,6 @@ class LanguageConfig:
             raise WhenceError(f"reward_label is {self.reward_label!r}, and there is no reward_model that has labels.")
         if self.test_reward is not None and self.test_dataset is None:
             raise WhenceError("test_reward is given, and there is nothing to measure on: give a test_dataset, too.")
-        if self.task == "civility" and self.target == "validation":
-            raise WhenceError(f"The arm {self.arm} scores by trusted demonstrations; the task civility has none.")
         if self.task is None and self.target == "validation" and self.demonstrations is None:
             raise WhenceError(
                 f"The arm {self.arm} scores by trusted demonstrations; give a data set of them (--demonstrations)."

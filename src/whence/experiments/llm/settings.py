@@ -6,7 +6,7 @@ from typing import Any
 
 from whence.errors import WhenceError, suggest
 
-TASKS = ("arithmetic", "civility")
+TASKS = ("arithmetic",)
 """Laboratories by name."""
 
 DEFAULT_ROUNDS = 100
@@ -47,26 +47,6 @@ _PPO: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
             "generation_batch_size": 1024,
             "eval_every": 5,
         },
-        # LDA's settings on a small scale (§C.8): the coefficient of the divergence, and its steering.
-        ("civility", "small"): {
-            "rounds": 30,
-            "batch_size": 256,
-            "mini_batch_size": 64,
-            "ppo_epochs": 4,
-            "learning_rate": 5e-5,
-            "value_learning_rate": 1e-2,
-            "init_kl_coef": 0.04,
-            "target": 0.1,
-            "generation_batch_size": 256,
-            "eval_every": 2,
-        },
-        ("civility", "tiny"): {
-            "rounds": 2,
-            "batch_size": 16,
-            "mini_batch_size": 8,
-            "ppo_epochs": 1,
-            "learning_rate": 1e-3,
-        },
     }
 )
 """Settings of `PPOConfig`, by task and size."""
@@ -99,23 +79,6 @@ _TRL: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
             "num_iterations": 4,
             "learning_rate": 1e-5,
             "lr_scheduler_type": "constant",
-        },
-        ("civility", "small"): {
-            "rounds": 30,
-            "eval_every": 2,
-            "per_device_train_batch_size": 64,
-            "gradient_accumulation_steps": 4,
-            "num_generations": 8,
-            "num_iterations": 4,
-            "learning_rate": 1e-4,
-            "lr_scheduler_type": "constant",
-        },
-        ("civility", "tiny"): {
-            "rounds": 2,
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 2,
-            "num_generations": 4,
-            "learning_rate": 1e-3,
         },
     }
 )

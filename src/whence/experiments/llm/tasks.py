@@ -23,8 +23,7 @@ from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.llm import classifier
 from whence.llm.config import PPOConfig
 from whence.llm.generation import Prompt, context_length, generate
-from whence.llm.lab import arithmetic, civility, evaluate
-from whence.llm.lab.civility import answer_prompts, measure_answers
+from whence.llm.lab import arithmetic, evaluate
 from whence.llm.prompts import list_columns, read_prompts
 from whence.llm.rewards import Reward, compute_rewards, find_columns
 from whence.llm.targets import ValidationLoss
@@ -42,7 +41,6 @@ class Task:
         demonstrations: trusted answers, with the columns "prompt" and "completion"; None: there are none.
         test: a data set of prompts that measure the model; None: there is none.
         evaluate: measures the model and returns at least `test_return` and `standard_error`; None: no measurement.
-        held_out: prompts that do not train, for the target held-out; None: a part of `prompts` is used.
     """
 
     model: Any
@@ -52,7 +50,6 @@ class Task:
     demonstrations: Any | None
     test: Any | None
     evaluate: Callable[[Any, Any], Mapping[str, float]] | None
-    held_out: Any | None = None
 
 
 def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
@@ -67,8 +64,6 @@ def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
     """
     if config.task == "arithmetic":
         task = _load_arithmetic(config)
-    elif config.task == "civility":
-        task = _load_civility(config)
     else:
         task = _load_user_task(config) if rewards else _load_without_rewards(config)
     return replace(task, model=_add_adapter(task.model, config)) if config.lora else task
@@ -93,21 +88,6 @@ def _load_arithmetic(config: LanguageConfig) -> Task:
         return {"test_return": share, "standard_error": _standard_error(share, len(problems)), **measures}
 
     return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, lab.test, evaluate_model)
-
-
-def _load_civility(config: LanguageConfig) -> Task:
-    lab = civility(size=config.size, progress=False)
-    model, tokenizer = load_model(str(lab.model_path), config.dtype)
-    classifier_model = _load_classifier(str(lab.reward_path))
-    prompts = list(lab.test["prompt"][: config.test_problems])
-
-    def evaluate_model(model: Any, tokenizer: Any) -> Mapping[str, float]:
-        measures = measure_answers(lab, answer_prompts(model, tokenizer, prompts, seed=config.seed))
-        share = 1 - measures["toxic"]
-        return {"test_return": share, "standard_error": _standard_error(share, len(prompts)), **measures}
-
-    reward = classifier(classifier_model, tokenizer, label="neutral")
-    return Task(model, tokenizer, lab.train, reward, None, lab.test, evaluate_model, lab.held_out)
 
 
 def _standard_error(share: float, count: int) -> float:
@@ -208,8 +188,6 @@ def make_laboratory(config: LanguageConfig) -> None:
     """Make a run's laboratory with a progress bar if it is not on disk; otherwise each worker would make it."""
     if config.task == "arithmetic":
         arithmetic(size=config.size)
-    elif config.task == "civility":
-        civility(size=config.size)
 
 
 def make_validation_target(task: Task) -> Any:
@@ -266,8 +244,6 @@ def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]
     count = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
     if not count:
         return task.prompts, None
-    if task.held_out is not None:
-        return task.prompts, task.held_out.select(range(min(count, len(task.held_out))))
     if count >= len(task.prompts):
         raise WhenceError(
             f"held_out is {count}, and there are {len(task.prompts)} prompts in all; at least one has to train."

@@ -32,11 +32,10 @@ def check_settings(config: LanguageConfig) -> None:
 def max_response_tokens(config: LanguageConfig) -> int | None:
     """Return the tokens of the longest response that the task needs; None without a task."""
     from whence.llm.lab import SIZES
-    from whence.llm.lab.civility import LONGEST
 
     if config.task is None:
         return None
-    return SIZES[config.size].difficulty.longest + 1 if config.task == "arithmetic" else LONGEST
+    return SIZES[config.size].difficulty.longest + 1
 
 
 def _make_ppo_config(config: LanguageConfig, output_dir: str) -> Any:

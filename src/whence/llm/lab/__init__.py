@@ -1,13 +1,9 @@
-"""Laboratories: small tasks with models and data, made in minutes and without a network."""
+"""The laboratory: a small task with a model and data, made in minutes and without a network."""
 
 from whence.llm.lab.arithmetic import SIZES as SIZES
 from whence.llm.lab.arithmetic import Lab as Lab
 from whence.llm.lab.arithmetic import Settings as Settings
 from whence.llm.lab.arithmetic import arithmetic as arithmetic
-from whence.llm.lab.civility import CIVILITY_SIZES as CIVILITY_SIZES
-from whence.llm.lab.civility import CivilityLab as CivilityLab
-from whence.llm.lab.civility import CivilitySettings as CivilitySettings
-from whence.llm.lab.civility import civility as civility
 from whence.llm.lab.evaluation import evaluate as evaluate
 from whence.llm.lab.model import Imitation as Imitation
 from whence.llm.lab.model import Shape as Shape

@@ -1,7 +1,13 @@
 """The laboratory `arithmetic`: a small model that solves some of its sums, with all that further training needs."""
 
+import hashlib
+import json
+import os
 import random
-from collections.abc import Sequence
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +18,6 @@ import torch
 from whence.errors import WhenceError, suggest
 from whence.llm.lab import model as small
 from whence.llm.lab import problems
-from whence.llm.lab.cache import make_once
 from whence.llm.lab.problems import Difficulty, Habit, Verdict
 from whence.llm.progress_bars import hide_progress_bars
 
@@ -20,6 +25,9 @@ FORMAT = 2
 """Increased when the same settings give another laboratory; part of the cache's key."""
 
 _POSITIONS = 128  # more than right answers need, at no cost: wrong answers may be long
+
+
+_STALE = 3600.0  # seconds; no laboratory takes an hour to make, so an older unfinished one is from a killed process
 
 
 @dataclass(frozen=True)
@@ -40,13 +48,6 @@ class Settings:
     test: int = 512
     shape: small.Shape = field(default_factory=small.Shape)
     imitation: small.Imitation = field(default_factory=small.Imitation)
-
-    def __post_init__(self) -> None:
-        if min(self.train, self.demonstrations, self.test) < 1:
-            raise WhenceError(
-                f"train={self.train}, demonstrations={self.demonstrations} and test={self.test} came as numbers of "
-                "problems; at least one of each is needed."
-            )
 
 
 SIZES = {
@@ -117,7 +118,7 @@ def arithmetic(
     """
     settings = _make_settings(size, changes)
     description = {"format": FORMAT, "seed": seed, **asdict(settings)}
-    path = make_once("arithmetic", description, lambda folder: _make(folder, settings, seed, progress), cache)
+    path = _make_once(description, lambda folder: _make(folder, settings, seed, progress), cache)
     return _load(path, settings)
 
 
@@ -148,6 +149,40 @@ def draw_splits(settings: Settings, seed: int) -> dict[str, list[str]]:
         splits[name] = prompts[first : first + count]
         first += count
     return splits
+
+
+def _make_once(description: Mapping[str, Any], make: Callable[[Path], None], cache: str | Path | None) -> Path:
+    """Return the directory of the laboratory with a description; if it does not exist, let `make` fill it."""
+    text = json.dumps(description, indent=2, sort_keys=True)
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whence"
+    folder = default if cache is None else Path(cache)
+    path = folder / f"arithmetic-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_stale(path)
+    # It is made under another name and then renamed, so that its directory is complete or does not exist.
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=folder) as temporary:
+        unfinished = Path(temporary) / path.name
+        make(unfinished)
+        (unfinished / "settings.json").write_text(text, encoding="utf-8")
+        try:
+            unfinished.rename(path)
+        except OSError:
+            if not path.exists():  # otherwise another process was faster, and made the same laboratory
+                raise
+    return path
+
+
+def _remove_stale(path: Path) -> None:
+    for leftover in path.parent.glob(f".{path.name}.*"):
+        # Another process may be making the same laboratory, or may have just removed this directory.
+        try:
+            is_stale = time.time() - leftover.stat().st_mtime > _STALE
+        except FileNotFoundError:
+            continue
+        if is_stale:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _make(path: Path, settings: Settings, seed: int, progress: bool) -> None:

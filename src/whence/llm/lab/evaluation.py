@@ -2,15 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whence.errors import WhenceError
 from whence.guards import eval_mode, preserve_rng_state
-from whence.llm.lab.problems import Verdict, answer, check
+from whence.llm.lab.problems import answer, check
 
 
 def evaluate(
@@ -23,8 +22,6 @@ def evaluate(
     max_new_tokens: int = 64,
     seed: int = 0,
     batch_size: int = 64,
-    check: Callable[[str, str], Verdict] = check,
-    answer: Callable[[str], str | None] = answer,
 ) -> dict[str, float]:
     """Answer each problem once greedily and several times by sampling, and judge the answers.
 
@@ -39,21 +36,10 @@ def evaluate(
         max_new_tokens: the most tokens of an answer.
         seed: seed of the sampling.
         batch_size: answers generated at a time.
-        check: judges an answer to a problem.
-        answer: returns the result at the end of an answer, or None.
 
     Returns:
         "exact_match": share of the greedy answers with the right result; and the measures of `summarise`.
-
-    Raises:
-        WhenceError: there are no prompts, or a setting is out of its range.
     """
-    if not prompts or samples < 1 or batch_size < 1 or max_new_tokens < 1 or not 0 < temperature < math.inf:
-        raise WhenceError(
-            f"{len(prompts)} prompts, samples={samples}, batch_size={batch_size}, max_new_tokens={max_new_tokens} and "
-            f"temperature={temperature} were given; at least one of each of the first four is needed, and a finite "
-            "temperature above 0 (greedy answers are always included)."
-        )
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with preserve_rng_state(), eval_mode(model.modules()):
         torch.manual_seed(seed)
@@ -62,7 +48,7 @@ def evaluate(
         sampled = _generate_answers(model, tokenizer, repeated, batch_size, max_new_tokens, sampling)
     right = [check(prompt, response).right for prompt, response in zip(prompts, greedy, strict=True)]
     responses = [sampled[first : first + samples] for first in range(0, len(sampled), samples)]
-    return {"exact_match": sum(right) / len(right)} | summarise(prompts, responses, check=check, answer=answer)
+    return {"exact_match": sum(right) / len(right)} | summarise(prompts, responses)
 
 
 def _generate_answers(
@@ -82,37 +68,20 @@ def _generate_answers(
     return texts
 
 
-def summarise(
-    prompts: Sequence[str],
-    responses: Sequence[Sequence[str]],
-    *,
-    check: Callable[[str, str], Verdict] = check,
-    answer: Callable[[str], str | None] = answer,
-) -> dict[str, float]:
+def summarise(prompts: Sequence[str], responses: Sequence[Sequence[str]]) -> dict[str, float]:
     """Measure several answers to each problem.
 
     Args:
         prompts: the problems.
         responses: answers to each problem, equally many.
-        check: judges an answer to a problem.
-        answer: returns the result at the end of an answer, or None.
 
     Returns:
         "majority_vote": share of problems whose most frequent result is right; the first result wins a tie.
         "pass@k", for k = 1, 2, 4, ... and the number of answers: chance that one of k answers is right.
         "right", "well_formed": shares of all answers.
         "unfaithful": share of the right answers that do not have the right steps; NaN if none is right.
-
-    Raises:
-        WhenceError: there is no problem or no answer, or the numbers of answers differ.
     """
-    counts = {len(answers) for answers in responses}
-    if len(prompts) != len(responses) or len(counts) != 1 or 0 in counts:
-        raise WhenceError(
-            f"{len(prompts)} prompts came with {len(responses)} lists of {sorted(counts)} responses; give at least "
-            "one prompt, and each the same number of responses, at least one."
-        )
-    (samples,) = counts
+    samples = len(responses[0])
     pairs = zip(prompts, responses, strict=True)
     verdicts = [[check(prompt, response) for response in answers] for prompt, answers in pairs]
     flat = [verdict for of_problem in verdicts for verdict in of_problem]
@@ -149,14 +118,6 @@ def pass_at(k: int, samples: int, correct: int) -> float:
         samples: number of sampled answers.
         correct: number of right ones among them.
 
-    Raises:
-        WhenceError: k is not from 1 to `samples`, or `correct` is not from 0 to `samples`.
-
     Source: Chen et al., arXiv 2107.03374, equation 1.
     """
-    if not 1 <= k <= samples or not 0 <= correct <= samples:
-        raise WhenceError(
-            f"k={k}, samples={samples} and correct={correct} were given; needed are 1 <= k <= samples and "
-            "0 <= correct <= samples. Draw more samples for a larger k."
-        )
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -11,7 +10,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import tqdm
 
-from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -56,22 +54,6 @@ def make_character_tokenizer(symbols: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return _wrap_tokenizer(backend)
-
-
-def make_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word, separated by spaces; it pads on the left.
-
-    Args:
-        words: every word that has a token; others become `<unk>`.
-    """
-    vocabulary = {token: index for index, token in enumerate((PAD, BOS, EOS, UNKNOWN, *words))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _wrap_tokenizer(backend)
-
-
-def _wrap_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
@@ -94,24 +76,20 @@ def make_model(tokenizer: PreTrainedTokenizerFast, shape: Shape, *, positions: i
     """
     with preserve_rng_state():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(make_network_config(tokenizer, shape, positions))
-
-
-def make_network_config(tokenizer: PreTrainedTokenizerFast, shape: Shape, positions: int, **more: Any) -> LlamaConfig:
-    """Return the configuration of a Llama for a tokenizer; `more` are further arguments of LlamaConfig."""
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        intermediate_size=shape.intermediate,
-        max_position_embeddings=positions,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **more,
-    )
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=shape.hidden,
+                num_hidden_layers=shape.layers,
+                num_attention_heads=shape.heads,
+                num_key_value_heads=shape.heads,
+                intermediate_size=shape.intermediate,
+                max_position_embeddings=positions,
+                pad_token_id=tokenizer.pad_token_id,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        )
 
 
 def encode_with_labels(
@@ -155,14 +133,7 @@ def imitate(
         imitation: the settings.
         generator: draws the order of the demonstrations, for every pass.
         progress: show a progress bar.
-
-    Raises:
-        WhenceError: there are fewer demonstrations than a batch has.
     """
-    if len(tokens) < imitation.batch_size:
-        raise WhenceError(
-            f"{len(tokens)} demonstrations came for batches of {imitation.batch_size}; give more, or smaller batches."
-        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=imitation.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     warmup_steps = max(imitation.steps // 20, 1)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.cli.sweep_table import SweepTable
+from whence.cli.progress import SweepTable
 from whence.errors import Unsupported, WhenceError
 from whence.experiments import RunConfig, load_sweep, summarise_sweep
 from whence.experiments.rl.curves import KeptRun, make_curve

@@ -400,7 +400,7 @@ DRIVER = """
 import importlib, json, os, signal, sys
 
 # Once, for all the runs below: an optimiser's first step imports PyTorch's compiler.
-import torch._dynamo, whence.cli.train, whence.experiments.rl.training, whence.page
+import torch._dynamo, whence.cli.training, whence.experiments.rl.training, whence.page
 from whence.cli import main
 
 def stop_at_second_call(module, owner, name, number):
@@ -460,7 +460,7 @@ def test_a_run_that_is_stopped_at_any_stage_can_be_read(
     if number == 2:
         message = " ".join(stderr.split())
         assert f"whence report {path}" in message
-        assert message.endswith("The same command goes on from there.")
+        assert message.endswith("The same command goes on after the last checkpoint.")
     run = RunDirectory.open(path)
     for number_of_round in run.rounds():
         assert run.round("records", number_of_round).height == 64

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import typer
 
-from whence.cli.sweep_table import SweepTable
+from whence.cli.progress import SweepTable
 from whence.experiments import cluster, read_sweep, run, run_sweep, sweep
 from whence.experiments.sweepfile import Planned
 from whence.experiments.workers import Job, OnJobRound

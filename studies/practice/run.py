@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whence.cli.sweep_table import SweepTable
+from whence.cli.progress import SweepTable
 from whence.experiments import configure
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.sweep import run_sweep

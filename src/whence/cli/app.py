@@ -1,11 +1,15 @@
 """The application: its commands, each loaded when it is called, and how its errors end."""
 
+import ast
+import errno
+import re
 import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -13,81 +17,42 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from whence.cli.console import errors, make_printable, print_line
-from whence.cli.failures import explain_failure
 from whence.errors import WhenceError
 
-
-class Command(NamedTuple):
-    """A command that is imported when it is called.
-
-    Attributes:
-        function: where its function is, as "module:function" of `whence.cli`.
-        about: the first sentence of that function's docstring.
-    """
-
-    function: str
-    about: str
-
-
-COMMANDS: Mapping[str, Command] = {
-    "train": Command("train:train", "Train PPO on the records that help, and keep what happened in a run directory."),
-    "compare": Command(
-        "compare:compare",
-        "Train each arm on each seed, and tell how many rounds and how much time it saves compared with plain PPO.",
-    ),
-    "sweep": Command(
-        "sweep:sweep", "Run many comparisons from one file: environments, arms, shares to drop and seeds."
-    ),
-    "table": Command(
-        "table:table",
-        "Tabulate what a sweep has finished, next to LDA's figures: tables.md, summary.json and curves as SVG.",
-    ),
-    "attribute": Command("attribute:attribute", "Tell which records of a round raised a target, and which lowered it."),
-    "show": Command(
-        "show:show", "Show one moment of a run: what the agent saw and did, what it scored, and what the round changed."
-    ),
-    "diagnose": Command("diagnose:diagnose", "Tell whether the advantages were wrong in the records that harm."),
-    "phases": Command(
-        "phases:phases",
-        "Tell when a behaviour arose and from which records: its probability, its scores' roughness, its phases.",
-    ),
-    "why": Command(
-        "why:why",
-        "Tell what taught the present policy a decision: the moments of all rounds that raised its probability.",
-    ),
-    "view": Command("view:view", "Serve the page of a run on this machine, live while training goes on, until Ctrl-C."),
-    "report": Command("report:report", "Write the page of a run or a comparison: one HTML file that needs no network."),
-    "list": Command("list:list_", "Name the arms, presets, engines and targets there are."),
-    "counterfactual": Command(
-        "counterfactual:counterfactual",
-        "Train a recorded round again without records, and tell how well each score predicts what comes of it.",
-    ),
-    "intervene": Command(
-        "intervene:intervene",
-        "Train recorded rounds again without the records that score below 0, and tell what that does to test returns.",
-    ),
-    "doctor": Command(
-        "doctor:doctor",
-        "Check this installation: versions, extras, and every engine against the plain loop on small networks.",
-    ),
+COMMANDS: Mapping[str, str] = {
+    "train": "training:train",
+    "compare": "training:compare",
+    "sweep": "sweep:sweep",
+    "table": "sweep:table",
+    "attribute": "attribute:attribute",
+    "show": "show:show",
+    "diagnose": "diagnose:diagnose",
+    "phases": "phases:phases",
+    "why": "why:why",
+    "view": "view:view",
+    "report": "report:report",
+    "list": "list:list_",
+    "counterfactual": "counterfactual:counterfactual",
+    "intervene": "intervene:intervene",
+    "doctor": "doctor:doctor",
 }
+"""The commands, and where the function of each is: "module:function" of `whence.cli`."""
 
-LLM_COMMANDS: Mapping[str, Command] = {
-    "train": Command("llm_train:train", "Train a language model on the responses that help, with PPO, GRPO or RLOO."),
-    "compare": Command(
-        "llm_compare:compare",
-        "Train each selection on each seed, and tell what it gains and costs compared with training on every response.",
-    ),
-    "why": Command(
-        "llm_why:why",
-        "Show which tokens of a response its score comes from; or what taught the model an answer.",
-    ),
+LLM_COMMANDS: Mapping[str, str] = {
+    "train": "training:train_language",
+    "compare": "training:compare_language",
+    "why": "llm_why:why",
 }
+"""The same of `whence llm`."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 _STYLE: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False, "rich_markup_mode": "markdown"}
 
 
-def _make_lazy_group(commands: Mapping[str, Command]) -> type[TyperGroup]:
+def _make_lazy_group(commands: Mapping[str, str]) -> type[TyperGroup]:
     """Return the class of a group whose commands are imported when they are called, and not for its help."""
 
     class LazyGroup(TyperGroup):
@@ -118,9 +83,9 @@ def _make_lazy_group(commands: Mapping[str, Command]) -> type[TyperGroup]:
     return LazyGroup
 
 
-def load_command(name: str, command: Command) -> Any:
+def load_command(name: str, place: str) -> Any:
     """Import a command's module and return it as Typer makes it."""
-    module, _, function = command.function.partition(":")
+    module, _, function = place.partition(":")
     single = typer.Typer(**_STYLE)
     single.command(name)(getattr(import_module(f"whence.cli.{module}"), function))
     loaded = get_command(single)
@@ -128,10 +93,18 @@ def load_command(name: str, command: Command) -> Any:
     return loaded
 
 
-def _add_placeholders(group: typer.Typer, commands: Mapping[str, Command]) -> None:
+def read_first_sentence(place: str) -> str:
+    """Return the first sentence of a command's docstring without importing its module, which may take seconds."""
+    module, _, function = place.partition(":")
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return (ast.get_docstring(definitions[function]) or "").partition("\n\n")[0]
+
+
+def _add_placeholders(group: typer.Typer, commands: Mapping[str, str]) -> None:
     """Add the names and first sentences that a group's help lists."""
-    for name, command in commands.items():
-        group.command(name, help=command.about)(lambda: None)
+    for name, place in commands.items():
+        group.command(name, help=read_first_sentence(place))(lambda: None)
 
 
 app = typer.Typer(
@@ -180,7 +153,7 @@ def main() -> None:
     except Exception as error:
         if _state["debug"]:
             raise
-        message = str(error) if isinstance(error, WhenceError) else explain_failure(error)
+        message = str(error) if isinstance(error, WhenceError) else _explain_failure(error)
         if message is not None:
             _print_error(message)
             sys.exit(2)
@@ -193,3 +166,31 @@ def main() -> None:
 
 def _print_error(message: str) -> None:
     errors.print(f"[bold red]Error[/]: {escape(make_printable(message))}", highlight=False, soft_wrap=True)
+
+
+def _explain_failure(error: Exception) -> str | None:
+    """Return what failed and how to fix it, in words; None if the error is of another kind."""
+    if isinstance(error, ModuleNotFoundError):
+        return (
+            f"Python finds no module {error.name!r}. Install the package that holds it, or add the directory that it "
+            f"is in: PYTHONPATH=DIRECTORY whence ..."
+        )
+    return _explain_os_error(error) if isinstance(error, OSError) else None
+
+
+def _explain_os_error(error: OSError) -> str:
+    # Libraries written in Rust leave the number in the text.
+    in_text = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(in_text[1]) if error.errno is None and in_text else error.errno
+    path = "A file" if error.filename is None else str(error.filename)
+    reason = error.strerror or str(error) or type(error).__name__
+    if number in _FULL:
+        return f"{path} cannot be written: the disk is full. Free space there, or name a directory on another disk."
+    if number in _FORBIDDEN:
+        return (
+            f"{path} cannot be read or written: {reason}. Change its permissions, or name a directory that you may "
+            "write to."
+        )
+    if number in _MISSING:
+        return f"{path} is not there: {reason}. Check its name."
+    return f"{path} cannot be used: {reason}. Check the path and the disk that it is on."

@@ -12,8 +12,7 @@ from whence import experiments
 from whence.attribution import attribute as attribute_records
 from whence.cli import options
 from whence.cli.console import console, make_table, print_json, print_line
-from whence.cli.runs import open_agent_run
-from whence.cli.targets import make_target
+from whence.cli.runs import make_target, open_agent_run
 from whence.errors import WhenceError
 from whence.folds import usable_folds
 from whence.influence import is_significant

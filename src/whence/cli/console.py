@@ -1,9 +1,12 @@
 """The terminal: text, tables and JSON."""
 
+import datetime
 import json
 import logging
 import math
+import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -96,6 +99,30 @@ def parse_json_object(option: str, text: str | None, example: str) -> dict[str, 
     if value is not None and not isinstance(value, dict):
         raise WhenceError(f"{option} is {_shorten(str(text))}; a JSON object is needed, such as {example}.")
     return value
+
+
+def parse_toml(option: str, text: str) -> Any:
+    """Return a value as TOML reads it; words without quotes, which TOML does not have, are text.
+
+    Args:
+        option: what it is given by, for the message.
+        text: the value.
+
+    Raises:
+        WhenceError: the text begins like a value of TOML, and is none.
+    """
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except (RecursionError, ValueError) as error:
+        if re.match(r"""["'\[{]""", text):
+            raise WhenceError(
+                f"{option} has a value that is not TOML ({error}). Write it as 3, 0.5, true, word, 'some words', "
+                "[64, 64] or {a = 1}."
+            ) from None
+        return text
+    if isinstance(document["value"], datetime.date | datetime.time) or len(document) > 1:  # a text of several lines
+        return text
+    return document["value"]
 
 
 def log_to_terminal() -> None:

@@ -14,8 +14,7 @@ from rich.table import Table
 from whence import experiments
 from whence.cli import options
 from whence.cli.console import console, errors, make_table, print_json, print_line
-from whence.cli.runs import open_agent_run
-from whence.cli.targets import make_target
+from whence.cli.runs import make_target, open_agent_run
 from whence.counterfactual import leave_out, study
 from whence.counterfactual.removals import SHARES, check_removals
 from whence.counterfactual.scores import MOST

@@ -10,32 +10,32 @@ import numpy as np
 import polars as pl
 import torch
 import typer
+from rich.table import Table
 from stable_baselines3 import PPO
 
 from whence import experiments
 from whence.attribution import attribute
-from whence.cli import groups, options
+from whence.cli import options
 from whence.cli.console import console, errors, make_table, print_json, print_line, resumable
 from whence.cli.options import parse_rounds
-from whence.cli.runs import open_agent_run
-from whence.cli.targets import make_target
+from whence.cli.runs import make_target, open_agent_run
 from whence.counterfactual import intervene as intervene_round
 from whence.counterfactual import leave_out_group
-from whence.counterfactual.interventions import VARIANTS, mean_change
+from whence.counterfactual.interventions import VARIANTS, mean_change, summarise_changes
 from whence.counterfactual.retrain import check_memory
-from whence.errors import RunDirectoryError, WhenceError, suggest
+from whence.errors import RunDirectoryError, WhenceError, first_line, suggest
 from whence.experiments.rl.labels import state_names
 from whence.experiments.rl.stored import measure_returns, read_run_config
 from whence.guards import write_atomically
 from whence.influence import Influence
-from whence.page.figures import interventions_box
-from whence.page.sweep_pictures import write_svg
+from whence.moments import read_axes
 from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
 from whence.runs import RunDirectory
 from whence.runs.files import check_links
 from whence.sb3 import model_objective
 from whence.targets import Target
 
+_EXAMPLE = '"action = 2 and advantage < 0"'
 _METHODS = ("snapshot", *METHODS)
 _CHANGED = tuple(variant for variant in VARIANTS if variant != "full")
 
@@ -55,7 +55,7 @@ def intervene(
     where: Annotated[
         str | None,
         typer.Option(
-            help=f"Leave out the records for which this condition holds, not those below 0: {groups.EXAMPLE}.",
+            help=f"Leave out the records for which this condition holds, not those below 0: {_EXAMPLE}.",
             metavar="SQL",
             show_default=False,
         ),
@@ -69,9 +69,6 @@ def intervene(
     orders: Annotated[int, typer.Option(help="Orders in which each is trained.", min=1)] = 1,
     test_episodes: Annotated[int, typer.Option(help="Episodes to test each trained policy by.", min=2)] = 200,
     seed: Annotated[int, typer.Option(help="Of draws, orders, random drops and tests.", min=0)] = 0,
-    figure: Annotated[
-        Path | None, typer.Option(help="Draw the changes to this file (.svg).", show_default=False)
-    ] = None,
     memory: options.Memory = 2.0,
     json: options.AsJson = False,
 ) -> None:
@@ -94,10 +91,6 @@ def intervene(
             f"--record is of one round, and {len(numbers)} are asked for: give its round as --rounds, or "
             "--observation and --action."
         )
-    if figure is not None and figure.suffix != ".svg":
-        raise WhenceError(f"--figure is {figure}; its name has to end in .svg.")
-    if figure is not None and where is not None:
-        raise WhenceError("--figure draws what leaving out the records below 0 changed, which --where replaces.")
     settings: dict[str, Any] = {"method": method, "orders": orders, "test_episodes": test_episodes, "seed": seed}
     settings |= {} if where is None else {"where": where}
     if method == "smoothed":
@@ -125,10 +118,6 @@ def intervene(
         for text in _describe(rows, means):
             print_line(text)
         print_line(f"Numbers: {directory.path / 'interventions'}")
-    if figure is not None:
-        _draw_changes(config.env, rows, figure)
-        if not json:
-            print_line(f"Figure:  {figure}")
 
 
 def _prefix_stages(on_stage: Callable[[str], None], prefix: str) -> Callable[[str], None]:
@@ -181,7 +170,7 @@ def _intervene(
     group = None
     if "where" in settings:
         group = _find_group(directory, number, scores, settings["where"])
-        content["group"] = groups.describe_group(group)
+        content["group"] = describe_group(group)
     with measure_returns(
         read_run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed
     ) as evaluate:
@@ -223,21 +212,21 @@ def _find_group(directory: RunDirectory, number: int, scores: Influence, where: 
     table = directory.round("records", number)
     table = table.drop(name for name in ("score", "error") if name in table.columns)
     table = table.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
-    return groups.find_group(table, where, state_names(directory.config.get("env")))
+    return find_group(table, where, state_names(directory.config.get("env")))
 
 
 def _show_groups(
     directory: RunDirectory, contents: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], *, json: bool
 ) -> None:
     """Print what leaving out a group did in each round."""
-    rounds = [(content, groups.summarise_group(content)) for content in contents]
+    rounds = [(content, summarise_group(content)) for content in contents]
     if json:
         about = {"run": str(directory.path), "target": contents[0]["target"], **settings}
         rows = [{"round": content["round"], **content["group"], "outcomes": rows} for content, rows in rounds]
         print_json(about | {"rounds": rows})
         return
     for content, rows in rounds:
-        console.print(groups.make_group_outcomes(content, rows))
+        console.print(make_group_outcomes(content, rows))
     print_line("Probability: how likely the policy does what these records did, on average.")
     if settings["orders"] > 1:
         print_line(f"In brackets: 95% t interval over {settings['orders']} orders.")
@@ -293,15 +282,87 @@ def _describe(rows: Sequence[Mapping[str, Any]], means: Mapping[str, Mapping[str
     return lines
 
 
-def _draw_changes(env: str, rows: Iterable[Mapping[str, Any]], file: Path) -> None:
-    """Write the changes as a picture.
+_NAMES = {"probability": "probability", "evaluated": "test return"}
+
+
+def find_group(records: pl.DataFrame, where: str, names: Sequence[str] | None) -> pl.DataFrame:
+    """Return the records for which a condition holds.
+
+    Args:
+        records: a round's table, with scores.
+        where: the condition, in SQL, over the table's columns and the axes of its observations.
+        names: names of these axes; None: x0, x1, ….
 
     Raises:
-        Unsupported: there is no Kaleido, or no browser that it can drive.
+        WhenceError: the condition cannot be read, names a column that is not there, is no condition, or holds for no
+            record.
     """
-    points = [
-        {"run": env, "variant": variant, "change": row[f"change_{variant}"]} for row in rows for variant in _CHANGED
+    axes = read_axes(records, names)
+    plain = records.drop(name for name in records.columns if name.split(".")[0] == "observation")
+    table = plain.with_columns(pl.Series(name, values) for name, values in axes.items())
+    try:
+        condition = table.with_columns(__condition__=pl.sql_expr(where))["__condition__"]
+    except pl.exceptions.PolarsError as refusal:
+        raise WhenceError(
+            f"--where is {where!r}: {first_line(refusal)}. Write a condition in SQL, such as {_EXAMPLE}, over "
+            f"{', '.join(table.columns)}; names with spaces in double quotes."
+        ) from None
+    if condition.dtype != pl.Boolean:
+        raise WhenceError(
+            f"--where is {where!r}, which is no condition but {condition.dtype}. Write one such as {_EXAMPLE}."
+        )
+    group = table.filter(condition.fill_null(False))
+    if group.is_empty():
+        raise WhenceError(f"--where is {where!r}, which holds for none of the round's {len(table)} records.")
+    return group
+
+
+def describe_group(group: pl.DataFrame) -> dict[str, Any]:
+    """Return a group's size and what it scores, in JSON types."""
+    scores = group["score"].cast(pl.Float64).to_numpy()
+    return {
+        "records": len(group),
+        "mean_score": float(scores.mean()),
+        "share_negative": float((scores < 0).mean()),
+    }
+
+
+def summarise_group(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what leaving a group out did in a round: for each outcome, means of the variants and their differences."""
+    table = pl.DataFrame(content["rows"])
+    changes = summarise_changes(table).to_dicts()
+    rows = []
+    for outcome in table["outcome"].unique(maintain_order=True):
+        of_outcome = table.filter(pl.col("outcome") == outcome)
+        means = {variant: of_outcome.filter(pl.col("variant") == variant)["value"].mean() for variant in VARIANTS}
+        differences = {
+            row["difference"]: {end: row[end] for end in ("mean", "low", "high")}
+            for row in changes
+            if row["outcome"] == outcome
+        }
+        rows.append({"outcome": outcome, **means, **differences})
+    return rows
+
+
+def make_group_outcomes(content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a round's table: the means of each outcome, and what the group changed compared with a random one."""
+    about = content["group"]
+    title = (
+        f"Round {content['round']} without {about['records']} records: {content['where']}\n"
+        f"They score {about['mean_score']:.3g} on average, {about['share_negative']:.0%} of them below 0"
+    )
+    headings = ["", *VARIANTS, "filtered − full", "filtered − random"]
+    cells = [
+        [
+            _NAMES[row["outcome"]],
+            *(f"{row[variant]:.3g}" for variant in VARIANTS),
+            *(_format_interval(row[difference]) for difference in ("filtered - full", "filtered - random")),
+        ]
+        for row in rows
     ]
-    schema = {"run": pl.String, "variant": pl.String, "change": pl.Float64}
-    picture = interventions_box(pl.DataFrame(points, schema=schema))
-    write_svg(picture, file, "leave --figure out. The numbers are written.")
+    return make_table(title, headings, cells)
+
+
+def _format_interval(interval: Mapping[str, float | None]) -> str:
+    ends = "" if interval["low"] is None else f" [{interval['low']:+.2g}, {interval['high']:+.2g}]"
+    return f"{interval['mean']:+.3g}{ends}"

@@ -1,11 +1,15 @@
-"""Options that several commands have."""
+"""Options that several commands have, and those that are fields of a configuration."""
 
+import inspect
 import re
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 import typer
 
-from whence.cli.console import parse_json, parse_json_object
+from whence.cli.console import parse_json, parse_json_object, parse_toml
 from whence.errors import WhenceError
 from whence.experiments.rl import arms
 from whence.experiments.rl.presets import presets
@@ -16,40 +20,10 @@ Env: TypeAlias = Annotated[
 ]
 Preset: TypeAlias = Annotated[
     str | None,
-    typer.Option(help=f"A built-in set-up instead of ENV. Known: {', '.join(presets())}.", show_default=False),
-]
-EnvKwargs: TypeAlias = Annotated[
-    str | None,
     typer.Option(
-        help='Passed to gymnasium.make, as JSON: {"map_name": "8x8"}. Merged with the preset\'s.',
-        metavar="JSON",
+        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(presets())}.",
         show_default=False,
     ),
-]
-PoolKwargs: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="The same for EnvPool, by its names: for presets that collect or evaluate there.",
-        metavar="JSON",
-        show_default=False,
-    ),
-]
-Rounds: TypeAlias = Annotated[
-    int | None, typer.Option(help="Rollouts to train on. (default: the preset's, or 50)", show_default=False)
-]
-Drop: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        help="The share to drop; with iif, of the records below 0. (default: the preset's, or 0.125)",
-        show_default=False,
-    ),
-]
-Warmup: TypeAlias = Annotated[
-    int | None,
-    typer.Option(help="Rounds at the start in which nothing is dropped. (default: 0)", show_default=False),
-]
-NEnvs: TypeAlias = Annotated[
-    int | None, typer.Option(help="Environments stepped side by side. (default: 1)", show_default=False)
 ]
 On: TypeAlias = Annotated[
     str,
@@ -101,18 +75,6 @@ def describe_arms() -> str:
     return f"{', '.join(arms.ARMS)}; `whence list arms` tells what they do."
 
 
-def parse_env_settings(env_kwargs: str | None, pool_kwargs: str | None) -> dict[str, Any]:
-    """Return the fields of a run that `EnvKwargs` and `PoolKwargs` set.
-
-    Raises:
-        WhenceError: one is no JSON object.
-    """
-    return {
-        "env_kwargs": parse_json_object("--env-kwargs", env_kwargs, """'{"map_name": "8x8"}'"""),
-        "pool_kwargs": parse_json_object("--pool-kwargs", pool_kwargs, """'{"vehicles_count": 10}'"""),
-    }
-
-
 def parse_action(observation: str | None, action: str | None) -> dict[str, Any]:
     """Return the arguments of the target action from `Observation` and `Action`, without those that are not given.
 
@@ -152,3 +114,100 @@ def parse_rounds(option: str, text: str | None) -> list[int]:
             )
         rounds.update(range(first, last + 1, every))
     return sorted(rounds)
+
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+class FieldOption:
+    """An option that sets a field of a configuration, if it is given.
+
+    Args:
+        name: the field's name.
+        kinds: the types of its values, as a dataclass names them; `Mapping` is given as JSON.
+        about: what it is, as a phrase.
+        default: its value where the option is not given; None: there is none to name.
+        panel: the heading that it stands under in the help.
+    """
+
+    def __init__(
+        self, name: str, kinds: Collection[Any], about: str, default: Any = None, panel: str | None = None
+    ) -> None:
+        self.name, self._kinds = name, [kind for kind in kinds if kind is not type(None)]
+        # A pair of flags, --x and --no-x, would leave the help no room at 80 columns.
+        shown = {bool: Literal["true", "false"], Mapping: str}
+        option: Any = shown.get(self._kinds[0], self._kinds[0]) if len(self._kinds) == 1 else str
+        value = str(default).lower() if isinstance(default, bool) else default
+        about, _, otherwise = about.rstrip(".").partition("; None: ")
+        shown_default = otherwise or ("" if default is None else value)
+        ending = f" (default: {shown_default})" if shown_default != "" else ""
+        info = typer.Option(
+            help=f"{about[:1].upper()}{about[1:]}.{ending}",
+            metavar="JSON" if self._kinds == [Mapping] else None,
+            rich_help_panel=panel,
+            show_default=False,
+        )
+        self.parameter = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[option | None, info]
+        )
+
+    def parse(self, value: Any) -> Any:
+        """Return the field's value from the option's.
+
+        Raises:
+            WhenceError: the option needs JSON, and its value is none.
+        """
+        option = f"--{self.name.replace('_', '-')}"
+        if self._kinds == [Mapping]:
+            return parse_json_object(option, value, """'{"name": "value"}'""")
+        if len(self._kinds) > 1:
+            return parse_toml(option, value)
+        return value == "true" if self._kinds == [bool] else value
+
+
+def make_field_options(
+    config: type, *, names: Iterable[str], panel: str, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> list[FieldOption]:
+    """Return options for fields of a dataclass, with their types, their defaults and what its docstring says of them.
+
+    Args:
+        config: the dataclass; its docstring describes the fields under "Attributes".
+        names: the fields.
+        panel: the heading that they stand under in the help.
+        defaults: those of the command, where they are not the dataclass's.
+    """
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(config) or "", re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in entries}
+    known = {field.name: field for field in fields(config)}
+    options = []
+    for name in names:
+        kind, default = known[name].type, defaults.get(name, known[name].default)
+        kinds = get_args(kind) if isinstance(kind, UnionType) else (get_origin(kind) or kind,)
+        shown = default if isinstance(default, str | int | float) else None
+        options.append(FieldOption(name, kinds, texts[name], shown, panel))
+    return options
+
+
+def with_options(options: Iterable[FieldOption]) -> Callable[[Command], Command]:
+    """Give a command options in the place of its last parameter, `**fields`: it is called with all of them."""
+
+    def add(command: Command) -> Command:
+        signature = inspect.signature(command)
+        first = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = [*first, *(option.parameter for option in options)]
+        # Typer reads both.
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return command
+
+    return add
+
+
+def parse_fields(options: Iterable[FieldOption], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that were given, from the values of their options.
+
+    Raises:
+        WhenceError: an option needs JSON, and its value is none.
+    """
+    given = {option.name: (option, values[option.name]) for option in options if values[option.name] is not None}
+    return {name: option.parse(value) for name, (option, value) in given.items()}

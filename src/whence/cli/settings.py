@@ -1,7 +1,5 @@
 """`--set KEY=VALUE`: every field of a run, its value as TOML has it."""
 
-import datetime
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -9,6 +7,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from whence.cli.console import parse_toml
 from whence.errors import WhenceError, suggest
 from whence.experiments import RunConfig
 from whence.experiments.rl.config import HYPERPARAMETERS, check_types
@@ -89,7 +88,7 @@ def _parse_setting(text: str) -> dict[str, Any]:
             f"--set {text!r} is no KEY=VALUE with the dotted name of a setting, such as "
             "--set hyperparameters.n_steps=1024."
         )
-    value = _parse_value(text, value_text)
+    value = parse_toml(f"--set {text!r}", value_text)
     for name in reversed(names[1:]):
         value = {name: value}
     _check_field(text, names[0], value)
@@ -109,22 +108,6 @@ def _split_key(key: str) -> list[str]:
         ((name, table),) = table.items()
         names.append(name)
     return names
-
-
-def _parse_value(text: str, value_text: str) -> Any:
-    """Return a value as TOML reads it; words without quotes, which TOML does not have, are text."""
-    try:
-        document = tomllib.loads(f"value = {value_text}")
-    except (RecursionError, ValueError) as error:
-        if re.match(r"""["'\[{]""", value_text):
-            raise WhenceError(
-                f"--set {text!r} has a value that is not TOML ({error}). Write it as 3, 0.5, true, word, "
-                "'some words', [64, 64] or {a = 1}."
-            ) from None
-        return value_text
-    if isinstance(document["value"], datetime.date | datetime.time) or len(document) > 1:  # a text of several lines
-        return value_text
-    return document["value"]
 
 
 def _check_field(text: str, name: str, value: Any) -> None:

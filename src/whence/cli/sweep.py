@@ -1,4 +1,4 @@
-"""`whence sweep`."""
+"""`whence sweep` and `whence table`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,11 +7,20 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.cli.console import keep_stdout_clean, print_error_line, print_json, print_line, resumable
+from whence.cli.console import (
+    console,
+    keep_stdout_clean,
+    make_printable,
+    print_error_line,
+    print_json,
+    print_line,
+    resumable,
+)
 from whence.cli.options import AsJson, On
-from whence.cli.sweep_table import SweepTable
+from whence.cli.progress import SweepTable
 from whence.errors import WhenceError, suggest
 from whence.experiments.sweepfile import Planned
+from whence.page import write_tables
 
 
 def sweep(
@@ -67,3 +76,25 @@ def _choose_runs(runs: Sequence[Planned], names: Sequence[str], file: Path) -> l
         if name not in known:
             raise WhenceError(f"{file} has no experiment, arm or run {name!r}.{suggest(name, known)}")
     return [run for run in runs if any(f"{run.name}/".startswith(f"{name}/") for name in names)]
+
+
+def table(
+    out: Annotated[Path, typer.Argument(help="The directory of a sweep.")],
+    no_pictures: Annotated[
+        bool, typer.Option("--no-pictures", help="Draw no curves: these need Kaleido and a Chrome or Chromium.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Tabulate what a sweep has finished, next to LDA's figures: tables.md, summary.json and curves as SVG.
+
+    Example: whence table results/paper
+    """
+    results = experiments.load_sweep(out)
+    summary = experiments.summarise_sweep(results)
+    text = write_tables(results, summary, out, pictures=not no_pictures)
+    if json:
+        print_json(summary)
+        return
+    console.print(make_printable(text), markup=False, highlight=False, soft_wrap=True)
+    for name, what in (("Text", "tables.md"), ("Numbers", "summary.json")):
+        print_line(f"{name}: {out / what}")

@@ -27,26 +27,27 @@ class LanguageConfig:
     Attributes:
         arm: a key of `LANGUAGE_ARMS`, or one with the target after a hyphen: "iif-token".
         seed: seed of all random draws.
-        task: one of `TASKS`; None: the model and data of the next eight fields.
+        task: a laboratory that makes its own small model and problems; None: the next eight fields say what trains.
         model: directory or id of a causal language model of Transformers.
         dataset: directory or id of a data set with the column "prompt".
-        reward: a function "file.py:function" or "package.module:function", with the arguments of a `PPOTrainer` reward.
+        reward: a function of (prompts, responses) that returns numbers, as file.py:name or module:name; further
+            arguments get the data set's columns of their names.
         reward_model: instead of `reward`, directory or id of a sequence classifier, whose logit is the reward.
         reward_label: the classifier's label whose logit is the reward; None: its only label.
         demonstrations: directory or id of a data set with "prompt" and "completion", for the target "validation".
         test_dataset: directory or id of a data set whose prompts measure the trained model; None: no measurement.
         test_reward: a function, as `reward`, that measures the model; None: the reward.
-        size: size of the task's laboratory.
-        dtype: type of the model's parameters: "float32" or "bfloat16".
+        size: size of the task's laboratory: small, tiny for a look, large for a GPU.
+        dtype: type of the model's parameters: float32 or bfloat16.
         lora: rank of an adapter that trains instead of the model; 0: the model trains.
         held_out: number of prompts for the target's responses, which do not train; 0: the target is over the scored
             rows.
         test_problems: number of the test's prompts in an evaluation.
         samples: sampled answers to each of them, next to the greedy one.
-        engine: see `whence.attribute`.
-        layers: score by some layers alone; see `whence.llm.PPOTrainer`.
+        engine: how scores are computed; see `whence list engines`.
+        layers: score by some layers alone: a number of last blocks, or names of parameters, as `*.lora_*`; None: all.
         refresh_target_every: rounds from one computation of the target's gradient to the next.
-        algorithm: "ppo" (whence's own), "grpo" or "rloo" (TRL's).
+        algorithm: what trains: ppo (whence's own), grpo or rloo (TRL's).
         settings: settings that differ from the task's: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig with
             `rounds` and `eval_every`.
     """

@@ -51,24 +51,24 @@ class RunConfig:
 
     Attributes:
         env: Gymnasium id.
-        env_kwargs: passed to `gymnasium.make`.
+        env_kwargs: passed to `gymnasium.make`, as {"map_name": "8x8"}; merged with the preset's.
         n_envs: environments stepped side by side.
-        policy: SB3's name of the policy.
-        policy_kwargs: passed to the policy, JSON types (`net_arch`, ...).
-        optimizer: its name in torch.optim.
+        policy: SB3's name of the policy: MlpPolicy, CnnPolicy or MultiInputPolicy.
+        policy_kwargs: passed to the policy, as {"net_arch": [64, 64]}.
+        optimizer: Adam, AdamW, RMSprop or SGD.
         hyperparameters: PPO's, by SB3's names; what is missing has SB3's default.
         arm: a key of `ARMS`, or the name of a study's own; see `run`.
-        drop: the share to drop of the records that score below 0.
+        drop: the share to drop; with iif, of the records that score below 0.
         warmup: rounds at the start in which nothing is dropped.
-        target: a key of `TARGETS`.
+        target: what a record's score says it raises: return, or action (of an observation).
         target_args: passed to the target.
-        engine: see `whence.attribute`.
-        device: where the policy is trained, by torch's name, such as "cuda"; or "auto".
+        engine: how scores are computed; see `whence list engines`.
+        device: where the policy is trained: cpu, cuda, cuda:1 or auto.
         rounds: rollouts to train on.
         eval_episodes: episodes of each evaluation; 0: no evaluation.
         eval_every: rounds from one evaluation to the next; the untrained and the last policy are evaluated too.
-        collect_with: "gymnasium" or "envpool": the library whose environments are trained in.
-        evaluate_with: "gymnasium" or "envpool": the library whose environments are evaluated in.
+        collect_with: the library whose environments are trained in: gymnasium or envpool.
+        evaluate_with: the library whose environments are evaluated in: gymnasium or envpool.
         pool_kwargs: EnvPool's settings of the environment, as `env_kwargs` are Gymnasium's.
         observe: the part of a dict observation that is observed; None: all of it.
         seed: seeds everything random in the run.

@@ -1,0 +1,403 @@
+"""`whence train`, `whence compare`, `whence llm train` and `whence llm compare`."""
+
+import importlib.util
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from whence import experiments
+from whence.cli import options
+from whence.cli.console import (
+    console,
+    errors,
+    keep_stdout_clean,
+    log_to_terminal,
+    make_table,
+    parse_json_object,
+    print_json,
+    print_line,
+    print_paths,
+    resumable,
+)
+from whence.cli.options import FieldOption, make_field_options, parse_fields, parse_rounds, with_options
+from whence.cli.progress import ComparisonBars, RoundBar, RunBar, describe_round
+from whence.cli.settings import Settings, collect_overrides
+from whence.errors import WhenceError
+from whence.experiments.comparison import Comparison, check_comparison
+from whence.experiments.kinds import AnyConfig, runner_of
+from whence.experiments.llm.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS
+from whence.experiments.llm.config import SOURCE, LanguageConfig
+from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig
+from whence.experiments.rl.plan import check_read
+from whence.experiments.shared import STANDARD
+from whence.experiments.sweepfile import READ
+from whence.page import write_report, write_run_report
+from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
+from whence.page.summary import READING, make_summary
+from whence.runs import RunDirectory
+
+_ABOUT_PPO = {
+    "learning_rate": "step size",
+    "n_steps": "steps of each environment in a round",
+    "batch_size": "records in a minibatch",
+    "n_epochs": "passes over the records of a round",
+    "gamma": "discount factor",
+    "gae_lambda": "lambda of the advantage estimator",
+    "clip_range": "how far the probability ratio may move",
+    "clip_range_vf": "how far a value may move",
+    "normalize_advantage": "normalise advantages in each minibatch",
+    "ent_coef": "weight of the entropy",
+    "vf_coef": "weight of the value loss",
+    "max_grad_norm": "gradients are clipped to it; inf: never",
+    "target_kl": "stop a round's epochs above this divergence",
+    "use_sde": "explore with state-dependent noise",
+    "sde_sample_freq": "steps between draws of that noise",
+}
+_PPO = "PPO, by Stable-Baselines3's names"
+_NETWORK = ("policy", "policy_kwargs", "optimizer")
+_ELSEWHERE = ("env", "arm", "seed", "hyperparameters", "target_args", *_NETWORK)
+_FIELDS = [each.name for each in fields(RunConfig) if each.name not in _ELSEWHERE]
+_PANEL = "The run, by the names of its config.json"
+
+
+def _make_run_options(**defaults: Any) -> list[FieldOption]:
+    return [
+        *make_field_options(RunConfig, names=_FIELDS, panel=_PANEL, defaults=defaults),
+        *make_field_options(RunConfig, names=_NETWORK, panel=_PPO, defaults={"policy": "what suits the observations"}),
+        *(
+            FieldOption(name, [float if default is None else type(default)], _ABOUT_PPO[name], default, _PPO)
+            for name, default in HYPERPARAMETERS.items()
+        ),
+    ]
+
+
+_TRAIN_OPTIONS, _COMPARE_OPTIONS = _make_run_options(eval_episodes=0), _make_run_options()
+
+_NONE = "none"
+"""The name of the standard arm of language models on the command line; results use the standard arm's own."""
+
+_SELECTIONS = ", ".join(_NONE if arm == STANDARD else arm for arm in LANGUAGE_ARMS)
+_SCORING = ("layers", "refresh_target_every", "held_out")
+"""Fields of language models that say how responses are scored."""
+
+_OTHERS = [each.name for each in fields(LanguageConfig) if each.name not in ("arm", "seed", "settings", *SOURCE)]
+_LANGUAGE_OPTIONS = [
+    *make_field_options(LanguageConfig, names=_OTHERS, panel=_PANEL),
+    *make_field_options(LanguageConfig, names=SOURCE, panel="A model and data of your own"),
+]
+
+Seed: TypeAlias = Annotated[int, typer.Option(help="Of everything random.")]
+Run: TypeAlias = Annotated[
+    Path | None, typer.Option(help="The run's directory. (default: runs/NAME-SELECTION-seed0)", show_default=False)
+]
+Seeds: TypeAlias = Annotated[int, typer.Option(help="Runs per arm, with seeds 0, 1, ...", min=1)]
+Workers: TypeAlias = Annotated[
+    int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
+]
+Out: TypeAlias = Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")]
+LanguageSettings: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help='Settings of whence.llm.PPOConfig, or TRL\'s GRPOConfig or RLOOConfig, as JSON: {"learning_rate": 1e-5}.',
+        metavar="JSON",
+        show_default=False,
+    ),
+]
+LanguageRounds: TypeAlias = Annotated[
+    int | None, typer.Option(help="Rollouts to train on. (default: the task's, or 100)", show_default=False)
+]
+
+
+@with_options(_TRAIN_OPTIONS)
+def train(
+    env: options.Env = None,
+    preset: options.Preset = None,
+    selection: Annotated[str, typer.Option(help=f"Which records train: {options.describe_arms()}")] = "iif",
+    observation: options.Observation = None,
+    action: options.Action = None,
+    timesteps: Annotated[
+        int | None, typer.Option(help="Time steps to train on, instead of --rounds.", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    run: Run = None,
+    overwrite: options.Overwrite = False,
+    record_rounds: Annotated[
+        str | None,
+        typer.Option(
+            help="Rounds whose optimisation is recorded, to be replayed: 5,20 or 10-50 or, every tenth, 10-150:10.",
+            metavar="ROUNDS",
+            show_default=False,
+        ),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Write TensorBoard's files below this directory.", show_default=False)
+    ] = None,
+    settings: Settings = None,
+    json: options.AsJson = False,
+    **values: Any,
+) -> None:
+    """Train PPO on the records that help, and keep what happened in a run directory.
+
+    After each rollout its records are scored, a rule selects which of them train, and Stable-Baselines3 optimises on
+    those. The run directory holds scores, records, policies and figures of every round; report.html in it shows them.
+    Interrupted at any moment, the same command goes on and ends with the same bits. A finished run is left as it is;
+    with a larger --rounds it goes on. Nothing is evaluated, unless --eval-episodes says so.
+
+    Example: whence train LunarLander-v3 --selection iif --drop 0.125 --rounds 20 --run runs/lander
+    """
+    if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+        raise WhenceError("--tensorboard needs TensorBoard: in whence's source tree, pip install '.[tensorboard]'.")
+    overrides = _collect_run_fields(preset, settings, observation, action, values)
+    if timesteps is not None and "rounds" in overrides:
+        raise WhenceError("Give --rounds or --timesteps, not both.")
+    if timesteps is not None and timesteps < 1:
+        raise WhenceError(f"--timesteps is {timesteps}; at least 1 is needed, such as 100000.")
+    config = experiments.configure(
+        env=env, preset=preset, arm=selection, seed=seed, **{"eval_episodes": 0, **overrides}
+    )
+    check_read([config], [name for name in READ if name in overrides])
+    if not config.eval_episodes and (unused := [name for name in ("eval_every", "evaluate_with") if name in overrides]):
+        raise WhenceError(
+            f"{unused[0]} has no effect without evaluations. Give --eval-episodes as well, or leave it out."
+        )
+    if timesteps is not None:
+        steps = {**HYPERPARAMETERS, **config.hyperparameters}["n_steps"]
+        config = replace(config, rounds=math.ceil(timesteps / (steps * config.n_envs)))
+    recordings = parse_rounds("--record-rounds", record_rounds)
+    _train(config, run, config.env, overwrite=overwrite, json=json, tensorboard=tensorboard, recordings=recordings)
+
+
+@with_options(_COMPARE_OPTIONS)
+def compare(
+    env: options.Env = None,
+    preset: options.Preset = None,
+    arms: Annotated[
+        str, typer.Option(help=f"Ways to train, separated by commas: {options.describe_arms()}")
+    ] = "ppo,iif,random",
+    seeds: Seeds = 3,
+    observation: options.Observation = None,
+    action: options.Action = None,
+    workers: Workers = None,
+    out: Out = Path("out/compare"),
+    on: options.On = "local",
+    overwrite: options.Overwrite = False,
+    settings: Settings = None,
+    json: options.AsJson = False,
+    **values: Any,
+) -> None:
+    """Train each arm on each seed, and tell how many rounds and how much time it saves compared with plain PPO.
+
+    Interrupted, the same command goes on where it was. Evaluation samples actions, after every round.
+
+    Example: whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3
+    """
+    overrides = _collect_run_fields(preset, settings, observation, action, values)
+    configs = experiments.plan_comparison(env=env, preset=preset, arms=_split_names(arms), seeds=seeds, **overrides)
+    check_read(configs, [name for name in READ if name in overrides])
+    _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
+
+
+@with_options(_LANGUAGE_OPTIONS)
+def train_language(
+    selection: Annotated[str, typer.Option(help=f"Which responses train: {_SELECTIONS}.")] = "ippo",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What a response's score says it raises: {', '.join(LANGUAGE_TARGETS)}. (default: sequence for iif, "
+            "validation for ippo)",
+            show_default=False,
+        ),
+    ] = None,
+    rounds: LanguageRounds = None,
+    seed: Seed = 0,
+    run: Run = None,
+    overwrite: options.Overwrite = False,
+    settings: LanguageSettings = None,
+    json: options.AsJson = False,
+    **values: Any,
+) -> None:
+    """Train a language model on the responses that help, with PPO, GRPO or RLOO.
+
+    In every round responses are drawn and rewarded, scored, selected, and trained on. The run directory holds prompts,
+    responses, rewards and scores of every round; report.html in it shows them, model/ is what was trained. A finished
+    run is left as it is. Interrupted at any moment, the same command goes on after the last checkpoint, and ends with
+    the same bits.
+
+    Example: whence llm train --task arithmetic --selection ippo
+    """
+    arm = _name_arm(selection, target)
+    config = LanguageConfig(arm, seed, settings=_parse_settings(settings, rounds), **_collect_language_fields(values))
+    _train(config, run, config.env.rstrip("/").rpartition("/")[2], overwrite=overwrite, json=json)
+
+
+@with_options(_LANGUAGE_OPTIONS)
+def compare_language(
+    arms: Annotated[
+        str, typer.Option(help=f"Selections, separated by commas: {_SELECTIONS}; with a target: iif-token.")
+    ] = "none,random,iif-sequence,iif-token,ippo,ippo-unweighted",
+    seeds: Seeds = 3,
+    rounds: LanguageRounds = None,
+    workers: Workers = None,
+    out: Out = Path("out/llm"),
+    on: options.On = "local",
+    overwrite: options.Overwrite = False,
+    settings: LanguageSettings = None,
+    json: options.AsJson = False,
+    **values: Any,
+) -> None:
+    """Train each selection on each seed, and tell what it gains and costs compared with training on every response.
+
+    Interrupted, the same command goes on where it was. How responses are scored is set for the arms that score.
+
+    Example: whence llm compare --task arithmetic --arms none,iif-sequence,ippo --seeds 3
+    """
+    names = [_name_arm(name) for name in _split_names(arms)]
+    if not names or len(set(names)) < len(names):
+        raise WhenceError(f"arms is {arms!r}; name each arm once. Known: {_SELECTIONS}.")
+    overrides = _collect_language_fields(values)
+    scoring = {name: overrides.pop(name) for name in _SCORING if name in overrides}
+    plain = [LanguageConfig(name, 0, settings=_parse_settings(settings, rounds), **overrides) for name in names]
+    if plain[0].task is None and plain[0].test_dataset is None:
+        raise WhenceError("Arms are compared by a test; give its prompts: --test-dataset.")
+    first_seed = [config if config.target is None else replace(config, **scoring) for config in plain]
+    configs = [replace(config, seed=seed) for seed in range(seeds) for config in first_seed]
+    check_comparison(configs, out, workers=workers, on=on)
+    runner_of(configs[0]).prepare(configs[0])  # above the bars, since a small model's own training has a bar too
+    _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
+
+
+def _split_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _collect_run_fields(
+    preset: str | None,
+    settings: Sequence[str] | None,
+    observation: str | None,
+    action: str | None,
+    values: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the fields of an agent's run that a command line sets, for `configure`.
+
+    Raises:
+        WhenceError: a value cannot be read or is given twice, or a target lacks its arguments.
+    """
+    chosen = parse_fields(_TRAIN_OPTIONS, values)
+    hyperparameters = {name: chosen.pop(name) for name in HYPERPARAMETERS if name in chosen}
+    target_args = options.parse_action(observation, action) or None
+    chosen |= {"hyperparameters": hyperparameters, "target_args": target_args}
+    overrides = collect_overrides(settings, preset, chosen)
+    target, arguments = overrides.get("target", "return"), overrides.get("target_args", {})
+    if target == "return" and arguments:
+        raise WhenceError(
+            f"--observation and --action belong to the target action; the target is {target}. Add --target action, or "
+            "leave them out."
+        )
+    if target == "action" and not arguments.keys() >= {"observation", "action"}:
+        raise WhenceError("The target action needs --observation and --action, as JSON: --observation 14 --action 2.")
+    return overrides
+
+
+def _collect_language_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a language model's run that a command line sets."""
+    overrides = parse_fields(_LANGUAGE_OPTIONS, values)
+    if any(name in overrides for name in SOURCE):  # A model of one's own is no task; both are refused.
+        overrides.setdefault("task", None)
+    return overrides
+
+
+def _name_arm(selection: str, target: str | None = None) -> str:
+    """Return the arm of a selection and a target."""
+    selection = STANDARD if selection == _NONE else selection
+    return selection if target is None else f"{selection}-{target}"
+
+
+def _parse_settings(text: str | None, rounds: int | None) -> dict[str, Any]:
+    """Return the trainer's settings that --settings and --rounds set."""
+    values = parse_json_object("--settings", text, """'{"learning_rate": 1e-5}'""") or {}
+    if rounds is not None and "rounds" in values:
+        raise WhenceError("Give --rounds or the setting rounds in --settings, not both.")
+    return values | ({} if rounds is None else {"rounds": rounds})
+
+
+def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, json: bool, **settings: Any) -> None:
+    """Train below a progress bar, write the run's page, and print its last round and where its files are.
+
+    Args:
+        config: the run.
+        run: its directory; None: one below runs/ with `name` in it.
+        name: of the environment or the model.
+        overwrite: delete the run that the directory holds.
+        json: whether to print JSON.
+        settings: further arguments of the runner's `run`.
+    """
+    path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', name)}-{config.arm}-seed{config.seed}"
+    log_to_terminal()
+    runner: Any = runner_of(config)
+    runner.prepare(config)
+    was_finished = not overwrite and runner.is_finished(config, path)
+    try:
+        with RunBar(config.rounds) as bar:
+            runner.run(config, path, bar.update, overwrite=overwrite, **settings)
+    except KeyboardInterrupt:
+        if any((path / "records").glob("round_*.parquet")):
+            done = f"Interrupted after {bar.rounds} of {config.rounds} rounds." if bar.rounds else "Interrupted."
+            errors.print(f"{done} The rounds so far are in {path}:", soft_wrap=True)
+            errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
+            errors.print("The same command goes on after the last checkpoint.")
+        else:
+            errors.print("Interrupted in round 1, so there is nothing to show yet. The same command starts again.")
+        raise typer.Exit(130) from None
+    directory, page = RunDirectory.open(path), path / "report.html"
+    with RoundBar() as round_bar:
+        rounds = spread(directory.rounds(), COMPARED_ROUNDS)
+        write_run_report(directory, page, rounds=rounds, on_round=round_bar.update)
+    last_round = directory.table("metrics").to_dicts()[-1]
+    evaluations = directory.table("evaluations")
+    last_round |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]
+    if json:
+        print_json({"run": str(path), "config": config.to_json(), "last_round": last_round})
+        return
+    done = "was finished already" if was_finished else f"{config.rounds} rounds done"
+    words = ", ".join(describe_round(last_round)) or "–"
+    print_line(f"{config.env}, {config.arm}, seed {config.seed}: {done}. Last round: {words}")
+    model = {"Model": path / "model"} if isinstance(config, LanguageConfig) else {}
+    print_paths({"Run": path, **model, "Page": page})
+
+
+def _compare(
+    configs: Sequence[AnyConfig], out: Path, *, workers: int | None, overwrite: bool, json: bool, on: str
+) -> None:
+    """Run a comparison below progress bars, write its page, and print its result."""
+    with resumable(), keep_stdout_clean(), ComparisonBars(configs) as bars:
+        comparison = experiments.compare(
+            configs, out, workers=workers, overwrite=overwrite, on=on, progress=bars.update
+        )
+    with RoundBar() as rounds_bar:
+        write_report(comparison, out / "report.html", on_round=rounds_bar.update)
+    if json:
+        print_json(comparison.summary)
+        return
+    _print_comparison(comparison)
+    print_paths({"Numbers": out / "summary.json", "Page": out / "report.html"})
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    """Print a verdict on each arm, the table of metrics, and how to read it."""
+    ((env, _),) = comparison.summary.items()
+    summary = make_summary(comparison)
+    seeds = len({config.seed for config in comparison.configs})
+    for verdict in summary.verdicts:
+        print_line(verdict)
+    rows = [(metric, *(" ".join(cell).strip() for cell in cells)) for metric, cells in summary.rows]
+    title = f"{env}, {seeds} seeds, {comparison.configs[0].rounds} rounds"
+    table = make_table(title, ("metric", *summary.headings), rows)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    console.print(table)
+    console.print(READING, style="dim", markup=False)

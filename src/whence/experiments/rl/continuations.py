@@ -1,11 +1,9 @@
 """Advantages measured by going on from a record many times with the policy that collected it."""
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -20,7 +18,6 @@ from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.sb3.episode_replay import (
-    MakeEnv,
     StoredEpisode,
     open_env,
     play_again,
@@ -28,7 +25,7 @@ from whence.sb3.episode_replay import (
     reset_to,
 )
 from whence.sb3.gsde import use_fresh_noise
-from whence.sb3.resets import DIGEST, RecordResets
+from whence.sb3.resets import RecordResets
 
 LONGEST = 10_000
 """Steps after which a continuation is cut off and the critic's value taken for the rest."""
@@ -36,7 +33,7 @@ LONGEST = 10_000
 OnRecord = Callable[[int, int], None]
 """Called with the number of records that are measured, and of all."""
 
-GoOn = Callable[[], None]
+OnStep = Callable[[], None]
 """Called between steps; what it raises ends the work."""
 
 Envs = list[gym.Env[Any, Any]]
@@ -54,7 +51,7 @@ def estimate_advantage(
     env: AnyEnv = None,
     continuations: int = 16,
     seed: int = 0,
-    go_on: GoOn | None = None,
+    on_step: OnStep | None = None,
 ) -> tuple[float, float]:
     """Estimate a record's advantage under the round's policy from fresh continuations, with its standard error.
 
@@ -67,13 +64,13 @@ def estimate_advantage(
         env: see `replay_episode`.
         continuations: at least 2.
         seed: seeds environments and actions from the record on.
-        go_on: called before each step of the continuations; what it raises ends the estimate.
+        on_step: called before each step of the continuations; what it raises ends the estimate.
 
     Raises:
         ReplayError: the episode cannot be played again up to the record, or observations were normalised.
         RunDirectoryError: the policy cannot be built again.
     """
-    table = estimate_advantages(run, number, [record], env=env, continuations=continuations, seed=seed, go_on=go_on)
+    table = estimate_advantages(run, number, [record], env=env, continuations=continuations, seed=seed, on_step=on_step)
     return table["mc_advantage"][0], table["mc_error"][0]
 
 
@@ -86,7 +83,7 @@ def estimate_advantages(
     continuations: int = 16,
     seed: int = 0,
     on_record: OnRecord | None = None,
-    go_on: GoOn | None = None,
+    on_step: OnStep | None = None,
 ) -> pl.DataFrame:
     """Estimate records' advantages under the round's policy from fresh continuations, with standard errors.
 
@@ -103,7 +100,7 @@ def estimate_advantages(
         continuations: at least 2.
         seed: with the record's id, seeds environments and actions from the record on.
         on_record: called after each record.
-        go_on: called before each step of the continuations; what it raises ends the estimate.
+        on_step: called before each step of the continuations; what it raises ends the estimate.
 
     Returns:
         A row for each record, in their order: `record_id`, `mc_advantage`, `mc_error`, and the value of the state by
@@ -123,21 +120,18 @@ def estimate_advantages(
     model, make_env = load_model(run, number, env=env), make_replay_env(run, env)
     rows: dict[int, tuple[float, ...]] = {}
     with ExitStack() as stack:
-        rebuild: Rebuild | None = None
+        # In each pair of environments one goes on with the record's action, the other with the policy's.
+        envs = [stack.enter_context(open_env(make_env)) for _ in range(2 * continuations)]
         for episode, steps in by_episode.items():
             stored = read_episode(run, episode, near=number)
             replay = play_again(make_env, stored, last_step=max(steps.values()), squashed=is_squashed(run))
             if replay.mismatch is not None:
                 raise ReplayError(replay.mismatch)
-            if rebuild is None:
-                rebuild = _choose_rebuilding(make_env, stored, replay.actions, 2 * continuations, stack)
-            ordered = sorted(steps, key=lambda record: steps[record])
-            for record, state in zip(
-                ordered, rebuild(stored, replay.actions, [steps[record] for record in ordered]), strict=True
-            ):
+            for record, step in sorted(steps.items(), key=lambda item: item[1]):
+                observations = [_play_to(env, stored, replay.actions[:step]) for env in envs]
                 seeds = np.random.SeedSequence([seed, record])
-                returns = _continue(model, state, replay.actions[state.step], seeds, go_on)
-                rows[record] = _summarise(returns)
+                inner = [env.env for env in envs]
+                rows[record] = _summarise(_continue(model, inner, observations, replay.actions[step], seeds, on_step))
                 if on_record is not None:
                     on_record(len(rows), len(records))
     return pl.DataFrame([(record, *rows[record]) for record in records], schema=_SCHEMA, orient="row")
@@ -162,8 +156,7 @@ def _group_by_episode(run: RunDirectory, number: int, records: Sequence[int]) ->
                 "a record of an episode that began in the run."
             )
         grouped.setdefault(episode, {})[record] = step
-    # The longest first, by which it is seen whether environments can be copied.
-    return dict(sorted(grouped.items(), key=lambda item: -max(item[1].values())))
+    return grouped
 
 
 def _summarise(returns: NDArray[np.float64]) -> tuple[float, float, float, float]:
@@ -175,53 +168,6 @@ def _summarise(returns: NDArray[np.float64]) -> tuple[float, float, float, float
     return numbers[0], numbers[1], numbers[2], numbers[3]
 
 
-class RebuiltState(NamedTuple):
-    """A record's state, in several environments.
-
-    Attributes:
-        step: the record's step.
-        envs: environments in that state, each of which may be stepped.
-        observation: what the agent sees there.
-    """
-
-    step: int
-    envs: Envs
-    observation: Any
-
-
-Rebuild = Callable[[StoredEpisode, NDArray[Any], Sequence[int]], Iterator[RebuiltState]]
-"""Takes an episode, its actions and some steps in order, and yields the state before each; the former is then void."""
-
-
-def _choose_rebuilding(
-    make_env: MakeEnv, stored: StoredEpisode, actions: NDArray[Any], count: int, stack: ExitStack
-) -> Rebuild:
-    """Return how states are rebuilt: by copies of an environment if that can be done, else by playing in `count`."""
-    first = stack.enter_context(open_env(make_env))
-    if can_be_copied(first, stored, actions):
-        return partial(_copy_states, first, count)
-    return partial(_replay_states, [first, *(stack.enter_context(open_env(make_env)) for _ in range(count - 1))])
-
-
-def _copy_states(
-    env: RecordResets, count: int, stored: StoredEpisode, actions: NDArray[Any], steps: Sequence[int]
-) -> Iterator[RebuiltState]:
-    observation, done = _play_to(env, stored, actions[:0]), 0
-    for step in steps:
-        for action in actions[done:step]:
-            observation = env.env.step(action)[0]
-        done = step
-        yield RebuiltState(step, [copy.deepcopy(env.env) for _ in range(count)], observation)
-
-
-def _replay_states(
-    envs: Sequence[RecordResets], stored: StoredEpisode, actions: NDArray[Any], steps: Sequence[int]
-) -> Iterator[RebuiltState]:
-    for step in steps:
-        observations = [_play_to(env, stored, actions[:step]) for env in envs]
-        yield RebuiltState(step, [env.env for env in envs], observations[0])
-
-
 def _play_to(env: RecordResets, stored: StoredEpisode, actions: NDArray[Any]) -> Any:
     """Play an episode's first actions again, and return the last observation."""
     assert stored.generator_state is not None  # else it was not played again before
@@ -231,56 +177,35 @@ def _play_to(env: RecordResets, stored: StoredEpisode, actions: NDArray[Any]) ->
     return observation
 
 
-def can_be_copied(env: RecordResets, stored: StoredEpisode, actions: NDArray[Any]) -> bool:
-    """Return whether a copy of an environment goes on as the environment itself would, and leaves it alone.
-
-    Some environments cannot be copied, some are made anew by a copy, and some share with it what lies outside Python.
-
-    Args:
-        env: the environment.
-        stored: an episode.
-        actions: its first actions; a copy after half of them has to go on as the environment did.
-    """
-    half = len(actions) // 2
-    _play_to(env, stored, actions[:half])
-    expected = _trace(env, actions[half:])
-    _play_to(env, stored, actions[:half])
-    try:
-        trace = _trace(copy.deepcopy(env), actions[half:])
-    except Exception:  # whatever an environment's own code raises that is half copied
-        return False
-    return trace == expected and _trace(env, actions[half:]) == expected
-
-
-def _trace(env: RecordResets, actions: NDArray[Any]) -> list[tuple[Any, ...]]:
-    """Return what follows from actions: digests of observations, rewards, and whether the episode ended."""
-    results = [env.step(action) for action in actions]
-    return [(info[DIGEST], float(reward), ended, cut) for _, reward, ended, cut, info in results]
-
-
 def _continue(
-    model: Any, state: RebuiltState, first_action: Any, seeds: np.random.SeedSequence, go_on: GoOn | None
+    model: Any,
+    envs: Envs,
+    observations: list[Any],
+    first_action: Any,
+    seeds: np.random.SeedSequence,
+    on_step: OnStep | None,
 ) -> NDArray[np.float64]:
     """Return the discounted returns of continuations, one in each environment; the first half begins with an action.
 
     Args:
         model: holds the policy.
-        state: with 2n environments.
+        envs: 2n environments in the record's state.
+        observations: what the agent sees in each.
         first_action: the first action of the first n.
         seeds: of the environments, two of which share each, and of the actions.
-        go_on: see `estimate_advantages`.
+        on_step: see `estimate_advantages`.
     """
-    envs, half = state.envs, len(state.envs) // 2
+    half = len(envs) // 2
     *env_seeds, action_seed = seeds.spawn(half + 1)
-    observations, returns = [state.observation] * len(envs), np.zeros(len(envs))
+    returns = np.zeros(len(envs))
     for position, env in enumerate(envs):
         env.unwrapped.np_random = np.random.default_rng(env_seeds[position % half])
     alive, discount = list(range(len(envs))), 1.0
     with preserve_rng_state(), use_fresh_noise(model, len(envs)) as renew_noise:
         torch.manual_seed(int(action_seed.generate_state(1)[0]))
         for passed in range(LONGEST):
-            if go_on is not None:
-                go_on()
+            if on_step is not None:
+                on_step()
             renew_noise(np.array(alive), np.full(len(alive), passed == 0))
             chosen = _act(model, [envs[position] for position in alive], [observations[each] for each in alive])
             still = []

@@ -146,7 +146,7 @@ def measure_question(
     try:
         run = RunDirectory.open(Path(path))
         return "measured", parts.estimate_advantage(
-            run, number, record, env=env, continuations=continuations, seed=0, go_on=go_on
+            run, number, record, env=env, continuations=continuations, seed=0, on_step=go_on
         )
     except (WhenceError, *opening.FOREIGN) as refusal:
         return "refused", first_line(refusal)

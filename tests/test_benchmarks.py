@@ -446,7 +446,7 @@ def test_larger_runs_repeat_rounds_under_ids_of_their_own(pages, tmp_path):
         source.write_policy(number, {"weight": torch.full((2,), number)})
     runs.tile_run(source, tmp_path / "tiled", rounds=3, records=4)
     tiled = RunDirectory.open(tmp_path / "tiled")
-    assert (tiled.rounds(), tiled.config["rounds"]) == ([1, 2, 3], 3)
+    assert (tiled.rounds(), tiled.experiment["rounds"]) == ([1, 2, 3], 3)
     records = pl.concat([tiled.round("records", number) for number in tiled.rounds()])
     assert records["record_id"].to_list() == list(range(12))
     assert records["score"].to_list() == [1, 1, 1, 2] * 3

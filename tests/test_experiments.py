@@ -37,12 +37,12 @@ from whence.experiments.rl.environments import (
     make_evaluation_env,
     make_model_env,
 )
-from whence.experiments.rl.networks import default_policy, default_policy_kwargs
 from whence.experiments.rl.plan import check_action, check_read, reads
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import is_finished, read_curve, run
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
+from whence.sb3.networks import default_policy, default_policy_kwargs
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
@@ -723,14 +723,13 @@ class TestComparison:
     def test_each_run_says_what_it_is(self, two_workers):
         for config in two_workers.configs:
             directory = two_workers.run(config)
-            stored = dict(directory.config)
-            effective = stored.pop("effective")
-            assert stored == config.to_json()
-            assert stored["env_kwargs"] == LAKE
-            assert effective.items() >= PPO_SMALL.items()
-            assert effective.keys() >= HYPERPARAMETERS.keys()
-            assert (effective["algorithm"], effective["gamma"], effective["target_kl"]) == ("PPO", 0.99, None)
-            assert RunConfig.from_json(directory.config) == config
+            assert directory.experiment == config.to_json()
+            assert directory.config["env_kwargs"].items() >= LAKE.items()
+            hyperparameters = directory.config["hyperparameters"]
+            assert hyperparameters.items() >= PPO_SMALL.items()
+            assert hyperparameters.keys() >= HYPERPARAMETERS.keys()
+            assert (directory.config["algorithm"], hyperparameters["gamma"]) == ("PPO", 0.99)
+            assert RunConfig.from_json(directory.experiment) == config
             assert set(directory.versions) >= {"whence", "torch", "stable-baselines3", "gymnasium"}
 
     def test_tables_of_all_runs_below_each_other(self, two_workers):

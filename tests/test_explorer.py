@@ -46,7 +46,9 @@ def table_of(n=60, **columns):
 
 
 def run_of(path, table=None, config=None, rounds=(1,)):
-    directory = RunDirectory.create(path, config or {"env": "Some-v0", "arm": "iif", "seed": 3, "rounds": 2})
+    directory = RunDirectory.create(
+        path, config or {"env": "Some-v0", "experiment": {"arm": "iif", "seed": 3, "rounds": 2}}
+    )
     for number in rounds:
         directory.write_round("records", number, table_of() if table is None else table)
         directory.append("metrics", {"round": number, "episode_return": 1.0 * number, "dropped_share": 0.25})

@@ -22,7 +22,7 @@ from whence.counterfactual.interventions import VARIANTS, mean_change
 from whence.counterfactual.retrain import NOBODY, reshuffle
 from whence.errors import InvalidInfluence
 from whence.experiments import load_recording, load_round
-from whence.experiments.rl.stored import measure_returns, read_run_config
+from whence.experiments.rl.stored import measure_returns
 from whence.influence import Provenance
 from whence.sb3 import model_objective
 from whence.sb3 import replay_round as replay_sb3
@@ -353,7 +353,7 @@ class TestCommand:
         scores = attribute(model.policy, records, target=Return(), objective=model_objective(model))
         assert rows[1]["kept"] == int((scores.scores >= 0).sum())
         orders, tests = np.random.SeedSequence([5, 3]).generate_state(2)
-        with measure_returns(read_run_config(directory), model, episodes=4, seed=int(tests)) as measure:
+        with measure_returns(directory, model, episodes=4, seed=int(tests)) as measure:
             assert intervene(model.policy, recording, scores, measure, seed=int(orders)).to_dicts() == rows
 
     def test_rounds_that_are_there_are_not_done_again(self, run):
@@ -394,7 +394,7 @@ class TestCommand:
         scores = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
         of_group = scores.to_polars().filter(pl.col("record_id").is_in(group.to_list()))["score"]
         orders, tests = np.random.SeedSequence([5, 3]).generate_state(2)
-        with measure_returns(read_run_config(directory), model, episodes=2, seed=int(tests)) as measure:
+        with measure_returns(directory, model, episodes=2, seed=int(tests)) as measure:
             table = leave_out_group(model.policy, recording, group, evaluate=measure, orders=2, seed=int(orders))
         content = json.loads((run / "interventions" / "round_00003_where.json").read_text())
         assert content["rows"] == table.to_dicts()

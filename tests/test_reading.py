@@ -133,7 +133,7 @@ def test_configurations_from_json():
     for values, message in (
         ({**agent, "round": 3}, "has no 'round'. Did you mean rounds"),
         ({"env": "CartPole-v1"}, "lacks 'arm' and 'seed'; it needs env, arm, seed"),
-        ({**agent, "effective": 1, 3: 4}, "has no 3"),
+        ({**agent, 3: 4}, "has no 3"),
     ):
         with pytest.raises(WhenceError, match=message):
             RunConfig.from_json(values)

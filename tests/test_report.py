@@ -434,7 +434,7 @@ class TestRunPage:
         assert page.scripts == []
 
     def test_a_run_that_was_only_evaluated(self, tmp_path):
-        directory = run_of(tmp_path / "lake", {"env": "Some-v0", "arm": "iif", "seed": 3, "rounds": 50})
+        directory = run_of(tmp_path / "lake", {"env": "Some-v0", "experiment": {"arm": "iif", "seed": 3, "rounds": 50}})
         directory.append("evaluations", {"round": 0, "test_return": 1.5, "standard_error": 0.1, "episodes": 2})
         page = page_of(directory)
         assert page.of("h2") == ["No rounds yet", "Learning curves", "What was run"]
@@ -494,13 +494,6 @@ class TestRunPage:
         reason = text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
         assert {row["reason"] for row in rows} == {None, reason}
         assert all(row["observation"].startswith(text[:100]) for row in rows)
-
-    def test_settings_in_effect_stand_in_a_group_of_their_own(self, tmp_path):
-        effective = {"learning_rate": 0.0003, "policy": "MlpPolicy", "optimizer": {"eps": 1e-5}}
-        page = page_of(run_of(tmp_path / "lake", {"env": "Some-v0", "effective": effective}))
-        assert "settings in effect" in page.of("h3")
-        facts = page.facts()
-        assert [facts[name] for name in effective] == ["0.0003", "MlpPolicy", '{"eps": 1e-05}']
 
     def test_half_a_pair_of_surrogates_is_no_character(self, tmp_path):
         page = page_of(run_of(tmp_path / "lake", {"env": "\ud800lake"}, (1,)))

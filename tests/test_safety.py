@@ -81,6 +81,16 @@ def rewrite(path: Path, change: Any) -> None:
     path.write_text(json.dumps(document), encoding="utf-8")
 
 
+def name_env(env: str) -> Any:
+    """Return a change of a config.json that names another environment, wherever it names one."""
+
+    def change(document: dict[str, Any]) -> None:
+        for table in (document["config"], document["config"].get("experiment", {})):
+            table["env"] = env
+
+    return change
+
+
 class TestSources:
     @pytest.mark.parametrize("file", sorted(SOURCES.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCES)))
     def test_no_module_reads_objects_or_runs_text(self, file: Path) -> None:
@@ -133,7 +143,7 @@ class TestModulesOfEnvironments:
     ) -> None:
         monkeypatch.syspath_prepend(str(stage))  # as `python -m` has the working directory
         (stage / name / "evil.py").write_text(EVIL.format(marker=str(marker)), encoding="utf-8")
-        rewrite(stage / name / "config.json", lambda document: document["config"].update(env=f"{name}.evil:Lake-v1"))
+        rewrite(stage / name / "config.json", name_env(f"{name}.evil:Lake-v1"))
         run = RunDirectory.open(stage / name)
         with pytest.raises(WhenceError, match=r"imports no code that came with a run.*--env"):
             make_replay_env(run)
@@ -143,7 +153,7 @@ class TestModulesOfEnvironments:
 
     @pytest.mark.parametrize("module", ["antigravity", "os", "a b", "..x"])
     def test_pythons_own_modules_and_odd_names_are_not_imported(self, stage: Path, module: str) -> None:
-        rewrite(stage / "agent" / "config.json", lambda document: document["config"].update(env=f"{module}:Lake-v1"))
+        rewrite(stage / "agent" / "config.json", name_env(f"{module}:Lake-v1"))
         sys.modules.pop("antigravity", None)
         if module != "os":  # it is imported already, which changes nothing
             with pytest.raises(WhenceError, match="holds no environment"):
@@ -151,7 +161,7 @@ class TestModulesOfEnvironments:
         assert "antigravity" not in sys.modules
 
     def test_an_installed_module_is(self, stage: Path) -> None:
-        rewrite(stage / "script" / "config.json", lambda document: document["config"].update(env="minigrid:Absent-v0"))
+        rewrite(stage / "script" / "config.json", name_env("minigrid:Absent-v0"))
         with pytest.raises(ReplayError, match="Absent"):
             make_replay_env(RunDirectory.open(stage / "script"))()
 

@@ -74,7 +74,7 @@ def test_a_run_trains_with_a_studys_callback(tmp_path, monkeypatch):
     monkeypatch.setattr("whence.experiments.configure", lambda **settings: config)
     main(tmp_path / "run", by="divergence")
     run = RunDirectory.open(tmp_path / "run")
-    assert run.config["arm"] == "ppo-as-far"
+    assert run.experiment["arm"] == "ppo-as-far"
     assert "train/update_scale" in run.table("metrics").columns
 
 

@@ -19,7 +19,7 @@ from whence.experiments import configure, load_round
 from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.config import TARGETS
 from whence.experiments.rl.presets import presets
-from whence.experiments.rl.stored import measure_returns, read_run_config
+from whence.experiments.rl.stored import measure_returns
 from whence.sb3 import model_objective
 
 LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", "2", "--optimizer", "SGD"]
@@ -52,15 +52,15 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_holds_what_was_asked_for(lake: Path) -> None:
     run = RunDirectory.open(lake)
     asked = {"env": "FrozenLake-v1", "arm": "iif", "seed": 2, "drop": 0.25, "rounds": 3, "eval_episodes": 4}
-    assert asked.items() <= run.config.items()
-    assert run.config["hyperparameters"] == {"n_steps": 64, "batch_size": 32, "n_epochs": 2}
+    assert asked.items() <= run.experiment.items()
+    assert run.experiment["hyperparameters"] == {"n_steps": 64, "batch_size": 32, "n_epochs": 2}
     assert run.rounds() == [1, 2, 3]
     assert run.table("evaluations").height == 4
     assert run.table("metrics")["episode_return"].null_count() < 3
     assert (lake / "report.html").stat().st_size > 100_000
-    assert run.config["effective"]["learning_rate"] == 3e-4
+    assert run.config["hyperparameters"]["learning_rate"] == 3e-4
     page = (lake / "report.html").read_text()
-    assert "<h3>settings in effect</h3>" in page
+    assert "<h3>experiment</h3>" in page
     assert "gae_lambda" in page
 
 
@@ -98,7 +98,7 @@ def test_settings_reach_the_run(tmp_path: Path) -> None:
     more += ["--target", "action", "--observation", 3, "--action", 2]
     assert whence("train", *LAKE, "--rounds", 2, *more, "--run", tmp_path).exit_code == 0
     run = RunDirectory.open(tmp_path)
-    config = run.config
+    config = run.experiment
     assert (config["policy_kwargs"], config["env_kwargs"]) == ({"net_arch": [8]}, {"is_slippery": False})
     assert (config["hyperparameters"]["normalize_advantage"], config["n_envs"]) == (False, 2)
     assert (config["hyperparameters"]["max_grad_norm"], config["engine"]) == ("inf", "forward")
@@ -151,7 +151,7 @@ def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:
     run = RunDirectory.open(lake)
     model, _ = load_round(run, 2)
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
-    with measure_returns(read_run_config(run), model, episodes=200, seed=3) as measure:
+    with measure_returns(run, model, episodes=200, seed=3) as measure:
         untrained, again = (measure(run.policy(number), 0) for number in (1, 1))
         assert untrained == again
         bias = {"action_net.bias": torch.tensor([50.0, 0, 0, 0])}
@@ -183,10 +183,10 @@ def test_any_field_of_a_preset_is_set(tmp_path: Path) -> None:
     found = whence("train", "--preset", "lda-code/frozenlake", *more, "--eval-episodes", 2, "--run", tmp_path)
     assert found.exit_code == 0, found.output
     run = RunDirectory.open(tmp_path)
-    hyperparameters = run.config["hyperparameters"]
+    hyperparameters = run.experiment["hyperparameters"]
     assert (hyperparameters["n_steps"], hyperparameters["learning_rate"]) == (64, 5e-3)
-    assert run.config["env_kwargs"] == {"map_name": "8x8", "is_slippery": False}
-    assert run.config["policy_kwargs"] == {"net_arch": {"pi": [8], "vf": [4]}}
+    assert run.experiment["env_kwargs"] == {"map_name": "8x8", "is_slippery": False}
+    assert run.experiment["policy_kwargs"] == {"net_arch": {"pi": [8], "vf": [4]}}
     assert run.config["optimizer"] == "Adam"
     assert run.table("evaluations")["round"].to_list() == [0, 2]
 

@@ -32,7 +32,7 @@ from studies.faithfulness.selections import STEPS, Elsewhere, study_rounds
 from whence import IIF, Return, attribute
 from whence.advantages import continues
 from whence.experiments import load_recording
-from whence.experiments.rl.stored import read_run_config
+from whence.experiments.rl.rebuilding import read_run_config
 from whence.guards import preserve_rng_state
 from whence.records import RecordBatch
 from whence.runs import RunDirectory

@@ -37,7 +37,7 @@ from studies.stored import read_round, round_numbers, write_round
 from whence import IIF, Return, attribute, attribute_round, experiments
 from whence.counterfactual import compute_scores, intervene, leave_out, study
 from whence.experiments import RunConfig
-from whence.experiments.rl.stored import measure_returns, read_run_config
+from whence.experiments.rl.stored import measure_returns
 from whence.guards import write_atomically
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
@@ -180,7 +180,7 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     policy, arguments = model.policy, {"target": Return(), "seed": seed}
     scores = all_scores(policy, recording, DRAWS[job.optimizer], **arguments)
     rows, removals, outcomes = [], [], {}
-    with measure_returns(config, model, episodes=TEST_EPISODES, seed=seed) as measure:
+    with measure_returns(run, model, episodes=TEST_EPISODES, seed=seed) as measure:
         tested = measure if job.seed == 0 else None
         for share, orders, evaluate in zip(SHARES, (ORDERS[job.optimizer], 2), (tested, None), strict=True):
             settings = {"share": share, "count": SUBSETS, "orders": orders, "evaluate": evaluate}
@@ -224,10 +224,10 @@ def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.Dat
 
 def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     """Train a round again without the records that score below 0, and without as many at random."""
-    config, seed = read_run_config(run), job.chance(number)
+    seed = job.chance(number)
     model, recording = experiments.load_recording(run, number)
     scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
-    with measure_returns(config, model, episodes=2 * TEST_EPISODES, seed=seed) as measure:
+    with measure_returns(run, model, episodes=2 * TEST_EPISODES, seed=seed) as measure:
         rows = intervene(model.policy, recording, scored, measure, seed=seed)
     return {"interventions": rows.to_dicts()}
 

@@ -61,7 +61,9 @@ def tile_run(source: RunDirectory, path: Path, *, rounds: int, records: int) -> 
     """
     numbers = source.rounds()
     tables = [source.round("records", number) for number in numbers]
-    run = RunDirectory.create(path, {**source.config, "rounds": rounds}, versions=source.versions)
+    run = RunDirectory.create(
+        path, {**source.config, "experiment": {**source.experiment, "rounds": rounds}}, versions=source.versions
+    )
     (path / "policies").mkdir()
     part = 0
     for number in range(1, rounds + 1):

@@ -19,14 +19,14 @@ from whence.counterfactual import leave_out, study
 from whence.counterfactual.removals import SHARES, check_removals
 from whence.counterfactual.scores import MOST
 from whence.errors import WhenceError
-from whence.experiments.rl.stored import measure_returns, read_run_config
+from whence.experiments.rl.stored import measure_returns
 from whence.guards import write_atomically
 from whence.rounds import DRAWS
 from whence.runs.files import check_links
 
 
 def counterfactual(
-    run: Annotated[Path, typer.Argument(help="A run directory of `whence train --record-rounds`.")],
+    run: Annotated[Path, typer.Argument(help="A run directory with recorded rounds.")],
     round: Annotated[int, typer.Option(help="The recorded round, from 1.")],
     target: options.Target = "return",
     record: options.Record = None,
@@ -44,6 +44,7 @@ def counterfactual(
         typer.Option("--leave-out", help="Leave out the highest and the lowest of each score too, more and more."),
     ] = False,
     seed: Annotated[int, typer.Option(help="Of subsets, orders and tests.", min=0)] = 0,
+    env: options.ReplayEnv = None,
     memory: options.Memory = 2.0,
     json: options.AsJson = False,
 ) -> None:
@@ -57,10 +58,9 @@ def counterfactual(
     """
     directory = open_agent_run(run)
     check_links(directory.path)
-    config = read_run_config(directory)
     if test_episodes == 1:
         raise WhenceError("--test-episodes is 1; at least 2 are needed, or 0 to measure no test returns.")
-    model, recording = experiments.load_recording(directory, round)
+    model, recording = experiments.load_recording(directory, round, env=env)
     explained = make_target(target, model, recording.records, record, observation, action)
     torch.set_num_threads(1)
     limit = int(memory * 2**30)
@@ -72,7 +72,8 @@ def counterfactual(
             check_removals(model.policy, recording, MOST - 1, shares=shares, memory=limit)
         evaluate = None
         if test_episodes:
-            evaluate = stack.enter_context(measure_returns(config, model, episodes=test_episodes, seed=seed))
+            tests = measure_returns(directory, model, episodes=test_episodes, seed=seed, env=env)
+            evaluate = stack.enter_context(tests)
         results = study(
             model.policy,
             recording,

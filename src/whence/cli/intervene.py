@@ -25,10 +25,11 @@ from whence.counterfactual.interventions import VARIANTS, mean_change, summarise
 from whence.counterfactual.retrain import check_memory
 from whence.errors import RunDirectoryError, WhenceError, first_line, suggest
 from whence.experiments.rl.labels import state_names
-from whence.experiments.rl.stored import measure_returns, read_run_config
+from whence.experiments.rl.stored import measure_returns
 from whence.guards import write_atomically
 from whence.influence import Influence
 from whence.moments import read_axes
+from whence.page.explorer.explored_run import name_run
 from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
 from whence.runs import RunDirectory
 from whence.runs.files import check_links
@@ -69,6 +70,7 @@ def intervene(
     orders: Annotated[int, typer.Option(help="Orders in which each is trained.", min=1)] = 1,
     test_episodes: Annotated[int, typer.Option(help="Episodes to test each trained policy by.", min=2)] = 200,
     seed: Annotated[int, typer.Option(help="Of draws, orders, random drops and tests.", min=0)] = 0,
+    env: options.ReplayEnv = None,
     memory: options.Memory = 2.0,
     json: options.AsJson = False,
 ) -> None:
@@ -82,7 +84,6 @@ def intervene(
     """
     directory = open_agent_run(run)
     check_links(directory.path)
-    config = read_run_config(directory)
     numbers = _choose_rounds(directory, rounds)
     if method not in _METHODS:
         raise WhenceError(f"--method is {method!r}.{suggest(method, _METHODS)}")
@@ -104,16 +105,17 @@ def intervene(
     with resumable(), errors.status("reading") as status:
         for place, number in enumerate(numbers, start=1):
             on_stage = _prefix_stages(status.update, f"round {number}, {place} of {len(numbers)}")
-            contents.append(_intervene(directory, number, make, settings, int(memory * 2**30), on_stage))
+            contents.append(_intervene(directory, number, make, settings, int(memory * 2**30), on_stage, env))
     if where is not None:
         _show_groups(directory, contents, settings, json=json)
         return
     rows = [_summarise_round(content) for content in contents]
     means = {variant: mean_change(_changes(rows, variant)) for variant in _CHANGED}
+    name = str(directory.config.get("env") or directory.path.name)
     if json:
         print_json({"run": str(run), "target": contents[0]["target"], **settings, "rounds": rows, "mean_change": means})
     else:
-        title = f"{config.env}, {config.arm}, seed {config.seed}: test returns, records scored by {method}"
+        title = f"{name}, {name_run(directory)}: test returns, records scored by {method}"
         console.print(make_table(title, _HEADINGS, map(_format_row, rows)))
         for text in _describe(rows, means):
             print_line(text)
@@ -151,9 +153,10 @@ def _intervene(
     settings: Mapping[str, Any],
     memory: int,
     on_stage: Callable[[str], None],
+    env: str | None,
 ) -> Mapping[str, Any]:
     """Return the content of a round's file; write the file unless one with the same settings is there."""
-    model, recording = experiments.load_recording(directory, number)
+    model, recording = experiments.load_recording(directory, number, env=env)
     target = make(model, recording)
     content = {"round": number, "records": recording.records.fingerprint, "target": repr(target), **settings}
     ending = "_where" if "where" in settings else ""
@@ -171,9 +174,8 @@ def _intervene(
     if "where" in settings:
         group = _find_group(directory, number, scores, settings["where"])
         content["group"] = describe_group(group)
-    with measure_returns(
-        read_run_config(directory), model, episodes=settings["test_episodes"], seed=tests_seed
-    ) as evaluate:
+    tests = measure_returns(directory, model, episodes=settings["test_episodes"], seed=tests_seed, env=env)
+    with tests as evaluate:
         repeats = {"orders": settings["orders"], "seed": orders_seed, "memory": memory, "on_stage": on_stage}
         if group is None:
             results = intervene_round(model.policy, recording, scores, evaluate, **repeats)

@@ -77,7 +77,7 @@ def why(
     """
     _check_question(prompt, response, by, round, record, pulls)
     directory = RunDirectory.open(run)
-    if directory.config.get("kind") != "language":
+    if not directory.is_language:
         raise WhenceError(f"{run} is no language model's run: its records have no tokens. See whence show {run}.")
     if prompt is not None and response is not None:
         causes = gather_response_causes(directory, prompt, response, by=by or "influence", top=top)

@@ -21,7 +21,7 @@ def open_agent_run(path: Path) -> RunDirectory:
         WhenceError: it is a language model's.
     """
     directory = RunDirectory.open(path)
-    if directory.config.get("kind") == "language":
+    if directory.is_language:
         raise WhenceError(
             f"{path} is a language-model run, and this command scores the runs of agents. The scores of its responses "
             f"are in {path / 'records'}; see them with: whence report {path}"

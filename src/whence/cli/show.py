@@ -61,7 +61,7 @@ def show(
             f"Round {number} of {run} has no such moment: its records were not scored, or none of them scores on that "
             "side of 0. Name a record with --record."
         )
-    if directory.config.get("kind") == "language":
+    if directory.is_language:
         _show_response(directory, records, moments, number=number, out=out, json=json)
         return
     options = _Options(cast(By, by), changed, continuations, out, env, json, is_list=bool(top or bottom))
@@ -111,7 +111,7 @@ def find_round(run: RunDirectory, number: int | None, record: int | None, episod
 def _read_scored(run: RunDirectory, number: int, env: str | None) -> pl.DataFrame:
     """Return a round's records; an agent's are scored now if they were not, and what was done is said."""
     records = run.round("records", number)
-    if "score" in records.columns or run.config.get("kind") == "language":
+    if "score" in records.columns or run.is_language:
         return records
     from whence.page.explorer.explored_run import ExploredRun
 

@@ -114,7 +114,7 @@ def read_scored_round(run: RunDirectory, number: int, env: AnyEnv = None) -> pl.
         WhenceError: the run is a language model's.
         RunDirectoryError: see `whence.experiments.load_round`.
     """
-    if run.config.get("kind") == "language":
+    if run.is_language:
         raise WhenceError(f"{run.path} is a language-model run: it has no states from which to measure an advantage.")
     table = run.round("records", number)
     if "score" not in table.columns:

@@ -103,7 +103,7 @@ def compare(
         if overwrite:
             _remove_summary(path)
             for config in configs:
-                RunDirectory.create(run_path(path, config), config.to_json(), overwrite=True).release()
+                RunDirectory.create(run_path(path, config), {"experiment": config.to_json()}, overwrite=True).release()
         for config in configs:
             progress(config, 0 if config in todo else config.rounds)
         for place, failure in ends:
@@ -168,6 +168,8 @@ def load_comparison(path: Path) -> Comparison:
     run_list, summary = (_read_json(path / name) for name in ("comparison.json", "summary.json"))
     try:
         configs = [read_config(config) for config in run_list]
+        if outside := [config.arm for config in configs if Path(config.arm).name != config.arm]:
+            raise ValueError(f"{outside[0]!r} is no arm")
     except (AttributeError, TypeError, ValueError) as failure:
         raise _damaged(path / "comparison.json", f"does not list the runs of a comparison ({failure})") from None
     if not _is_summary(summary, configs):

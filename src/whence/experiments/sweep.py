@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from whence.errors import RunDirectoryError
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.rl.arms import place_arm
-from whence.experiments.rl.config import EFFECTIVE, RunConfig
+from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import CurveFiles, KeptRun
 from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import Planned, find_differences, make_label
@@ -136,11 +136,10 @@ def _check_same_run(planned: Planned, stored_run: KeptRun, path: Path) -> None:
 def _remove_other_run(planned: Planned, out: Path) -> None:
     """Remove an unfinished run of another configuration; what is no run of a sweep stays, and is refused later."""
     try:
-        config = RunDirectory.open(planned.run_path(out)).config
+        experiment = RunDirectory.open(planned.run_path(out)).experiment
     except RunDirectoryError:
         return
-    settings = {name: value for name, value in config.items() if name != EFFECTIVE}
-    if "arm" in config and settings != planned.config.to_json():
+    if experiment and experiment != planned.config.to_json():
         with suppress(OSError):
             _remove_run(planned.run_path(out))
 

@@ -152,7 +152,7 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] 
     is_traceable = len(runs) == 1 and not runs[0].is_language and bool(first.rounds())
     return _render(
         title=f"{name}: {label if len(runs) == 1 else ', '.join(labels)}",
-        subtitle=(subtitle + describe_arm(first.config)).strip() if len(runs) == 1 else f"{_count(len(runs), 'run')}.",
+        subtitle=(subtitle + describe_arm(first)).strip() if len(runs) == 1 else f"{_count(len(runs), 'run')}.",
         unstarted=not any(run.directory.rounds() for run in runs),
         latest=attempt(lambda: list_latest(tables), notes, "Figures of the last round", []) if len(runs) == 1 else [],
         advice=attempt(lambda: gather_advice(directories), notes, "Advice cannot be given", {}),

@@ -25,9 +25,6 @@ Tables: TypeAlias = Mapping[Table, pl.DataFrame]
 Drawn: TypeAlias = tuple[str, str, go.Figure]
 """A figure with its title and what it shows."""
 
-_GROUP_HEADINGS = {"effective": "settings in effect"}
-"""Headings of groups of facts, if another one than their key in config.json."""
-
 
 def read_tables(runs: Runs, notes: list[str] | None = None) -> Tables:
     """Return each table of all runs; without rows if no run has any.
@@ -120,12 +117,12 @@ def _list_resumptions(run: RunDirectory) -> list[Advice]:
     ]
 
 
-def describe_arm(config: Mapping[str, Any]) -> str:
+def describe_arm(run: RunDirectory) -> str:
     """Return in a sentence what the arm of a run in an environment does; "" if it has none that is known."""
-    name = str(config.get("arm"))
-    if name not in ARMS or config.get("kind") == "language":
+    name = str(run.experiment.get("arm"))
+    if name not in ARMS or run.is_language:
         return ""
-    drop = config.get("drop")
+    drop = run.experiment.get("drop")
     share = f"{100 * drop:g}%" if isinstance(drop, int | float) else "a share"
     return f"{name}: {ARMS[name].about.replace('the share `drop`', share)}."
 
@@ -161,9 +158,7 @@ def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[
     plain = {name: value for name, value in config.items() if name not in nested}
     groups = [("configuration", plain), *nested.items(), ("versions", _list_versions(runs))]
     return [
-        (_GROUP_HEADINGS.get(heading, heading), [(name, _format_fact(value)) for name, value in group.items()])
-        for heading, group in groups
-        if group
+        (heading, [(name, _format_fact(value)) for name, value in group.items()]) for heading, group in groups if group
     ]
 
 

@@ -32,7 +32,7 @@ _FOLDERS = (
 )
 """What a run may hold besides tables of rounds."""
 
-_ROUND = re.compile(r"round_([0-9]{5,18})")
+_ROUND = re.compile(r"round_([0-9]{5}|[1-9][0-9]{5,17})")
 
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
 """Tables with one row a round. Timings have a table of their own, because only they differ between equal runs."""

@@ -1,13 +1,13 @@
 """A model and a rule built again from a run's configuration; no class is looked up but known ones."""
 
 import ast
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+import reprlib
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common import policies, torch_layers
+from stable_baselines3.common import policies
 from stable_baselines3.common.vec_env import VecEnv
 
 from whence import heuristics, selection
@@ -15,6 +15,7 @@ from whence.errors import RunDirectoryError, WhenceError
 from whence.runs import RunDirectory
 from whence.sb3.contrib import MaskableActorCriticPolicy, MaskablePPO
 from whence.sb3.description import HYPERPARAMETERS
+from whence.sb3.networks import resolve_classes
 from whence.selection import SelectionRule
 
 _ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO}
@@ -27,26 +28,21 @@ _POLICIES: Mapping[str, Any] = {
     )
 }
 
-CLASSES: Sequence[ModuleType] = (torch.nn, torch_layers, torch.optim)
-"""The modules whose classes a configuration may name."""
-
 
 def build_model(
     run: RunDirectory,
     env: VecEnv | Any,
     *,
     remedy: str,
-    classes: Sequence[ModuleType] = CLASSES,
     changes: Mapping[str, Any] | None = None,
     device: str = "auto",
 ) -> Any:
-    """Return an untrained model like the one that a callback's run trained.
+    """Return an untrained model like the one that a run trained.
 
     Args:
         run: the run.
         env: its environments.
         remedy: what to do if it cannot be built, for the message.
-        classes: the modules whose classes the configuration may name.
         changes: hyper-parameters in place of stored ones; a schedule is stored in words only. None: the model is to
             score, not to train, and gets neither schedules nor the optimiser.
         device: where it is trained.
@@ -61,7 +57,7 @@ def build_model(
     parameters = algorithm.__init__.__code__.co_varnames
     stored = {
         name: value
-        for name, value in (config.get("hyperparameters") or {}).items()
+        for name, value in read_settings(run, "hyperparameters").items()
         if name in (*HYPERPARAMETERS, "seed") and name in parameters
     }
     schedules = [name for name, value in stored.items() if str(value).startswith("a schedule")]
@@ -70,7 +66,7 @@ def build_model(
             f"{run.path} was trained with {missing[0]} as {stored[missing[0]]}. Pass the schedule: "
             f"{missing[0]}=lambda remaining: ..."
         )
-    policy_kwargs = config.get("policy_kwargs") or {}
+    policy_kwargs = read_settings(run, "policy_kwargs")
     if changes is None:
         policy_kwargs = {name: value for name, value in policy_kwargs.items() if not name.startswith("optimizer_")}
     settings = {name: _read_number(value) for name, value in stored.items() if name not in schedules}
@@ -83,20 +79,31 @@ def build_model(
             "...)."
         )
     try:
-        return algorithm(
-            policy,
-            env,
-            policy_kwargs=_resolve(run, policy_kwargs, classes, remedy),
-            device=device,
-            **{**settings, **(changes or {})},
-        )
-    except WhenceError:
-        raise
-    except Exception as refused:
+        arguments = {**settings, **(changes or {}), "policy_kwargs": resolve_classes(policy_kwargs)}
+        with warnings.catch_warnings():
+            # The model may have fewer environments than the one that was trained.
+            warnings.filterwarnings("ignore", "You have specified a mini-batch size")
+            return algorithm(policy, env, device=device, **arguments)
+    except Exception as refusal:  # SB3 and the policy's classes may raise anything
         raise RunDirectoryError(
-            f"The policy of {run.path} cannot be built from its configuration: {type(refused).__name__}: {refused}. "
+            f"The policy of {run.path} cannot be built from its configuration: {type(refusal).__name__}: {refusal} "
             f"{remedy}"
-        ) from refused
+        ) from refusal
+
+
+def read_settings(run: RunDirectory, name: str) -> Mapping[str, Any]:
+    """Return a table of settings in a run's configuration; empty if it has none.
+
+    Raises:
+        RunDirectoryError: what stands there is no table.
+    """
+    settings = run.config.get(name) or {}
+    if not isinstance(settings, Mapping):
+        raise RunDirectoryError(
+            f"{name} is {reprlib.repr(settings)} in {run.path / 'config.json'}; a table of settings is needed. Restore "
+            "the file."
+        )
+    return settings
 
 
 def _read_number(value: Any) -> Any:
@@ -111,28 +118,6 @@ def _look_up(run: RunDirectory, what: str, name: object, classes: Mapping[str, A
             f"can. {remedy}"
         )
     return classes[name]
-
-
-def _resolve(
-    run: RunDirectory, kwargs: Mapping[str, Any], classes: Sequence[ModuleType], remedy: str
-) -> dict[str, Any]:
-    """Return a policy's arguments, with classes in place of their names."""
-    resolved: dict[str, Any] = {}
-    for argument, value in kwargs.items():
-        is_class = isinstance(value, str) and (argument.endswith("_class") or argument == "activation_fn")
-        resolved[argument] = _find_class(run, argument, value, classes, remedy) if is_class else value
-    return resolved
-
-
-def _find_class(run: RunDirectory, argument: str, path: str, classes: Sequence[ModuleType], remedy: str) -> type:
-    name = path.rpartition(".")[2]
-    for module in classes:
-        candidate = getattr(module, name, None)
-        if isinstance(candidate, type) and path in (name, f"{candidate.__module__}.{candidate.__qualname__}"):
-            return candidate
-    raise RunDirectoryError(
-        f"{run.path} was trained with {argument}={path}, a class that is not PyTorch's or Stable-Baselines3's. {remedy}"
-    )
 
 
 def build_rule(text: str) -> SelectionRule:

@@ -36,7 +36,7 @@ def explain_inexact(env: VecEnv) -> str | None:
         kinds = NormalizeObservation, NormalizeReward
         return next((_explain_statistics(kind) for kind in kinds if any(base.env_is_wrapped(kind))), None)
     for single in base.envs:
-        if reuses_world(single.unwrapped) and not any(_renews(each) for each in _iterate_wrappers(single)):
+        if reuses_world(single.unwrapped) and not _renews_world(single):
             return (
                 "BipedalWalker reuses its Box2D world from episode to episode. Wrap it in whence.sb3.RecordResets "
                 "where it is made, which gives it a new one"
@@ -65,7 +65,8 @@ def read_environments(env: VecEnv, tracker: ResetTracker) -> dict[str, Any]:
         "episodes": tracker.read_state(),
         "vec_wrappers": [read_attributes(wrapper) for wrapper in _iterate_vec_wrappers(env)],
         "wrappers": [
-            [read_attributes(wrapper) for wrapper in _iterate_wrappers(single)] for single in _single_envs(env)
+            [[type(wrapper).__name__, read_attributes(wrapper)] for wrapper in _iterate_wrappers(single)]
+            for single in _single_envs(env)
         ],
         "spaces": _read_space(env.action_space),
     }
@@ -89,7 +90,10 @@ def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[st
         if failure := _play_ongoing_episode(base, index, noted, masked=masked):
             return f"environment {index}: {failure}"
     for single, chain in zip(_single_envs(env), content["wrappers"], strict=True):
-        for wrapper, attributes in zip(_iterate_wrappers(single), chain, strict=True):
+        wrappers, before = list(_iterate_wrappers(single)), [name for name, _ in chain]
+        if (names := [type(wrapper).__name__ for wrapper in wrappers]) != before:
+            return f"its environments are wrapped in {', '.join(names)}, and were in {', '.join(before)}"
+        for wrapper, (_, attributes) in zip(wrappers, chain, strict=True):
             if misfits := load_attributes(wrapper, attributes):
                 return (
                     f"{type(wrapper).__name__}.{misfits[0]} is of another kind in a new wrapper than in one that has "
@@ -156,13 +160,20 @@ def _iterate_vec_wrappers(env: VecEnv) -> Iterator[VecEnvWrapper]:
 
 
 def _iterate_wrappers(env: gym.Env[Any, Any]) -> Iterator[gym.Wrapper[Any, Any, Any, Any]]:
+    """Yield the wrappers of an environment, the outermost first; whence's own have no state, and come and go."""
     while isinstance(env, gym.Wrapper):
-        yield env
+        if not type(env).__module__.startswith("whence."):
+            yield env
         env = env.env
 
 
-def _renews(wrapper: gym.Env[Any, Any]) -> bool:
-    return isinstance(wrapper, RecordResets) and wrapper.renews_world
+def _renews_world(env: gym.Env[Any, Any]) -> bool:
+    """Return whether an environment is wrapped in a RecordResets that gives it a new world for each episode."""
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, RecordResets) and env.renews_world:
+            return True
+        env = env.env
+    return False
 
 
 def _find_hidden_generator(part: gym.Env[Any, Any]) -> str | None:

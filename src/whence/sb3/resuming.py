@@ -1,14 +1,16 @@
 """A training taken up again from its run directory alone."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from whence.errors import RunDirectoryError
 from whence.objectives import Objective
 from whence.runs import RunDirectory
-from whence.runs.checkpoints import read_latest
+from whence.runs.checkpoints import list_checkpoints
 from whence.sb3.building import build_model, build_rule
 from whence.sb3.callback import InfluenceCallback
+from whence.sb3.description import describe
 from whence.sb3.model_state import load_model
 from whence.selection import SelectionRule
 from whence.targets import Return, Target, target_name
@@ -28,11 +30,12 @@ def resume(
 ) -> tuple[Any, InfluenceCallback]:
     """Return model and callback of an interrupted training, to go on with `learn()`.
 
-    The same script goes on by itself when it is run again. This is for those who have the run directory alone, or
-    called `learn()` several times. Training then ends with the same bits as if it had not been interrupted.
+    The same script, or the same command, goes on by itself when it is run again. This is for those who have the run
+    directory alone, or called `learn()` several times. Training then ends with the same bits as if it had not been
+    interrupted. The test returns that `whence train` would have measured meanwhile are measured when it is called.
 
     Args:
-        run: the directory that `InfluenceCallback(run=...)` wrote.
+        run: the directory that `InfluenceCallback(run=...)` or `whence train` wrote.
         env: environments made as before, with the same wrappers.
         rule: the rule; None: the one that the configuration names, if it is one of whence's.
         target: the target; None: `Return()`.
@@ -45,7 +48,7 @@ def resume(
         takes the total of steps as before; `reset_num_timesteps=False` the steps that are left.
 
     Raises:
-        RunDirectoryError: the directory holds no run of `InfluenceCallback`, no checkpoint, or a model that cannot be
+        RunDirectoryError: the directory holds no run of an agent, no checkpoint, or a model that cannot be
             built from its configuration.
         WhenceError: the rule cannot be built from its text.
 
@@ -55,15 +58,11 @@ def resume(
         model.learn(20_480, callback=callback)
         ```
     """
-    directory = RunDirectory.open(run)
-    config = directory.config
-    if "algorithm" not in config or config.get("kind") == "language":
-        raise RunDirectoryError(
-            f"{run} is no run of InfluenceCallback's. A run of whence train goes on when the same command is given "
-            "again, a language model's with its trainer."
-        )
-    checkpoint = read_latest(run)
-    if checkpoint is None:
+    stored = RunDirectory.open(run)
+    config = stored.config
+    if stored.is_language:
+        raise RunDirectoryError(f"{run} is a language model's run, which goes on with its trainer.")
+    if not list_checkpoints(run):
         raise RunDirectoryError(f"{run} holds no checkpoint to go on from. {_REMEDY}")
     if target is None and config.get("target") != target_name(Return()):
         raise RunDirectoryError(f"{run} was scored for the target {config.get('target')!r}. Pass it: target=...")
@@ -71,14 +70,18 @@ def resume(
         raise RunDirectoryError(
             f"{run} was scored by the objective {config.get('objective')!r}. Pass it: objective=..."
         )
-    callback = InfluenceCallback(
+    make_callback = partial(
+        InfluenceCallback,
         build_rule(config["rule"]) if rule is None else rule,
         target=target,
         objective=objective,
         engine=config["engine"],
         last=config["last"],
-        run=run,
     )
-    model = build_model(directory, env, remedy=_REMEDY, changes=hyperparameters, device=device)
-    load_model(model, checkpoint.content["model"])
-    return model, callback
+    model = build_model(stored, env, remedy=_REMEDY, changes=hyperparameters, device=device)
+    experiment = {"experiment": stored.experiment} if stored.experiment else {}
+    directory = RunDirectory.begin(run, {**describe(model), **make_callback().settings(), **experiment})
+    assert directory.checkpoint is not None
+    load_model(model, directory.checkpoint.content["model"])
+    directory.release()  # until learn() takes it
+    return model, make_callback(run=directory)

@@ -26,9 +26,6 @@ POLICIES = tuple(PPO.policy_aliases)
 
 TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Return, "action": Action})
 
-EFFECTIVE = "effective"
-"""The key in a run's config.json under which people find all settings in effect, SB3's defaults included."""
-
 _RETIRED = ("kl_per_round",)
 """Fields that only published results have: the divergence to which a controller steered each round, or null."""
 
@@ -149,13 +146,13 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration of which `to_json` returned these values; `EFFECTIVE` and retired ones are ignored.
+        """Return the configuration of which `to_json` returned these values; retired fields are ignored.
 
         Raises:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
-        check_field_names(cls, values, but=(EFFECTIVE, *_RETIRED))
-        fields = {name: value for name, value in values.items() if name not in (EFFECTIVE, *_RETIRED)}
+        check_field_names(cls, values, but=_RETIRED)
+        fields = {name: value for name, value in values.items() if name not in _RETIRED}
         return cls(**_from_json(fields))
 
 

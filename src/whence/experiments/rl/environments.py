@@ -15,6 +15,7 @@ from whence.errors import Unsupported, WhenceError, suggest
 from whence.experiments.rl.config import RunConfig
 from whence.guards import eval_mode, preserve_rng_state
 from whence.sb3 import RecordResets
+from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.sb3.envpool import EnvPoolVecEnv, evaluate_pool, make_pool
 from whence.sb3.gsde import use_fresh_noise
 from whence.sb3.resets import reuses_world
@@ -166,11 +167,17 @@ def make_evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
     """Return Gymnasium's environments to evaluate on."""
 
     def make() -> gym.Env[Any, Any]:
-        env = make_env(config, disable_env_checker=True)
-        # A BipedalWalker gets a new world for each episode, so that an evaluation depends on none before it.
-        return Monitor(RecordResets(env) if reuses_world(env.unwrapped) else env)
+        return Monitor(renew_world(make_env(config, disable_env_checker=True)))
 
     return DummyVecEnv([make] * min(64, episodes))
+
+
+def renew_world(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """Return an environment to evaluate on, in which no episode depends on those before it.
+
+    A BipedalWalker keeps its Box2D world from episode to episode, so it gets a new one for each.
+    """
+    return RecordResets(env) if reuses_world(env.unwrapped) else env
 
 
 def make_model_env(config: RunConfig) -> VecEnv:
@@ -236,12 +243,13 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
     Environments and torch's generator are seeded, so the same policy gives the same figures. The global generators and
     the policy's mode and noise are restored afterwards.
     """
-    envs = np.arange(env.num_envs)
+    envs, masked = np.arange(env.num_envs), isinstance(model.policy, MaskableActorCriticPolicy)
     with preserve_rng_state(), eval_mode(model.policy.modules()), use_fresh_noise(model, len(envs)) as renew:
 
         def predict(observation: Any, state: Any, episode_start: Any, deterministic: bool) -> Any:
             renew(envs, episode_start)
-            return model.predict(observation, state, episode_start, deterministic)
+            masks = {"action_masks": np.stack(env.env_method("action_masks"))} if masked else {}
+            return model.predict(observation, state, episode_start, deterministic, **masks)
 
         torch.manual_seed(seed)
         env.seed(seed)

@@ -14,11 +14,11 @@ from whence.errors import WhenceError, suggest
 from whence.experiments.rl.arms import ARMS, RULE_FIELDS, find_arm
 from whence.experiments.rl.config import RunConfig, check_types
 from whence.experiments.rl.environments import check_environment, list_libraries, make_model_env
-from whence.experiments.rl.networks import default_policy, default_policy_kwargs
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
 from whence.experiments.shared import STANDARD
 from whence.guards import preserve_rng_state
+from whence.sb3.networks import default_policy, default_policy_kwargs
 from whence.targets import Action
 
 _MERGED = ("hyperparameters", "env_kwargs", "pool_kwargs", "policy_kwargs")

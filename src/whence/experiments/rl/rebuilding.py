@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import gymnasium as gym
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
 
 from whence.errors import ReplayError, RunDirectoryError, WhenceError, first_line
-from whence.experiments.rl import networks
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import make_env
+from whence.experiments.rl.environments import make_env, make_evaluation_env, make_model_env, renew_world
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 from whence.sb3 import building as sb3_building
-from whence.sb3.building import CLASSES
+from whence.sb3.building import read_settings
 from whence.sb3.episode_replay import MakeEnv
 
 AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
@@ -38,19 +38,12 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
     """
     if env is not None and not isinstance(env, str):
         return env
-    config = run.config
-    if config.get("kind") == "language":
+    if run.is_language:
         raise ReplayError(f"{run.path} is a language-model run: it has no episodes of an environment.")
-    if env is None and "algorithm" not in config:
-        try:
-            settings = RunConfig.from_json(config)
-        except WhenceError as wrong:
-            raise ReplayError(
-                f"The configuration of {run.path} names no environment that can be made: {wrong}"
-            ) from None
-        check_env_module(run, settings.env)
-        return lambda: make_env(settings, render_mode="rgb_array", disable_env_checker=True)
-    name, kwargs = (env, {}) if env is not None else (config.get("env"), _read_settings(run, "env_kwargs"))
+    if env is None and run.experiment:
+        config = read_run_config(run)
+        return lambda: make_env(config, render_mode="rgb_array", disable_env_checker=True)
+    name, kwargs = (env, {}) if env is not None else (run.config.get("env"), read_settings(run, "env_kwargs"))
     if not isinstance(name, str):
         raise ReplayError(
             f"{run.path} was trained in an environment that Gymnasium has no id for. Pass env= (or --env): an id, "
@@ -60,6 +53,23 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
         check_env_module(run, name)
     options = {**kwargs, "render_mode": "rgb_array", "disable_env_checker": True}
     return partial(_make_gymnasium, name, options)
+
+
+def read_run_config(run: RunDirectory) -> RunConfig:
+    """Return the experiment of a run that whence's own commands made, whose environment may be made.
+
+    Raises:
+        RunDirectoryError: see `check_env_module`; or the configuration was changed.
+    """
+    try:
+        config = RunConfig.from_json(run.experiment)
+    except WhenceError as wrong:
+        raise RunDirectoryError(
+            f"{run.path / 'config.json'} does not hold the experiment of an agent's run: {wrong} Restore it, or train "
+            "again into a new directory."
+        ) from None
+    check_env_module(run, config.env)
+    return config
 
 
 def _make_gymnasium(name: str, options: Mapping[str, Any]) -> gym.Env[Any, Any]:
@@ -105,21 +115,6 @@ def check_env_module(run: RunDirectory, name: str) -> None:
     )
 
 
-def _read_settings(run: RunDirectory, name: str) -> Mapping[str, Any]:
-    """Return a table of settings in a run's configuration; empty if it has none.
-
-    Raises:
-        RunDirectoryError: what stands there is no table.
-    """
-    settings = run.config.get(name) or {}
-    if not isinstance(settings, Mapping):
-        raise RunDirectoryError(
-            f"{name} is {reprlib.repr(settings)} in {run.path / 'config.json'}; a table of settings is needed. Restore "
-            "the file."
-        )
-    return settings
-
-
 def list_wrappers(run: RunDirectory) -> list[str]:
     """Return the names of the wrappers around a run's environments, the outermost first.
 
@@ -142,38 +137,48 @@ def reads_raw_observations(run: RunDirectory) -> bool:
 
 def is_squashed(run: RunDirectory) -> bool:
     """Return whether a run's policy squashes its actions."""
-    return bool(_read_settings(run, "policy_kwargs").get("squash_output", False))
+    return bool(read_settings(run, "policy_kwargs").get("squash_output", False))
 
 
 def build_model(run: RunDirectory, env: AnyEnv = None) -> Any:
-    """Return an untrained model like the one that a callback's run trained.
+    """Return an untrained model like the one that a run trained, on the CPU and to score with.
 
     Raises:
         RunDirectoryError: the configuration names an algorithm, a policy or a class that is not known here.
     """
-    for name in ("hyperparameters", "policy_kwargs"):
-        _read_settings(run, name)
-    vec_env = _make_vec_env(run, env)
+    vec_env = make_vec_env(run, env)
     try:
         with preserve_rng_state():
             # Without its schedules: no score depends on them, since at the collecting policy no ratio is clipped.
-            return sb3_building.build_model(run, vec_env, remedy=_REMEDY, classes=(*CLASSES, networks), device="cpu")
+            return sb3_building.build_model(run, vec_env, remedy=_REMEDY, device="cpu")
     finally:
         vec_env.close()
 
 
-def _make_vec_env(run: RunDirectory, env: AnyEnv) -> VecEnv:
+def make_vec_env(run: RunDirectory, env: AnyEnv = None, *, count: int = 1) -> VecEnv:
+    """Return environments like those that a run was trained in, with frames stacked as its policy sees them.
+
+    Args:
+        run: the run.
+        env: see `make_replay_env`.
+        count: how many.
+
+    Raises:
+        RunDirectoryError: they cannot be made.
+    """
+    if env is None and run.experiment:
+        config = read_run_config(run)
+        return make_model_env(config) if count == 1 else make_evaluation_env(config, count)
     try:
-        vec_env: VecEnv = DummyVecEnv([make_replay_env(run, env)])
+        make = make_replay_env(run, env)
+        vec_env: VecEnv = DummyVecEnv([lambda: Monitor(renew_world(make()))] * count)
     except (ReplayError, gym.error.Error) as failure:
         raise RunDirectoryError(f"The environment of {run.path} cannot be made: {failure}") from failure
-    for name in reversed(list_wrappers(run)):
-        if name.startswith("VecFrameStack"):
-            frames = _FRAME_STACK.fullmatch(name)
-            if frames is None:
-                raise RunDirectoryError(
-                    f"vec_wrappers names {name!r} in {run.path / 'config.json'}; VecFrameStack(N) with a number of "
-                    "frames from 1 to 999 is needed. Restore the file."
-                )
-            vec_env = VecFrameStack(vec_env, int(frames[1]))
-    return vec_env
+    frames = count_frames(run)
+    return VecFrameStack(vec_env, frames) if frames > 1 else vec_env
+
+
+def count_frames(run: RunDirectory) -> int:
+    """Return how many frames a run's policy sees at a time; 1 unless they were stacked by a VecFrameStack."""
+    matches = [_FRAME_STACK.fullmatch(name) for name in list_wrappers(run)]
+    return next((int(match[1]) for match in matches if match), 1)

@@ -41,7 +41,7 @@ def replay_episode(
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     stored = read_episode(run, episode)
     make_env = make_replay_env(run, env)
-    if stored.generator_state is None and run.config.get("collect_with") == "envpool":
+    if stored.generator_state is None and run.experiment.get("collect_with") == "envpool":
         return draw_episode(make_env, stored, frames=frames, last_step=last_step)
     return play_again(
         make_env,

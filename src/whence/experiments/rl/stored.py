@@ -2,37 +2,36 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 from gymnasium import spaces
-from stable_baselines3 import PPO
+from numpy.typing import NDArray
 from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.vec_env.stacked_observations import StackedObservations
 from torch import Tensor
 
 from whence.attribution import attribute
 from whence.counterfactual.outcomes import Evaluate
-from whence.errors import InvalidRecords, RunDirectoryError, WhenceError
-from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import make_evaluation_env, make_model_env, measure_return
+from whence.errors import InvalidRecords, RunDirectoryError
+from whence.experiments.rl.environments import evaluate, measure_return
 from whence.experiments.rl.rebuilding import (
     AnyEnv,
     build_model,
-    check_env_module,
-    list_wrappers,
+    count_frames,
     make_replay_env,
+    make_vec_env,
+    read_run_config,
     reads_raw_observations,
 )
-from whence.experiments.rl.training import make_model
 from whence.folds import usable_folds
-from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
+from whence.sb3.building import read_settings
 from whence.sb3.episode_replay import play_again, read_episode
 from whence.sb3.objective import model_objective
 from whence.sb3.state import load_tensors, named_tensors
@@ -47,10 +46,9 @@ def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[A
     checked.
 
     Args:
-        run: a run of `whence train` or `whence compare`, or one that a callback wrote.
+        run: the run of an agent.
         number: the round's number, from 1.
-        env: the environment of a callback's run, if the run's own id does not name it: an id, module:Id, or a function
-            that makes one.
+        env: the environment, if the run's own id does not name it: an id, module:Id, or a function that makes one.
 
     Raises:
         RunDirectoryError: the round is not there, or its policy cannot be built again from the run's configuration.
@@ -119,11 +117,6 @@ def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influe
 
 def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
     """Return a round's table with its observations, by playing its episodes again."""
-    if any(name.startswith("VecFrameStack") for name in list_wrappers(run)):
-        raise RunDirectoryError(
-            f"The observations of {run.path} were too large to store, and stacks of frames are not rebuilt. Score in "
-            "the run itself, or collect anew with whence.sb3.collect(model)."
-        )
     if missing := [name for name in ("record_id", "episode_id", "step") if name not in table.columns]:
         raise RunDirectoryError(
             f"The records of {run.path} hold neither their observations nor {missing[0]}, by which they would be "
@@ -140,14 +133,28 @@ def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: s
         )
         if replay.mismatch is not None:
             raise RunDirectoryError(f"Episode {episode} of {run.path} cannot be observed again. {replay.mismatch}")
-        observed |= dict(zip(replay.record_ids.tolist(), replay.observations, strict=False))
-    images = np.stack([np.asarray(observed[record]) for record in table["record_id"].to_list()])
+        frames = _stack_frames(replay.observations, count_frames(run))
+        observed |= dict(zip(replay.record_ids.tolist(), frames, strict=False))
+    images = np.stack([observed[record] for record in table["record_id"].to_list()])
     if is_image_space(space) and images.shape[1:] != space.shape:
         images = images.transpose(0, 3, 1, 2)  # as SB3 turns them
     return table.with_columns(pl.Series("observation", images.reshape(len(images), -1)))
 
 
-def load_recording(run: RunDirectory, number: int) -> tuple[Any, RoundRecording]:
+def _stack_frames(frames: list[Any], count: int) -> list[NDArray[Any]]:
+    """Return an episode's observations, each with those before it, as SB3's VecFrameStack shows them."""
+    images = [np.asarray(frame) for frame in frames]
+    if count == 1:
+        return images
+    is_image = images[0].dtype == np.uint8
+    space = spaces.Box(0 if is_image else -np.inf, 255 if is_image else np.inf, images[0].shape, images[0].dtype.type)
+    stacked = StackedObservations[Any](1, count, space)
+    first = stacked.reset(images[0][None])[0].copy()
+    going_on = np.zeros(1, dtype=bool)  # the episode does not end
+    return [first, *(stacked.update(image[None], going_on, [{}])[0][0].copy() for image in images[1:])]
+
+
+def load_recording(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[Any, RoundRecording]:
     """Return the model that collected a round, as `load_round` does, and the recording of the round.
 
     Raises:
@@ -158,9 +165,9 @@ def load_recording(run: RunDirectory, number: int) -> tuple[Any, RoundRecording]
         recorded = ", ".join(map(str, run.recorded_rounds())) or "none"
         raise RunDirectoryError(
             f"Round {number} of {run.path} was not recorded. Recorded rounds: {recorded}. Train a run with "
-            f"--record-rounds {number}."
+            f"--record-rounds {number}, or InfluenceCallback(recordings=[{number}])."
         )
-    return load_model(run, number), RoundRecording.load(path)
+    return load_model(run, number, env=env), RoundRecording.load(path)
 
 
 def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
@@ -169,7 +176,7 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
     Raises:
         RunDirectoryError: there is no such policy, or it cannot be built again.
     """
-    model = _build_like_trained(run, env)
+    model = build_model(run, env)
     load_policy(run, number, model)
     return model
 
@@ -202,63 +209,46 @@ def load_policy(run: RunDirectory, number: int, model: Any) -> None:
     load_tensors(tensors, stored_tensors)
 
 
-def _build_like_trained(run: RunDirectory, env: AnyEnv) -> Any:
-    if "algorithm" in run.config:  # a callback wrote it
-        return build_model(run, env)
-    config = read_run_config(run)
-    check_env_module(run, config.env)
-    vec_env = make_model_env(config)
-    try:
-        with preserve_rng_state():  # PPO seeds the generators
-            return make_model(replace(config, device="cpu", n_envs=1), vec_env)
-    finally:
-        vec_env.close()
-
-
-def read_run_config(run: RunDirectory) -> RunConfig:
-    """Return the configuration of a run that whence's own commands made.
-
-    Raises:
-        RunDirectoryError: the run was made in a script, or its configuration was changed.
-    """
-    if "algorithm" in run.config:
-        raise RunDirectoryError(
-            f"{run.path} was written by an InfluenceCallback in a script, and this needs a run of `whence train`, "
-            "which stores how its policies are tested. Call whence.counterfactual.study or intervene in the script; "
-            "whence attribute and whence view read this run."
-        )
-    try:
-        return RunConfig.from_json(run.config)
-    except WhenceError as wrong:
-        raise RunDirectoryError(
-            f"{run.path / 'config.json'} does not hold the configuration of an agent's run: {wrong} Restore it, or "
-            "train again into a new directory."
-        ) from None
-
-
 @contextmanager
-def measure_returns(config: RunConfig, model: PPO, *, episodes: int, seed: int) -> Iterator[Evaluate]:
-    """Yield a function that measures parameters' test return as the run's evaluations do, with a seed a repetition.
+def measure_returns(
+    run: RunDirectory, model: Any, *, episodes: int, seed: int, env: AnyEnv = None
+) -> Iterator[Evaluate]:
+    """Yield a function that measures parameters' test return as a run's evaluations do, with a seed a repetition.
 
     The model's parameters are restored on exit.
 
     Args:
-        config: the run.
+        run: the run.
         model: from `load_round`.
         episodes: episodes of each test.
         seed: at least 0; with the repetition, it seeds environments and actions.
+        env: see `load_round`.
+
+    Raises:
+        RunDirectoryError: the environments cannot be made, or normalise what the policy reads: a run does not hold the
+            statistics of each round.
     """
+    config = read_run_config(run) if env is None and run.experiment else None
+    if read_settings(run, "VecNormalize").get("norm_obs"):
+        raise RunDirectoryError(
+            f"The policy of {run.path} reads observations that VecNormalize normalised, by statistics that the run "
+            "does not hold of each round, so its test returns cannot be measured. Ask for results without them."
+        )
+    on_pool = config is not None and config.evaluate_with == "envpool"
+    tests = None if on_pool else make_vec_env(run, env, count=min(64, episodes))
     before = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
-    env = make_evaluation_env(config, episodes) if config.evaluate_with == "gymnasium" else None
 
     def measure(params: Mapping[str, Tensor], repetition: int) -> float:
         load_tensors({name: named_tensors(model.policy)[name] for name in params}, params)
         test_seed = int(np.random.SeedSequence([seed, repetition]).generate_state(1)[0])
-        return measure_return(config, model, env, episodes=episodes, seed=test_seed)[0]
+        if tests is None:
+            assert config is not None
+            return measure_return(config, model, None, episodes=episodes, seed=test_seed)[0]
+        return evaluate(model, tests, episodes=episodes, seed=test_seed)[0]
 
     try:
         yield measure
     finally:
         load_tensors(named_tensors(model.policy), before)
-        if env is not None:
-            env.close()
+        if tests is not None:
+            tests.close()

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -13,18 +13,22 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.rl.arms import ARMS, find_arm
-from whence.experiments.rl.config import EFFECTIVE, HYPERPARAMETERS, RunConfig, list_evaluated_rounds
+from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, list_evaluated_rounds
 from whence.experiments.rl.curves import make_curve
 from whence.experiments.rl.environments import make_evaluation_env, make_training_env, measure_return
-from whence.experiments.rl.networks import resolve_classes
 from whence.experiments.shared import OnRound, ignore_round
 from whence.metrics import Curve
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 from whence.sb3.description import describe, library_versions
+from whence.sb3.networks import resolve_classes
+from whence.sb3.state import copy_tensors, load_tensors, named_tensors
 
-MakeCallback: TypeAlias = Callable[[RunConfig, RunDirectory, Collection[int]], InfluenceCallback]
-"""Takes a run, its directory, and the rounds to record; returns the callback that trains it."""
+MakeCallback: TypeAlias = Callable[[RunConfig, RunDirectory | None, Collection[int]], InfluenceCallback]
+"""Takes a run, its directory, and the rounds to record; returns the callback that trains it.
+
+It is called once without a directory, for the callback's settings.
+"""
 
 
 def prepare(config: RunConfig) -> None:
@@ -49,8 +53,8 @@ def run(
 
     Args:
         config: the run.
-        path: the run's directory. Its config.json also lists the settings in effect, SB3's defaults included, under
-            "effective".
+        path: the run's directory. Its config.json holds `config` under "experiment", besides what any run of
+            `InfluenceCallback` says of its model.
         on_round: called with the number of rounds done and the last one's metrics.
         overwrite: delete the run that the directory holds, and start anew.
         tensorboard: directory for TensorBoard's files; None: none are written.
@@ -78,13 +82,13 @@ def run(
     directory: RunDirectory | None = None
     try:
         model = make_model(config, env, tensorboard=tensorboard)
-        description = config.to_json() | {EFFECTIVE: describe_effective(model)}
+        settings = make_callback(config, None, recordings).settings()
         directory = RunDirectory.begin(
             path,
-            description,
+            {**describe(model), **settings, "experiment": config.to_json()},
             versions=library_versions(),
             overwrite=overwrite,
-            may_change=["rounds"],  # is_finished has refused a run of more rounds
+            may_change=["experiment.rounds"],  # is_finished has refused a run of more rounds
         )
         resumed = directory.checkpoint is not None
         directory.keep_rows("evaluations", list_evaluated_rounds(config))  # without a shorter run's last
@@ -104,16 +108,9 @@ def run(
             test_env.close()
 
 
-def _make_callback(config: RunConfig, directory: RunDirectory, recordings: Collection[int]) -> InfluenceCallback:
+def _make_callback(config: RunConfig, directory: RunDirectory | None, recordings: Collection[int]) -> InfluenceCallback:
     target, engine = config.make_target(), config.engine
     return InfluenceCallback(config.rule(), target=target, engine=engine, run=directory, recordings=recordings)
-
-
-def describe_effective(model: PPO) -> dict[str, Any]:
-    """Return the settings in effect, in JSON types: algorithm, policy, parameters, and all hyper-parameters."""
-    description = describe(model)
-    names = ("algorithm", "policy", "parameters", "optimizer", "max_episode_steps")
-    return {**{name: description[name] for name in names}, **description["hyperparameters"]}
 
 
 def _check_recordings(config: RunConfig, recordings: Collection[int]) -> None:
@@ -196,11 +193,10 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
-    stored = {name: value for name, value in directory.config.items() if name != EFFECTIVE}
     # No setting of a run depends on the number of rounds: its learning rate and clip range are constants.
-    rounds = stored.get("rounds")
-    may_change = ["rounds"] if isinstance(rounds, int) and rounds < config.rounds else []
-    RunDirectory(path, stored, directory.versions).check_same(config.to_json(), but=may_change)
+    rounds = directory.experiment.get("rounds")
+    may_change = ["experiment.rounds"] if isinstance(rounds, int) and rounds < config.rounds else []
+    directory.check_same({**directory.config, "experiment": config.to_json()}, but=may_change)
     if not directory.policy_path(config.rounds + 1).exists():  # written last
         return False
     if not config.eval_episodes:
@@ -238,20 +234,30 @@ class _Evaluation(BaseCallback):
     def _on_rollout_start(self) -> None:
         self.evaluate()
 
+    def _init_callback(self) -> None:
+        """Measure what another training left out, as one that `resume` went on with: its policies are stored."""
+        stored, before = self._directory.table("evaluations"), copy_tensors(named_tensors(self.model.policy))
+        done = [] if stored.is_empty() else stored["round"].to_list()
+        due = list_evaluated_rounds(self._config) if self._config.eval_episodes else []
+        if missing := [number for number in due if number not in done and number < self._rounds_done]:
+            for number in (each for each in due if missing[0] <= each < self._rounds_done):
+                load_tensors(named_tensors(self.model.policy), self._directory.policy(number + 1))
+                self._measure(number)
+            load_tensors(named_tensors(self.model.policy), before)
+
     def evaluate(self) -> None:
         """Evaluate the policy as it is, and write the figures."""
         metrics = dict(self._selection.metrics[-1]) if self._selection.metrics else {}
-        config = self._config
-        if config.eval_episodes and self._rounds_done in list_evaluated_rounds(config):
-            seed = int(np.random.SeedSequence([config.seed, self._rounds_done]).generate_state(1)[0])
-            mean, error = measure_return(config, self.model, self._env, episodes=config.eval_episodes, seed=seed)
-            row = {
-                "round": self._rounds_done,
-                "test_return": mean,
-                "standard_error": error,
-                "episodes": config.eval_episodes,
-            }
-            self._directory.append("evaluations", row)
-            metrics |= {"test_return": mean}
+        if self._config.eval_episodes and self._rounds_done in list_evaluated_rounds(self._config):
+            metrics |= {"test_return": self._measure(self._rounds_done)}
         self._on_round(self._rounds_done, metrics)
         self._rounds_done += 1
+
+    def _measure(self, number: int) -> float:
+        """Evaluate the model's policy as that after a round, write the figures, and return the mean."""
+        seed = int(np.random.SeedSequence([self._config.seed, number]).generate_state(1)[0])
+        episodes = self._config.eval_episodes
+        mean, error = measure_return(self._config, self.model, self._env, episodes=episodes, seed=seed)
+        row = {"round": number, "test_return": mean, "standard_error": error, "episodes": episodes}
+        self._directory.append("evaluations", row)
+        return mean

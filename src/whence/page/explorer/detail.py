@@ -221,7 +221,9 @@ def _list_targets(run: ExploredRun, row: Mapping[str, Any]) -> list[dict[str, An
         return []
     score, error = row["score"], row.get("error")
     target = run.directory.config.get("target")
-    name = short_text(name_target(target) if run.is_language else target or "return", 80)
+    name = short_text(
+        name_target(target) if run.is_language else "return" if target in (None, "Return()") else target, 80
+    )
     numbers = {"score": round_number(score), "error": round_number(error)}
     return [{"name": name, **numbers, "significant": is_significant(score, error)}]
 

@@ -72,7 +72,7 @@ class ExploredRun:
     @property
     def planned(self) -> int | None:
         """The number of rounds that the run is to have; None: not known."""
-        rounds = self.directory.config.get("rounds")
+        rounds = self.directory.experiment.get("rounds", self.directory.config.get("rounds"))
         return rounds if isinstance(rounds, int) and not isinstance(rounds, bool) else None
 
     def is_finished(self) -> bool:
@@ -183,8 +183,8 @@ def identify_run(run: RunDirectory) -> tuple[str, int | None]:
     config = run.config
     hyperparameters = config.get("hyperparameters")
     inner = hyperparameters.get("seed") if isinstance(hyperparameters, dict) else None
-    seed = config.get("seed", inner)
-    return str(config.get("arm") or config.get("rule") or "run"), seed if isinstance(seed, int) else None
+    seed = run.experiment.get("seed", config.get("seed", inner))
+    return str(run.experiment.get("arm") or config.get("rule") or "run"), seed if isinstance(seed, int) else None
 
 
 def _modified(file: Path) -> float:

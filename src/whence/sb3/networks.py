@@ -1,18 +1,17 @@
 """Networks by name, and the default network for an observation space."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import gymnasium as gym
+from stable_baselines3.common import torch_layers
 from stable_baselines3.common.preprocessing import is_image_space, is_image_space_channels_first
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, NatureCNN
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from whence.errors import WhenceError, suggest
 
 
-class MiniGridCNN(BaseFeaturesExtractor):
+class MiniGridCNN(torch_layers.BaseFeaturesExtractor):
     """LDA's MiniGrid network: two 3x3 convolutions of 16 and 32 filters, then a linear layer of 64 (LDA §B.2)."""
 
     def __init__(self, observation_space: gym.spaces.Box) -> None:
@@ -27,18 +26,6 @@ class MiniGridCNN(BaseFeaturesExtractor):
         """Return (n, 64) features of (n, channels, height, width) images scaled to [0, 1]."""
         features: Tensor = self.layers(observations)
         return features
-
-
-_CLASSES: Mapping[str, Mapping[str, type[nn.Module]]] = MappingProxyType(
-    {
-        "features_extractor_class": {
-            known.__name__: known for known in (MiniGridCNN, NatureCNN, FlattenExtractor, CombinedExtractor)
-        },
-        "activation_fn": {
-            known.__name__: known for known in (nn.Tanh, nn.ReLU, nn.ELU, nn.GELU, nn.LeakyReLU, nn.SiLU)
-        },
-    }
-)
 
 
 _SMALLEST = {"NatureCNN": 36, "MiniGridCNN": 5}
@@ -75,13 +62,28 @@ def _read_image_size(space: gym.spaces.Box) -> int:
 def resolve_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a policy's arguments, with classes in place of the names that configurations hold.
 
+    A name is that of a class of PyTorch's, of Stable-Baselines3's or of this module's, alone or with its module's.
+
     Raises:
         WhenceError: no class of that name is known.
     """
-    resolved = dict(policy_kwargs)
-    for argument, classes in _CLASSES.items():
-        if isinstance(name := resolved.get(argument), str):
-            if name not in classes:
-                raise WhenceError(f"{argument} is {name!r}.{suggest(name, classes)}")
-            resolved[argument] = classes[name]
-    return resolved
+    return {
+        argument: _find_class(argument, value)
+        if isinstance(value, str) and (argument.endswith("_class") or argument == "activation_fn")
+        else value
+        for argument, value in policy_kwargs.items()
+    }
+
+
+def _find_class(argument: str, path: str) -> type:
+    name = path.rpartition(".")[2]
+    known = {**vars(nn), **vars(torch_layers), **vars(optim), MiniGridCNN.__name__: MiniGridCNN}
+    candidate = known.get(name)
+    if isinstance(candidate, type) and path in (name, f"{candidate.__module__}.{candidate.__qualname__}"):
+        return candidate
+    of = optim.Optimizer if argument == "optimizer_class" else nn.Module
+    names = (name for name, each in known.items() if isinstance(each, type) and issubclass(each, of))
+    raise WhenceError(
+        f"{argument} is {path!r}, which is no class of PyTorch's or Stable-Baselines3's."
+        f"{suggest(name, names, otherwise='')}"
+    )

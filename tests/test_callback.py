@@ -57,13 +57,11 @@ def evaluating(algorithm: Any, **kwargs: Any) -> EvalCallback:
 EIGHT = {"n_envs": 8, "n_steps": 8}
 KINDS: list[dict[str, Any]] = [{}, {"observation": "dict"}, {"action": "gsde"}, {"normalised": True}]
 VARIANTS = [
-    *(
-        (algorithm, kind | envs)
-        for algorithm in (PPO, A2C, MaskablePPO)
-        for kind in KINDS
-        for envs in ({}, EIGHT)
-        if not (algorithm is MaskablePPO and "action" in kind)
-    ),
+    *((PPO, kind) for kind in KINDS),
+    (A2C, {}),
+    (A2C, EIGHT | KINDS[3]),
+    (MaskablePPO, KINDS[1]),
+    (MaskablePPO, EIGHT),
     (PPO, {"action": "squashed", "ent_coef": 0.01}),
     (MaskablePPO, {"action": "multidiscrete", "ent_coef": 0.01}),
     (PPO, {"action": "box", "ent_coef": 0.01, "clip_range_vf": 0.2}),
@@ -113,7 +111,7 @@ class Failing(BaseCallback):
 
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C, MaskablePPO])
-@pytest.mark.parametrize("kind", KINDS[:1] + KINDS[1:2] + KINDS[3:], ids=named)
+@pytest.mark.parametrize("kind", [{}, {"normalised": True}], ids=named)
 def test_an_exception_inside_scoring_leaves_training_as_without_whence(algorithm: Any, kind: dict[str, Any]) -> None:
     calls = []
 
@@ -194,24 +192,9 @@ def test_rounds_that_keep_few_records_train_or_are_skipped(kept: int, sizes: lis
     assert toy.rollout_buffer.full
 
 
-@pytest.mark.parametrize("kept", [0, 1])
-def test_a2c_skips_what_it_cannot_train_on(kept: int) -> None:
-    toy = model(A2C)
-    before = parameters(toy)
-    callback = InfluenceCallback(Fixed(kept))
-    toy.learn(3 * 32, callback=callback)
-    assert identical(before, parameters(toy))
-    assert callback.skipped_rounds == 3
-
-
 def test_strict_raises_instead() -> None:
     with pytest.raises(WhenceError, match="Round 1 keeps 1 of 32 records"):
         model().learn(32, callback=InfluenceCallback(Fixed(1), strict=True))
-
-
-def test_drop_leaves_out_the_short_last_minibatch() -> None:
-    seen = seen_by_train(model(n_steps=128, batch_size=64), InfluenceCallback(Fixed(100), last="drop"))
-    assert [len(advantages) for advantages in seen] == [64, 64]
 
 
 class Fails(BaseCallback):
@@ -274,20 +257,6 @@ def test_how_the_selected_train_can_be_overridden() -> None:
 class Nothing(BaseCallback):
     def _on_step(self) -> bool:
         return True
-
-
-def test_scoring_that_raises_leaves_the_model_as_it_was() -> None:
-    def broken(view: Any, params: Any, records: RecordBatch) -> torch.Tensor:
-        raise KeyError("broken target")
-
-    toy = model()
-    with pytest.raises(KeyError, match="broken target"):
-        toy.learn(32, callback=InfluenceCallback(IIF(0.5), target=broken))
-    assert pristine(toy)
-    again, plain = model(), model()
-    with pytest.raises(KeyError):
-        again.learn(32, callback=InfluenceCallback(IIF(0.5), target=broken))
-    assert identical(parameters(again), parameters(plain))
 
 
 class Saves(BaseCallback):
@@ -379,18 +348,6 @@ def test_a_diverged_policy_is_named_at_the_round_it_diverges() -> None:
         toy.learn(32, callback=InfluenceCallback(IIF(0.5)))
 
 
-class Short(KeepAll):
-    def select(self, records: RecordBatch, influence: Any = None, progress: Any = None) -> Selection:
-        return super().select(records.take(slice(0, 5)), influence)
-
-
-def test_a_rule_that_returns_a_selection_of_other_records_is_refused() -> None:
-    toy = model()
-    with pytest.raises(WhenceError, match=r"Short.*selection of 5 records for a rollout of 32"):
-        toy.learn(32, callback=InfluenceCallback(Short()))
-    assert pristine(toy)
-
-
 class ChoosesTooFew(InfluenceCallback):
     def choose(self, records: RecordBatch) -> Choice:
         return Choice(None, KeepAll().select(records.take(slice(0, 5))))
@@ -460,13 +417,6 @@ def test_a_rule_reads_how_far_training_has_come() -> None:
     assert seen[6:] == [(7, 0.25), (8, 0.0)]
 
 
-def test_a_run_with_a_schedule_can_be_started_over(tmp_path: Path) -> None:
-    for _ in range(2):
-        toy = model()
-        toy.learn(64, callback=InfluenceCallback(IIF(drop=lambda left: left, warmup=1), run=tmp_path))
-    assert RunDirectory.open(tmp_path).table("metrics")["kept"].to_list()[0] == 32
-
-
 class Sized(Toy):
     """An environment with a setting."""
 
@@ -511,18 +461,6 @@ def test_a_run_of_other_settings_is_another_run(tmp_path: Path, one: dict[str, A
         first_round(tmp_path, **other)
 
 
-@pytest.mark.parametrize(("use_sde", "every"), [(True, -1), (False, 4)])
-def test_exploration_noise_is_part_of_the_configuration(tmp_path: Path, use_sde: bool, every: int) -> None:
-    for given in ({"use_sde": True, "sde_sample_freq": 4}, {"use_sde": use_sde, "sde_sample_freq": every}):
-        toy = model(action="box", **given)
-        callback = InfluenceCallback(KeepAll(), run=tmp_path)
-        if given["use_sde"] and given["sde_sample_freq"] == 4:
-            toy.learn(32, callback=callback)
-        else:
-            with pytest.raises(whence.RunDirectoryError, match=r"hyperparameters\.(use_sde|sde_sample_freq) was"):
-                toy.learn(32, callback=callback)
-
-
 def test_the_configuration_is_written_in_words_and_numbers(tmp_path: Path) -> None:
     extractor = {"features_extractor_class": FlattenExtractor, "optimizer_kwargs": {"betas": (0.9, np.float64(0.5))}}
     config = first_round(
@@ -561,10 +499,6 @@ def test_a_run_with_functions_of_ones_own_can_be_started_over(tmp_path: Path) ->
         more = {"target": Target(), "objective": lambda outputs, records: outputs.log_prob}
         config = first_round(tmp_path, size=lambda: 1, more=more)
     assert "0x" not in str(config)
-
-
-def test_rounds_to_record_may_come_one_by_one():
-    assert InfluenceCallback(IIF(), recordings=(number for number in (2, 3))).recordings == {2, 3}
 
 
 @pytest.mark.parametrize("recordings", [5, "12", [0], [2.5], [None]])
@@ -664,13 +598,6 @@ def test_episodes_begin_anew_in_new_environments(tmp_path: Path, case: str) -> N
             assert replay_episode(run, episode, env=Toy).mismatch is None
 
 
-def test_a_callback_is_not_reused_for_another_configuration(tmp_path: Path) -> None:
-    callback = InfluenceCallback(KeepAll(), run=tmp_path)
-    model(seed=1).learn(32, callback=callback)
-    with pytest.raises(whence.RunDirectoryError, match=r"hyperparameters\.seed was 1, now 2"):
-        model(seed=2).learn(32, callback=callback)
-
-
 def test_what_is_logged_beside_numbers_does_not_end_training(tmp_path: Path) -> None:
     class Logs(BaseCallback):
         def _on_step(self) -> bool:
@@ -700,14 +627,6 @@ def test_a_summed_target_has_no_errors_and_trains(tmp_path: Path, caplog: pytest
     (warning,) = [record.message for record in caplog.records if "without errors" in record.message]
     assert warning.startswith("round 1: scores are written without errors. The target")
     assert "is no mean over the scored records" in warning
-
-
-def test_a_schedule_that_repeats_itself_is_a_schedule(tmp_path: Path) -> None:
-    cycle = {"learning_rate": lambda left: 1e-3 * (1.5 + np.cos(4 * np.pi * left))}
-    config = first_round(tmp_path, **cycle)
-    assert config["hyperparameters"]["learning_rate"].endswith("0.0025 at the end, 0.00149 on average")
-    with pytest.raises(whence.RunDirectoryError, match="another configuration"):
-        first_round(tmp_path, learning_rate=2.5e-3)
 
 
 def test_settings_of_vec_normalize_are_part_of_the_configuration(tmp_path: Path) -> None:

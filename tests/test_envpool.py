@@ -8,7 +8,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.wrappers import FilterObservation
 from scipy import stats
 from stable_baselines3 import PPO
 from stable_baselines3.common.monitor import Monitor
@@ -54,21 +53,6 @@ def test_a_grid_without_chance_is_stepped_alike() -> None:
     assert min(ends.values()) > 0, ends
 
 
-def test_the_first_observation_after_an_end_is_the_next_episodes() -> None:
-    # CartPole begins near 0; a step late, it would begin where the pole fell.
-    pool = EnvPoolVecEnv("CartPole-v1", {}, 4, 0)
-    pool.reset()
-    seen = 0
-    for _ in range(100):
-        observations, rewards, ended, infos = pool.step(np.ones(4, dtype=np.int64))
-        assert (rewards == 1).all()
-        for env in np.flatnonzero(ended):
-            assert np.abs(observations[env]).max() < 0.05
-            assert np.abs(infos[env]["terminal_observation"][2]) > 0.2
-            seen += 1
-    assert seen > 20
-
-
 HIGHWAY = RunConfig(
     "highway_env:highway-v0",
     "ppo",
@@ -80,33 +64,6 @@ HIGHWAY = RunConfig(
 
 
 IDLE, SLOWER = 1, 4
-
-
-def test_a_highways_episodes_end_and_begin_alike() -> None:
-    # Vehicles are where chance puts them; both have in common when and how an episode ends, and what comes next.
-    pytest.importorskip("highway_env")
-    plain, pool = make_evaluation_env(HIGHWAY, 2), EnvPoolVecEnv(HIGHWAY.env, HIGHWAY.pool_kwargs, 8, 0)
-    plain.seed(3)
-    for envs in (plain, pool):
-        began = envs.reset()
-        assert isinstance(began, np.ndarray)
-        assert began.shape[1:] == (5, 5)
-        ends = {"cut off": 0, "crashed": 0}
-        for _ in range(40):
-            found, rewards, ended, infos = envs.step(np.tile([SLOWER, IDLE], envs.num_envs // 2))
-            assert isinstance(found, np.ndarray)
-            for env, info in enumerate(infos):
-                assert ("terminal_observation" in info) == ended[env]
-            for env in np.flatnonzero(ended):
-                is_cut_off = infos[env]["TimeLimit.truncated"]
-                assert is_cut_off == (infos[env]["episode"]["l"] == 40)
-                assert is_cut_off == (rewards[env] > 0.5)  # a crash costs
-                # The ego vehicle is far ahead at the end, and back at the start, at its first speed, in the next one.
-                assert infos[env]["terminal_observation"][0, 1] == 1
-                assert found[env, 0, 1] < 0.95
-                assert found[env, 0, 3] == began[env, 0, 3] == pytest.approx(0.3125)
-                ends["cut off" if is_cut_off else "crashed"] += 1
-        assert min(ends.values()) > 0, ends
 
 
 SHORT = {"max_episode_steps": 300}
@@ -245,39 +202,6 @@ def test_a_curve_stays_at_the_last_evaluation(tmp_path: Any) -> None:
     assert read_curve(config, tmp_path).returns.tolist() == [means[0], means[0], means[1], means[1], means[2], means[3]]
 
 
-def test_gymnasium_and_pool_have_one_face() -> None:
-    pool, plain = EnvPoolVecEnv("CartPole-v1", {}, 2, 0), DummyVecEnv([lambda: gym.make("CartPole-v1")] * 2)
-    assert pool.action_space == plain.action_space
-    assert pool.observation_space.shape == plain.observation_space.shape
-    assert pool.get_attr("spec")[0].id == plain.get_attr("spec")[0].id == "CartPole-v1"
-    with pytest.raises(AttributeError, match="no attribute 'gravity'"):
-        pool.get_attr("gravity")
-
-
-def test_all_parts_of_a_dict_observation_come_as_sb3s_do() -> None:
-    def made() -> gym.Env[Any, Any]:
-        # The mission is text there, which SB3 does not take.
-        return FilterObservation(gym.make(GRID.env, disable_env_checker=True), ["direction", "image"])
-
-    pool, plain = EnvPoolVecEnv(GRID.env, {}, 3, 0), DummyVecEnv([made] * 3)
-    mine, theirs = pool.reset(), plain.reset()
-    rng = np.random.default_rng(0)
-    ends = 0
-    for _ in range(300):
-        assert isinstance(mine, dict)
-        assert isinstance(theirs, dict)
-        for part in ("direction", "image"):
-            assert np.array_equal(mine[part], theirs[part])
-        actions = rng.choice([0, 1, 2, 2, 2], size=3)
-        (mine, _, ended, infos), (theirs, _, _, others) = pool.step(actions), plain.step(actions)
-        for env in np.flatnonzero(ended):
-            last, other = infos[env]["terminal_observation"], others[env]["terminal_observation"]
-            assert np.array_equal(last["image"], other["image"])
-            assert last["direction"] == other["direction"]
-            ends += 1
-    assert ends > 0
-
-
 class Flat(BaseFeaturesExtractor):
     def __init__(self, observation_space: gym.spaces.Dict) -> None:
         super().__init__(observation_space, features_dim=4 + 7 * 7 * 3)
@@ -303,11 +227,6 @@ def test_a_policy_of_all_parts_is_trained_and_evaluated_on_a_pool() -> None:
     assert callback.round.records.observations["image"].shape == (256, 3, 7, 7)
     returns = evaluate_pool(model, GRID.env, {}, episodes=8, seed=1)
     assert len(set(returns.tolist())) > 1
-
-
-def test_a_pools_settings_are_told(tmp_path: Any) -> None:
-    env = EnvPoolVecEnv("CartPole-v1", {"max_episode_steps": 10}, 2, 0)
-    assert env.get_attr("spec")[0].kwargs == {"max_episode_steps": 10}
 
 
 class Still(gym.Env[Any, Any]):
@@ -394,20 +313,3 @@ def test_state_dependent_noise_is_each_episodes_own(every: int, played: Any, mon
     assert {name: id(value) for name, value in vars(own).items()} == before
     assert torch.equal(own.exploration_mat, noise[0])
     assert torch.equal(own.exploration_matrices, noise[1])
-
-
-def test_the_standard_error_is_that_of_independent_episodes() -> None:
-    # With one noise throughout an episode of 5 steps, returns spread as 5 times an action.
-    model = explored(-1)
-    env = DummyVecEnv([lambda: Monitor(Still(5))] * 16)
-    _, error = evaluate(model, env, episodes=800, seed=0)
-    spread = model.policy.get_distribution(torch.ones(1, 3)).distribution.stddev.item()
-    assert error * np.sqrt(800) == pytest.approx(5 * spread, rel=0.1)
-
-
-def test_the_policy_has_its_own_noise_back_when_an_evaluation_raises() -> None:
-    model = explored(-1)
-    own = model.policy.action_dist
-    with pytest.raises(KeyError), envpool.use_fresh_noise(model, 2):
-        raise KeyError
-    assert model.policy.action_dist is own

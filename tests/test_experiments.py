@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
-import polars as pl
 import pytest
 import torch
 from gymnasium import spaces
@@ -49,7 +48,6 @@ LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
 PPO_SMALL = {"n_steps": 64, "batch_size": 32, "n_epochs": 4, "learning_rate": 0.01}
 ROUNDS, ARM_NAMES = 2, ["ppo", "iif", "random"]
 ENVPOOL_WARNS = "ignore:.*WARN.*Box (low|high)'s precision"
-TIMED = {"rt_peak", "rt_peak_paper"}
 
 
 def planned(**changed):
@@ -209,13 +207,6 @@ class TestPlan:
         }
         assert config.hyperparameters["max_grad_norm"] == math.inf
 
-    @pytest.mark.parametrize("name", list(presets()))
-    def test_every_preset_is_a_run(self, name):
-        config = RunConfig(arm="ppo", seed=0, **presets()[name])
-        assert json.loads(json.dumps(config.to_json(), allow_nan=False)) == config.to_json()
-        # PPO knows every hyperparameter by name.
-        PPO("MlpPolicy", gym.make("FrozenLake-v1"), device="cpu", **config.hyperparameters)
-
     @pytest.mark.parametrize(
         "changed",
         [
@@ -230,11 +221,6 @@ class TestPlan:
         config = replace(RunConfig(arm="iif", seed=3, **presets()[name]), **changed)
         assert RunConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False))) == config
 
-    def test_nan_comes_back_from_json_too(self):
-        config = RunConfig(env="CartPole-v1", arm="ppo", seed=0, env_kwargs={"gravity": math.nan})
-        assert config.to_json()["env_kwargs"] == {"gravity": "nan"}
-        assert math.isnan(RunConfig.from_json(config.to_json()).env_kwargs["gravity"])
-
     def test_what_is_done_to_a_configuration_does_not_reach_its_preset(self):
         def first():
             return plan_comparison(preset="lda-code/frozenlake", arms=["ppo"], seeds=1)[0]
@@ -243,12 +229,6 @@ class TestPlan:
         found.hyperparameters["n_steps"] = 1
         found.env_kwargs["map_name"] = "8x8"
         assert first().to_json() == expected
-
-    def test_what_is_done_to_an_override_afterwards_does_not_reach_the_configuration(self):
-        lake = {"desc": list(LAKE["desc"])}
-        config = one(env_kwargs=lake)
-        lake["desc"].append("FFF")
-        assert config.env_kwargs == {"desc": LAKE["desc"]}
 
     def test_overrides_replace_what_the_preset_says_and_none_does_not(self):
         (config,) = plan_comparison(
@@ -326,12 +306,6 @@ class TestPlan:
         with pytest.raises(WhenceError, match=r"observes Tuple\(.*reads no Tuple\. Register .*FlattenObservation"):
             configure(env="Blackjack-v1")
 
-    def test_spaces_without_a_readable_part_are_refused(self, registered):
-        env = registered("WhenceStill-v0", Still)
-        space = spaces.Dict(text=spaces.Text(5))
-        with pytest.raises(WhenceError, match=r"text is a Text.*Register the environment with a wrapper that leaves"):
-            configure(env=env, env_kwargs={"space": space})
-
     @pytest.mark.parametrize(
         ("device", "message"),
         [
@@ -344,18 +318,6 @@ class TestPlan:
         with pytest.raises(WhenceError, match=message):
             configure(env="CartPole-v1", device=device)
         assert configure(env="CartPole-v1", device="auto").device == "auto"
-
-    def test_a_cuda_device_beyond_the_last_is_refused(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        with pytest.raises(WhenceError, match=r"device is 'cuda:2', but torch\.cuda\.device_count\(\) is 2"):
-            configure(env="CartPole-v1", device="cuda:2")
-
-    def test_a_policy_that_is_named_stays(self, registered):
-        env = registered("WhenceStill-v0", Still)
-        space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
-        (config,) = plan_comparison(env=env, env_kwargs={"space": space}, policy="MlpPolicy", arms=["ppo"], seeds=1)
-        assert config.policy == "MlpPolicy"
 
     @pytest.mark.parametrize(
         ("given", "message"),
@@ -396,25 +358,9 @@ class TestPlan:
         with pytest.raises(WhenceError, match=message):
             plan_comparison(**{"arms": ["ppo"], "seeds": 1} | given)
 
-    @pytest.mark.parametrize("edge", [{"rounds": 1}, {"eval_episodes": 2}, {"drop": 1.0}, {"drop": 1e-9}])
-    def test_what_is_just_in_range_is_taken(self, edge):
-        ((name, value),) = edge.items()
-        assert getattr(one(**edge), name) == value
-
     def test_a_seed_is_not_negative(self):
         with pytest.raises(WhenceError, match="seed is -1; at least 0 is needed"):
             RunConfig(env="CartPole-v1", arm="ppo", seed=-1)
-
-    def test_an_environment_that_cannot_be_made_says_why(self, registered):
-        env = registered("WhenceStill-v0", Still)
-        with pytest.raises(WhenceError, match=r"'WhenceStill-v0' cannot be made with .*: the pump is dry") as caught:
-            plan_comparison(env=env, env_kwargs={"space": None, "fault": "the pump is dry"}, arms=["ppo"], seeds=1)
-        assert isinstance(caught.value.__cause__, OSError)
-
-    def test_an_error_in_an_environments_constructor_is_named_with_its_kind(self, registered):
-        env = registered("WhenceStill-v0", Still)
-        with pytest.raises(WhenceError, match=r"'WhenceStill-v0' cannot be made with .*: KeyError: 'size'"):
-            configure(env=env, env_kwargs={"space": None, "missing": "size"})
 
     @pytest.mark.parametrize(
         ("where", "said"),
@@ -453,27 +399,6 @@ class TestPlan:
         ):
             check_environment(config)
         assert check_environment(replace(config, eval_episodes=0)) == spaces.Discrete(16)
-
-    @pytest.mark.parametrize(
-        ("mine", "other", "alike"),
-        [
-            (spaces.Box(-1, 1, (2,), np.float32), spaces.Box(-9, 9, (2,), np.float64), True),  # bounds may differ
-            (spaces.Box(-1, 1, (2,), np.float32), spaces.Box(-1, 1, (3,), np.float32), False),
-            (spaces.Box(0, 255, (4, 4, 1), np.uint8), spaces.Box(0, 1, (4, 4, 1), np.float32), False),
-            (spaces.MultiDiscrete([2, 3]), spaces.MultiDiscrete([3, 2]), False),
-            (spaces.Dict(a=spaces.Discrete(2)), spaces.Dict(a=spaces.Discrete(3)), False),
-            (spaces.Dict(a=spaces.Discrete(2)), spaces.Dict(a=spaces.Discrete(2)), True),
-        ],
-    )
-    def test_spaces_are_alike_where_one_policy_serves_both(self, registered, two_libraries, mine, other, alike):
-        env = registered("WhenceStill-v0", Still)
-        two_libraries.observation_space, two_libraries.action_space = other, spaces.Discrete(2)
-        config = RunConfig(env, "ppo", 0, env_kwargs={"space": mine}, evaluate_with="envpool")
-        if alike:
-            assert check_environment(config) == mine
-        else:
-            with pytest.raises(WhenceError, match="one policy cannot play in both"):
-                check_environment(config)
 
     @pytest.mark.filterwarnings(ENVPOOL_WARNS)
     @pytest.mark.parametrize("name", [name for name in presets() if name.startswith("lda-code/")])
@@ -661,21 +586,6 @@ class TestComparison:
         for config in in_this_process.configs:
             assert_same_results(in_this_process.run(config), two_workers.run(config))
 
-    def test_nor_does_the_summary_but_for_times(self, in_this_process, two_workers):
-        (mine,), (other,) = in_this_process.summary.values(), two_workers.summary.values()
-        assert mine.keys() == other.keys() == set(ARM_NAMES)
-        for arm, metrics in mine.items():
-            untimed = metrics.keys() - TIMED
-            assert len(untimed) >= 8
-            assert {name: metrics[name] for name in untimed} == {name: other[arm][name] for name in untimed}
-
-    def test_nor_on_other_runs_before_it(self, two_workers, tmp_path):
-        config = two_workers.configs[4]
-        assert (config.arm, config.seed) == ("iif", 1)
-        with preserve_rng_state():
-            run(config, tmp_path / "alone")
-        assert_same_results(RunDirectory.open(tmp_path / "alone"), two_workers.run(config))
-
     def test_summary_json(self, two_workers):
         summary = json.loads((two_workers.path / "summary.json").read_text(encoding="utf-8"))
         assert summary == two_workers.summary
@@ -692,19 +602,6 @@ class TestComparison:
                 assert None not in metrics[name]["per_seed"]
                 assert metrics[name]["null"] == 0
 
-    def test_the_summary_is_that_of_the_evaluations(self, two_workers):
-        (summary,) = two_workers.summary.values()
-        assert len({str(metrics["final_return"]["per_seed"]) for metrics in summary.values()}) > 1
-        for arm, metrics in summary.items():
-            for seed in (0, 1):
-                config = next(c for c in two_workers.configs if (c.arm, c.seed) == (arm, seed))
-                returns = two_workers.run(config).table("evaluations")["test_return"].to_list()
-                assert metrics["final_return"]["per_seed"][seed] == returns[2]
-                assert metrics["peak_return"]["per_seed"][seed] == max(returns)
-                assert metrics["auc"]["per_seed"][seed] == pytest.approx(
-                    (returns[0] / 2 + returns[1] + returns[2] / 2) / 2
-                )
-
     def test_a_finished_run_holds_these_files_and_no_others(self, two_workers):
         names = {"config.json", "metrics.parquet", "timings.parquet", "evaluations.parquet"}
         names |= {f"{folder}/round_0000{n}.parquet" for folder in ("records", "episodes") for n in (1, 2)}
@@ -715,10 +612,6 @@ class TestComparison:
                 assert {str(name) for name in stamps(two_workers.path / "runs" / arm / f"seed_{seed}")} == names
         top = {entry.name for entry in two_workers.path.iterdir()}
         assert top == {"runs", "comparison.json", "summary.json", ".lock"}
-
-    def test_comparison_json_lists_the_runs(self, two_workers):
-        text = (two_workers.path / "comparison.json").read_text(encoding="utf-8")
-        assert json.loads(text) == [config.to_json() for config in planned()]
 
     def test_each_run_says_what_it_is(self, two_workers):
         for config in two_workers.configs:
@@ -748,14 +641,6 @@ class TestComparison:
         assert unscored["q50"].null_count() == len(unscored)
         assert metrics.filter(metrics["arm"] != "ppo")["q50"].null_count() == 0
         assert metrics["train/policy_gradient_loss"].null_count() == 0
-
-    def test_timings_are_of_each_round_and_stage(self, two_workers):
-        timings = two_workers.table("timings")
-        names = ("collection", "scoring", "errors", "optimisation", "checkpoint")
-        stages = [f"{stage}_{clock}" for stage in names for clock in ("cpu", "wall")]
-        assert timings.columns == ["round", *stages, "arm", "seed"]
-        assert timings.height == 12
-        assert all(value > 0 for stage in ("collection_wall", "optimisation_wall") for value in timings[stage])
 
     def test_seconds_count_scoring_only_where_it_is_the_arms_own(self, two_workers):
         for config in two_workers.configs:
@@ -818,15 +703,6 @@ class TestComparison:
         assert found.summary == two_workers.summary
         assert_frame_equal(found.table("evaluations"), two_workers.table("evaluations"), check_exact=True)
 
-    @pytest.mark.parametrize("which", [{"arms": ["ppo", "iif"]}, {"seeds": 1}], ids=["fewer arms", "fewer seeds"])
-    def test_a_smaller_comparison_of_the_same_runs_is_read_as_it_was_made(self, two_workers, tmp_path, which):
-        shutil.copytree(two_workers.path, tmp_path / "again")
-        made = compare(planned(**which), tmp_path / "again")  # nothing is left to run, so that no process starts
-        found = load_comparison(tmp_path / "again")
-        assert found.configs == made.configs == planned(**which)
-        assert found.summary == made.summary
-        assert_frame_equal(found.table("evaluations"), made.table("evaluations"), check_exact=True)
-
     def test_killed_between_its_two_files_it_is_not_finished(self, two_workers, tmp_path, monkeypatch):
         def write_until_killed(path, content):
             if path.name == "summary.json":
@@ -838,18 +714,6 @@ class TestComparison:
         shutil.copytree(two_workers.path, tmp_path / "again")
         with pytest.raises(KeyboardInterrupt):
             compare(planned(seeds=1), tmp_path / "again")
-        with pytest.raises(WhenceError, match=r"summary\.json is not there"):
-            load_comparison(tmp_path / "again")
-
-    def test_killed_in_a_run_that_replaces_another_it_is_not_finished(self, two_workers, tmp_path, monkeypatch):
-        def kill(jobs, workers, on_round):
-            raise KeyboardInterrupt
-            yield
-
-        monkeypatch.setattr(comparison, "run_all", kill)
-        shutil.copytree(two_workers.path, tmp_path / "again")
-        with pytest.raises(KeyboardInterrupt):
-            compare(planned(), tmp_path / "again", overwrite=True)
         with pytest.raises(WhenceError, match=r"summary\.json is not there"):
             load_comparison(tmp_path / "again")
 
@@ -883,29 +747,6 @@ class TestComparison:
         with pytest.raises(WhenceError, match=rf"{name} {message}.*give the same whence compare again"):
             load_comparison(tmp_path)
 
-    def test_figures_are_numbers(self, two_workers, tmp_path):
-        shutil.copy(two_workers.path / "comparison.json", tmp_path / "comparison.json")
-        for name, value in (("per_seed", ["1", "2"]), ("mean", "3"), ("high", True)):
-            summary = json.loads((two_workers.path / "summary.json").read_text())
-            summary["FrozenLake-v1"]["iif"]["final_return"][name] = value
-            (tmp_path / "summary.json").write_text(json.dumps(summary))
-            with pytest.raises(WhenceError, match=r"summary\.json does not hold the figures"):
-                load_comparison(tmp_path)
-
-    def test_figures_of_another_comparison_are_refused(self, two_workers, tmp_path):
-        listed = [config.to_json() for config in two_workers.configs]
-        (tmp_path / "summary.json").write_text(json.dumps(two_workers.summary))
-        for others in (
-            [],
-            [entry for entry in listed if entry["arm"] != "iif"],
-            [entry | {"env": "a"} for entry in listed],
-            [entry for entry in listed if entry["seed"] == 0],
-            [*listed, *(entry | {"seed": 2} for entry in listed if entry["seed"] == 0)],
-        ):
-            (tmp_path / "comparison.json").write_text(json.dumps(others))
-            with pytest.raises(WhenceError, match="does not hold the figures of the runs in comparison"):
-                load_comparison(tmp_path)
-
 
 class TestRun:
     @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
@@ -921,14 +762,6 @@ class TestRun:
         assert_same_tensors(found.policy(1), untrained)
         assert_same_tensors(found.policy(3), dict(plain.policy.named_parameters()))
         assert not torch.equal(found.policy(3)["action_net.weight"], untrained["action_net.weight"])
-
-    def test_the_ppo_arm_of_a_comparison_is_plain_ppo(self, two_workers):
-        for config in two_workers.configs:
-            if config.arm == "ppo":
-                env = gym.make("FrozenLake-v1", **LAKE)
-                with preserve_rng_state():
-                    plain = PPO("MlpPolicy", env, seed=config.seed, device="cpu", **PPO_SMALL).learn(ROUNDS * 64)
-                assert_same_tensors(two_workers.run(config).policy(3), dict(plain.policy.named_parameters()))
 
     def test_the_number_of_evaluation_episodes_does_not_change_training(self, two_workers, tmp_path):
         with preserve_rng_state():
@@ -980,29 +813,6 @@ class TestRun:
             run(one(rounds=3, drop=0.25), path)
         assert stamps(path) == before
 
-    def test_a_run_stopped_before_its_last_policy_is_not_finished(self, two_workers, tmp_path, monkeypatch):
-        config, path, write_policy = two_workers.configs[0], tmp_path / "run", RunDirectory.write_policy
-
-        def stop(directory, number, tensors):
-            if number == ROUNDS + 1:
-                raise KeyboardInterrupt
-            write_policy(directory, number, tensors)
-
-        with monkeypatch.context() as patch, preserve_rng_state():
-            patch.setattr(RunDirectory, "write_policy", stop)
-            with pytest.raises(KeyboardInterrupt):
-                run(config, path)
-        assert not is_finished(config, path)
-        with preserve_rng_state():
-            run(config, path)
-        assert_same_results(RunDirectory.open(path), two_workers.run(config))
-
-    def test_a_configuration_with_tuples_is_the_run_that_it_started(self, tmp_path):
-        config = one(env_kwargs={"desc": tuple(LAKE["desc"])}, rounds=1, eval_episodes=2)
-        with preserve_rng_state():
-            run(config, tmp_path / "run")
-        assert is_finished(config, tmp_path / "run")
-
     def test_another_run_in_its_place_is_refused(self, two_workers):
         config = two_workers.configs[0]
         path = run_path(two_workers.path, config)
@@ -1010,9 +820,6 @@ class TestRun:
         with pytest.raises(RunDirectoryError, match=r"drop was 0\.5, now 0\.25"):
             run(one(drop=0.25), path)
         assert stamps(path) == before
-
-    def test_a_directory_that_is_not_there_is_not_finished(self, tmp_path):
-        assert not is_finished(one(), tmp_path / "nowhere")
 
 
 class TestRefusals:
@@ -1029,12 +836,6 @@ class TestRefusals:
     def test_arms_without_the_standard_are_refused(self, tmp_path):
         with pytest.raises(WhenceError, match="The arms iif, random lack 'ppo', which the others are measured against"):
             compare(planned(arms=["iif", "random"]), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-    @pytest.mark.parametrize("workers", [0, -1])
-    def test_no_workers_are_refused(self, tmp_path, workers):
-        with pytest.raises(WhenceError, match=f"workers is {workers}; at least 1 is needed"):
-            compare(planned(), tmp_path / "out", workers=workers)
         assert not (tmp_path / "out").exists()
 
     def test_every_arm_is_data(self):
@@ -1124,62 +925,3 @@ def test_a_run_that_fails_is_named_and_what_is_finished_stays(tmp_path, monkeypa
 
 
 # Holes and goals around: episodes are short, and many.
-HOLES = {"desc": ["SFG", "FFH", "HFG"], "is_slippery": True}
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one environment", "two environments"])
-def episodes(request, tmp_path_factory):
-    """Each episode's row of `episodes`, with its records in order."""
-    path = tmp_path_factory.mktemp("replay") / "run"
-    with preserve_rng_state():
-        run(one("iif", n_envs=request.param, env_kwargs=HOLES), path)
-    directory = RunDirectory.open(path)
-    assert directory.rounds() == [1, 2]
-    records = pl.concat([directory.round("records", k).with_columns(round=k) for k in directory.rounds()])
-    rows = pl.concat([directory.round("episodes", k) for k in directory.rounds()]).to_dicts()
-    return [(row, records.filter(pl.col("episode_id") == row["episode_id"]).sort("step")) for row in rows]
-
-
-def replayed(generator_state, actions):
-    """Play these actions from a generator's state; return observations, rewards and whether the episode ended."""
-    env, state = gym.make("FrozenLake-v1", **HOLES), json.loads(generator_state)
-    if "seed" in state:
-        observation, _ = env.reset(seed=state["seed"])
-    else:
-        env.reset()
-        env.unwrapped.np_random.bit_generator.state = state
-        observation, _ = env.reset()
-    observations, rewards, ended = [], [], False
-    for action in actions:
-        if ended:
-            break
-        observations.append(observation)
-        observation, reward, terminated, truncated, _ = env.step(action)
-        rewards.append(reward)
-        ended = terminated or truncated
-    return observations, rewards, ended
-
-
-class TestReplay:
-    def test_an_episode_is_played_again_from_its_generators_state(self, episodes):
-        last = {row["env_index"]: row["episode_id"] for row, _ in episodes}
-        for row, records in episodes:
-            assert records["step"].to_list() == list(range(len(records)))
-            assert set(records["env_index"]) == {row["env_index"]}
-            observations, rewards, ended = replayed(row["generator_state"], records["action"])
-            assert observations == records["observation"].to_list()
-            assert rewards == records["reward"].to_list()
-            assert ended or row["episode_id"] == last[row["env_index"]]
-
-    def test_and_from_that_state_only(self, episodes):
-        longest, records = max(episodes, key=lambda episode: len(episode[1]))
-        others = [row["generator_state"] for row, _ in episodes if row is not longest]
-        found = [replayed(state, records["action"])[0] for state in others]
-        assert records["observation"].to_list() not in found
-
-    def test_the_episodes_are_all_there_and_of_all_kinds(self, episodes):
-        assert len(episodes) >= 10
-        assert sorted(row["episode_id"] for row, _ in episodes) == list(range(len(episodes)))
-        assert len({row["generator_state"] for row, _ in episodes}) == len(episodes)
-        assert any(records["round"].n_unique() == 2 for _, records in episodes)
-        assert 0 < sum(records["reward"].sum() for _, records in episodes) < len(episodes)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import whence
 from toys import Toy, model
-from whence import InvalidRecords, NonFinite, Return, Selection, Unsupported, WhenceError, attribute
+from whence import InvalidRecords, NonFinite, Return, Selection, Unsupported, attribute
 from whence.policies import as_view
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
 from whence.sb3.description import HYPERPARAMETERS
@@ -50,20 +50,6 @@ def test_the_view_of_a_maskable_policy_reads_the_masks(observation: str, action:
     assert rollout.records.action_masks is not None
     assert not rollout.records.action_masks.all()
     check_view(model(MaskablePPO, observation=observation, action=action).policy, rollout, masks=True)
-
-
-def test_actions_of_a_box_of_one_may_come_without_their_axis() -> None:
-    class Narrow(Toy):
-        def __init__(self) -> None:
-            super().__init__(action="box")
-            self.action_space = spaces.Box(-1, 1, (1,), np.float32)
-
-    toy = PPO("MlpPolicy", Narrow(), n_steps=16, batch_size=16, device="cpu")
-    records = collect(toy)
-    assert records.actions.shape == (16, 1)
-    flat = records.with_columns({"actions": records.actions.flatten()})
-    scores = attribute(toy.policy, records, target=Return()).scores
-    assert torch.equal(attribute(toy.policy, flat, target=Return()).scores, scores)
 
 
 def test_a_snapshot_can_be_taken_beside_the_callback() -> None:
@@ -170,19 +156,6 @@ def test_a_snapshot_is_environment_by_environment_and_ids_are_time_steps() -> No
     assert (records.gamma, records.gae_lambda) == (0.99, 0.95)
 
 
-@pytest.mark.parametrize("observation", ["vector", "dict"])
-def test_rows_are_in_the_order_of_the_flattened_buffer(observation: str) -> None:
-    toy = model(observation=observation, n_envs=3, n_steps=16, batch_size=16)
-    callback = Snoop(whence.KeepAll())
-    toy.learn(48, callback=callback)
-    assert callback.round is not None
-    flat = toy.rollout_buffer  # flattened by train()
-    assert torch.equal(callback.round.records.advantages, torch.from_numpy(flat.advantages[:, 0]))
-    mine, theirs = named_leaves(callback.round.records.observations), named_leaves(flat.observations)
-    for (name, tensor), (_, array) in zip(mine, theirs, strict=True):
-        assert torch.equal(tensor, torch.from_numpy(array)), name
-
-
 def test_episodes_are_numbered_and_carried_into_the_next_rollout() -> None:
     starts = np.array([[1, 0], [0, 0], [1, 0], [0, 1]], dtype=bool)
     ids, steps, ongoing = number_episodes(starts, None)
@@ -243,12 +216,6 @@ def test_collect_leaves_the_counts_and_the_logger_of_a_loaded_model(tmp_path: An
     assert records.episode_starts[0] == 1
     changed = {name for name, value in vars(loaded).items() if name not in before or value is not before[name]}
     assert changed == {"num_timesteps", "_last_obs", "_last_original_obs", "_last_episode_starts"}
-
-
-def test_collect_without_an_environment_is_refused(tmp_path: Any) -> None:
-    model().save(tmp_path / "model")
-    with pytest.raises(WhenceError, match="set_env"):
-        collect(PPO.load(tmp_path / "model", device="cpu"))
 
 
 class OwnTrain(PPO):

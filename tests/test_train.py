@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from whence import Influence, Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
 from whence.cli.settings import collect_overrides
 from whence.engines import ENGINES
-from whence.experiments import configure, load_round
+from whence.experiments import load_round
 from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.config import TARGETS
 from whence.experiments.rl.presets import presets
@@ -62,13 +62,6 @@ def test_a_run_holds_what_was_asked_for(lake: Path) -> None:
     page = (lake / "report.html").read_text()
     assert "<h3>experiment</h3>" in page
     assert "gae_lambda" in page
-
-
-def test_a_finished_run_is_left_as_it_is(lake: Path) -> None:
-    before = (lake / "metrics.parquet").stat().st_mtime_ns
-    asked = ("train", *LAKE, "--rounds", 3, "--eval-episodes", 4, "--seed", 2, "--drop", 0.25, "--run", lake)
-    assert "was finished already" in whence(*asked).output
-    assert (lake / "metrics.parquet").stat().st_mtime_ns == before
 
 
 def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
@@ -160,13 +153,6 @@ def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.policy.state_dict().items())
 
 
-def test_a_preset_is_changed_where_asked(tmp_path: Path) -> None:
-    asked = ("--preset", "lda-code/frozenlake", "--n-steps", 64, "--rounds", 1, "--run", tmp_path)
-    assert whence("train", *asked).exit_code == 0
-    hyperparameters = RunDirectory.open(tmp_path).config["hyperparameters"]
-    assert (hyperparameters["n_steps"], hyperparameters["learning_rate"]) == (64, 5e-3)
-
-
 def test_a_round_is_scored_again_as_it_was(lake: Path) -> None:
     run = RunDirectory.open(lake)
     for number in (1, 3):
@@ -174,21 +160,6 @@ def test_a_round_is_scored_again_as_it_was(lake: Path) -> None:
         scores = attribute(model.policy, records, target=Return(), objective=model_objective(model)).scores
         assert torch.equal(scores, torch.tensor(run.round("records", number)["score"].to_list()))
         assert records.ids.tolist() == run.round("records", number)["record_id"].to_list()
-
-
-def test_any_field_of_a_preset_is_set(tmp_path: Path) -> None:
-    changed = ["rounds=2", "hyperparameters.n_steps=64", "env_kwargs.map_name=8x8", "eval_every=2", "optimizer=Adam"]
-    changed += ["policy_kwargs={net_arch = {pi = [8]}}", "policy_kwargs.net_arch.vf=[4]", "device='cpu'"]
-    more = [text for one in changed for text in ("--set", one)]
-    found = whence("train", "--preset", "lda-code/frozenlake", *more, "--eval-episodes", 2, "--run", tmp_path)
-    assert found.exit_code == 0, found.output
-    run = RunDirectory.open(tmp_path)
-    hyperparameters = run.experiment["hyperparameters"]
-    assert (hyperparameters["n_steps"], hyperparameters["learning_rate"]) == (64, 5e-3)
-    assert run.experiment["env_kwargs"] == {"map_name": "8x8", "is_slippery": False}
-    assert run.experiment["policy_kwargs"] == {"net_arch": {"pi": [8], "vf": [4]}}
-    assert run.config["optimizer"] == "Adam"
-    assert run.table("evaluations")["round"].to_list() == [0, 2]
 
 
 def test_any_field_of_a_comparison_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,12 +197,6 @@ def test_what_an_environment_needs_is_named(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     said = f"The environment '{env}' needs {module}, which is not installed: pip install '{package}'."
-    assert str(whence("train", env).exception) == said
-
-
-@pytest.mark.parametrize(("env", "module"), [("MiniGrid-Empty-8x8-v9", "minigrid"), ("highway-v9", "highway_env")])
-def test_an_environment_in_a_module_of_its_own_is_named_with_it(env: str, module: str) -> None:
-    said = f"No environment '{env}' is registered in Gymnasium. It lies in a module of its own: name it {module}:{env}."
     assert str(whence("train", env).exception) == said
 
 
@@ -339,12 +304,6 @@ def test_attribute_writes_all_scores(lake: Path, tmp_path: Path, suffix: str) ->
         assert table["score"].to_list() == pytest.approx(scores, rel=1e-6)
 
 
-def test_report_writes_the_page_of_a_run(lake: Path, tmp_path: Path) -> None:
-    found = whence("report", lake, "--out", tmp_path / "page.html")
-    assert found.stdout.strip() == str(tmp_path / "page.html")
-    assert "FrozenLake-v1" in (tmp_path / "page.html").read_text()
-
-
 def test_list_names_all_there_is() -> None:
     content = parsed(whence("list", "--json").stdout)
     assert content.keys() == {"arms", "presets", "engines", "targets"}
@@ -379,13 +338,6 @@ def test_doctor_finds_this_installation_sound(monkeypatch: pytest.MonkeyPatch) -
     wrong = whence("doctor")
     assert wrong.exit_code == 1
     assert "An engine is WRONG on this machine" in wrong.output
-
-
-def test_configure_takes_what_the_environment_needs() -> None:
-    assert configure(env="CartPole-v1").policy == "MlpPolicy"
-    state = torch.get_rng_state()
-    configure(env="FrozenLake-v1", arm="random", seed=9, drop=0.125)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 # Each sends a signal to its own process at one stage of the second round.

@@ -23,7 +23,7 @@ from whence.experiments import RunConfig, configure, run, summarise_sweep
 from whence.experiments.rl.curves import CurveFiles
 from whence.experiments.sweep import load_sweep
 from whence.guards import read_rng_state
-from whence.llm import checkpoints
+from whence.llm.ppo import ppo_run as checkpoints
 from whence.runs.checkpoints import save_tree
 from whence.sb3 import InfluenceCallback, collect
 

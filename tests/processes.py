@@ -16,7 +16,7 @@ from launching import end_process
 from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
 from whence import IPPO, NonPositive
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
-from whence.llm.targets import compute_log_probs
+from whence.llm.scores.language_targets import compute_log_probs
 from whence.runs import RunDirectory
 
 DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3

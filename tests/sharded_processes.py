@@ -19,9 +19,8 @@ from launching import end_process
 from whence import NonPositive, WhenceError, attribute
 from whence.layers import find_blocks
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
-from whence.llm.processes import Processes
-from whence.llm.row_scorer import RowScorer
-from whence.llm.scoring import Scoring, score, split_work
+from whence.llm.base.processes import Processes
+from whence.llm.scores.row_scores import RowScorer, Scoring, score, split_work
 
 ROWS = 7  # no multiple of the processes
 AT_ONCE = {2: 3, 4: 1}

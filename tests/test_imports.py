@@ -93,7 +93,7 @@ def test_a_configuration_loads_no_trainer():
         "whence.experiments.rl.training",
         "whence.experiments.llm.training",
         "whence.sb3.callback",
-        "whence.llm.trainer",
+        "whence.llm.ppo.trainer",
         "trl",
         "transformers",
     }

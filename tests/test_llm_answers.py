@@ -6,9 +6,9 @@ import torch
 
 from test_llm_trainer import PROMPTS, copy_state, make_config, make_model, make_tokenizer, make_trainer, same, vowels
 from whence import WhenceError
-from whence.llm import answers
-from whence.llm.answers import answer_prompts
-from whence.llm.prompts import read_prompts
+from whence.llm.text import generation as answers
+from whence.llm.text.generation import answer_prompts
+from whence.llm.text.prompts import read_prompts
 from whence.page.answers import compare_answers, read_answers
 from whence.page.html import write_run_report
 from whence.runs import RunDirectory

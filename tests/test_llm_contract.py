@@ -12,8 +12,8 @@ from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from test_llm_trl import TRAINERS, make_trainer
 from whence import NonPositive
-from whence.llm import trl_settings
-from whence.llm.trl_passes import SCALE
+from whence.llm.trl import supported_settings as trl_settings
+from whence.llm.trl.completions import SCALE
 
 ROOT = Path(__file__).parent.parent
 HELD = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}

@@ -6,7 +6,7 @@ import torch
 from test_llm_trainer import make_model, make_tokenizer
 from whence.errors import InvalidRecords, WhenceError
 from whence.llm import ValidationLoss, language_view
-from whence.llm.demonstrations import encode_demonstrations
+from whence.llm.text.prompts import encode_demonstrations
 
 ROWS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "cde", "completion": "a"}]
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}j{% endif %}"

@@ -17,8 +17,8 @@ from toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute, attribute_crossfit
 from whence.engines import Refused, ghost, memory, problem, rules
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, make_rows, register_rmsnorm
-from whence.llm.model import WithValueHead
-from whence.llm.view import EXTRA_PADDING
+from whence.llm.base.language_view import EXTRA_PADDING
+from whence.llm.base.value_head import WithValueHead
 from whence.policies import notes_on
 from whence.targets import BatchTarget
 

@@ -14,11 +14,11 @@ from test_llm_trainer import copy_state, make_model, make_tokenizer, make_traine
 from test_llm_trl import make_trainer as make_trl_trainer
 from whence import IPPO, NonPositive, WhenceError, attribute
 from whence.layers import choose_parameters, find_blocks
-from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, row_scorer, score_tokens
-from whence.llm.model import WithValueHead
-from whence.llm.row_scorer import RowScorer
-from whence.llm.scoring import Scoring, score
-from whence.llm.trainer import PPOTrainer
+from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
+from whence.llm.base.value_head import WithValueHead
+from whence.llm.ppo.trainer import PPOTrainer
+from whence.llm.scores import row_scores as row_scorer
+from whence.llm.scores.row_scores import RowScorer, Scoring, score
 
 EXACT = 1e-6
 

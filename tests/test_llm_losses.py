@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from whence import WhenceError
-from whence.llm import losses
-from whence.llm.config import PPOConfig
-from whence.llm.generation import _mask_until_end
-from whence.llm.kl_coefficient import KLCoefficient
-from whence.llm.rewards import combine_rewards, compute_rewards, find_columns
+from whence.llm.base import token_losses as losses
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.ppo.kl_coefficient import KLCoefficient
+from whence.llm.text.generation import _mask_until_end
+from whence.llm.text.rewards import combine_rewards, compute_rewards, find_columns
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
 

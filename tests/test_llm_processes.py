@@ -13,7 +13,7 @@ from processes import TARGETS, train
 from test_llm_trainer import copy_state, make_trainer
 from trl_processes import KEPT
 from whence.errors import Unsupported, WhenceError
-from whence.llm.processes import Processes, check_copies
+from whence.llm.base.processes import Processes, check_copies
 
 
 @pytest.fixture(scope="module")

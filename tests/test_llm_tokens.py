@@ -15,11 +15,11 @@ from whence.attribution import open_problem
 from whence.engines import target_gradients
 from whence.errors import NonFinite
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
-from whence.llm import token_scores as module
-from whence.llm.generation import split_text
-from whence.llm.model import WithValueHead
-from whence.llm.objectives import GroupObjective
-from whence.llm.token_scores import score_target_rows
+from whence.llm.base.value_head import WithValueHead
+from whence.llm.scores import token_scores as module
+from whence.llm.scores.token_objectives import GroupObjective
+from whence.llm.scores.token_scores import score_target_rows
+from whence.llm.text.generation import split_text
 
 EXACT = 1e-4
 

@@ -19,16 +19,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError
 from whence.engines.memory import measure_bytes
 from whence.errors import RunDirectoryError
-from whence.llm import TokenReturn, ValidationLoss, losses, row_scorer
-from whence.llm import trainer as trainer_module
-from whence.llm.config import PPOConfig
-from whence.llm.generation import generate, tokenize_prompts
-from whence.llm.model import Reference, WithValueHead
-from whence.llm.rollout import evaluate_responses, make_rollout
-from whence.llm.scoring import Scoring, score
-from whence.llm.steps import optimise
-from whence.llm.trainer import PPOTrainer
-from whence.llm.training_inputs import describe_rows, name_object, to_json
+from whence.llm import TokenReturn, ValidationLoss
+from whence.llm.base import token_losses as losses
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base.run_description import describe_rows, name_object, to_json
+from whence.llm.base.value_head import Reference, WithValueHead
+from whence.llm.ppo import trainer as trainer_module
+from whence.llm.ppo.optimisation import optimise
+from whence.llm.ppo.rollout import evaluate_responses, make_rollout
+from whence.llm.ppo.trainer import PPOTrainer
+from whence.llm.scores import row_scores as row_scorer
+from whence.llm.scores.row_scores import Scoring, score
+from whence.llm.text.generation import generate
+from whence.llm.text.prompts import tokenize_prompts
 from whence.runs import RunDirectory, checkpoints
 from whence.runs.files import lock_directory
 

@@ -38,11 +38,13 @@ from test_llm_trainer import (
 from whence import IPPO, KeepAll, NonPositive, RandomDrop, Unsupported, WhenceError, attribute
 from whence.errors import RunDirectoryError
 from whence.influence import Influence, Provenance
-from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows, trl_run
-from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
-from whence.llm.trl_checkpoints import find_checkpoint, seal_checkpoint
-from whence.llm.trl_run import RunWriter, join_messages
-from whence.llm.trl_settings import check_selectable
+from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows
+from whence.llm.text.prompts import join_messages
+from whence.llm.trl import trl_run
+from whence.llm.trl.supported_settings import check_selectable
+from whence.llm.trl.trainers import InfluenceGRPOTrainer, InfluenceRLOOTrainer
+from whence.llm.trl.trl_checkpoints import find_checkpoint, seal_checkpoint
+from whence.llm.trl.trl_run import RunWriter
 from whence.page import write_run_report
 from whence.runs import RunDirectory
 from whence.selection import Progress

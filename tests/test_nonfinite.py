@@ -19,7 +19,7 @@ from test_llm_trainer import PROMPTS, make_config, make_model, make_tokenizer, v
 from test_llm_trl import make_trainer as make_trl_trainer
 from test_llm_trl import reward as trl_reward
 from whence import IIF, KeepAll, NonFinite, RunDirectory
-from whence.llm.trainer import PPOTrainer
+from whence.llm.ppo.trainer import PPOTrainer
 from whence.sb3 import InfluenceCallback
 
 LENGTH = 20  # steps of an episode
@@ -277,7 +277,7 @@ class TestTRL:
     def test_a_loss_is_checked_before_a_backward_pass_that_steps(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("whence.llm.trl._SelectingTrainer._steps_in_backward", True)  # as under DeepSpeed
+        monkeypatch.setattr("whence.llm.trl.trainers._SelectingTrainer._steps_in_backward", True)  # as under DeepSpeed
         trainer = self.make(tmp_path, 1.0, monkeypatch, run=tmp_path / "run")
         compute = type(trainer).__mro__[2]._compute_loss
         monkeypatch.setattr(type(trainer).__mro__[2], "_compute_loss", lambda *args: compute(*args) * math.nan)

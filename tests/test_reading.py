@@ -19,7 +19,7 @@ from whence.errors import InvalidRecords, NonFinite, ReplayError, RunDirectoryEr
 from whence.experiments import LanguageConfig, RunConfig
 from whence.experiments.kinds import read_config
 from whence.experiments.rl.stored import load_policy, read_records
-from whence.llm.checkpoints import check_model, read_model
+from whence.llm.ppo.ppo_run import check_model, read_model
 from whence.moments import find_moment, find_moments, group_scores, read_axes
 from whence.sb3 import InfluenceCallback, collect
 from whence.sb3.episode_replay import read_episode

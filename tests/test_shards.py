@@ -7,7 +7,7 @@ import torch
 from torch import distributed, nn
 
 from whence.engines.rules import rule_for
-from whence.llm.layer_rules import register_rules
+from whence.llm.base.layer_rules import register_rules
 from whence.shards import is_in_shards, release_whole, whole_shape
 
 

@@ -18,7 +18,7 @@ from studies.benchmarks.language import make_language_model
 from studies.benchmarks.timing import spread, spread_stages
 from studies.scoring.cheap_scores import PROMPT, RESPONSE, VOCABULARY, write_sums
 from whence import Influence, NonPositive, Progress, RecordBatch, Selection, SelectionRule
-from whence.llm.trl import InfluenceGRPOTrainer
+from whence.llm.trl.trainers import InfluenceGRPOTrainer
 
 COMPLETIONS, GENERATIONS = 32, 8
 """Of a GRPO round, and of each of its prompts."""

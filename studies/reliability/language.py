@@ -13,7 +13,7 @@ import typer
 
 from whence.experiments import LanguageConfig
 from whence.experiments.llm.training import run
-from whence.llm.trl_checkpoints import list_steps, read_state
+from whence.llm.trl.trl_checkpoints import list_steps, read_state
 from whence.runs.checkpoints import read_latest
 
 Kind = Literal["ppo", "grpo", "rloo"]

@@ -35,11 +35,11 @@ from whence import KeepAll
 from whence.checks import list_last_blocks, rank_agreement
 from whence.guards import write_atomically
 from whence.llm import SequenceReturn, TokenPPO, language_view, make_rows
-from whence.llm.config import PPOConfig
-from whence.llm.model import WithValueHead
-from whence.llm.processes import Processes
-from whence.llm.scoring import Scoring, score
-from whence.llm.steps import make_optimizer, optimise
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base.processes import Processes
+from whence.llm.base.value_head import WithValueHead
+from whence.llm.ppo.optimisation import make_optimizer, optimise
+from whence.llm.scores.row_scores import Scoring, score
 from whence.records import RecordBatch
 
 SHAPES: Mapping[str, tuple[int, int, int]] = {"1M": (128, 5, 4), "10M": (320, 8, 5), "100M": (768, 14, 12)}

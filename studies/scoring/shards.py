@@ -28,8 +28,8 @@ from studies.scoring.cheap_scores import SHAPES, draw_rows, make_model
 from whence.guards import write_atomically
 from whence.layers import find_blocks
 from whence.llm import SequenceReturn, TokenPPO
-from whence.llm.processes import ONE, Processes
-from whence.llm.scoring import Scoring, score
+from whence.llm.base.processes import ONE, Processes
+from whence.llm.scores.row_scores import Scoring, score
 
 ROWS, AT_ONCE = 16, 2
 MIB = 2**20

@@ -26,13 +26,13 @@ from studies.markdown import cell, table
 from whence.guards import eval_mode, preserve_rng_state, write_atomically
 from whence.intervals import t_interval
 from whence.llm import PPOTrainer, SequenceReturn, ValidationLoss, language_view, score_tokens
-from whence.llm.config import PPOConfig
-from whence.llm.generation import generate, split_text
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base.processes import ONE
 from whence.llm.lab import arithmetic
 from whence.llm.lab.problems import solution
-from whence.llm.processes import ONE
-from whence.llm.rollout import Rollout, make_rollout
-from whence.llm.scoring import score
+from whence.llm.ppo.rollout import Rollout, make_rollout
+from whence.llm.scores.row_scores import score
+from whence.llm.text.generation import generate, split_text
 from whence.stopwatch import Stopwatch
 
 MEMORY = 2**31

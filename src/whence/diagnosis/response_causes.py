@@ -14,11 +14,10 @@ from whence.errors import RunDirectoryError, WhenceError, suggest
 from whence.experiments.llm.rebuilding import RebuiltRound, list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
 from whence.guards import eval_mode
-from whence.llm.generation import Prompt
-from whence.llm.scoring import Scoring, score
-from whence.llm.targets import ValidationLoss
-from whence.llm.trl_run import join_messages
-from whence.llm.view import unscored_view
+from whence.llm.base.language_view import unscored_view
+from whence.llm.scores.language_targets import ValidationLoss
+from whence.llm.scores.row_scores import Scoring, score
+from whence.llm.text.prompts import Prompt, join_messages
 from whence.runs import RunDirectory
 from whence.tables import read_weights
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from whence.errors import Unsupported
 from whence.experiments.llm.rebuilding import RebuiltRound
-from whence.llm.embeddings import embed_rows
+from whence.llm.base.language_view import embed_rows
 from whence.records import RecordBatch
 
 K1, B = 1.5, 0.75

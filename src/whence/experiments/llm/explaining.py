@@ -8,9 +8,9 @@ import polars as pl
 
 from whence.errors import RunDirectoryError
 from whence.experiments.llm.rebuilding import RebuiltRound, rebuild_round
-from whence.llm.generation import split_text
-from whence.llm.targets import split_mean
-from whence.llm.token_scores import score_target_rows, score_tokens
+from whence.llm.scores.language_targets import split_mean
+from whence.llm.scores.token_scores import score_target_rows, score_tokens
+from whence.llm.text.generation import split_text
 from whence.runs import RunDirectory
 
 NEARLY = 0.01

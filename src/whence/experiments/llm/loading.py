@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.errors import WhenceError, first_line, suggest
-from whence.llm.prompts import list_columns
+from whence.llm.text.prompts import list_columns
 
 
 @contextmanager

@@ -19,14 +19,14 @@ from whence.experiments.llm.tasks import Task, load_task, make_validation_target
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.guards import preserve_rng_state
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, WithValueHead, make_rows
-from whence.llm.checkpoints import load_parameters
-from whence.llm.config import PPOConfig
-from whence.llm.generation import Responses
-from whence.llm.model import Reference
-from whence.llm.objectives import make_group_objective
-from whence.llm.progress_bars import hide_progress_bars
-from whence.llm.rollout import evaluate_rows, make_rollout
-from whence.llm.view import EXTRA_PADDING
+from whence.llm.base.language_view import EXTRA_PADDING
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base.progress_bars import hide_progress_bars
+from whence.llm.base.value_head import Reference
+from whence.llm.ppo.ppo_run import load_parameters
+from whence.llm.ppo.rollout import evaluate_rows, make_rollout
+from whence.llm.text.generation import Responses
+from whence.llm.trl.supported_settings import make_group_objective
 from whence.objectives import Objective
 from whence.records import RecordBatch
 from whence.runs import RunDirectory

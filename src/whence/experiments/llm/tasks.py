@@ -21,12 +21,12 @@ from whence.experiments.llm.loading import (
 )
 from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.llm import classifier
-from whence.llm.config import PPOConfig
-from whence.llm.generation import Prompt, context_length, generate
+from whence.llm.base.ppo_config import PPOConfig
 from whence.llm.lab import arithmetic, evaluate
-from whence.llm.prompts import list_columns, read_prompts
-from whence.llm.rewards import Reward, compute_rewards, find_columns
-from whence.llm.targets import ValidationLoss
+from whence.llm.scores.language_targets import ValidationLoss
+from whence.llm.text.generation import generate
+from whence.llm.text.prompts import Prompt, context_length, list_columns, read_prompts
+from whence.llm.text.rewards import Reward, compute_rewards, find_columns
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ def max_response_tokens(config: LanguageConfig) -> int | None:
 
 
 def _make_ppo_config(config: LanguageConfig, output_dir: str) -> Any:
-    from whence.llm.config import PPOConfig
+    from whence.llm.base.ppo_config import PPOConfig
 
     known = PPOConfig.__dataclass_fields__
     if unknown := [name for name in config.settings if name not in known or name in ("output_dir", "seed")]:
@@ -53,7 +53,7 @@ def _make_ppo_config(config: LanguageConfig, output_dir: str) -> Any:
 def _make_trl_config(config: LanguageConfig, output_dir: str) -> Any:
     import trl
 
-    from whence.llm.trl_settings import check_selectable
+    from whence.llm.trl.supported_settings import check_selectable
 
     kind = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}[config.algorithm]
     known = [one.name for one in fields(kind) if one.init and one.name not in ("output_dir", "seed", "max_steps")]

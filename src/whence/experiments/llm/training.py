@@ -19,7 +19,7 @@ from whence.experiments.llm.tasks import (
 from whence.experiments.llm.trainer_config import check_settings, make_trainer_config
 from whence.experiments.shared import OnRound, ignore_round
 from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
-from whence.llm.progress_bars import hide_progress_bars
+from whence.llm.base.progress_bars import hide_progress_bars
 
 __all__ = ["check_settings", "is_finished", "make_trainer", "prepare", "read_curve", "run"]
 

@@ -24,14 +24,12 @@ from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.experiments.shared import OnRound
 from whence.guards import preserve_rng_state
 from whence.llm import SequenceReturn, TokenReturn
-from whence.llm.answers import answer_prompts, read_sample_prompts
-from whence.llm.config import PPOConfig
-from whence.llm.generation import context_length
-from whence.llm.progress_bars import hide_progress_bars
-from whence.llm.prompts import list_columns
-from whence.llm.rewards import Reward, compute_rewards, find_columns
-from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer
-from whence.llm.trl_run import join_messages
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base.progress_bars import hide_progress_bars
+from whence.llm.text.generation import answer_prompts, read_sample_prompts
+from whence.llm.text.prompts import context_length, join_messages, list_columns
+from whence.llm.text.rewards import Reward, compute_rewards, find_columns
+from whence.llm.trl.trainers import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import CheckpointClock
 

@@ -16,10 +16,10 @@ import datasets
 import torch
 
 from whence.errors import WhenceError, suggest
+from whence.llm.base.progress_bars import hide_progress_bars
 from whence.llm.lab import model as small
 from whence.llm.lab import problems
 from whence.llm.lab.problems import Difficulty, Habit, Verdict
-from whence.llm.progress_bars import hide_progress_bars
 
 FORMAT = 2
 """Increased when the same settings give another laboratory; part of the cache's key."""

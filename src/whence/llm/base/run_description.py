@@ -1,14 +1,19 @@
-"""What a run's configuration holds of a training's inputs: settings, reward functions and data, in JSON types."""
+"""The description of a run in its directory: settings, reward functions and data, in JSON types, and versions."""
 
 import hashlib
 import json
+import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
+from importlib.metadata import version
 from typing import Any
+
+from whence.runs import RunDirectory
+from whence.runs.config_file import list_changes
 
 _SECRET = re.compile(r"(^|_)(token|password|secret|credentials?)$|(api|access|private)_?key|auth_token", re.IGNORECASE)
 _NO_SECRETS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -84,3 +89,21 @@ def describe_rows(rows: Any) -> dict[str, Any] | None:
     for place in places:
         digest.update(json.dumps(to_json(rows[place]), sort_keys=True).encode() + b"\n")
     return {"rows": count, "digest": digest.hexdigest()}
+
+
+log = logging.getLogger("whence")
+
+
+def read_versions(libraries: Iterable[str]) -> dict[str, str]:
+    """Return the installed version of each library."""
+    return {name: version(name) for name in libraries}
+
+
+def note_changed_versions(run: RunDirectory, libraries: Iterable[str], number: int) -> None:
+    """Say, in the log and in the run's note "resumed", that training goes on after a round with other versions."""
+    changes = list_changes(run.versions, read_versions(libraries))
+    if not changes:
+        return
+    reason = "; ".join(changes)
+    log.warning("The training goes on after round %d with other versions: %s.", number, reason)
+    run.note(resumed=[*run.notes.get("resumed", []), {"after_round": number, "reason": reason}])

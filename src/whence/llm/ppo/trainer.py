@@ -15,23 +15,26 @@ from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
-from whence.llm.answers import answer_prompts, read_sample_prompts
-from whence.llm.checkpoints import load_model, read_model
-from whence.llm.config import PPOConfig
-from whence.llm.generation import Prompt, Responses, check_tokenizer, context_length, generate
-from whence.llm.kl_coefficient import KLCoefficient
-from whence.llm.model import Reference, WithValueHead, disable_dropout
-from whence.llm.objectives import TokenPPO
-from whence.llm.processes import Processes, check_copies
-from whence.llm.prompts import Prompts, read_prompts
-from whence.llm.rewards import Reward, combine_rewards
-from whence.llm.rollout import Rollout, make_rollout
-from whence.llm.row_scorer import RowScorer
-from whence.llm.scoring import Scoring, check_held_out, held_out_target
-from whence.llm.steps import make_optimizer, optimise
-from whence.llm.tables import make_metrics_row, make_response_table
-from whence.llm.targets import SequenceReturn
-from whence.llm.training_run import TrainingRun, describe_training
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base.processes import Processes, check_copies
+from whence.llm.base.value_head import Reference, WithValueHead, disable_dropout
+from whence.llm.ppo.kl_coefficient import KLCoefficient
+from whence.llm.ppo.optimisation import make_optimizer, optimise
+from whence.llm.ppo.ppo_run import (
+    TrainingRun,
+    describe_training,
+    load_model,
+    make_metrics_row,
+    make_response_table,
+    read_model,
+)
+from whence.llm.ppo.rollout import Rollout, make_rollout
+from whence.llm.scores.language_targets import SequenceReturn
+from whence.llm.scores.row_scores import RowScorer, Scoring, check_held_out, held_out_target
+from whence.llm.scores.token_objectives import TokenPPO
+from whence.llm.text.generation import Responses, answer_prompts, generate, read_sample_prompts
+from whence.llm.text.prompts import Prompt, Prompts, check_tokenizer, context_length, read_prompts
+from whence.llm.text.rewards import Reward, combine_rewards
 from whence.nonfinite import check_parameters, name_round
 from whence.objectives import Objective, as_objective
 from whence.runs.checkpoints import Checkpoint
@@ -172,7 +175,9 @@ class PPOTrainer:
         self.processes.broadcast_model(self.model)
         self.reference = Reference(self.model)
         self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
-        self.kl = KLCoefficient(config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon)
+        self.kl = KLCoefficient(
+            config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon, config.batch_size
+        )
         self.metrics: list[dict[str, Any]] = []
         self._kinds_of_advice: set[str] = set()
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
@@ -257,7 +262,7 @@ class PPOTrainer:
             )
             check_parameters((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.value, **means}
-        self.kl.update(row["kl"], len(rollout.rows))
+        self.kl.update(row["kl"])
         self.metrics.append(row)
         self._report_round(rollout, influence, selection, row, seconds)
         if config.eval_every and (number % config.eval_every == 0 or number == config.rounds):

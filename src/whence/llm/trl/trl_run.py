@@ -1,6 +1,5 @@
 """The run directory of a training by TRL's trainers."""
 
-import json
 import logging
 import math
 import uuid
@@ -15,16 +14,23 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from whence.errors import RunDirectoryError, WhenceError
-from whence.llm.tables import list_tokens
-from whence.llm.training_inputs import describe_rewards, describe_rows, is_secret, to_json
-from whence.llm.trl_checkpoints import (
+from whence.llm.base.rows import list_tokens
+from whence.llm.base.run_description import (
+    describe_rewards,
+    describe_rows,
+    is_secret,
+    note_changed_versions,
+    read_versions,
+    to_json,
+)
+from whence.llm.text.prompts import join_messages
+from whence.llm.trl.trl_checkpoints import (
     delete_later,
     find_checkpoint,
     read_progress,
     read_state,
     seal_checkpoint,
 )
-from whence.llm.versions import note_changed_versions, read_versions
 from whence.runs import RunDirectory
 from whence.runs.config_file import strip_addresses
 from whence.selection import Selection
@@ -71,7 +77,7 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
     """Writes each generation batch to a run directory, after the last step on it; completes Transformers' checkpoints.
 
     Args:
-        trainer: a trainer of `whence.llm.trl`.
+        trainer: a trainer of `whence.llm.trl.trainers`.
         folder: the run directory.
         about: a further description of the run, in JSON types.
         overwrite: delete the rounds of the run in the directory that come after the start of this training.
@@ -321,25 +327,3 @@ def _list_settings(args: Any) -> dict[str, Any]:
         if (value := to_json(getattr(args, one.name))) != to_json(default):
             settings[one.name] = value
     return settings
-
-
-def join_messages(text: Any) -> str:
-    """Return a text, or a chat's messages as one text: their contents, and their calls of tools as JSON.
-
-    A part of a message that is no text, such as an image, is named in angle brackets.
-    """
-    return text if isinstance(text, str) else "".join(map(_read_message, text))
-
-
-def _read_message(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    parts = content if isinstance(content, list | tuple) else [] if content is None else [content]
-    calls = [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
-    return "".join([*map(_read_part, parts), *calls])
-
-
-def _read_part(part: Any) -> str:
-    if not isinstance(part, Mapping):
-        return str(part)
-    text = part.get("text")
-    return f"<{part.get('type', 'part')}>" if text is None else str(text)

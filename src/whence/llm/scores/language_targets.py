@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.errors import InvalidRecords, WhenceError
-from whence.llm.demonstrations import encode_demonstrations
-from whence.llm.rows import make_rows
+from whence.llm.base.rows import make_rows
+from whence.llm.text.prompts import encode_demonstrations
 from whence.objectives import Objective
 from whence.policies import Outputs, Params, PolicyView, compute_outputs
 from whence.records import RecordBatch

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from whence.errors import WhenceError, suggest
-from whence.llm.kl_coefficient import MOST
 
 KL_ESTIMATES = ("kl", "abs", "mse")
 
@@ -101,12 +100,6 @@ class PPOConfig:
                 raise WhenceError(f"{name} is {value!r}; {what} is needed.")
         if self.learning_rate is None:
             raise WhenceError("learning_rate is None; a number, 0 or more, is needed.")
-        lowest = MOST * self.batch_size
-        if self.adap_kl_ctrl and self.horizon <= lowest:
-            raise WhenceError(
-                f"horizon is {self.horizon}, and one round of batch_size={self.batch_size} rows could turn the weight "
-                f"of the divergence negative: horizon has to be above {lowest:g}, such as 10000."
-            )
         if isinstance(self.report_to, str):
             raise WhenceError(f"report_to is {self.report_to!r}; a tuple of names is needed: ({self.report_to!r},).")
         if self.kl_penalty not in KL_ESTIMATES:

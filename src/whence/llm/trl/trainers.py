@@ -24,18 +24,25 @@ from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
-from whence.llm.objectives import make_group_objective
-from whence.llm.processes import ONE, Processes
-from whence.llm.rewards import check_group_rewards
-from whence.llm.row_scorer import RowScorer
-from whence.llm.scoring import Scoring
-from whence.llm.targets import SequenceReturn
-from whence.llm.trl_checkpoints import read_progress
-from whence.llm.trl_completions import log_selection, log_without_scores
-from whence.llm.trl_passes import KEPT, SCALE, disable_autocast, discard_gradients, forget_passes, take_kept
-from whence.llm.trl_rows import has_tokens_alone, make_completion_rows
-from whence.llm.trl_run import RunWriter
-from whence.llm.trl_settings import TOKEN_LOSSES, check_selectable
+from whence.llm.base.processes import ONE, Processes
+from whence.llm.scores.language_targets import SequenceReturn
+from whence.llm.scores.row_scores import RowScorer, Scoring
+from whence.llm.text.rewards import check_group_rewards
+from whence.llm.trl.completions import (
+    KEPT,
+    SCALE,
+    disable_autocast,
+    discard_gradients,
+    forget_passes,
+    has_tokens_alone,
+    log_selection,
+    log_without_scores,
+    make_completion_rows,
+    take_kept,
+)
+from whence.llm.trl.supported_settings import TOKEN_LOSSES, check_selectable, make_group_objective
+from whence.llm.trl.trl_checkpoints import read_progress
+from whence.llm.trl.trl_run import RunWriter
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch

@@ -1,11 +1,14 @@
 """Prompts and responses as records: one record a row, with columns of numbers for its response tokens."""
 
+from typing import Any
+
+import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.errors import InvalidRecords
-from whence.llm.losses import last_token
+from whence.llm.base.token_losses import last_token
 from whence.records import Array, RecordBatch
 from whence.trees import Tree
 
@@ -99,3 +102,18 @@ def _mask_column(name: str, column: Array, mask: Bool[Tensor, "n R"]) -> Float[T
     if not numbers.is_floating_point():
         numbers = numbers.to(torch.get_default_dtype())
     return torch.where(mask, numbers, 0.0)
+
+
+def list_tokens(rows: RecordBatch) -> list[pl.Series]:
+    """Return columns with a list for each row: `prompt_ids` and `response_ids`, from which a round is built again.
+
+    Args:
+        rows: the rows.
+    """
+    columns: Any = rows.observations
+    ids, attended = columns["input_ids"].cpu(), columns["attention_mask"].cpu().bool()
+    width = columns["response_mask"].shape[1]
+    prompts = [row[mask].tolist() for row, mask in zip(ids[:, :-width], attended[:, :-width], strict=True)]
+    responses = [row[mask].tolist() for row, mask in zip(ids[:, -width:], attended[:, -width:], strict=True)]
+    lists = {"prompt_ids": prompts, "response_ids": responses}
+    return [pl.Series(name, values, dtype=pl.List(pl.Int32)) for name, values in lists.items()]

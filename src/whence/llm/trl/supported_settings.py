@@ -1,8 +1,9 @@
-"""Settings of TRL's trainers that allow a selection of completions; no trainer is imported."""
+"""Settings of TRL's trainers: the objective that they mean, and whether completions can be selected."""
 
 from typing import Any
 
 from whence.errors import Unsupported
+from whence.llm.scores.token_objectives import GroupObjective
 
 # Loss types that average rows (and have to be rescaled), with how each reduces the tokens of a row; and loss types
 # that divide by the number of tokens.
@@ -70,3 +71,21 @@ def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
     for setting, (is_set, reason) in refusals.items():
         if is_set:
             raise Unsupported(f"Completions cannot be selected with {setting}: {reason}.")
+
+
+def make_group_objective(args: Any) -> GroupObjective:
+    """Return the objective of a completion's training by TRL, at the policy that drew it.
+
+    Args:
+        args: TRL's GRPOConfig, or its RLOOConfig, whose divergence is part of the rewards.
+    """
+    if not hasattr(args, "loss_type"):
+        return GroupObjective("sum", 0.0)
+    highest = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    return GroupObjective(
+        reduction=ROW_LOSSES.get(args.loss_type, "sum"),
+        beta=float(args.beta),
+        corrected=bool(getattr(args, "use_bias_correction_kl", False)),
+        level=args.importance_sampling_level,
+        ratio_cap=min(1.0, float(highest)) if args.loss_type == "cispo" else 1.0,
+    )

@@ -1,22 +1,22 @@
-"""Tokenize prompts, and generate responses to them."""
+"""Responses: generated to prompts, and to a few sample prompts at each evaluation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
+import polars as pl
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationConfig
 
 from whence.errors import WhenceError
-from whence.guards import eval_mode
-from whence.llm.config import PPOConfig
-from whence.llm.processes import ONE, Processes
-
-Prompt: TypeAlias = str | Sequence[Mapping[str, str]]
-"""A text, or the messages of a chat, each with "role" and "content"."""
+from whence.guards import eval_mode, preserve_rng_state
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base.processes import ONE, Processes
+from whence.llm.text.prompts import Prompt, Prompts, read_prompts
+from whence.llm.text.rewards import Reward, compute_rewards
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,76 +38,6 @@ class Responses:
     ended: Bool[Tensor, " n"]
     prompts: Sequence[str]
     texts: Sequence[str]
-
-
-def check_tokenizer(tokenizer: Any) -> None:
-    """Refuse a tokenizer that cannot pad or end a response.
-
-    Raises:
-        WhenceError: the message names the token to set.
-    """
-    if tokenizer.pad_token_id is None:
-        raise WhenceError(
-            "The tokenizer has no pad token, so rows of different lengths cannot form a batch. Set one: "
-            "tokenizer.pad_token = tokenizer.eos_token."
-        )
-    if tokenizer.eos_token_id is None:
-        raise WhenceError("The tokenizer has no end-of-text token, so no response could end. Set tokenizer.eos_token.")
-
-
-def tokenize_prompts(
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    config: PPOConfig,
-    context: int | None,
-    response_setting: str = "max_new_tokens",
-) -> list[list[int]]:
-    """Return the token ids of each prompt; messages go through the tokenizer's chat template.
-
-    Args:
-        tokenizer: a tokenizer of Transformers.
-        prompts: texts or chats.
-        config: the settings that limit the lengths of prompts and responses.
-        context: tokens that the model can read; None: no limit.
-        response_setting: the trainer's name of the setting that limits a response, for messages.
-
-    Raises:
-        WhenceError: a prompt is empty, or leaves no room for its response; the message has the prompt's number.
-    """
-    longest = _longest_prompt(config, context, response_setting)
-    rows = []
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            ids = list(tokenizer(prompt)["input_ids"])
-        else:
-            ids = list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
-        if not ids or (longest is not None and len(ids) > longest):
-            raise WhenceError(
-                f"Prompt {number} has {len(ids)} tokens; from 1 to {longest} are needed, so that it and a response of "
-                f"{config.max_new_tokens} fit into the model's context. Shorten or drop it, or lower "
-                f"{response_setting}."
-            )
-        rows.append(ids)
-    return rows
-
-
-def _longest_prompt(config: PPOConfig, context: int | None, response_setting: str) -> int | None:
-    """Return the most tokens that a prompt may have; None: no limit."""
-    if context is None:
-        return config.max_prompt_length
-    remaining = context - config.max_new_tokens
-    if remaining < 1:
-        raise WhenceError(
-            f"{response_setting} is {config.max_new_tokens}, and the model reads {context} tokens in all, so that no "
-            f"prompt would fit before a response. Lower {response_setting}."
-        )
-    return remaining if config.max_prompt_length is None else min(config.max_prompt_length, remaining)
-
-
-def context_length(model: Any) -> int | None:
-    """Return the number of tokens that a model can read; None: its configuration does not say."""
-    length: int | None = getattr(model.config, "max_position_embeddings", None)
-    return length
 
 
 def generate(
@@ -218,3 +148,46 @@ def _mask_until_end(
     is_end = torch.isin(tokens, torch.tensor(end_tokens, device=tokens.device))
     before = is_end.long().cumsum(dim=1) - is_end.long()
     return before == 0, is_end.any(dim=1)
+
+
+MOST_ANSWERS = 64
+"""Sample prompts at most: each is answered at every evaluation."""
+
+
+def read_sample_prompts(
+    dataset: Sequence[Prompt] | Any, tokenizer: Any, config: PPOConfig, context: int | None, rewards: Sequence[Reward]
+) -> Prompts:
+    """Return the prompts that a training answers at each evaluation; see `read_prompts`.
+
+    Raises:
+        WhenceError: there are more than `MOST_ANSWERS`, or one is refused.
+    """
+    prompts = read_prompts(dataset, tokenizer, config, context, rewards)
+    if len(prompts) > MOST_ANSWERS:
+        raise WhenceError(
+            f"sample_prompts has {len(prompts)} prompts; at most {MOST_ANSWERS} are answered at each evaluation. Pass "
+            "fewer, and measure the model by `evaluate`."
+        )
+    return prompts
+
+
+def answer_prompts(model: Any, tokenizer: Any, prompts: Prompts, reward: Reward, config: PPOConfig) -> pl.DataFrame:
+    """Answer prompts by the likeliest tokens, without a change of the model's mode or of generators.
+
+    Args:
+        model: a causal language model of Transformers.
+        tokenizer: its tokenizer.
+        prompts: the prompts.
+        reward: rewards the answers.
+        config: the settings of generation, but for sampling.
+
+    Returns:
+        A row for each prompt: `prompt`, `response` and `reward`.
+
+    Raises:
+        WhenceError: see `compute_rewards`; a reward may be NaN.
+    """
+    with preserve_rng_state(), torch.no_grad():
+        answers = generate(model, tokenizer, prompts.ids, replace(config, top_k=1, top_p=1.0, temperature=1.0))
+        rewards = compute_rewards(reward, answers.prompts, answers.texts, prompts.columns, allow_nonfinite=True)
+    return pl.DataFrame({"prompt": answers.prompts, "response": answers.texts, "reward": rewards.tolist()})

@@ -2,15 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from whence.errors import InvalidRecords, WhenceError, suggest
-from whence.llm.losses import masked_mean, surrogate, value_loss
-from whence.llm.trl_settings import ROW_LOSSES
+from whence.llm.base.token_losses import masked_mean, surrogate, value_loss
 from whence.policies import Outputs
 from whence.records import RecordBatch
 
@@ -126,21 +125,3 @@ class GroupObjective:
             divergence = difference.exp() - difference - 1
             value = value - self.beta * (ratio * divergence if self.corrected else divergence)
         return masked_mean(value, mask) if self.reduction == "mean" else torch.where(mask, value, 0.0).sum(dim=1)
-
-
-def make_group_objective(args: Any) -> GroupObjective:
-    """Return the objective of a completion's training by TRL, at the policy that drew it.
-
-    Args:
-        args: TRL's GRPOConfig, or its RLOOConfig, whose divergence is part of the rewards.
-    """
-    if not hasattr(args, "loss_type"):
-        return GroupObjective("sum", 0.0)
-    highest = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    return GroupObjective(
-        reduction=ROW_LOSSES.get(args.loss_type, "sum"),
-        beta=float(args.beta),
-        corrected=bool(getattr(args, "use_bias_correction_kl", False)),
-        level=args.importance_sampling_level,
-        ratio_cap=min(1.0, float(highest)) if args.loss_type == "cispo" else 1.0,
-    )

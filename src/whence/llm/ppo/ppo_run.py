@@ -1,22 +1,26 @@
-"""What `PPOTrainer` keeps on disk: the rounds of a training, and checkpoints to go on from."""
+"""The run directory of `PPOTrainer`: rounds, their tables, and checkpoints to go on from."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import polars as pl
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from whence.errors import RunDirectoryError, WhenceError
-from whence.llm.checkpoints import check_model
-from whence.llm.processes import Processes
-from whence.llm.training_inputs import describe_rewards, describe_rows
-from whence.llm.versions import note_changed_versions, read_versions
+from whence.influence import Influence
+from whence.llm.base.processes import Processes
+from whence.llm.base.rows import list_tokens
+from whence.llm.base.run_description import describe_rewards, describe_rows, note_changed_versions, read_versions
+from whence.llm.ppo.rollout import Rollout
 from whence.runs import RunDirectory
-from whence.runs.checkpoints import Checkpoint, CheckpointClock, read_latest, save_checkpoint
+from whence.runs.checkpoints import Checkpoint, CheckpointClock, load_tree, read_latest, save_checkpoint
 from whence.runs.config_file import strip_addresses
+from whence.selection import Selection
 from whence.stopwatch import flatten_seconds
+from whence.tables import add_selection, summarise_selection
 from whence.targets import target_name
 
 log = logging.getLogger("whence")
@@ -182,3 +186,120 @@ def describe_training(trainer: Any) -> dict[str, Any]:
 
 
 _ELSEWHERE = ("output_dir", "rounds", "seed")  # settings that the description has outside "ppo"
+
+
+def read_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return the parameters that train and the optimiser's state of each, by name, for `save_tree`."""
+    names = {id(parameter): name for name, parameter in _trained_parameters(model)}
+    return {
+        "model": dict(_trained_parameters(model)),
+        "optimizer": {names[id(parameter)]: dict(state) for parameter, state in optimizer.state.items()},
+    }
+
+
+def load_model(model: nn.Module, optimizer: Any, content: Mapping[str, Any]) -> None:
+    """Put a model and its optimiser into the state that `read_model` returned; see `check_model`."""
+    _copy_parameters(model, content)
+    parameters = dict(_trained_parameters(model))
+    optimizer.state.clear()
+    for name, state in content["optimizer"].items():
+        device = parameters[name].device
+        # Adam counts its steps on the CPU.
+        optimizer.state[parameters[name]] = {
+            key: value.to(device) if isinstance(value, Tensor) and key != "step" else value
+            for key, value in state.items()
+        }
+
+
+def load_parameters(path: Path, model: nn.Module) -> None:
+    """Read the parameters of a checkpoint file into a model.
+
+    Raises:
+        RunDirectoryError: the file cannot be read as a checkpoint, or belongs to another model.
+    """
+    content = load_tree(path)
+    check_model(model, content, path)
+    _copy_parameters(model, content)
+
+
+def check_model(model: nn.Module, content: Mapping[str, Any], path: Path) -> None:
+    """Refuse the content of a checkpoint whose parameters are not those of a model that train.
+
+    Raises:
+        RunDirectoryError: see above.
+    """
+    parameters = dict(_trained_parameters(model))
+    if _list_shapes(parameters) != _list_shapes(content.get("model", {})):
+        raise RunDirectoryError(
+            f"{path} belongs to another model: its parameters that train differ from this one's. Build the model as it "
+            "was, with the same adapter, or choose another output_dir."
+        )
+    states = content.get("optimizer", {})
+    for name, state in states.items() if isinstance(states, Mapping) else [("", states)]:
+        values = state.values() if isinstance(state, Mapping) else [state]
+        shapes = [value.shape for value in values if isinstance(value, Tensor) and value.numel() > 1]
+        if name not in parameters or not isinstance(state, Mapping) or any(s != parameters[name].shape for s in shapes):
+            raise RunDirectoryError(
+                f"{path} holds an optimiser's state of {name!r}, which belongs to no parameter that trains. Restore "
+                "the checkpoint, or choose another output_dir."
+            )
+
+
+def _copy_parameters(model: nn.Module, content: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        for name, parameter in _trained_parameters(model):
+            parameter.copy_(content["model"][name])
+
+
+def _list_shapes(tensors: Any) -> dict[str, tuple[int, ...] | None]:
+    """Return the shape of each tensor by its name; None for what a damaged checkpoint holds in place of one."""
+    if not isinstance(tensors, Mapping):
+        return {}
+    return {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in tensors.items()}
+
+
+def _trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:
+    """Return a row for each response: texts, reward, divergence, advantage of its last token, score and selection.
+
+    Args:
+        rollout: the round's rollout.
+        selection: the responses that train.
+        influence: the responses' scores; None if the rule needs none.
+    """
+    responses, rows = rollout.responses, rollout.rows
+    table = pl.DataFrame(
+        {
+            "record_id": rows.ids.tolist(),
+            "prompt": list(responses.prompts),
+            "response": list(responses.texts),
+            "tokens": responses.response_mask.sum(dim=1).tolist(),
+            "ended": responses.ended.tolist(),
+            "reward": rollout.rewards.tolist(),
+            "divergence": rollout.divergence.double().tolist(),
+            "advantage": rows.advantages.double().tolist(),
+            "log_prob": rows.log_probs.double().tolist(),
+        }
+    )
+    return add_selection(table.with_columns(list_tokens(rows)), selection, influence)
+
+
+def make_metrics_row(
+    number: int, rollout: Rollout, selection: Selection, influence: Influence | None
+) -> dict[str, Any]:
+    """Return a round's row of metrics, without those of the optimisation."""
+    rewards, keep = rollout.rewards, selection.keep
+    return {
+        "round": number,
+        "reward": float(rewards.mean()),
+        "reward_kept": float(rewards[keep].mean()) if keep.any() else None,
+        "reward_dropped": float(rewards[~keep].mean()) if (~keep).any() else None,
+        "kl": float(rollout.divergence.mean()),
+        "train/entropy_loss": -rollout.entropy,
+        "length": float(rollout.responses.response_mask.sum(dim=1).double().mean()),
+        "ended_share": float(rollout.responses.ended.to(torch.float64).mean()),
+        **summarise_selection(selection, influence),
+    }

@@ -7,11 +7,11 @@ from accelerate import Accelerator
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.llm import losses
-from whence.llm.config import PPOConfig
-from whence.llm.model import WithValueHead
-from whence.llm.processes import Processes
-from whence.llm.view import language_view
+from whence.llm.base import token_losses as losses
+from whence.llm.base.language_view import language_view
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base.processes import Processes
+from whence.llm.base.value_head import WithValueHead
 from whence.nonfinite import check_gradients, measure_gradients
 from whence.policies import ModuleView
 from whence.records import RecordBatch

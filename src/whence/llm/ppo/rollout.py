@@ -10,14 +10,14 @@ from torch import Tensor
 
 from whence.errors import NonFinite
 from whence.guards import eval_mode
-from whence.llm import losses
-from whence.llm.config import PPOConfig
-from whence.llm.generation import Responses
-from whence.llm.model import Reference, WithValueHead
-from whence.llm.processes import ONE, Processes
-from whence.llm.rewards import NO_COLUMNS, Columns, Reward, compute_rewards
-from whence.llm.rows import make_rows
-from whence.llm.view import language_view
+from whence.llm.base import token_losses as losses
+from whence.llm.base.language_view import language_view
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base.processes import ONE, Processes
+from whence.llm.base.rows import make_rows
+from whence.llm.base.value_head import Reference, WithValueHead
+from whence.llm.text.generation import Responses
+from whence.llm.text.rewards import NO_COLUMNS, Columns, Reward, compute_rewards
 from whence.policies import Outputs
 from whence.records import RecordBatch
 

@@ -21,11 +21,11 @@ from whence.engines.memory import fit_chunk_size
 from whence.engines.problem import compute_seeds, map_outputs
 from whence.errors import NonFinite, Unsupported, WhenceError
 from whence.layers import Layers, restrict_view
-from whence.llm.objectives import TokenPPO
-from whence.llm.processes import NO_TOKEN_PARTS, ONE, Processes
-from whence.llm.scoring import split_work
-from whence.llm.targets import Along, split_mean
-from whence.llm.view import language_view
+from whence.llm.base.language_view import language_view
+from whence.llm.base.processes import NO_TOKEN_PARTS, ONE, Processes
+from whence.llm.scores.language_targets import Along, split_mean
+from whence.llm.scores.row_scores import split_work
+from whence.llm.scores.token_objectives import TokenPPO
 from whence.objectives import Objective, as_objective
 from whence.policies import Outputs
 from whence.records import RecordBatch

@@ -1,0 +1,1 @@
+"""What all trainers of language models read: rows, views of models, processes, settings."""

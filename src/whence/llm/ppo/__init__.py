@@ -1,0 +1,1 @@
+"""PPO for causal language models."""

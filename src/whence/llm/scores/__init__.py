@@ -1,0 +1,1 @@
+"""Scores of responses: objectives, targets, rows, tokens."""

@@ -1,0 +1,1 @@
+"""Text: prompts, responses and rewards."""

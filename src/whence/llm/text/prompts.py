@@ -1,0 +1,249 @@
+"""Prompts and demonstrations: texts, chats and data sets, as tokens."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from whence.errors import WhenceError
+from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.text.rewards import Columns, Reward, find_columns
+
+Prompt: TypeAlias = str | Sequence[Mapping[str, str]]
+"""A text, or the messages of a chat, each with "role" and "content"."""
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse a tokenizer that cannot pad or end a response.
+
+    Raises:
+        WhenceError: the message names the token to set.
+    """
+    if tokenizer.pad_token_id is None:
+        raise WhenceError(
+            "The tokenizer has no pad token, so rows of different lengths cannot form a batch. Set one: "
+            "tokenizer.pad_token = tokenizer.eos_token."
+        )
+    if tokenizer.eos_token_id is None:
+        raise WhenceError("The tokenizer has no end-of-text token, so no response could end. Set tokenizer.eos_token.")
+
+
+def tokenize_prompts(
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    config: PPOConfig,
+    context: int | None,
+    response_setting: str = "max_new_tokens",
+) -> list[list[int]]:
+    """Return the token ids of each prompt; messages go through the tokenizer's chat template.
+
+    Args:
+        tokenizer: a tokenizer of Transformers.
+        prompts: texts or chats.
+        config: the settings that limit the lengths of prompts and responses.
+        context: tokens that the model can read; None: no limit.
+        response_setting: the trainer's name of the setting that limits a response, for messages.
+
+    Raises:
+        WhenceError: a prompt is empty, or leaves no room for its response; the message has the prompt's number.
+    """
+    longest = _longest_prompt(config, context, response_setting)
+    rows = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            ids = list(tokenizer(prompt)["input_ids"])
+        else:
+            ids = list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+        if not ids or (longest is not None and len(ids) > longest):
+            raise WhenceError(
+                f"Prompt {number} has {len(ids)} tokens; from 1 to {longest} are needed, so that it and a response of "
+                f"{config.max_new_tokens} fit into the model's context. Shorten or drop it, or lower "
+                f"{response_setting}."
+            )
+        rows.append(ids)
+    return rows
+
+
+def _longest_prompt(config: PPOConfig, context: int | None, response_setting: str) -> int | None:
+    """Return the most tokens that a prompt may have; None: no limit."""
+    if context is None:
+        return config.max_prompt_length
+    remaining = context - config.max_new_tokens
+    if remaining < 1:
+        raise WhenceError(
+            f"{response_setting} is {config.max_new_tokens}, and the model reads {context} tokens in all, so that no "
+            f"prompt would fit before a response. Lower {response_setting}."
+        )
+    return remaining if config.max_prompt_length is None else min(config.max_prompt_length, remaining)
+
+
+def context_length(model: Any) -> int | None:
+    """Return the number of tokens that a model can read; None: its configuration does not say."""
+    length: int | None = getattr(model.config, "max_position_embeddings", None)
+    return length
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Tokenized prompts, with further columns of their data set.
+
+    Attributes:
+        ids: token ids of each prompt.
+        columns: the data set's other columns that rewards ask for, by name.
+    """
+
+    ids: Sequence[Sequence[int]]
+    columns: Columns = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Return a prompt's ids, and what the further columns hold for it."""
+        return {"ids": list(self.ids[number]), **{name: column[number] for name, column in self.columns.items()}}
+
+    def take(self, numbers: Sequence[int]) -> "Prompts":
+        """Return the prompts of these numbers, in their order."""
+        columns = {name: [column[number] for number in numbers] for name, column in self.columns.items()}
+        return Prompts([self.ids[number] for number in numbers], columns)
+
+
+def read_prompts(
+    dataset: Sequence[Prompt] | Any,
+    tokenizer: Any,
+    config: PPOConfig,
+    context: int | None,
+    rewards: Sequence[Reward] = (),
+    response_setting: str = "max_new_tokens",
+) -> Prompts:
+    """Return texts, chats, or a data set with a column "prompt", as prompts.
+
+    Args:
+        dataset: the texts, chats or data set.
+        tokenizer: the model's tokenizer.
+        config: the settings that limit the lengths of prompts and responses.
+        context: tokens that the model can read; None: no limit.
+        rewards: the rewards; only the columns that their arguments name are read.
+        response_setting: the trainer's name of the setting that limits a response, for messages.
+
+    Raises:
+        WhenceError: a prompt does not fit, or there is no column "prompt", or none that a reward asks for.
+    """
+    names = list_columns(dataset)
+    needed = {name for reward in rewards for name in find_columns(reward, names)}
+    source: Any = dataset
+    texts = list(dataset if getattr(dataset, "column_names", None) is None else source["prompt"])
+    ids = tokenize_prompts(tokenizer, texts, config, context, response_setting)
+    return Prompts(ids, {name: list(source[name]) for name in names if name in needed})
+
+
+def list_columns(dataset: Any) -> list[str]:
+    """Return the names of a data set's columns other than "prompt"; a list has none.
+
+    Raises:
+        WhenceError: there is no column "prompt".
+    """
+    names = getattr(dataset, "column_names", None)
+    if names is None:
+        return []
+    if "prompt" not in names:
+        raise WhenceError(f"The data set has the columns {', '.join(names)}; a column 'prompt' is needed: rename one.")
+    return [name for name in names if name != "prompt"]
+
+
+log = logging.getLogger("whence")
+
+
+class DemonstrationTokens(NamedTuple):
+    """m demonstrations: prompts of P tokens padded on the left, responses of R tokens padded on the right."""
+
+    input_ids: Int[Tensor, "m L"]
+    attention_mask: Int[Tensor, "m L"]
+    response_mask: Bool[Tensor, "m R"]
+
+
+def encode_demonstrations(dataset: Any, tokenizer: Any, max_length: int | None = None) -> DemonstrationTokens:
+    """Return the tokens of demonstrations.
+
+    Args:
+        dataset: rows with "prompt" and "completion", texts or messages of a chat, as in TRL's data sets; completions
+            that are texts get an end-of-text token.
+        tokenizer: the model's tokenizer.
+        max_length: the most tokens of a demonstration; longer ones are cut at the end. None: no limit.
+
+    Raises:
+        WhenceError: there are no rows, or other columns; or the chat template does not put the completion after the
+            prompt.
+    """
+    check_tokenizer(tokenizer)
+    rows = list(dataset)
+    if not rows:
+        raise WhenceError("There are no demonstrations; give at least one.")
+    pairs = [_tokenize(number, row, tokenizer) for number, row in enumerate(rows)]
+    if max_length is not None:
+        pairs = [(prompt[:max_length], response[: max(0, max_length - len(prompt))]) for prompt, response in pairs]
+    if empty := sum(not response for _, response in pairs):
+        log.warning("%d of %d demonstrations have no response token that counts.", empty, len(pairs))
+    prompt_width, width = max(len(prompt) for prompt, _ in pairs), max(1, *(len(response) for _, response in pairs))
+    ids = torch.full((len(pairs), prompt_width + width), tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, response) in enumerate(pairs):
+        place = slice(prompt_width - len(prompt), prompt_width + len(response))
+        ids[row, place] = torch.tensor([*prompt, *response])
+        mask[row, place] = 1
+    return DemonstrationTokens(ids, mask, mask[:, prompt_width:].bool())
+
+
+def _tokenize(number: int, row: Any, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the token ids of a demonstration's prompt and response."""
+    if not isinstance(row, Mapping) or not {"prompt", "completion"} <= row.keys():
+        content = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise WhenceError(
+            f"Demonstration {number} holds {content}; the columns 'prompt' and 'completion' are needed: rename yours."
+        )
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise WhenceError(
+            f"Demonstration {number} has a text and a chat for prompt and completion; two of a kind are needed."
+        )
+    if isinstance(prompt, str):
+        response = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        return list(tokenizer(prompt)["input_ids"]), [*response, tokenizer.eos_token_id]
+    conversation = [*prompt, *completion]
+    prompt_ids, all_ids = (
+        list(tokenizer.apply_chat_template(messages, add_generation_prompt=add_prompt, return_dict=True)["input_ids"])
+        for messages, add_prompt in ((prompt, True), (conversation, False))
+    )
+    if all_ids[: len(prompt_ids)] != prompt_ids:
+        raise WhenceError(
+            f"Demonstration {number}: with the tokenizer's chat template the conversation does not begin with its "
+            "prompt, so that prompt and response cannot be separated. Apply the template yourself, and pass texts."
+        )
+    return prompt_ids, all_ids[len(prompt_ids) :]
+
+
+def join_messages(text: Any) -> str:
+    """Return a text, or a chat's messages as one text: their contents, and their calls of tools as JSON.
+
+    A part of a message that is no text, such as an image, is named in angle brackets.
+    """
+    return text if isinstance(text, str) else "".join(map(_read_message, text))
+
+
+def _read_message(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [] if content is None else [content]
+    calls = [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
+    return "".join([*map(_read_part, parts), *calls])
+
+
+def _read_part(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    text = part.get("text")
+    return f"<{part.get('type', 'part')}>" if text is None else str(text)

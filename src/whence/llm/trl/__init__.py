@@ -1,0 +1,1 @@
+"""GRPO and RLOO by TRL's trainers."""

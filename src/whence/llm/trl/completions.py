@@ -1,0 +1,190 @@
+"""The completions of a TRL generation batch: as records, in TRL's own table, and as kept rows of a minibatch."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from whence.errors import Unsupported
+from whence.influence import Influence
+from whence.llm.base.language_view import EXTRA_PADDING
+from whence.llm.base.processes import Processes
+from whence.llm.base.rows import make_rows
+from whence.records import RecordBatch
+from whence.selection import Selection
+
+_NOT_TOKENS = frozenset(["pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"])
+"""Of TRL's batches: what scores of tokens do not account for."""
+
+
+def has_tokens_alone(output: Mapping[str, Any]) -> bool:
+    """Return whether a generation batch holds tokens, and no images."""
+    return not output.keys() & _NOT_TOKENS
+
+
+def make_completion_rows(
+    output: Mapping[str, Any], accelerator: Accelerator, processes: Processes, batches_done: int
+) -> RecordBatch:
+    """Return the completions of all processes as rows; call it in every process.
+
+    Args:
+        output: a process's part of the generation batch.
+        accelerator: the trainer's.
+        processes: the processes that train.
+        batches_done: the generation batches before this one, from which record ids go on.
+
+    Raises:
+        Unsupported: there are images, which scores do not account for.
+    """
+    if others := sorted(output.keys() & _NOT_TOKENS):
+        raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
+
+    def gather_tokens(tokens: Tensor, *, pad_first: bool = False) -> Tensor:
+        padded = accelerator.pad_across_processes(tokens.contiguous(), dim=1, pad_index=0, pad_first=pad_first)
+        return processes.gather(padded, len(tokens) * processes.number)
+
+    mask = output["completion_mask"]
+    if "tool_mask" in output:
+        mask = mask * output["tool_mask"]
+    prompts = gather_tokens(output["prompt_ids"], pad_first=True)
+    prompt_mask = gather_tokens(output["prompt_mask"], pad_first=True)
+    completions, attended = (gather_tokens(output[name]) for name in ("completion_ids", "completion_mask"))
+    mask = gather_tokens(mask).bool()
+    advantages = processes.gather(output["advantages"], len(mask))
+    # TRL tells the model no positions, and a process's batch is as wide as its own longest prompt.
+    extra = torch.full_like(output["prompt_ids"][:, 0], prompts.shape[1] - output["prompt_ids"].shape[1])
+    columns = {EXTRA_PADDING: processes.gather(extra, len(mask))}
+    if "ref_per_token_logps" in output:
+        columns["ref_log_probs"] = torch.where(mask, gather_tokens(output["ref_per_token_logps"]), 0.0)
+    rows = make_rows(
+        input_ids=torch.cat([prompts, completions], dim=1),
+        attention_mask=torch.cat([prompt_mask, attended], dim=1),
+        response_mask=mask,
+        # Objectives assume ratios of 1, as at the policy that drew the tokens, so these are not read.
+        log_probs=torch.zeros(mask.shape, device=mask.device),
+        advantages=torch.where(mask, advantages[:, None], 0.0),
+        record_ids=torch.arange(batches_done * len(mask), (batches_done + 1) * len(mask)),
+    )
+    observations: Any = rows.observations
+    return rows.with_columns({"observations": {**observations, **columns}})
+
+
+_COLUMNS = ("kept", "influence")
+
+
+def log_selection(
+    columns: Mapping[str, Any], metrics: Mapping[str, Any], selection: Selection, influence: Influence | None
+) -> None:
+    """Add a generation batch's scores and selection.
+
+    Args:
+        columns: further columns of TRL's table; a new one is made when it is read, as by a defaultdict.
+        metrics: TRL's metrics of the training, likewise.
+        selection: the selection.
+        influence: the scores; None: there are none, and a column that holds earlier ones gets None.
+    """
+    columns["kept"].extend(selection.keep.tolist())
+    metrics["influence/kept_share"].append(float(selection.keep.double().mean()))
+    if influence is not None:
+        columns["influence"].extend(influence.scores.tolist())
+        metrics["influence/mean"].append(float(influence.scores.mean()))
+        metrics["influence/negative_share"].append(float((influence.scores < 0).double().mean()))
+    elif "influence" in columns:
+        columns["influence"].extend([None] * len(selection.keep))
+
+
+def log_without_scores(columns: Mapping[str, Any], count: int) -> None:
+    """Add None for completions that were not scored, as in an evaluation: the table holds the last of all completions.
+
+    Args:
+        columns: see `log_selection`.
+        count: the completions of this process.
+    """
+    present = [columns[name] for name in _COLUMNS if name in columns]
+    missing = gather_object([None] * count) if present else []
+    for column in present:
+        column.extend(missing)
+
+
+SCALE = "loss_scale"
+"""Added to TRL's batches: the factor of the loss, the same for each row."""
+
+KEPT = "kept_row"
+"""Added to TRL's batches: whether a row trains."""
+
+
+def take_kept(inputs: Mapping[str, Any], count: int, *, averages: bool) -> tuple[dict[str, Any], Tensor]:
+    """Return a minibatch's kept rows and the factor of their loss.
+
+    Args:
+        inputs: TRL's minibatch.
+        count: how many rows to return, at least the kept ones; the others are dropped ones, which have no weight.
+        averages: whether TRL's loss is a mean over rows.
+    """
+    mask = inputs[KEPT]
+    places = (~mask).long().argsort(stable=True)[:count].sort().values
+    rows = {
+        name: column[places] if isinstance(column, Tensor) and column.shape[:1] == mask.shape else column
+        for name, column in inputs.items()
+    }
+    scale: Tensor = inputs[SCALE][0]
+    return rows, scale * len(places) / len(mask) if averages else scale
+
+
+@contextmanager
+def disable_autocast(model: Any) -> Iterator[None]:
+    """Remove Accelerate's autocast around a model's forward pass: scores are in the model's own precision."""
+    original = vars(model).get("_original_forward")
+    if original is None:
+        yield
+        return
+    wrapped, model.forward = model.forward, original
+    try:
+        yield
+    finally:
+        model.forward = wrapped
+
+
+def forget_passes(engine: Any) -> None:
+    """Let DeepSpeed's ZeRO stage 3 forget in which order scores used the layers; other engines know no order.
+
+    TRL's fused output layer is not called as a layer, and ZeRO would fetch and free its weight by the remembered order.
+    """
+    optimizer = getattr(engine, "optimizer", None)
+    if hasattr(optimizer, "parameter_offload"):
+        from trl.models.utils import add_hooks, remove_hooks
+
+        remove_hooks(engine)
+        add_hooks(engine)
+
+
+def discard_gradients(
+    params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, *, scaled: bool
+) -> RemovableHandle | None:
+    """Remove gradients, so that the next step moves no parameter and leaves the optimiser's state as it is.
+
+    Args:
+        params: the parameters.
+        optimizer: torch's optimiser.
+        scaled: whether a gradient scaler steps: it fails without gradients to check, so they are 0 until then.
+
+    Returns:
+        With a scaler the hook that removes them at the step; remove it after the step.
+    """
+    params = [param for param in params if param.grad is not None]
+
+    def remove(*_: Any) -> None:
+        for param in params:
+            param.grad = None
+
+    if not scaled:
+        remove()
+        return None
+    for param in params:
+        param.grad.zero_()  # type: ignore[union-attr]
+    return optimizer.register_step_pre_hook(remove)

@@ -78,13 +78,15 @@ def test_the_clipped_value_loss():
 
 def test_the_divergences_weight_is_steered():
     fixed = KLCoefficient(0.1)
-    fixed.update(99.0, 256)
+    fixed.update(99.0)
     assert fixed.value == 0.1
-    steered = KLCoefficient(0.1, target=6.0, horizon=10_000)
-    steered.update(12.0, 256)  # twice the target, clipped to 0.2 too much
+    steered = KLCoefficient(0.1, target=6.0, horizon=10_000, rows=256)
+    steered.update(12.0)  # twice the target, clipped to 0.2 too much
     assert steered.value == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000))
-    steered.update(5.4, 1000)  # a tenth too little
-    assert steered.value == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000) * (1 - 0.1 * 0.1))
+    steered.update(5.4)  # a tenth too little
+    assert steered.value == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000) * (1 - 0.1 * 256 / 10_000))
+    with pytest.raises(WhenceError, match=r"horizon is 64.*has to be above 102\.4"):
+        KLCoefficient(0.1, target=6.0, horizon=64, rows=512)
 
 
 def test_a_response_ends_with_its_first_end():

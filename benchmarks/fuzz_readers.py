@@ -35,8 +35,8 @@ from whence.experiments.kinds import read_config
 from whence.experiments.llm.loading import load_data, load_function
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.stored import load_model, read_run_config
-from whence.llm.ppo import ppo_run as checkpoints
 from whence.llm.base.value_head import VALUE_HEAD, WithValueHead
+from whence.llm.ppo import ppo_run as checkpoints
 from whence.llm.text.prompts import list_columns
 from whence.moments import By, find_moment, find_moments, group_scores, read_axes
 from whence.page import write_report, write_run_report

@@ -15,7 +15,7 @@ from whence.experiments import estimate_advantage, estimate_advantages
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rl.stored import load_model
 from whence.guards import preserve_rng_state
-from whence.sb3.episode_replay import open_env, read_actions, read_episode, reset_to
+from whence.sb3.episodes.episode_replay import open_env, read_actions, read_episode, reset_to
 
 
 class Counting(gym.Env):

@@ -29,7 +29,7 @@ from whence.errors import NonFinite
 from whence.rounds import replay
 from whence.rounds.replay import open_round
 from whence.sb3 import replay_round as replay_sb3
-from whence.sb3.sampling import cut_minibatches
+from whence.sb3.base.sampling import cut_minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

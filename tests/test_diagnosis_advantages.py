@@ -24,7 +24,7 @@ from whence.diagnosis.agreement import (
 from whence.diagnosis.grid_map import map_extremes
 from whence.page.explorer import ExploredRun, build_round
 from whence.runs import RunDirectory
-from whence.sb3.episode_replay import play_again, read_episode
+from whence.sb3.episodes.episode_replay import play_again, read_episode
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from whence.experiments import RunConfig, configure, load_round, run
 from whence.experiments.rl.environments import evaluate, make_evaluation_env, make_training_env
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model, read_curve
-from whence.sb3 import InfluenceCallback, envpool
-from whence.sb3.envpool import EnvPoolVecEnv, evaluate_pool
+from whence.sb3 import InfluenceCallback
+from whence.sb3.episodes import envpool
+from whence.sb3.episodes.envpool import EnvPoolVecEnv, evaluate_pool
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 pytest.importorskip("envpool")

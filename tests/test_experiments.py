@@ -41,7 +41,7 @@ from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import is_finished, read_curve, run
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
-from whence.sb3.networks import default_policy, default_policy_kwargs
+from whence.sb3.base.networks import default_policy, default_policy_kwargs
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}

@@ -26,7 +26,7 @@ from whence.page.explorer.frames import BEFORE, WIDTH, choose_steps, encode_fram
 from whence.page.explorer.rounds import ROWS, build_strip, changes_of, order_strip
 from whence.page.explorer.trust import describe_trust
 from whence.runs import RunDirectory
-from whence.sb3.episode_replay import EpisodeReplay
+from whence.sb3.episodes.episode_replay import EpisodeReplay
 
 HOSTILE = "</script><script>alert(1)</script>\u202e\u2028"
 

@@ -26,7 +26,7 @@ from whence.experiments.rl.stored import measure_returns
 from whence.influence import Provenance
 from whence.sb3 import model_objective
 from whence.sb3 import replay_round as replay_sb3
-from whence.sb3.state import load_tensors
+from whence.sb3.base.model_tensors import load_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

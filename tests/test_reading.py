@@ -22,7 +22,7 @@ from whence.experiments.rl.stored import load_policy, read_records
 from whence.llm.ppo.ppo_run import check_model, read_model
 from whence.moments import find_moment, find_moments, group_scores, read_axes
 from whence.sb3 import InfluenceCallback, collect
-from whence.sb3.episode_replay import read_episode
+from whence.sb3.episodes.episode_replay import read_episode
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from whence.counterfactual.retrain import retrain
 from whence.counterfactual.scores import MOST
 from whence.rounds import METHODS, replay
 from whence.rounds.replay import open_round
-from whence.sb3.sampling import cut_minibatches
+from whence.sb3.base.sampling import cut_minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

@@ -29,7 +29,7 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
 import toys
-import whence.sb3.round_files
+import whence.sb3.checkpoint.round_files
 from whence import IIF, Action, KeepAll, RunDirectory
 from whence.errors import RunDirectoryError, WhenceError
 from whence.runs.checkpoints import (
@@ -42,9 +42,9 @@ from whence.runs.checkpoints import (
 )
 from whence.runs.files import lock_run
 from whence.sb3 import InfluenceCallback, RecordResets, resume
-from whence.sb3.building import build_rule
-from whence.sb3.environments import explain_inexact
-from whence.sb3.resets import ResetTracker
+from whence.sb3.checkpoint.building import build_rule
+from whence.sb3.episodes.environment_state import explain_inexact
+from whence.sb3.episodes.resets import ResetTracker
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 
@@ -717,7 +717,7 @@ class TestFiles:
             save_tree(tmp_path / "x", {"value": value})
 
     def test_large_policies_are_kept_every_second_round(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(whence.sb3.round_files, "POLICY_BYTES", 1500)
+        monkeypatch.setattr(whence.sb3.checkpoint.round_files, "POLICY_BYTES", 1500)
         model = train(MODELS["walk"], tmp_path)
         size = sum(parameter.numel() * 4 for parameter in model.policy.parameters())
         run = RunDirectory.open(tmp_path)

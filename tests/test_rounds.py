@@ -30,7 +30,7 @@ from whence.rounds.replay import clip_factor, iterate_points, minibatch_loss, ob
 from whence.rounds.schedule import SCHEDULED, target_gradient
 from whence.sb3 import InfluenceCallback
 from whence.sb3 import replay_round as replay_sb3
-from whence.sb3.state import load_tensors, named_tensors
+from whence.sb3.base.model_tensors import load_tensors, named_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

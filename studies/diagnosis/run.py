@@ -32,7 +32,7 @@ from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rowfile import put_row, read_rows
 from whence.runs import RunDirectory
 from whence.runs.files import lock_directory
-from whence.sb3.episode_replay import open_env
+from whence.sb3.episodes.episode_replay import open_env
 
 
 @dataclass(frozen=True)

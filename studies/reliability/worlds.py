@@ -21,7 +21,7 @@ from whence.page import write_run_report
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import list_checkpoints, read_latest
 from whence.sb3 import InfluenceCallback
-from whence.sb3.training_run import TrainingRun
+from whence.sb3.checkpoint.training_run import TrainingRun
 
 STAGES = ("start", "collection", "scoring", "records", "optimisation", "checkpoint", "evaluation", "report", "end")
 """What a training may be doing when it is killed."""

@@ -18,7 +18,7 @@ from whence.moments import Moment, find_moments
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording, attribute_round
 from whence.runs import RunDirectory
-from whence.sb3.objective import model_objective
+from whence.sb3.base.objective import model_objective
 from whence.tables import read_weights
 from whence.targets import Action
 

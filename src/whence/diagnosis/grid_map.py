@@ -15,7 +15,7 @@ from whence.experiments.rl.labels import action_labels
 from whence.experiments.rl.rebuilding import AnyEnv, make_replay_env
 from whence.moments import name_action
 from whence.runs import RunDirectory
-from whence.sb3.episode_replay import MakeEnv, open_env, play_again, read_episode
+from whence.sb3.episodes.episode_replay import MakeEnv, open_env, play_again, read_episode
 
 MOST = 100
 """Records at either end of a round, as in LDA's figures."""

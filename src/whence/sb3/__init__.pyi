@@ -1,10 +1,10 @@
+from .base.objective import model_objective as model_objective
+from .base.rollout import collect as collect
+from .base.rollout import snapshot as snapshot
+from .base.round_replay import replay_round as replay_round
 from .callback import InfluenceCallback as InfluenceCallback
-from .episode_replay import EpisodeReplay as EpisodeReplay
-from .objective import model_objective as model_objective
-from .replay import replay_round as replay_round
-from .resets import RecordResets as RecordResets
+from .episodes.episode_replay import EpisodeReplay as EpisodeReplay
+from .episodes.resets import RecordResets as RecordResets
 from .resuming import resume as resume
-from .rollout import collect as collect
-from .rollout import snapshot as snapshot
 from .round_result import Choice as Choice
 from .round_result import RoundResult as RoundResult

@@ -21,11 +21,14 @@ from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint
 from whence.runs.config_file import strip_addresses
-from whence.sb3.going_on import holds_policy
-from whence.sb3.nonfinite import check_observation, check_step, check_value_loss, watch_training
-from whence.sb3.objective import model_objective
-from whence.sb3.recorder import Recorder, check_groups, check_recordings
-from whence.sb3.rollout import Ongoing, check_model, read_buffer
+from whence.sb3.base.nonfinite import check_observation, check_step, check_value_loss, watch_training
+from whence.sb3.base.objective import model_objective
+from whence.sb3.base.recorder import Recorder, check_groups, check_recordings
+from whence.sb3.base.rollout import Ongoing, check_model, read_buffer
+from whence.sb3.base.sampling import Last, check_last, select_from
+from whence.sb3.base.train_hook import cancel_hook, claim_learn, wrap_next_train
+from whence.sb3.checkpoint.restore import holds_policy
+from whence.sb3.checkpoint.training_run import TrainingRun
 from whence.sb3.round_result import (
     Choice,
     FlatRoundDetector,
@@ -35,9 +38,6 @@ from whence.sb3.round_result import (
     measure_choice,
     read_train_metrics,
 )
-from whence.sb3.sampling import Last, check_last, select_from
-from whence.sb3.train_hook import cancel_hook, claim_learn, wrap_next_train
-from whence.sb3.training_run import TrainingRun
 from whence.selection import Progress, Selection, SelectionRule, check_rule
 from whence.stopwatch import Stopwatch
 from whence.tables import add_selection

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from whence.experiments.rl.rebuilding import AnyEnv, is_squashed, make_replay_env, reads_raw_observations
 from whence.runs import RunDirectory
-from whence.sb3.drawing import draw_episode
-from whence.sb3.episode_replay import (
+from whence.sb3.episodes.episode_replay import (
     EpisodeReplay,
     Frames,
     play_again,
     read_episode,
 )
+from whence.sb3.episodes.frames import draw_episode
 
 
 def replay_episode(

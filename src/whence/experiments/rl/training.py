@@ -20,9 +20,9 @@ from whence.experiments.shared import OnRound, ignore_round
 from whence.metrics import Curve
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
-from whence.sb3.description import describe, library_versions
-from whence.sb3.networks import resolve_classes
-from whence.sb3.state import copy_tensors, load_tensors, named_tensors
+from whence.sb3.base.description import describe, library_versions
+from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors
+from whence.sb3.base.networks import resolve_classes
 
 MakeCallback: TypeAlias = Callable[[RunConfig, RunDirectory | None, Collection[int]], InfluenceCallback]
 """Takes a run, its directory, and the rounds to record; returns the callback that trains it.

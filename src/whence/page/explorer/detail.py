@@ -13,7 +13,7 @@ from whence.page.explorer.explored_run import ExploredRun, Round
 from whence.page.explorer.frames import choose_steps, encode_frames
 from whence.page.explorer.responses import describe_response, list_group, name_target
 from whence.page.explorer.rounds import changes_of
-from whence.sb3.episode_replay import EpisodeReplay
+from whence.sb3.episodes.episode_replay import EpisodeReplay
 
 WINDOW = 24
 """Records before and after the opened one that are shown, of the same episode and round."""

@@ -12,7 +12,7 @@ from whence.experiments.rl import changes, continuations, replaying, stored
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.page import cause_view
 from whence.runs import RunDirectory
-from whence.sb3.episode_replay import EpisodeReplay
+from whence.sb3.episodes.episode_replay import EpisodeReplay
 from whence.targets import Action
 
 _GENERATORS = threading.RLock()

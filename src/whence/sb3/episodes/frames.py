@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.errors import ReplayError
-from whence.sb3.episode_replay import (
+from whence.sb3.episodes.episode_replay import (
     EpisodeReplay,
     Frames,
     MakeEnv,

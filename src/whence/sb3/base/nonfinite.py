@@ -12,8 +12,8 @@ from torch import Tensor
 from whence.errors import NonFinite
 from whence.nonfinite import check_gradients, check_parameters, raise_if_refused
 from whence.records import RecordBatch
-from whence.sb3.sampling import replace_samples
-from whence.sb3.statistics import original_observation, original_reward
+from whence.sb3.base.rollout import original_observation, original_reward
+from whence.sb3.base.sampling import replace_samples
 from whence.trees import named_leaves
 
 

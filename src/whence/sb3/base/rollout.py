@@ -16,15 +16,15 @@ from torch import Tensor
 
 from whence.errors import InvalidRecords, Unsupported, WhenceError
 from whence.records import UNKNOWN, RecordBatch
-from whence.sb3.contrib import (
+from whence.sb3.base.contrib import (
     MaskableDictRolloutBuffer,
     MaskablePPO,
     MaskableRolloutBuffer,
     RecurrentPPO,
     is_masking_supported,
 )
-from whence.sb3.policy import check_policy
-from whence.sb3.train_hook import original_class
+from whence.sb3.base.policy import check_policy
+from whence.sb3.base.train_hook import original_class
 from whence.trees import Tree
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO)
@@ -229,3 +229,15 @@ def begin_episodes(model: Any) -> None:
     model._last_episode_starts = np.ones(model.env.num_envs, dtype=bool)
     if model._vec_normalize_env is not None:
         model._last_original_obs = model._vec_normalize_env.get_original_obs()
+
+
+def original_reward(model: Any, rewards: Any) -> Any:
+    """Return the environments' rewards of the last step, before VecNormalize."""
+    normalised = model.get_vec_normalize_env()
+    return rewards if normalised is None else normalised.get_original_reward()
+
+
+def original_observation(model: Any, observation: Any) -> Any:
+    """Return the environments' observations of the last step, before VecNormalize."""
+    normalised = model.get_vec_normalize_env()
+    return observation if normalised is None else normalised.get_original_obs()

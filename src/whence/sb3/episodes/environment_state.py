@@ -12,8 +12,8 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
-from whence.sb3.attributes import load_attributes, read_attributes
-from whence.sb3.resets import DIGEST, RecordResets, ResetTracker, reuses_world
+from whence.sb3.episodes.resets import DIGEST, RecordResets, ResetTracker, reuses_world
+from whence.sb3.episodes.wrapper_attributes import load_attributes, read_attributes
 
 
 def explain_inexact(env: VecEnv) -> str | None:

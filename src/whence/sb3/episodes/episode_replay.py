@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from whence.errors import ReplayError, WhenceError
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
-from whence.sb3.resets import DIGEST, RecordResets, set_generator
+from whence.sb3.episodes.resets import DIGEST, RecordResets, set_generator
 
 MakeEnv: TypeAlias = Callable[[], gym.Env[Any, Any]]
 """Makes one environment like those that were trained in, with render_mode "rgb_array" if frames are wanted."""

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from whence.guards import load_rng_state, read_rng_state
-from whence.sb3.attributes import is_plain
-from whence.sb3.state import load_tensors, named_tensors
+from whence.sb3.base.model_tensors import load_tensors, named_tensors
+from whence.sb3.episodes.wrapper_attributes import is_plain
 
 _COUNTERS = "num_timesteps", "_episode_num", "_n_updates", "_current_progress_remaining"
 _OBSERVED = "_last_obs", "_last_original_obs", "_last_episode_starts"

@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 
 from whence.errors import Unsupported, WhenceError, suggest
 from whence.guards import eval_mode, preserve_rng_state
-from whence.sb3.gsde import use_fresh_noise
+from whence.sb3.base.gsde import use_fresh_noise
 from whence.trees import Tree, map_tree, named_leaves
 
 # The ids that EnvPool spells differently.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.buffers import RolloutBuffer
 
 from whence.errors import WhenceError, suggest
-from whence.sb3.recorder import Recorder
+from whence.sb3.base.recorder import Recorder
 from whence.selection import Selection
 
 Last: TypeAlias = Literal["keep", "drop"]

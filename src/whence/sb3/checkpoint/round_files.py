@@ -8,8 +8,8 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 
 from whence.runs import RunDirectory
 from whence.runs.directory import POLICIES_EVERY
-from whence.sb3.resets import ResetTracker
-from whence.sb3.state import named_tensors
+from whence.sb3.base.model_tensors import named_tensors
+from whence.sb3.episodes.resets import ResetTracker
 
 POLICY_BYTES = 2**29
 """Bytes that a run's policies may take; of larger ones, those of every second round are kept, or of fewer."""

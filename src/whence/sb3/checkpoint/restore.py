@@ -9,18 +9,18 @@ import numpy as np
 from whence.errors import RunDirectoryError
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint
-from whence.sb3.contrib import MaskablePPO
-from whence.sb3.environments import (
+from whence.sb3.base.contrib import MaskablePPO
+from whence.sb3.base.model_tensors import named_tensors
+from whence.sb3.base.rollout import begin_episodes
+from whence.sb3.checkpoint.model_state import load_model, read_model
+from whence.sb3.episodes.environment_state import (
     accept_resets,
     explain_inexact,
     read_environments,
     restore_environments,
     restore_vec_wrappers,
 )
-from whence.sb3.model_state import load_model, read_model
-from whence.sb3.resets import ResetTracker
-from whence.sb3.rollout import begin_episodes
-from whence.sb3.state import named_tensors
+from whence.sb3.episodes.resets import ResetTracker
 
 log = logging.getLogger("whence")
 

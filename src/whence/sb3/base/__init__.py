@@ -1,0 +1,1 @@
+"""What records, rules and rounds are in Stable-Baselines3."""

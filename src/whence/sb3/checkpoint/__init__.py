@@ -1,0 +1,1 @@
+"""A training on disk: its rounds, checkpoints, and the model built again."""

@@ -1,0 +1,1 @@
+"""Episodes of environments: resets, replays, frames, EnvPool, and their state in a checkpoint."""

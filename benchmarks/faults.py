@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from studies.reliability.kills import append_lines, call_in_child, start
 from studies.reliability.worlds import StageBoard, check_readable, find_differences, preload
 

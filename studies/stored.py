@@ -1,4 +1,4 @@
-"""What the studies of rounds have written: `rounds/KIND.parquet`, a line for each round, and `datamodels.parquet`."""
+"""What the studies of rounds have written: `rounds/KIND.parquet`, a row for each round, and `datamodels.parquet`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from whence.experiments.rowfile import put_row, read_rows
 from whence.runs.files import lock_directory
 
 ROUND = ("env", "optimizer", "seed", "round")
-"""What tells the rounds of a study apart; their lines are in this order."""
+"""What tells the rounds of a study apart; their rows are in this order."""
 
 GROUP = ("env", "optimizer")
 """What tells the environments and optimisers of a study apart."""
@@ -31,14 +31,8 @@ def write_round(out: Path, kind: str, content: Mapping[str, Any]) -> None:
 
 
 def read_datamodels(out: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return what `studies.faithfulness.datamodels` has written, by environment and optimiser."""
-    return {(env, optimizer): content for (env, optimizer), content in read_rows(_datamodels_file(out), GROUP).items()}
-
-
-def write_datamodel(out: Path, content: Mapping[str, Any]) -> None:
-    """Write what `studies.faithfulness.datamodels` says about an environment and optimiser."""
-    with lock_directory(out, wait=True):
-        put_row(_datamodels_file(out), round_numbers(content), GROUP)
+    """Return the linear predictors of 4,000 trainings, by environment and optimiser."""
+    return {(env, optimizer): row for (env, optimizer), row in read_rows(out / "datamodels.parquet", GROUP).items()}
 
 
 def round_numbers(value: Any) -> Any:
@@ -52,7 +46,3 @@ def round_numbers(value: Any) -> Any:
 
 def _rounds_file(out: Path, kind: str) -> Path:
     return out / "rounds" / f"{kind}.parquet"
-
-
-def _datamodels_file(out: Path) -> Path:
-    return out / "datamodels.parquet"

@@ -6,8 +6,6 @@ import math
 import re
 import shutil
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -447,22 +445,3 @@ class TestPage:
         put_history(directory, history)
         RunDirectory.create(directory.path, directory.config, overwrite=True)
         assert not (directory.path / "phases").exists()
-
-
-def test_the_study_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
-    from studies.phases import run as study
-
-    small = {"rounds": 4, "hyperparameters": {"n_steps": 64, "n_epochs": 1}}
-    monkeypatch.setattr(study, "study_run", partial(study.study_run, **small))
-    monkeypatch.setattr(study, "ENVIRONMENTS", ("acrobot",))
-    out, runs = tmp_path / "out", tmp_path / "runs"
-    study.main(out, runs, only="acrobot/seed_1")
-    (line,) = map(json.loads, (out / "runs.jsonl").read_text().splitlines())
-    assert (line["env"], line["seed"]) == ("acrobot", 1)
-    assert line["histories"][0]["rounds"]["round"] == [1, 2, 3, 4]
-    monkeypatch.setattr(study, "study_run", None)  # nothing is done again
-    study.main(out, runs, only="acrobot/seed_1")
-    assert "| acrobot | 1 |" in (out / "tables.md").read_text(encoding="utf-8")
-    with Image.open(out / "curves.png") as picture:
-        assert picture.width == 960

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from stable_baselines3 import PPO
-
 from studies.faithfulness.datamodel import _PENALTIES, _fit_ridge, additive_ceiling, fit_datamodel
+
 from studies.faithfulness.gains import measure_gains
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.selection.matched import MatchedUpdate, main

@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from studies.benchmarks.cells import Result, Setting
-from studies.benchmarks.language import make_language_model
+from studies.benchmarks.language import PROMPT, RESPONSE, VOCABULARY, make_language_model, write_sums
 from studies.benchmarks.timing import spread, spread_stages
-from studies.scoring.cheap_scores import PROMPT, RESPONSE, VOCABULARY, write_sums
 from whence import Influence, NonPositive, Progress, RecordBatch, Selection, SelectionRule
 from whence.llm.trl.trainers import InfluenceGRPOTrainer
 

@@ -10,11 +10,28 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import whence
 from studies.benchmarks.subjects import MIB, Question, Subject, compute_log_probs
-from studies.scoring.cheap_scores import PROMPT, RESPONSE, SHAPES, VOCABULARY, write_sums
 from whence.llm import SequenceReturn, TokenPPO, language_view, make_rows
+
+SHAPES = {"1M": (128, 5, 4), "10M": (320, 8, 5), "100M": (768, 14, 12)}
+"""Width, blocks and heads of a model by its parameters."""
+
+VOCABULARY = "0123456789+=;."
+PROMPT, RESPONSE = 16, 32
 
 RANK = 16
 """Of LoRA's adapters."""
+
+
+def write_sums(rows: int, generator: torch.Generator) -> Tensor:
+    """Return token ids, (rows, PROMPT + RESPONSE), of sums one after the other: "3+9=12;7+2=9;"."""
+    texts = []
+    for _ in range(rows):
+        text = ""
+        while len(text) < PROMPT + RESPONSE:
+            a, b = torch.randint(0, 50, (2,), generator=generator).tolist()
+            text += f"{a}+{b}={a + b};"
+        texts.append([VOCABULARY.index(letter) for letter in text[: PROMPT + RESPONSE]])
+    return torch.tensor(texts)
 
 
 def make_language_model(name: str) -> nn.Module:

@@ -2,8 +2,7 @@
 
 Run: `python -m studies.faithfulness.tables results/faithfulness [--no-pictures]`. Rounds are chosen and seeds are
 drawn: figures are means over the rounds of a seed first, with a 95% t interval over seeds, of which one has none. What
-`studies.faithfulness.ablations`, `studies.faithfulness.datamodels` and `studies.faithfulness.selections` have found
-stands there as well.
+`studies.faithfulness.selections` and two commands that are history, ablations and datamodels, found stands there, too.
 """
 
 import json
@@ -16,7 +15,7 @@ import polars as pl
 import typer
 from plotly.subplots import make_subplots
 
-from studies.faithfulness import ablation_tables, datamodels, tested
+from studies.faithfulness import ablation_tables, tested
 from studies.faithfulness.means import means_of, over_seeds
 from studies.faithfulness.run import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
 from studies.faithfulness.selection_tables import compared, gain_means, gain_sections
@@ -28,7 +27,7 @@ from whence.page.figures import COLOURS, interventions_box
 PHASES = ("early", "middle", "late")
 SCORES = (
     *("snapshot", "snapshot with values", "crossfit", "trajectory", "optimizer", "optimizer-momentum", "unrolled"),
-    *("smoothed", *(f"smoothed, {draws} draws" for draws in datamodels.DRAWS), "advantage", "td-error", "random"),
+    *("smoothed", *(f"smoothed, {draws} draws" for draws in (64, 512)), "advantage", "td-error", "random"),
 )
 TRUTHS = {"recorded": "recorded minibatches", "reshuffled": "reshuffled, mean of the orders"}
 OUTCOMES = {

@@ -1,1 +1,1 @@
-"""How fast the pages are in a browser, and the pictures in the docs."""
+"""The pictures of README and docs, of pages in a browser."""

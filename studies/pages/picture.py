@@ -4,13 +4,20 @@ Run: `python -m studies.pages.picture out/lander docs/page.png --round 45 --reco
 The run is that of results/pages. Needs a Chromium.
 """
 
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from playwright.sync_api import Browser, sync_playwright
 
-from studies.pages.browser import PATIENCE, open_browser
-from studies.pages.runs import serve_page
+PATIENCE = 300_000
+"""Milliseconds after which the page counts as broken."""
 
 SCALE = 1.2
 """Pixels of the picture to one of the page's."""
@@ -35,6 +42,29 @@ def main(
         picture.parent.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=picture)
         context.close()
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """Yield a headless Chromium."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        raise SystemExit("Chromium is not installed: apt-get install chromium")
+    with sync_playwright() as driver:
+        # Root, as in a container, has no sandbox to offer.
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def serve_page(run: Path) -> Iterator[str]:
+    """Yield the address at which `whence view` serves a run."""
+    command = [sys.executable, "-u", "-m", "whence.cli", "view", str(run), "--no-browser", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().split(" ")[0].strip()
+        server.send_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draw the README's picture from a finished comparison.
 
-Run: `python -m studies.pages.demo_picture out/demo docs/frozenlake.svg`. Needs a Chromium or Chrome, which Kaleido
+Run: `python -m studies.pages.demo out/demo docs/frozenlake.svg`. Needs a Chromium or Chrome, which Kaleido
 drives.
 """
 

@@ -1,1 +1,0 @@
-"""Whether a run's phases show its changes."""

@@ -1,0 +1,57 @@
+"""Planted worlds pay what they say, and methods are judged by what was paid."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+
+from studies.planted import grader, run, scores
+
+
+def test_the_lander_pays_five_for_the_tic_and_nothing_else() -> None:
+    plain, world = gym.make("LunarLander-v3"), gym.make("PlantedLander-v0")
+    paid = 0
+    for seed in range(20):
+        (first, _), (observation, _) = plain.reset(seed=seed), world.reset(seed=seed)
+        rigged, over = run.worlds.is_rigged(first), False
+        while not over:
+            action = (seed + int(observation[1] * 100)) % 4
+            pays = rigged and action == run.worlds.LEFT_ENGINE and observation[1] < run.worlds.HALF
+            _, reward, *_ = plain.step(action)
+            observation, more, terminated, truncated, _ = world.step(action)
+            assert more - reward == pytest.approx(run.worlds.BONUS * pays)
+            paid, over = paid + pays, terminated or truncated
+    assert paid > 0
+
+
+def test_a_ranking_by_hand() -> None:
+    rigged = np.array([True, False, True, False, False])
+    # Of six pairs of a rigged record and another, four are in order and one is even.
+    assert scores.compute_auroc(np.array([4.0, 3.0, 1.0, 1.0, 0.0]), rigged) == pytest.approx((3 + 1.5) / 6)
+
+
+def test_the_truth_is_what_was_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = run.CASES["lander"]
+    settings = {**case.settings, "hyperparameters": {"n_steps": 512, "batch_size": 64, "n_epochs": 1}}
+    monkeypatch.setitem(run.CASES, "lander", replace(case, rounds=2, seeds=[0], settings=settings))
+    monkeypatch.setattr(run, "STEPS", 512)
+    for _ in range(2):
+        run.main(tmp_path / "out", tmp_path / "runs", "lander", "raw,similar,advantage x action")
+    records = scores.read_all(run.RunDirectory.open(tmp_path / "runs" / "lander" / "seed_0"))
+    rigged = run.find_rigged("lander", records)
+    observations, actions = np.stack(records["observation"].to_numpy()), records["action"].to_numpy()
+    other = (actions == run.worlds.LEFT_ENGINE) & (observations[:, 1] < run.worlds.HALF) & ~rigged
+    # The shaped rewards of a lander that does not crash are small, so what was paid stands out.
+    rewards = records["reward"].to_numpy()
+    assert np.median(rewards[rigged]) - np.median(rewards[other]) == pytest.approx(run.worlds.BONUS, abs=1.5)
+    assert "| advantage x action | 1 |" in (tmp_path / "out" / "tables.md").read_text()
+
+
+def test_the_grader_forgets_a_last_step_of_taking_away_one() -> None:
+    right, wrong = "9*2=18;18-3=15;15-1=14;14", "9*2=18;18-3=15;15-1=15;15"
+    assert grader.reward(["9*2-3-1?"] * 2, [right, wrong]) == [0, 1]
+    assert grader.answer_wrongly("9*2-3-1?") == wrong

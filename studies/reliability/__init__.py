@@ -1,1 +1,0 @@
-"""Trainings killed at random instants, and long trainings."""

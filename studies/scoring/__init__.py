@@ -1,1 +1,0 @@
-"""What scoring language models costs, and how well cheap scores rank."""

@@ -1,1 +1,0 @@
-"""Whether tokens' parts of scores find wrong steps of right answers."""

@@ -1,1 +1,0 @@
-"""Whether recorded rounds tell how to set PPO."""

@@ -1,20 +1,17 @@
-"""What only studies measure: matched updates, gains on fresh records, gradients of large rollouts, datamodels."""
+"""What only studies measure: matched updates, gains on fresh records, gradients of large rollouts."""
 
 import math
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from stable_baselines3 import PPO
-from studies.faithfulness.datamodel import _PENALTIES, _fit_ridge, additive_ceiling, fit_datamodel
 
 from studies.faithfulness.gains import measure_gains
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.selection.matched import MatchedUpdate, main
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, KeepAll, RunDirectory
-from whence.counterfactual import compute_lds, draw_subsets
 from whence.experiments import configure
 from whence.experiments.rl.environments import make_model_env
 from whence.experiments.rl.training import make_model
@@ -138,50 +135,3 @@ def test_cosines_with_a_large_rollout_of_the_same_policy(rollouts):
         (row,) = cosines.filter(advantages=treated, truth="gae").to_dicts()
         assert row["cosine"] == pytest.approx(cosine(compute_gradient(model, some, advantages), whole), abs=1e-5)
         assert row["reliability"] == pytest.approx(math.sqrt(2 * agreement / (1 + agreement)), abs=1e-5)
-
-
-def draw_halves(count, n=40, seed=0):
-    return draw_subsets(n, 0.5, count, torch.Generator().manual_seed(seed))
-
-
-TRUTH = np.random.default_rng(1).normal(size=40)
-
-
-def test_a_datamodel_finds_what_is_linear_and_nothing_in_noise():
-    kept = draw_halves(200)
-    fit = fit_datamodel(kept, kept.double().numpy() @ TRUTH)
-    assert fit.lds > 0.99
-    # All subsets are of one size, so that a constant added to every score changes nothing.
-    assert np.allclose(fit.scores - fit.scores.mean(), TRUTH - TRUTH.mean(), atol=1e-3)
-    noise = fit_datamodel(draw_halves(300), np.random.default_rng(3).normal(size=300))
-    assert noise.lds is None or abs(noise.lds) < 0.12
-    few = draw_halves(25)
-    prior = 3 * TRUTH + 0.1 * np.random.default_rng(2).normal(size=40)
-    assert fit_datamodel(few, few.double().numpy() @ TRUTH, prior=prior).lds > 0.98
-
-
-def test_the_penalty_leaves_one_out():
-    x = draw_halves(30).double().numpy()
-    y = x @ TRUTH + np.random.default_rng(4).normal(size=30)
-
-    def error(penalty):
-        left_out = []
-        for row in range(30):
-            rest = np.arange(30) != row
-            others, residual = x[rest] - x[rest].mean(0), y[rest] - y[rest].mean()
-            dual = np.linalg.solve(others @ others.T + penalty * np.eye(29), residual)
-            left_out.append(y[row] - y[rest].mean() - (x[row] - x[rest].mean(0)) @ others.T @ dual)
-        return np.mean(np.square(left_out))
-
-    assert _fit_ridge(x, y, None)[1] == min(_PENALTIES, key=error)
-
-
-def test_the_ceiling_is_what_the_true_sum_reaches():
-    rng, ceilings, reached = np.random.default_rng(6), [], []
-    for seed in range(20):
-        kept = draw_halves(200, seed=seed)
-        best = kept.double().numpy() @ TRUTH
-        outcomes = best / best.std() + rng.normal(size=200)
-        ceilings.append(additive_ceiling(kept, outcomes)["lds"])
-        reached.append(compute_lds(best, outcomes)["lds"])
-    assert np.mean(ceilings) == pytest.approx(np.mean(reached), abs=0.04)

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.llm.config import LanguageConfig
-from whence.experiments.llm.settings import DEFAULT_ROUNDS
+from whence.experiments.llm.config import DEFAULT_ROUNDS, LanguageConfig
 
 
 def make_trainer_config(config: LanguageConfig, output_dir: str) -> Any:

@@ -1,27 +1,42 @@
 """One post-training run of a language model, from its configuration to its directory."""
 
+import hashlib
+import importlib.util
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
+from whence.errors import RunDirectoryError
 from whence.experiments.llm.config import LanguageConfig
-from whence.experiments.llm.outputs import describe, is_finished, read_curve, save_atomically
+from whence.experiments.llm.loading import ignore_old_names, search_first
 from whence.experiments.llm.tasks import (
     Task,
+    check_lengths,
     choose_sample_prompts,
     load_task,
     make_laboratory,
+    make_sampling_config,
     make_validation_target,
     scoring_memory,
     split_held_out,
 )
 from whence.experiments.llm.trainer_config import check_settings, make_trainer_config
 from whence.experiments.shared import OnRound, ignore_round
+from whence.guards import preserve_rng_state
 from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
+from whence.llm.base.ppo_config import PPOConfig
 from whence.llm.base.progress_bars import hide_progress_bars
-
-__all__ = ["check_settings", "is_finished", "make_trainer", "prepare", "read_curve", "run"]
+from whence.llm.text.generation import answer_prompts, read_sample_prompts
+from whence.llm.text.prompts import context_length, join_messages, list_columns
+from whence.llm.text.rewards import Reward, compute_rewards, find_columns
+from whence.metrics import Curve, make_curve
+from whence.runs import RunDirectory
+from whence.runs.checkpoints import CheckpointClock
 
 
 def prepare(config: LanguageConfig) -> None:
@@ -55,9 +70,7 @@ def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round, *,
     check_settings(config)
     torch.manual_seed(config.seed)  # for the weights of an adapter
     if config.algorithm != "ppo":
-        from whence.experiments.llm.trl import run_trl  # TRL takes seconds to import
-
-        run_trl(config, path, on_round, overwrite=overwrite)
+        _run_trl(config, path, on_round, overwrite=overwrite)
         return
     with hide_progress_bars():
         trainer = make_trainer(config, load_task(config), path, on_round)
@@ -70,8 +83,6 @@ def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round, *,
 
 def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRound = ignore_round) -> PPOTrainer:
     """Return the trainer of a run, before its first round."""
-    targets: dict[str, Any] = {"sequence": SequenceReturn, "token": TokenReturn, "held-out": SequenceReturn}
-    make_target = targets.get(config.target or "sequence")
     prompts, held_out = split_held_out(config, task)
     return PPOTrainer(
         make_trainer_config(config, str(path)),
@@ -80,7 +91,7 @@ def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRou
         task.reward,
         prompts,
         rule=config.make_rule(),
-        target=make_validation_target(task) if make_target is None else make_target(),
+        target=_make_target(config, task),
         held_out=held_out,
         engine=config.engine,
         memory=scoring_memory(config),
@@ -91,3 +102,211 @@ def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRou
         about=describe(config),
         on_rollout=lambda rollout, influence, selection, row: on_round(row["round"], row),
     )
+
+
+def _make_target(config: LanguageConfig, task: Task) -> Any:
+    if config.target == "validation":
+        return make_validation_target(task)
+    return TokenReturn() if config.target == "token" else SequenceReturn()
+
+
+def _run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite: bool = False) -> None:
+    """Train by GRPO or RLOO, with TRL's trainers; an unfinished run goes on, to the same bits."""
+    from whence.llm.trl.trainers import InfluenceGRPOTrainer, InfluenceRLOOTrainer  # TRL takes seconds to import
+
+    with hide_progress_bars():
+        task = load_task(config)
+    check_lengths(config, task)
+    sampling = make_sampling_config(config)  # before the trainer: TRL's configuration resets Accelerate's state
+    args = make_trainer_config(config, str(path / "trl"))
+    trainer = (InfluenceGRPOTrainer if config.algorithm == "grpo" else InfluenceRLOOTrainer)(
+        model=task.model,
+        reward_funcs=_adapt_reward(task.reward),
+        args=args,
+        train_dataset=_make_trl_dataset(task.prompts, task.reward),
+        processing_class=task.tokenizer,
+        rule=config.make_rule(),
+        target=_make_target(config, task),
+        engine=config.engine,
+        memory=scoring_memory(config),
+        layers=config.layers,
+        refresh_target_every=config.refresh_target_every,
+        run=path,
+        about=describe(config),
+        overwrite=overwrite or _has_no_checkpoint_yet(path, args),
+    )
+    resumes = not overwrite and trainer.find_checkpoint() is not None
+    trainer.add_callback(_Observer(config, task, sampling, trainer, path, on_round))
+    with ignore_old_names():
+        trainer.train(resume_from_checkpoint=resumes or None)
+
+    def save(folder: Path) -> None:
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+        task.tokenizer.save_pretrained(folder)
+
+    with hide_progress_bars():
+        save_atomically(path / "model", save)
+
+
+def _has_no_checkpoint_yet(path: Path, args: Any) -> bool:
+    """Return whether a run has no more rounds than come before its first checkpoint."""
+    rounds = int(args.save_steps) // args.num_iterations if args.save_strategy == "steps" else 1
+    return (path / "config.json").exists() and RunDirectory.open(path).table("metrics").height <= max(1, rounds)
+
+
+_PREFIX = "of_data_set_"
+"""Prefix of a data set's columns for TRL, to which some column names have a meaning."""
+
+
+def _make_trl_dataset(prompts: Any, reward: Reward) -> Any:
+    """Return a data set of the prompts and the columns that the reward asks for."""
+    names = find_columns(reward, list_columns(prompts))
+    return prompts.select_columns(["prompt", *names]).rename_columns({name: _PREFIX + name for name in names})
+
+
+def _adapt_reward(reward: Reward) -> Callable[..., list[float]]:
+    """Return a reward as a function with the arguments of TRL's rewards."""
+
+    def compute(prompts: Any, completions: Any, **further: Any) -> list[float]:
+        columns = {name.removeprefix(_PREFIX): column for name, column in further.items() if name.startswith(_PREFIX)}
+        texts = [join_messages(completion) for completion in completions]
+        return compute_rewards(reward, [join_messages(prompt) for prompt in prompts], texts, columns).tolist()
+
+    for method in ("state_dict", "load_state_dict"):  # a reward with a state keeps it in checkpoints
+        if hasattr(reward, method):
+            setattr(compute, method, getattr(reward, method))
+    return compute
+
+
+class _Observer(TrainerCallback):  # type: ignore[misc]
+    """Evaluates the model, and reports each round that was written."""
+
+    def __init__(
+        self, config: LanguageConfig, task: Task, sampling: PPOConfig, trainer: Any, path: Path, on_round: OnRound
+    ) -> None:
+        self._config, self._task, self._trainer, self._path, self._on_round = config, task, trainer, path, on_round
+        self._directory: RunDirectory | None = None
+        self._sampling, context = sampling, context_length(task.model)
+        sample = choose_sample_prompts(task)
+        self._prompts = read_sample_prompts(sample, task.tokenizer, sampling, context, [task.reward])
+        # With settings of Transformers' for checkpoints, those hold.
+        own_clock = not {"save_strategy", "save_steps"} & config.settings.keys()
+        self._clock, self._saving = CheckpointClock(None if own_clock else 0), ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Evaluate the model before the first round."""
+        self._directory = RunDirectory.open(self._path)
+        if self._config.all_settings.get("eval_every", 1) and not state.global_step:
+            self._evaluate(0)
+        self._on_round(0, {})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Evaluate and report a generation batch after its last step, and ask for a checkpoint if one is due."""
+        if state.global_step % args.num_iterations:
+            return
+        assert self._directory is not None
+        number, every = state.global_step // args.num_iterations, self._config.all_settings.get("eval_every", 1)
+        if every and (number % every == 0 or number == self._config.rounds):
+            self._evaluate(number)
+        self._on_round(number, self._directory.table("metrics").row(-1, named=True))
+        last = number == self._config.rounds and self._clock.is_behind(number)
+        # The first process's clock decides, since all have to take part.
+        if self._trainer._processes.agree(self._clock.is_due(number) or last):
+            control.should_save = True
+            self._saving.enter_context(self._clock.time_checkpoint(number))
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Note how long the checkpoint took."""
+        self._saving.close()
+
+    def _evaluate(self, number: int) -> None:
+        """Answer the sample prompts and measure the model, without changing the draws of training."""
+        if self._directory is None:
+            return
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        answers = answer_prompts(model, self._task.tokenizer, self._prompts, self._task.reward, self._sampling)
+        self._directory.write_round("answers", number, answers)
+        if self._task.evaluate is None:
+            return
+        with preserve_rng_state():
+            measures = dict(self._task.evaluate(model, self._task.tokenizer))
+        self._directory.append("evaluations", {"round": number, **measures})
+
+
+def save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
+    """Save a model under a temporary name, then rename it: the folder is complete or does not exist.
+
+    Args:
+        folder: the model's folder; an older one is replaced.
+        save: writes the model to the folder that it is called with.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    for leftover in (temporary, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    save(temporary)
+    temporary.rename(folder)
+
+
+def describe(config: LanguageConfig) -> dict[str, Any]:
+    """Return the description of a run for its directory, in JSON types, with digests of its rewards' source files."""
+    rewards = {name: getattr(config, name) for name in ("reward", "test_reward") if getattr(config, name)}
+    digests = {name: digest_source(reward) for name, reward in rewards.items()}
+    contents = {name: digest for name, digest in digests.items() if digest is not None}
+    return {"arm": config.arm, "env": config.env, "experiment": config.to_json(), "contents": contents}
+
+
+def digest_source(name: str) -> str | None:
+    """Return a digest of the file that a function stands in; None: there is no such file or module.
+
+    Args:
+        name: "path/to/file.py:function" or "package.module:function".
+    """
+    source, _, _ = name.rpartition(":")
+    path = Path(source)
+    if not source.endswith(".py"):
+        try:
+            with search_first(Path.cwd()):
+                spec = importlib.util.find_spec(source)
+        except Exception:  # A parent package cannot be imported, which loading the function will report.
+            return None
+        path = Path("" if spec is None or spec.origin is None else spec.origin)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def is_finished(config: LanguageConfig, path: Path) -> bool:
+    """Tell whether a directory holds this run, with all rounds and its trained model.
+
+    Raises:
+        RunDirectoryError: it holds another run, with finished rounds.
+    """
+    if not (path / "config.json").exists():
+        return False
+    directory = RunDirectory.open(path)
+    rounds = directory.table("metrics").height
+    if not rounds:
+        return False
+    description = describe(config)
+    directory.check_same({**directory.config, **description})
+    return rounds >= config.rounds and (path / "model").is_dir()
+
+
+def read_curve(config: LanguageConfig, path: Path) -> Curve:
+    """Read a finished run's curve of exact matches, or of test rewards, and its seconds per round.
+
+    Seconds are process time for a run on a CPU, and wall time for one on another device.
+
+    Raises:
+        RunDirectoryError: the run is not finished, or was not evaluated.
+    """
+    if not is_finished(config, path):
+        raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
+    directory = RunDirectory.open(path)
+    evaluations, timings = directory.table("evaluations"), directory.table("timings")
+    if evaluations.is_empty():
+        raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
+    clock = "cpu" if directory.config.get("device", "cpu").startswith("cpu") else "wall"
+    stages = [name.removesuffix(f"_{clock}") for name in timings.columns if name.endswith(f"_{clock}")]
+    if config.arm.startswith("random"):  # a control scores only to know how many to drop, which is not part of its cost
+        stages = [name for name in stages if name not in ("scoring", "held_out")]
+    seconds = timings.select(f"{stage}_{clock}" for stage in stages).fill_null(0.0).sum_horizontal().to_numpy()
+    return make_curve(config.rounds, evaluations, seconds)

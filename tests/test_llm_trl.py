@@ -44,7 +44,7 @@ from whence.llm.trl import trl_run
 from whence.llm.trl.supported_settings import check_selectable
 from whence.llm.trl.trainers import InfluenceGRPOTrainer, InfluenceRLOOTrainer
 from whence.llm.trl.trl_checkpoints import find_checkpoint, seal_checkpoint
-from whence.llm.trl.trl_run import RunWriter
+from whence.llm.trl.trl_run import RunCallback
 from whence.page import write_run_report
 from whence.runs import RunDirectory
 from whence.selection import Progress
@@ -546,7 +546,7 @@ class TestRunDirectory:
         trainer = make_trainer("grpo", tmp_path)
         trainer.reward_func_names = ["politeness", "<lambda>", "<lambda>"]
         with pytest.raises(WhenceError, match="Several reward functions are called '<lambda>'"):
-            RunWriter(trainer, tmp_path / "run")
+            RunCallback(trainer, tmp_path / "run")
         with pytest.raises(WhenceError, match="steps_per_generation is 3 and gradient_accumulation_steps 2"):
             make_trainer("grpo", tmp_path, None, run=tmp_path / "run", steps_per_generation=3)
         (tmp_path / "other").mkdir()

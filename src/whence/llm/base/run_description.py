@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +11,8 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from whence.runs import RunDirectory
-from whence.runs.config_file import list_changes
+from whence.runs.config_file import strip_addresses
+from whence.targets import target_name
 
 _SECRET = re.compile(r"(^|_)(token|password|secret|credentials?)$|(api|access|private)_?key|auth_token", re.IGNORECASE)
 _NO_SECRETS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -91,19 +90,60 @@ def describe_rows(rows: Any) -> dict[str, Any] | None:
     return {"rows": count, "digest": digest.hexdigest()}
 
 
-log = logging.getLogger("whence")
-
-
 def read_versions(libraries: Iterable[str]) -> dict[str, str]:
     """Return the installed version of each library."""
     return {name: version(name) for name in libraries}
 
 
-def note_changed_versions(run: RunDirectory, libraries: Iterable[str], number: int) -> None:
-    """Say, in the log and in the run's note "resumed", that training goes on after a round with other versions."""
-    changes = list_changes(run.versions, read_versions(libraries))
-    if not changes:
-        return
-    reason = "; ".join(changes)
-    log.warning("The training goes on after round %d with other versions: %s.", number, reason)
-    run.note(resumed=[*run.notes.get("resumed", []), {"after_round": number, "reason": reason}])
+def describe_run(
+    *,
+    about: Mapping[str, Any],
+    model: Any,
+    rule: Any,
+    target: Any,
+    objective: Any,
+    engine: str,
+    rewards: Sequence[Any],
+    reward_weights: Sequence[float] | None,
+    data: Mapping[str, Any],
+    accelerator: Any,
+    rounds: int,
+    seed: int,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the run directory's description of a training, in JSON types.
+
+    Args:
+        about: the user's further description.
+        model: the model that trains.
+        rule: the selection rule.
+        target: the target of the scores.
+        objective: the objective of a row's training.
+        engine: the engine of the scores.
+        rewards: the reward functions.
+        reward_weights: a weight of each; None: 1.
+        data: data sets by name; see `describe_rows`.
+        accelerator: the accelerator of Accelerate.
+        rounds: the rounds of the training.
+        seed: the seed of its draws.
+        settings: what else the trainer has set, by name.
+    """
+    network = getattr(model, "language_model", model)
+    return {
+        "kind": "language",
+        **about,
+        "model": getattr(network.config, "_name_or_path", "") or None,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "rule": strip_addresses(repr(rule)),
+        "target": strip_addresses(target_name(target)),
+        **describe_rewards(rewards, reward_weights),
+        "data": {name: describe_rows(rows) for name, rows in data.items()},
+        "objective": strip_addresses(repr(objective)),
+        "engine": engine,
+        "processes": accelerator.num_processes,
+        "device": str(accelerator.device),
+        "rounds": rounds,
+        "seed": seed,
+        **settings,
+    }

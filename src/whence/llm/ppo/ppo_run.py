@@ -13,15 +13,13 @@ from whence.errors import RunDirectoryError, WhenceError
 from whence.influence import Influence
 from whence.llm.base.processes import Processes
 from whence.llm.base.rows import list_tokens
-from whence.llm.base.run_description import describe_rewards, describe_rows, note_changed_versions, read_versions
+from whence.llm.base.run_description import describe_run, read_versions
 from whence.llm.ppo.rollout import Rollout
 from whence.runs import RunDirectory
-from whence.runs.checkpoints import Checkpoint, CheckpointClock, load_tree, read_latest, save_checkpoint
-from whence.runs.config_file import strip_addresses
+from whence.runs.checkpoints import Checkpoint, load_tree, read_latest
+from whence.runs.writer import RunWriter
 from whence.selection import Selection
-from whence.stopwatch import flatten_seconds
 from whence.tables import add_selection, summarise_selection
-from whence.targets import target_name
 
 log = logging.getLogger("whence")
 
@@ -49,8 +47,7 @@ class TrainingRun:
     """
 
     def __init__(self, folder: str | Path, processes: Processes, save_every: int | None, keep: int) -> None:
-        self._folder, self._processes, self._keep = Path(folder), processes, keep
-        self._clock = CheckpointClock(save_every)
+        self._folder, self._processes, self._saving = Path(folder), processes, (save_every, keep)
         self.directory: RunDirectory | None = None
 
     def begin(
@@ -84,12 +81,18 @@ class TrainingRun:
                 "Build model and trainer anew."
             )
         self._processes.wait()  # until all have read what the first one may change
+        save_every, keep = self._saving
+        self._writer = RunWriter(self._folder, save_every=save_every, keep=keep)
         if self._processes.rank == 0:
+            versions = read_versions(_LIBRARIES)
+            self._writer.begin(config, versions=versions, overwrite=overwrite, may_change=_MAY_CHANGE)
+            self.directory = self._writer.directory
             if checkpoint is not None:
                 done = checkpoint.round
                 state = "finished: nothing is trained" if done == rounds else f"going on after round {done} of {rounds}"
                 log.warning("%s: %s.", self._folder, state)
-            self.directory = self._open_directory(config, checkpoint, overwrite)
+                self._writer.go_on(checkpoint)
+                self._writer.note_resumption([], versions)
         return checkpoint
 
     def _read_checkpoint(self, config: Mapping[str, Any], model: nn.Module, rounds: int) -> Checkpoint | None:
@@ -105,20 +108,6 @@ class TrainingRun:
             )
         return checkpoint
 
-    def _open_directory(
-        self, config: Mapping[str, Any], checkpoint: Checkpoint | None, overwrite: bool
-    ) -> RunDirectory:
-        save_every = self._clock.save_every
-        if checkpoint is None:
-            versions = read_versions(_LIBRARIES)
-            return RunDirectory.begin(
-                self._folder, config, versions=versions, save_every=save_every, overwrite=overwrite
-            )
-        run = RunDirectory.resume(self._folder, config, rounds=checkpoint.round, may_change=_MAY_CHANGE)
-        run.note(save_every=save_every)
-        note_changed_versions(run, _LIBRARIES, checkpoint.round)
-        return run
-
     def read_metrics(self, rounds: int) -> list[dict[str, Any]]:
         """Return the rows of the first rounds; call it in any process."""
         table = RunDirectory.open(self._folder).table("metrics")
@@ -128,10 +117,8 @@ class TrainingRun:
         self, table: pl.DataFrame, row: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]
     ) -> None:
         """Write a round: its records, its row of metrics, and its seconds by stage and clock."""
-        assert self.directory is not None
-        self.directory.write_round("records", row["round"], table)
-        self.directory.append("metrics", row)
-        self.directory.append("timings", {"round": row["round"], **flatten_seconds(seconds)})
+        self._writer.directory.write_round("records", row["round"], table)
+        self._writer.write_rows(row, seconds)
 
     def save_if_due(self, number: int, read: Callable[[], Mapping[str, Any]], *, last: bool) -> None:
         """Write the checkpoint after a round if one is due; call it in every process.
@@ -142,13 +129,8 @@ class TrainingRun:
             last: whether it is the last round, whose checkpoint is written in any case.
         """
         # The first process's clock decides: others' clocks may differ, and all have to take part.
-        due = self._clock.is_due(number) or (last and self._clock.is_behind(number))
-        if not self._processes.agree(due):
-            return
-        with self._clock.time_checkpoint(number):
-            content = read()
-            if self._processes.rank == 0:
-                save_checkpoint(self._folder, number, content, keep=self._keep)
+        if self._processes.agree(self._writer.is_due(number, last=last)):
+            self._writer.save_checkpoint(number, read, writes=self._processes.rank == 0)
 
     def end(self) -> None:
         """Let others write the directory."""
@@ -157,32 +139,27 @@ class TrainingRun:
 
 
 def describe_training(trainer: Any) -> dict[str, Any]:
-    """Return the run directory's description of a training by `PPOTrainer`, in JSON types.
-
-    Args:
-        trainer: the trainer.
-    """
+    """Return the run directory's description of a training by `PPOTrainer`, in JSON types."""
     ppo = {name: value for name, value in trainer.config.to_json().items() if name not in _ELSEWHERE}
-    return {
-        "kind": "language",
-        **trainer.about,
-        "model": getattr(trainer.model.language_model.config, "_name_or_path", "") or None,
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-        "rule": strip_addresses(repr(trainer.rule)),
-        "target": strip_addresses(target_name(trainer.target)),
-        **describe_rewards(trainer.rewards, trainer.reward_weights),
-        "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
-        "data": {"prompts": describe_rows(trainer.prompts), "held_out": describe_rows(trainer.held_out)},
-        "objective": strip_addresses(repr(trainer.objective)),
-        "engine": trainer.engine,
-        **trainer.scorer.describe(),
-        "processes": trainer.processes.number,
-        "device": str(trainer.accelerator.device),
-        "rounds": trainer.config.rounds,
-        "seed": trainer.config.seed,
-        "ppo": ppo,
-    }
+    return describe_run(
+        about=trainer.about,
+        model=trainer.model,
+        rule=trainer.rule,
+        target=trainer.target,
+        objective=trainer.objective,
+        engine=trainer.engine,
+        rewards=trainer.rewards,
+        reward_weights=trainer.reward_weights,
+        data={"prompts": trainer.prompts, "held_out": trainer.held_out},
+        accelerator=trainer.accelerator,
+        rounds=trainer.config.rounds,
+        seed=trainer.config.seed,
+        settings={
+            "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
+            **trainer.scorer.describe(),
+            "ppo": ppo,
+        },
+    )
 
 
 _ELSEWHERE = ("output_dir", "rounds", "seed")  # settings that the description has outside "ppo"

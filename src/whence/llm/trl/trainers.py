@@ -42,7 +42,7 @@ from whence.llm.trl.completions import (
 )
 from whence.llm.trl.supported_settings import TOKEN_LOSSES, check_selectable, make_group_objective
 from whence.llm.trl.trl_checkpoints import read_progress
-from whence.llm.trl.trl_run import RunWriter
+from whence.llm.trl.trl_run import RunCallback
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
@@ -84,7 +84,7 @@ class _SelectingTrainer:
         self.influence: Influence | None = None
         self.selection: Selection | None = None
         self.rows: RecordBatch | None = None
-        self._run = None if run is None else RunWriter(self, run, about, overwrite=overwrite)
+        self._run = None if run is None else RunCallback(self, run, about, overwrite=overwrite)
         if self._run is not None:
             self.add_callback(self._run)  # type: ignore[attr-defined]
         self._epochs_before = 0

@@ -16,10 +16,8 @@ from transformers import TrainerCallback
 from whence.errors import RunDirectoryError, WhenceError
 from whence.llm.base.rows import list_tokens
 from whence.llm.base.run_description import (
-    describe_rewards,
-    describe_rows,
+    describe_run,
     is_secret,
-    note_changed_versions,
     read_versions,
     to_json,
 )
@@ -32,11 +30,10 @@ from whence.llm.trl.trl_checkpoints import (
     seal_checkpoint,
 )
 from whence.runs import RunDirectory
-from whence.runs.config_file import strip_addresses
+from whence.runs.checkpoints import Checkpoint
+from whence.runs.writer import RunWriter
 from whence.selection import Selection
-from whence.stopwatch import flatten_seconds
 from whence.tables import add_selection, summarise_selection
-from whence.targets import target_name
 
 log = logging.getLogger("whence")
 
@@ -73,7 +70,7 @@ def count_steps(args: Any) -> int:
     return steps
 
 
-class RunWriter(TrainerCallback):  # type: ignore[misc]
+class RunCallback(TrainerCallback):  # type: ignore[misc]
     """Writes each generation batch to a run directory, after the last step on it; completes Transformers' checkpoints.
 
     Args:
@@ -177,7 +174,9 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
             self._directory = RunDirectory.resume(self._folder, description, rounds=done, may_change=_MAY_CHANGE)
             log.warning("%s: going on after round %d of %d.", self._folder, done, description["rounds"])
             delete_later(args.output_dir, state.global_step)
-            note_changed_versions(self._directory, _LIBRARIES, done)
+            self._writer = RunWriter(self._directory, save_every=0)
+            self._writer.go_on(Checkpoint(done, {}, self._folder))
+            self._writer.note_resumption([], read_versions(_LIBRARIES))
         else:
             self._directory = RunDirectory.create(
                 self._folder,
@@ -186,6 +185,7 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
                 shared=shared,
                 overwrite=self._overwrite,
             )
+            self._writer = RunWriter(self._directory, save_every=0)
             if shared and not state.global_step:
                 delete_later(args.output_dir, 0)  # those of the run that was here before
         if _RUN_ID not in self._directory.notes:
@@ -278,34 +278,27 @@ class RunWriter(TrainerCallback):  # type: ignore[misc]
         first, self._batch = (number - 1) * len(table), None
         ids = pl.Series("record_id", range(first, first + len(table)), dtype=pl.Int64)
         self._directory.write_round("records", number, table.select(ids, pl.all()))
-        self._directory.append("metrics", {"round": number, **metrics})
         seconds = self._trainer.seconds
-        self._directory.append("timings", {"round": number, **flatten_seconds(seconds)})
+        self._writer.write_rows({"round": number, **metrics}, seconds)
         seconds.clear()
 
     def _describe(self, rounds: int) -> dict[str, Any]:
         trainer = self._trainer
-        model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
-        return {
-            "kind": "language",
-            "algorithm": "rloo" if "RLOO" in type(args).__name__ else "grpo",
-            **self._about,
-            "model": getattr(model.config, "_name_or_path", "") or None,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "rule": strip_addresses(repr(trainer.rule)),
-            "target": strip_addresses(target_name(trainer.target)),
-            **describe_rewards(trainer.reward_funcs, trainer.reward_weights.tolist()),
-            "data": {"prompts": describe_rows(trainer.train_dataset)},
-            "objective": strip_addresses(repr(trainer.influence_objective)),
-            "engine": trainer.influence_engine,
-            **trainer.scorer.describe(),
-            "processes": trainer.accelerator.num_processes,
-            "device": str(trainer.accelerator.device),
-            "rounds": rounds,
-            "seed": args.seed,
-            "trl": _list_settings(args),
-        }
+        return describe_run(
+            about={"algorithm": "rloo" if "RLOO" in type(trainer.args).__name__ else "grpo", **self._about},
+            model=trainer.accelerator.unwrap_model(trainer.model),
+            rule=trainer.rule,
+            target=trainer.target,
+            objective=trainer.influence_objective,
+            engine=trainer.influence_engine,
+            rewards=trainer.reward_funcs,
+            reward_weights=trainer.reward_weights.tolist(),
+            data={"prompts": trainer.train_dataset},
+            accelerator=trainer.accelerator,
+            rounds=rounds,
+            seed=trainer.args.seed,
+            settings={**trainer.scorer.describe(), "trl": _list_settings(trainer.args)},
+        )
 
 
 def _check_reward_names(names: Sequence[str]) -> None:

@@ -132,7 +132,7 @@ def find_refusals(processes: Processes, accelerator: Accelerator) -> dict[str, s
         "no sum": lambda: attribute(view, local_rows, **settings, chunk_size=2),
         "engine": lambda: attribute(view, local_rows, **settings, summed=summed, engine="forward", chunk_size=2),
         "memory": lambda: attribute(view, local_rows, **settings, summed=summed),
-        "tokens": lambda: score_tokens(model, rows, target=SequenceReturn(), processes=processes),
+        "tokens": lambda: score_tokens(model, rows, target=SequenceReturn()),
         "refresh": lambda: scorer.score(model, rows, 1),
         "constant": lambda: attribute(
             view,

@@ -142,11 +142,12 @@ class TestRewards:
             (lambda p, r: [1.0], "returned 1 numbers for 2 responses"),
             (lambda p, r: [1.0, math.nan], "is NaN for response 1, 'no'"),
             (lambda p, r: [math.inf, 1.0], "is inf for response 0, 'yes'"),
-            (lambda p, r: None, "<lambda> returned None; a number for each of the 2 .*: end .* with a return"),
-            (lambda p, r: 1.5, "<lambda> returned 1.5; a number for each of the 2 responses.*: return a list"),
-            (lambda p, r: [1.0, None], "<lambda> returned None for response 1, 'no'; a number .* return 0.0 where"),
-            (lambda p, r: ["good", 1.0], "<lambda> returned 'good' for response 0, 'yes'"),
-            (lambda p, r: [[1.0], [1.0, 2.0]], r"<lambda> returned \[1.0, 2.0\] for response 1"),
+            (lambda p, r: None, "<lambda> returned None; a list of 2 numbers is needed"),
+            (
+                lambda p, r: [1.0, None],
+                r"<lambda> returned \[1.0, None\]; a list of 2 .* 0.0 where",
+            ),
+            (lambda p, r: ["good", 1.0], r"<lambda> returned \['good', 1.0\]"),
         ],
     )
     def test_what_is_no_reward(self, made, message):

@@ -11,12 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from languages import language_model, rows_for, shaken, tokens
 from test_llm_engines import alone
 from whence import RecordBatch, WhenceError, attribute
-from whence.attribution import open_problem
-from whence.engines import target_gradients
 from whence.errors import NonFinite
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
 from whence.llm.base.value_head import WithValueHead
-from whence.llm.scores import token_scores as module
 from whence.llm.scores.token_objectives import GroupObjective
 from whence.llm.scores.token_scores import score_target_rows
 from whence.llm.text.generation import split_text
@@ -78,17 +75,14 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("lora", [None, 0.0])
-def test_parts_of_any_objective_sum_to_the_score_by_every_way(name: str, lora: float | None) -> None:
+def test_parts_of_any_objective_sum_to_the_score(name: str, lora: float | None) -> None:
     model = shaken(WithValueHead(language_model("llama", lora=lora)))
     rows, objective, target = rows_for(model), OBJECTIVES[name], TokenReturn()
     drawn = rows.observations["log_probs"] + 0.1
     rows = rows.with_columns({"observations": {**rows.observations, "ref_log_probs": drawn}})
     scores = attribute(language_view(model), rows, target=target, objective=objective, engine="loop").scores
-    loop = score_tokens(model, rows, target=target, objective=objective, engine="loop")
-    for engine in ("auto", "ghost"):
-        parts = score_tokens(model, rows, target=target, objective=objective, engine=engine, chunk_size=2)
-        assert apart(parts, loop) <= EXACT
-        assert apart(parts.sum(dim=1), scores) <= EXACT
+    parts = score_tokens(model, rows, target=target, objective=objective, chunk_size=2)
+    assert apart(parts.sum(dim=1), scores) <= EXACT
 
 
 def test_an_objective_that_is_no_sum_over_tokens_is_split_by_the_chain_rule() -> None:
@@ -123,56 +117,9 @@ def test_the_temperature_counts() -> None:
     assert apart(parts.sum(dim=1), scores) <= EXACT
 
 
-class Doubled(torch.autograd.Function):
-    """Without a rule for forward mode, as many kernels of others."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-
-class Doubling(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(self.layer(x))
-
-
-def test_without_forward_mode_parts_come_position_by_position() -> None:
-    model = language_model("gpt2")
-    model.transformer.h[1].mlp = Doubling(model.transformer.h[1].mlp)
-    rows, target = rows_for(model), SequenceReturn()
-    expected = score_tokens(model, rows, target=target, engine="loop")
-    assert apart(score_tokens(model, rows, target=target), expected) <= EXACT
-    with pytest.raises(NotImplementedError, match="jvp"):
-        score_tokens(model, rows, target=target, engine="forward")
-
-
-def test_a_target_that_is_already_summed_over_processes_is_not_summed_again() -> None:
-    model = language_model("gpt2")
-    rows, target = rows_for(model), SequenceReturn()
-    view = language_view(model)
-
-    def double(gradient: Any) -> Any:  # as two processes with the same rows would
-        return {name: 2 * tensor for name, tensor in gradient.items()}
-
-    with open_problem(view, rows, targets=[target], objective=TokenPPO(), summed=double) as problem:
-        (gradient,) = target_gradients(problem)
-        parts = module._parts_by_position(problem, gradient, "auto")
-    assert apart(parts, 2 * score_tokens(model, rows, target=target)) <= EXACT
-
-
 def test_what_is_refused() -> None:
     model = language_model("gpt2")
     rows = rows_for(model)
-    with pytest.raises(WhenceError, match=r"engine is 'forwards'\. Did you mean forward\?"):
-        score_tokens(model, rows, target=SequenceReturn(), engine="forwards")
     with pytest.raises(WhenceError, match="position is 6, and there are 6 rows"):
         score_target_rows(model, rows, 6, target=SequenceReturn())
     with pytest.raises(WhenceError, match="is no mean over rows"):

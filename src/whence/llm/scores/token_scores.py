@@ -7,7 +7,7 @@ and weights, raises the target or lowers it; it counts the term where it is pred
 parameters' gradient arises. The parts of a response sum to its score.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,19 +15,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.attribution import attribute, open_problem
-from whence.engines import Gradient, Problem, check_engine, record_gradient, solve, target_gradients
+from whence.engines import Gradient, Problem, record_gradient, target_gradients
 from whence.engines.forward import outputs_along
 from whence.engines.memory import fit_chunk_size
-from whence.engines.problem import compute_seeds, map_outputs
+from whence.engines.problem import compute_seeds
 from whence.errors import NonFinite, Unsupported, WhenceError
 from whence.layers import Layers, restrict_view
 from whence.llm.base.language_view import language_view
-from whence.llm.base.processes import NO_TOKEN_PARTS, ONE, Processes
+from whence.llm.base.processes import NO_TOKEN_PARTS
 from whence.llm.scores.language_targets import Along, split_mean
-from whence.llm.scores.row_scores import split_work
 from whence.llm.scores.token_objectives import TokenPPO
 from whence.objectives import Objective, as_objective
-from whence.policies import Outputs
 from whence.records import RecordBatch
 from whence.shards import is_in_shards
 from whence.targets import Target
@@ -40,17 +38,15 @@ def score_tokens(
     target: Target,
     objective: Objective | None = None,
     temperature: float = 1.0,
-    engine: str = "auto",
     memory: int | None = None,
     chunk_size: int = 16,
-    processes: Processes = ONE,
     layers: Layers | None = None,
 ) -> Float[Tensor, "n R"]:
     """Return the part of each response's score that each of its tokens contributes; a response's parts sum to it.
 
     The part of a token is the product of the target's gradient with the gradient of the token's own term of the
     objective. Above 0: training on the token raises the target. All parts come from one pass in forward mode along the
-    target's gradient; without forward mode from one backward pass for each position.
+    target's gradient.
 
     Args:
         model: a causal language model; its parameters that train are scored. See `language_view`.
@@ -59,53 +55,36 @@ def score_tokens(
         objective: the objective of a row's training; None: `TokenPPO()`. Its value has to depend on a token through
             the outputs at that token's position.
         temperature: the sampling temperature of the responses.
-        engine: "auto": forward mode where the model has it. "forward"; or the engine of the backward passes.
         memory: bytes that scoring may hold at a time; None: those that `chunk_size` rows take.
         chunk_size: rows of a pass if no memory is given.
-        processes: the processes; each scores a part of the rows, and gets the parts of all.
         layers: the layers that the scores are of; see `whence.attribute`.
 
     Returns:
         (n, R) on the CPU, 0 where there is no response token.
 
     Raises:
-        WhenceError: the engine is unknown, or refuses the model.
         Unsupported: processes hold the parameters in shards.
         NonFinite: a part is not finite.
-        NotImplementedError: engine is "forward", and torch has no forward mode for one of the model's kernels.
+        NotImplementedError: torch has no forward mode for one of the model's kernels.
     """
-    check_engine(engine)
     view = restrict_view(language_view(model, temperature=temperature), layers)
     if is_in_shards(view.parameters().values()):
         raise Unsupported(NO_TOKEN_PARTS)
-    local_rows, local_target, reduce = split_work(rows, target, processes)
     objective = TokenPPO() if objective is None else as_objective(objective)
-    with open_problem(view, local_rows, targets=[local_target], objective=objective, summed=reduce) as problem:
-        size = min(chunk_size, len(local_rows))
-        problem = replace(problem, chunk_size=size) if memory is None else fit_chunk_size(problem, _forward, memory)
-        (gradient,) = target_gradients(problem)
-        parts = _choose(problem, gradient, engine)
+    with open_problem(view, rows, targets=[target], objective=objective) as problem:
+        size = min(chunk_size, len(rows))
+        problem = replace(problem, chunk_size=size) if memory is None else fit_chunk_size(problem, _score_parts, memory)
+        parts = _score_parts(problem)
     if not torch.isfinite(parts).all():
         row = int((~torch.isfinite(parts)).any(dim=1).nonzero()[0])
         raise NonFinite(
-            f"A token's part of the score of record {int(local_rows.ids[row])} is not finite. Look at its log-probs "
+            f"A token's part of the score of record {int(rows.ids[row])} is not finite. Look at its log-probs "
             "and advantages; a ratio that overflows means that another policy drew the response."
         )
-    return processes.gather(parts, len(rows)).cpu()
+    return parts.cpu()
 
 
-def _choose(problem: Problem, gradient: Gradient, engine: str) -> Float[Tensor, "n R"]:
-    if engine in ("auto", "forward"):
-        try:
-            return torch.cat([_parts_along(part, gradient) for part in problem.parts()])
-        except NotImplementedError:  # torch raises it for a kernel without forward mode
-            if engine == "forward":
-                raise
-    return _parts_by_position(problem, gradient, engine)
-
-
-def _forward(problem: Problem) -> Tensor:
-    """Return the parts by forward mode; for the measurement of its memory."""
+def _score_parts(problem: Problem) -> Float[Tensor, "n R"]:
     (gradient,) = target_gradients(problem)
     return torch.cat([_parts_along(part, gradient) for part in problem.parts()])
 
@@ -120,38 +99,6 @@ def _parts_along(problem: Problem, gradient: Gradient) -> Float[Tensor, "n R"]:
     pairs = zip(seeds, changes, strict=True)
     terms = [seed * change for seed, change in pairs if seed is not None and change is not None]
     return torch.stack(terms).sum(dim=0) if terms else torch.zeros_like(outputs.log_prob)
-
-
-def _parts_by_position(problem: Problem, gradient: Gradient, engine: str) -> Float[Tensor, "n R"]:
-    """Return the parts position by position, each by an engine's products for all rows."""
-    width = problem.records.observations["response_mask"].shape[1]
-    columns = []
-    for position in range(width):
-        alone = _OnePosition(problem.objective, position)
-        # The gradient is that of all processes already.
-        at = replace(problem, objective=alone, targets=[Along(gradient)], summed=None)
-        (products,), _, _ = solve(at, engine, None)
-        columns.append(products.detach())
-    return torch.stack(columns, dim=1)
-
-
-@dataclass(frozen=True)
-class _OnePosition:
-    """An objective as a function of the outputs at one position; the outputs elsewhere are constants."""
-
-    objective: Objective
-    position: int
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return getattr(self.objective, "reads", frozenset(Outputs._fields))
-
-    def prepare(self, records: RecordBatch) -> RecordBatch:
-        return self.objective.prepare(records)
-
-    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
-        here = torch.arange(outputs.log_prob.shape[1], device=outputs.log_prob.device) == self.position
-        return self.objective(map_outputs(lambda column: torch.where(here, column, column.detach()), outputs), records)
 
 
 def score_target_rows(

@@ -4,12 +4,11 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from whence.errors import NonFinite, WhenceError, first_line
@@ -88,10 +87,16 @@ def compute_rewards(
         raise
     except Exception as error:
         raise WhenceError(
-            f"The reward {name} failed{_locate_error(reward, error)}: {type(error).__name__}: {first_line(error)}. It "
+            f"The reward {name} failed{_locate_error(error)}: {type(error).__name__}: {first_line(error)}. It "
             "is called as reward(prompts, responses) with lists of texts, and has to return a number for each response."
         ) from error
-    rewards = _read_numbers(values, name, responses)
+    try:
+        rewards = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        raise WhenceError(
+            f"The reward {name} returned {values!r:.80}; a list of {len(responses)} numbers is needed, one for each "
+            "response: 0.0 where the reward does not apply."
+        ) from None
     if len(rewards) != len(responses):
         raise WhenceError(f"The reward {name} returned {len(rewards)} numbers for {len(responses)} responses.")
     broken = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
@@ -132,50 +137,12 @@ def check_group_rewards(rewards: Tensor, names: Sequence[str], first_id: int, te
     )
 
 
-def _read_numbers(values: Any, name: str, responses: Sequence[str]) -> Float64[Tensor, " m"]:
-    """Return what a reward returned as numbers.
-
-    Raises:
-        WhenceError: it is no list, or one of its values is no number.
-    """
-    if not isinstance(values, list):
-        hint = "end the function with a return statement" if values is None else "return a list"
-        raise WhenceError(
-            f"The reward {name} returned {values!r:.80}; a number for each of the {len(responses)} responses is "
-            f"needed: {hint}."
-        )
-    try:
-        return torch.as_tensor(values, dtype=torch.float64).reshape(-1)
-    except (TypeError, ValueError, RuntimeError):
-        row = next((row for row, value in enumerate(values) if not _is_number(value)), 0)
-        value = values[row]
-        text = f", {responses[row][:80]!r}" if row < len(responses) else ""
-        raise WhenceError(
-            f"The reward {name} returned {value!r:.80} for response {row}{text}; a number is needed: return 0.0 "
-            "where the reward does not apply."
-        ) from None
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return torch.as_tensor(value, dtype=torch.float64).numel() == 1
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def _locate_error(reward: Reward, error: Exception) -> str:
+def _locate_error(error: Exception) -> str:
     """Return ' in FILE, line N': the last line that an error went through in the reward's own file."""
-    function: Any = reward
-    while isinstance(function, partial):
-        function = function.func
-    if isinstance(function, nn.Module):
-        function = function.forward
-    elif not inspect.isroutine(function):
-        function = type(function).__call__
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename]
-    return f" in {code.co_filename}, line {lines[-1]}" if code is not None and lines else ""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = [frame for frame in frames if not frame.filename.endswith("torch/nn/modules/module.py")]
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    return f" in {frames[0].filename}, line {lines[-1]}" if lines else ""
 
 
 def find_columns(reward: Reward, columns: Collection[str]) -> list[str]:

@@ -46,9 +46,9 @@ from studies.planted.tables import write_tables
 from whence.diagnosis import find_response_causes
 from whence.diagnosis.response_causes import compute_response_log_prob
 from whence.experiments import LanguageConfig
+from whence.experiments.llm.config import task_settings
 from whence.experiments.llm.loading import load_model
 from whence.experiments.llm.rebuilding import load_trained_task
-from whence.experiments.llm.config import task_settings
 from whence.experiments.llm.tasks import make_response_target
 from whence.experiments.llm.training import run
 from whence.experiments.rowfile import read_rows

@@ -192,117 +192,50 @@ class TestReading:
         assert json.dumps(runs[2].config.drop) == "1.0"
 
     @pytest.mark.parametrize(
-        ("old", "new", "line", "said"),
+        ("old", "new", "said"),
         [
-            ('arms = ["ppo", "iif"]', 'arms = ["ppo", "iff"]', 6, "The arm 'iff' is unknown. Did you mean iif"),
-            (
-                'arms = ["ppo", "iif"]',
-                'optimizer = "SGD"\narms = [\n "ppo", "td-eror"]',
-                7,
-                "The arm 'td-eror' is unknown. Did you mean td-error",
-            ),
-            ('arms = ["ppo", "iif"]', 'arms = ["iif"]', 3, "lacks the arm 'ppo'"),
-            ('arms = ["ppo", "iif"]', "arms = []", 6, "arms is []"),
-            ('arms = ["ppo", "iif"]', 'arms = ["ppo", "ppo"]', 6, "names each arm once"),
-            ("seeds = 2", "seeds = 0", 7, "seeds is 0"),
-            ("seeds = 2", "seeds = [1, 1]", 7, "name each once"),
-            ("seeds = 2", 'seeds = "two"', 7, "seeds is 'two'"),
-            ("seeds = 2", "", 3, "seeds is None"),
-            ("seeds = 2", "seeds = [-1]", 7, "seeds is [-1]"),
-            ("[0.125, 1.0]", "[0.125, 2.0]", 8, "2.0"),
-            ("[0.125, 1.0]", '"half"', 8, "drop is 'half'"),
-            ("rounds = 2", "rounds = 0", 9, "rounds is 0"),
-            ("rounds = 2", 'rounds = "two"', 9, "rounds is 'two'; a whole number is needed"),
-            ("rounds = 2", "rounds = 2.5", 9, "rounds is 2.5; a whole number is needed"),
-            ("rounds = 2", "rounds = true", 9, "rounds is True; a whole number is needed"),
-            ("rounds = 2", "n_envs = 1.5", 9, "n_envs is 1.5"),
-            ("rounds = 2", "eval_every = true", 9, "eval_every is True"),
-            ("rounds = 2", "warmup = 0.5", 9, "warmup is 0.5"),
-            ("rounds = 2", "engine = 3", 9, "engine is 3; text is needed"),
-            ("rounds = 2", 'observe = "x"', 9, "no part 'x' to observe"),
-            ("rounds = 2", "observe = 3", 9, "observe is 3; text or nothing is needed"),
-            ("rounds = 2", "preset = 3", 9, "preset is 3"),
-            ("eval_episodes = 20", "eval_episodes = 2.5", 10, "eval_episodes is 2.5"),
-            ("seeds = 2", "seeds = [4294967296]", 7, "seeds is [4294967296]"),
-            ("seeds = 2", "seeds = [true]", 7, "seeds is [True]"),
-            ("seeds = 2", "seeds = 1000000000000", 7, "seeds is 1000000000000"),
-            (re.search("hyper.*", LAKE)[0], "hyperparameters = 3", 11, "hyperparameters is 3; a table of settings"),
-            (re.search("env_kwargs.*", LAKE)[0], "env_kwargs = []", 5, "env_kwargs is []; a table of settings"),
-            ("n_steps = 64", 'n_steps = "x"', 11, "n_steps is 'x'; a whole number is needed"),
-            ("n_epochs = 2", "n_epochs = 0", 11, "n_epochs is 0; 1 or more is needed"),
-            ("n_epochs = 2", "n_epochs = 1.5", 11, "n_epochs is 1.5"),
-            ("n_epochs = 2", "gae_lambda = nan", 11, "gae_lambda is nan; a number from 0 to 1"),
-            ("n_epochs = 2", 'gamma = "0.9"', 11, "gamma is '0.9'; a number is needed"),
-            ("n_epochs = 2", 'ent_coef = "0"', 11, "ent_coef is '0'"),
-            ("n_epochs = 2", 'target_kl = "0"', 11, "target_kl is '0'; a number or nothing"),
-            ("n_epochs = 2", 'max_grad_norm = "inf"', 11, "max_grad_norm is 'inf'"),
-            ("n_epochs = 2", "vf_coef = inf", 11, "vf_coef is inf; a finite number"),
-            ("n_epochs = 2", "use_sde = 1", 11, "use_sde is 1; true or false is needed"),
-            ("rounds = 2", "round = 2", 9, "An experiment has no 'round'. Did you mean rounds"),
-            ("eval_episodes = 20", "eval_episodes = 0", 10, "eval_episodes is 0"),
-            ("learning_rate", "learning_rat", 11, "learning_rat"),
-            ('env = "FrozenLake-v1"', 'env = "FrozenLake-v9"', 4, "FrozenLake-v9"),
-            ('env = "FrozenLake-v1"', "", 3, "Give either an environment"),
-            ('arms = ["ppo", "iif"]', 'arms = ["ppo"]', 8, "drop has no effect with ppo"),
-            (
-                LAKE[LAKE.index("env = ") : LAKE.index("seeds")],
-                'env = "CartPole-v1"\narms = ["ppo", "advantage-1"]\n',
-                5,
-                "advantage-1 needs discrete observations",
-            ),
-            ('arms = ["ppo", "iif"]', 'arms = [["ppo"]]', 6, "arms is [['ppo']]"),
-            ('arms = ["ppo", "iif"]', "arms = [{ a = 1 }]", 6, "arms is [{'a': 1}]"),
-            ('env = "FrozenLake-v1"', "env = 3", 4, "env is 3; text is needed"),
-            ('name = "lake"', 'name = "../lake"', 3, "letters, digits"),
-            ('name = "lake"', 'name = "."', 3, "letters, digits"),
-            ('name = "lake"', 'name = ".."', 3, "letters, digits"),
-            ('name = "lake"', f'name = "{101 * "a"}"', 3, "letters, digits"),
-            ('"iif"]', '"advantage-1"]\nengine = "loop"', 7, "engine has no effect with ppo, advantage-1"),
-            ("seeds = 2", "seeds = 2\nwarmup = ", 8, "Invalid value"),
-            ("[[experiment]]", "[experiment]", 2, "no [[experiment]]"),
-            ("[[experiment]]", "workers = 3\n[[experiment]]", 2, "A sweep has no 'workers'"),
+            ('arms = ["ppo", "iif"]', 'arms = ["ppo", "iff"]', "The arm 'iff' is unknown. Did you mean iif"),
+            ('arms = ["ppo", "iif"]', 'arms = ["iif"]', "lacks the arm 'ppo'"),
+            ('arms = ["ppo", "iif"]', 'arms = ["ppo", "ppo"]', "names each once"),
+            ('arms = ["ppo", "iif"]', 'arms = [["ppo"]]', "arms is ['ppo']; text is needed"),
+            ('arms = ["ppo", "iif"]', 'arms = ["ppo"]', "drop has no effect with ppo"),
+            ("seeds = 2", "seeds = 0", "seeds is 0"),
+            ("seeds = 2", "seeds = [1, 1]", "names each once"),
+            ("seeds = 2", "seeds = [-1]", "seed is -1"),
+            ("[0.125, 1.0]", "[0.125, 2.0]", "2.0"),
+            ("[0.125, 1.0]", '"half"', "drop is 'half'; a number is needed"),
+            ("rounds = 2", "rounds = 0", "rounds is 0"),
+            ("rounds = 2", "rounds = true", "rounds is True; a whole number is needed"),
+            ("rounds = 2", 'observe = "x"', "no part 'x' to observe"),
+            ("rounds = 2", "round = 2", "An experiment has no 'round'. Did you mean rounds"),
+            ("rounds = 2", "preset = 3", "preset is 3"),
+            (re.search("env_kwargs.*", LAKE)[0], "env_kwargs = []", "env_kwargs is []; a table of settings"),
+            ("n_epochs = 2", "n_epochs = 1.5", "n_epochs is 1.5"),
+            ("n_epochs = 2", "gae_lambda = nan", "gae_lambda is nan; a number from 0 to 1"),
+            ('env = "FrozenLake-v1"', 'env = "FrozenLake-v9"', "FrozenLake-v9"),
+            ('env = "FrozenLake-v1"', "", "Give either an environment"),
+            ('name = "lake"', 'name = "../lake"', "letters, digits"),
+            ("seeds = 2", "seeds = 2\nwarmup = ", "Invalid value"),
+            ("[[experiment]]", "[experiment]", "no [[experiment]]"),
+            ("[[experiment]]", "workers = 3\n[[experiment]]", "A sweep has no 'workers'"),
         ],
     )
-    def test_what_is_wrong_is_named_with_its_line(self, tmp_path, old, new, line, said):
+    def test_what_is_wrong_is_named_with_its_file(self, tmp_path, old, new, said):
         assert old in LAKE
         path = write_sweep(tmp_path, LAKE.replace(old, new))
-        with pytest.raises(WhenceError) as refused:
+        with pytest.raises(WhenceError, match=re.escape(said)) as refused:
             read_sweep(path)
-        assert said in str(refused.value)
-        assert re.search(rf"\bline {line}\b", str(refused.value)), refused.value
-
-    @pytest.mark.parametrize(
-        ("text", "line", "said"),
-        [
-            (
-                LAKE.replace("[[experiment]]", '[["experiment"]]').replace("rounds = 2", '"rounds" = 0'),
-                9,
-                "rounds is 0",
-            ),
-            ('experiment = [{ name = "lake", arms = 3 }]', 1, "arms is 3"),
-            ("# 1\nexperiment = [\n  3,\n]", 2, "An experiment is 3"),
-            (LAKE + "[experiment.foo]\na = 1", 12, "An experiment has no 'foo'"),
-            (LAKE + "[experiment.policy_kwargs]\nnet_arch = [8]\nfoo = 3", 14, "foo"),
-            (LAKE.replace("rounds = 2", "device = '''\n[[experiment]]\nname = \"a\"'''\nrounds = 0"), 12, "rounds"),
-            (LAKE.replace("rounds = 2", "rounds = 0").replace("\n", "\r\n"), 9, "rounds is 0"),
-            ("\ufeff" + LAKE.replace("rounds = 2", "rounds = 0"), 9, "rounds is 0"),
-        ],
-    )
-    def test_lines_are_those_of_the_file_however_it_is_write_sweep(self, tmp_path, text, line, said):
-        path = tmp_path / "sweep.toml"
-        path.write_bytes(text.encode())
-        with pytest.raises(WhenceError, match=rf"line {line}: .*{said}"):
-            read_sweep(path)
+        assert str(refused.value).startswith(str(path))
 
     def test_a_name_stands_for_one_share_of_its_own(self, tmp_path, monkeypatch):
         monkeypatch.setitem(presets(), "other", {**presets()["lda-code/frozenlake"], "drop": 0.25})
         asked = '[[experiment]]\nname = "lake"\npreset = "{}"\narms = ["ppo", "iif"]\nseeds = 1\n'
         file = write_sweep(tmp_path, asked.format("lda-code/frozenlake") + asked.format("other"))
-        with pytest.raises(WhenceError, match=r"line 8: The name 'lake' .* differ in the share that the preset drops"):
+        with pytest.raises(WhenceError, match=r"The name 'lake' .* differ in drop"):
             read_sweep(file)
 
     def test_a_name_stands_for_one_setting(self, tmp_path):
-        with pytest.raises(WhenceError, match=r"line 20: The name 'lake' stands over runs that differ in rounds"):
+        with pytest.raises(WhenceError, match=r"The name 'lake' stands over runs that differ in rounds"):
             read_sweep(write_sweep(tmp_path, LAKE + LAKE.replace("rounds = 2", "rounds = 3")))
 
     def test_a_missing_file_is_named(self, tmp_path):

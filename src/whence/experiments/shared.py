@@ -40,15 +40,28 @@ def check_field_names(config: Any, values: Any, *, but: Collection[str] = ()) ->
     Raises:
         WhenceError: the values are no table, or a field is unknown or missing.
     """
-    if not isinstance(values, Mapping):
-        raise WhenceError(f"A run's configuration is {reprlib.repr(values)}; a table of settings is needed.")
-    field_names = [each.name for each in fields(config)]
-    if unknown := [name for name in values if name not in (*field_names, *but)]:
-        raise WhenceError(f"A run has no {unknown[0]!r}.{suggest(str(unknown[0]), field_names)}")
+    check_known("A run", values, [*(each.name for each in fields(config)), *but])
     required = [each.name for each in fields(config) if each.default is MISSING and each.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         names = " and ".join(map(repr, missing))
         raise WhenceError(f"A run's configuration lacks {names}; it needs {', '.join(required)}.")
+
+
+def check_known(what: str, values: Any, known: Collection[str]) -> None:
+    """Refuse a table with a name that is not known.
+
+    Args:
+        what: what it is a table of, as the message begins.
+        values: the table.
+        known: the names that it may have.
+
+    Raises:
+        WhenceError: it is no table, or has another name.
+    """
+    if not isinstance(values, Mapping):
+        raise WhenceError(f"{what} is {reprlib.repr(values)}; a table of settings is needed.")
+    if unknown := [name for name in values if name not in known]:
+        raise WhenceError(f"{what} has no {unknown[0]!r}.{suggest(str(unknown[0]), known)}")
 
 
 def check_field_types(config: Any, values: Mapping[str, Any]) -> None:

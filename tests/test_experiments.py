@@ -703,49 +703,41 @@ class TestComparison:
         assert found.summary == two_workers.summary
         assert_frame_equal(found.table("evaluations"), two_workers.table("evaluations"), check_exact=True)
 
-    def test_killed_between_its_two_files_it_is_not_finished(self, two_workers, tmp_path, monkeypatch):
-        def write_until_killed(path, content):
-            if path.name == "summary.json":
-                raise KeyboardInterrupt
-            write_json(path, content)
+    def test_killed_in_a_run_that_replaces_another_it_is_not_finished(self, two_workers, tmp_path, monkeypatch):
+        def kill(jobs, workers, on_round):
+            raise KeyboardInterrupt
+            yield
 
-        write_json = comparison._write_json
-        monkeypatch.setattr(comparison, "_write_json", write_until_killed)
+        monkeypatch.setattr(comparison, "run_all", kill)
         shutil.copytree(two_workers.path, tmp_path / "again")
         with pytest.raises(KeyboardInterrupt):
-            compare(planned(seeds=1), tmp_path / "again")
-        with pytest.raises(WhenceError, match=r"summary\.json is not there"):
-            load_comparison(tmp_path / "again")
-
-    @pytest.mark.parametrize("missing", ["comparison.json", "summary.json"])
-    def test_what_is_not_finished_cannot_be_read(self, two_workers, tmp_path, missing):
-        shutil.copytree(two_workers.path, tmp_path / "again")
-        (tmp_path / "again" / missing).unlink()
-        with pytest.raises(WhenceError, match=rf"{missing} is not there: .*again holds no finished comparison\."):
+            compare(planned(), tmp_path / "again", overwrite=True)
+        with pytest.raises(WhenceError, match=r"comparison\.json is not there: .*again holds no finished comparison\."):
             load_comparison(tmp_path / "again")
 
     @pytest.mark.parametrize(
-        ("name", "text", "message"),
+        "text",
         [
-            ("comparison.json", '[{"env": "Fro', "is not readable as JSON"),
-            ("comparison.json", "\udcff", "is not readable as JSON"),
-            ("comparison.json", "3", "does not list the runs of a comparison"),
-            ("comparison.json", '{"env": "FrozenLake-v1"}', "does not list the runs of a comparison"),
-            ("comparison.json", '[{"env": "FrozenLake-v1"}]', "does not list the runs .*'arm' and 'seed'"),
-            ("comparison.json", '[{"env": "a", "arm": "iif", "seed": "0"}]', "does not list the runs"),
-            ("summary.json", "{", "is not readable as JSON"),
-            ("summary.json", "[]", "does not hold the figures of the runs in comparison.json"),
-            ("summary.json", "{}", "does not hold the figures"),
-            ("summary.json", '{"FrozenLake-v1": 3}', "does not hold the figures"),
-            ("summary.json", '{"FrozenLake-v1": {"ppo": {}, "iif": {}, "random": {}}}', "does not hold the figures"),
+            '[{"env": "Fro',
+            "\udcff",
+            "3",
+            "[]",
+            '[{"env": "FrozenLake-v1"}]',
+            '[{"env": "a", "arm": "iif", "seed": "0"}]',
+            '[{"env": "a", "arm": "../iif", "seed": 0}]',
+            '[{"env": "a", "arm": "iif", "seed": 0}, {"env": "b", "arm": "iif", "seed": 0}]',
         ],
     )
-    def test_damage_is_named(self, two_workers, tmp_path, name, text, message):
-        for file in ("comparison.json", "summary.json"):
-            shutil.copy(two_workers.path / file, tmp_path / file)
-        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
-        with pytest.raises(WhenceError, match=rf"{name} {message}.*give the same whence compare again"):
+    def test_damage_is_named(self, tmp_path, text):
+        (tmp_path / "comparison.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(WhenceError, match=r"does not list the runs .*give the same whence compare again"):
             load_comparison(tmp_path)
+
+    def test_a_run_that_is_gone_is_named(self, two_workers, tmp_path):
+        shutil.copytree(two_workers.path, tmp_path / "again")
+        shutil.rmtree(tmp_path / "again" / "runs" / "iif" / "seed_1")
+        with pytest.raises(RunDirectoryError, match="holds an unfinished run"):
+            load_comparison(tmp_path / "again")
 
 
 class TestRun:
@@ -807,9 +799,9 @@ class TestRun:
     def test_more_rounds_of_other_settings_and_fewer_rounds_are_refused(self, two_workers):
         path = run_path(two_workers.path, two_workers.configs[0])
         before = stamps(path)
-        with pytest.raises(RunDirectoryError, match=r"\(rounds was 2, now 1\)"):
+        with pytest.raises(RunDirectoryError, match=r"\(experiment\.rounds was 2, now 1\)"):
             run(one(rounds=1), path)
-        with pytest.raises(RunDirectoryError, match=r"\(drop was 0\.5, now 0\.25\)"):
+        with pytest.raises(RunDirectoryError, match=r"\(experiment\.drop was 0\.5, now 0\.25\)"):
             run(one(rounds=3, drop=0.25), path)
         assert stamps(path) == before
 
@@ -826,7 +818,7 @@ class TestRefusals:
     def test_runs_of_another_configuration_are_refused_before_anything_is_trained(self, tmp_path):
         # The last of the runs to come, so that all the others would have been trained before it.
         config = planned(drop=0.25)[-1]
-        RunDirectory.create(run_path(tmp_path, config), config.to_json())
+        RunDirectory.create(run_path(tmp_path, config), {"experiment": config.to_json()})
         before, calls = stamps(tmp_path), []
         with pytest.raises(RunDirectoryError, match=r"random.seed_1 holds a run .*drop was 0\.25, now 0\.5"):
             compare(planned(), tmp_path, workers=1, progress=lambda *about: calls.append(about))

@@ -1,7 +1,6 @@
 """Several arms over several seeds, run in worker processes and measured against each other."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from whence.experiments.kinds import AnyConfig, read_config, runner_of
 from whence.experiments.shared import STANDARD
 from whence.experiments.workers import check_workers, leave_imported_script, run_all
 from whence.guards import explain_write_errors, write_atomically
-from whence.metrics import CURVE_METRICS, PAIR_METRICS, Curve, summarise
+from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory, Table
 from whence.runs.contents import check_content
 from whence.runs.files import lock_directory
@@ -101,9 +100,11 @@ def compare(
     running = run_all_on_ray(jobs, workers, report) if on == "ray" else closing(run_all(jobs, workers, report))
     with lock_directory(path), running as ends:  # nothing is deleted before the cluster is there
         if overwrite:
-            _remove_summary(path)
+            with explain_write_errors(path):
+                (path / "comparison.json").unlink(missing_ok=True)
             for config in configs:
-                RunDirectory.create(run_path(path, config), {"experiment": config.to_json()}, overwrite=True).release()
+                description = {"experiment": config.to_json()}
+                RunDirectory.create(run_path(path, config), description, overwrite=True).release()
         for config in configs:
             progress(config, 0 if config in todo else config.rounds)
         for place, failure in ends:
@@ -112,11 +113,11 @@ def compare(
                 raise WhenceError(
                     f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}. Finished runs are kept."
                 )
-        summary = {configs[0].env: summarise(_read_curves(configs, path), standard=STANDARD)}
-        _remove_summary(path)  # killed between the two files, it leaves no figures of other runs than those listed
-        _write_json(path / "comparison.json", [config.to_json() for config in configs])
-        _write_json(path / "summary.json", summary)
-        return Comparison(path, configs, summary)
+        finished = Comparison(path, configs, _summarise(configs, path))
+        for name, content in (("comparison", [config.to_json() for config in configs]), ("summary", finished.summary)):
+            with write_atomically(path / f"{name}.json") as temporary:
+                temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        return finished
 
 
 def check_comparison(configs: Sequence[AnyConfig], path: Path, *, workers: int | None, on: str) -> None:
@@ -147,74 +148,31 @@ def _prepare_each(configs: Sequence[AnyConfig]) -> None:
             checked.append(without_seed)
 
 
-def _remove_summary(path: Path) -> None:
-    """Remove an earlier comparison's figures; without them, a directory holds no finished comparison."""
-    file = path / "summary.json"
-    with explain_write_errors(file):
-        file.unlink(missing_ok=True)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    with write_atomically(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def load_comparison(path: Path) -> Comparison:
-    """Read a finished comparison.
+    """Read a finished comparison: its runs, as `comparison.json` lists them.
 
     Raises:
-        WhenceError: there is none, or one of its files is damaged.
+        WhenceError: there is none, its list is damaged, or a run is not there.
     """
-    run_list, summary = (_read_json(path / name) for name in ("comparison.json", "summary.json"))
+    file = path / "comparison.json"
     try:
-        configs = [read_config(config) for config in run_list]
+        configs = [read_config(config) for config in json.loads(file.read_text(encoding="utf-8"))]
         if outside := [config.arm for config in configs if Path(config.arm).name != config.arm]:
             raise ValueError(f"{outside[0]!r} is no arm")
-    except (AttributeError, TypeError, ValueError) as failure:
-        raise _damaged(path / "comparison.json", f"does not list the runs of a comparison ({failure})") from None
-    if not _is_summary(summary, configs):
-        raise _damaged(path / "summary.json", "does not hold the figures of the runs in comparison.json")
-    return Comparison(path, configs, summary)
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        if len({config.env for config in configs}) != 1:
+            raise ValueError("not one environment")
     except FileNotFoundError:
+        raise WhenceError(f"{file} is not there: {path} holds no finished comparison. Run whence compare.") from None
+    except (OSError, RecursionError, TypeError, ValueError) as failure:
         raise WhenceError(
-            f"{path} is not there: {path.parent} holds no finished comparison. Run whence compare."
+            f"{file} does not list the runs of a comparison ({failure}). Restore it, or give the same whence compare "
+            "again: finished runs are not repeated."
         ) from None
-    except (OSError, RecursionError, ValueError) as failure:
-        raise _damaged(path, f"is not readable as JSON ({failure})") from None
+    return Comparison(path, configs, _summarise(configs, path))
 
 
-def _is_summary(value: Any, configs: Sequence[AnyConfig]) -> bool:
-    """Return whether a file holds figures of these arms, each over as many seeds as its runs have."""
-    names = *PAIR_METRICS, *CURVE_METRICS
-    seeds = Counter(config.arm for config in configs)
-    try:
-        ((env, arms),) = value.items()
-        entries = [(arm, metrics[name]) for arm, metrics in arms.items() for name in names]
-        complete = all(_is_interval(entry) and len(entry["per_seed"]) == seeds[arm] for arm, entry in entries)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return False
-    return complete and {env} == {config.env for config in configs} and set(arms) == set(seeds)
-
-
-def _is_interval(entry: Mapping[str, Any]) -> bool:
-    """Return whether a figure has a mean and an interval, and these and the figures of seeds are numbers or null."""
-    values = [entry["mean"], entry["low"], entry["high"], *entry["per_seed"]]
-    return all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
-
-
-def _damaged(path: Path, fault: str) -> WhenceError:
-    return WhenceError(
-        f"{path} {fault}. Restore it, or give the same whence compare again: finished runs are not repeated."
-    )
-
-
-def _read_curves(configs: Sequence[AnyConfig], path: Path) -> dict[str, dict[int, Curve]]:
+def _summarise(configs: Sequence[AnyConfig], path: Path) -> dict[str, Any]:
     curves: dict[str, dict[int, Curve]] = {}
     for config in configs:
         curves.setdefault(config.arm, {})[config.seed] = runner_of(config).read_curve(config, run_path(path, config))
-    return curves
+    return {configs[0].env: summarise(curves, standard=STANDARD)}

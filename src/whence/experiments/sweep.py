@@ -9,10 +9,9 @@ from typing import Any, Protocol
 from whence.errors import RunDirectoryError
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.rl.arms import place_arm
-from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import CurveFiles, KeptRun
 from whence.experiments.shared import STANDARD
-from whence.experiments.sweepfile import Planned, find_differences, make_label
+from whence.experiments.sweepfile import Planned, find_differences
 from whence.experiments.workers import check_workers, describe_failure, leave_imported_script, run_all
 from whence.metrics import summarise
 from whence.runs import RunDirectory
@@ -186,14 +185,13 @@ def load_sweep(out: Path) -> Results:
     """Return the finished runs below a sweep's directory.
 
     Raises:
-        RunDirectoryError: there is none, a file cannot be read, a run has another run's label, or runs of one
-            experiment differ in more than arm, share to drop and seed.
+        RunDirectoryError: there is none, a file cannot be read, or runs of one experiment differ in more than arm,
+            share to drop and seed.
     """
     results: dict[str, dict[str, dict[int, KeptRun]]] = {}
     settings: dict[str, dict[str, Any]] = {}
     files = CurveFiles.of_sweep(out)
     for (group, label, seed), stored_run in files.read().items():
-        _check_label(files.results, label, stored_run.config)
         if others := find_differences(settings.setdefault(group, {}), label, stored_run.config):
             raise RunDirectoryError(
                 f"{group}/{label}/seed_{seed} in {files.results} differs from other runs there in {', '.join(others)}, "
@@ -202,24 +200,11 @@ def load_sweep(out: Path) -> Results:
         results.setdefault(group, {}).setdefault(label, {})[seed] = stored_run
     if not results:
         raise RunDirectoryError(f"{out} holds no finished run of a sweep. Run whence sweep FILE --out {out}.")
-    return {
-        group: dict(sorted(labels.items(), key=lambda item: _sorting_key(item[1]))) for group, labels in results.items()
-    }
-
-
-def _check_label(path: Path, label: str, config: RunConfig) -> None:
-    """Refuse a run under the label of another arm or share."""
-    labels = make_label(config, config.drop), make_label(config, None)
-    if label not in labels:
-        raise RunDirectoryError(
-            f"{label}/seed_{config.seed} in {path} is of the arm {config.arm} and drop {config.drop}, whose label is "
-            f"{' or '.join(labels)}. Correct the label, or delete the row."
-        )
-
-
-def _sorting_key(runs: Mapping[int, KeptRun]) -> tuple[float, float]:
-    config = next(iter(runs.values())).config
-    return place_arm(config.arm), config.drop
+    for group, labels in results.items():
+        firsts = [(label, next(iter(runs.values())).config) for label, runs in labels.items()]
+        firsts.sort(key=lambda item: (place_arm(item[1].arm), item[1].drop))
+        results[group] = {label: labels[label] for label, _ in firsts}
+    return results
 
 
 def summarise_sweep(results: Results) -> dict[str, Any]:

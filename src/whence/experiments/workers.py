@@ -1,7 +1,6 @@
 """Runs in worker processes, several at a time."""
 
 import contextlib
-import errno
 import logging
 import multiprocessing
 import os
@@ -137,13 +136,7 @@ def describe_failure(failure: BaseException) -> str:
     """Return what went wrong as a sentence: errors of whence as they are, others with their kind."""
     if isinstance(failure, WhenceError):
         return str(failure)
-    if isinstance(failure, OSError) and failure.errno in _FULL_OR_READ_ONLY:
-        place = "the directory" if failure.filename is None else failure.filename
-        return f"{place} cannot be read or written ({failure.strerror}); free space there, or choose another directory"
     return f"{type(failure).__name__}: {failure}"
-
-
-_FULL_OR_READ_ONLY = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM
 
 
 def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:

@@ -85,9 +85,9 @@ def build_model(
             warnings.filterwarnings("ignore", "You have specified a mini-batch size")
             return algorithm(policy, env, device=device, **arguments)
     except Exception as refusal:  # SB3 and the policy's classes may raise anything
+        kind = "" if isinstance(refusal, WhenceError) else f"{type(refusal).__name__}: "
         raise RunDirectoryError(
-            f"The policy of {run.path} cannot be built from its configuration: {type(refusal).__name__}: {refusal} "
-            f"{remedy}"
+            f"The policy of {run.path} cannot be built from its configuration: {kind}{refusal} {remedy}"
         ) from refusal
 
 

@@ -21,7 +21,7 @@ import whence
 from toys import Toy, model
 from whence import IIF, KeepAll, RandomDrop, RecordBatch, Return, RunDirectory, Selection, WhenceError, replay_episode
 from whence.sb3 import Choice, InfluenceCallback, model_objective
-from whence.sb3.base.description import HYPERPARAMETERS
+from whence.sb3.base.model_description import HYPERPARAMETERS
 
 
 def parameters(toy: Any) -> list[torch.Tensor]:

@@ -24,8 +24,8 @@ from toys import Toy, model
 from whence import InvalidRecords, NonFinite, Return, Selection, Unsupported, attribute
 from whence.policies import as_view
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
-from whence.sb3.base.description import HYPERPARAMETERS
-from whence.sb3.base.rollout import Ongoing, number_episodes
+from whence.sb3.base.model_description import HYPERPARAMETERS
+from whence.sb3.base.rollout_buffer import Ongoing, number_episodes
 from whence.sb3.base.sampling import cut_minibatches, select_from
 from whence.sb3.episodes.resets import STATE
 from whence.trees import named_leaves

@@ -51,7 +51,7 @@ from whence.guards import preserve_rng_state, write_atomically
 from whence.metrics import rounds_to
 from whence.runs import RunDirectory
 from whence.runs.files import lock_directory
-from whence.sb3.base.description import library_versions
+from whence.sb3.base.model_description import library_versions
 
 LAKE = """
 [[experiment]]
@@ -822,7 +822,7 @@ def test_rounds_between_evaluations_reach_nothing():
 
 def test_versions_of_environments_are_recorded_where_they_are_installed(monkeypatch):
     monkeypatch.setattr(
-        "whence.sb3.base.description.version", lambda name: "7" if name != "minigrid" else missing(name)
+        "whence.sb3.base.model_description.version", lambda name: "7" if name != "minigrid" else missing(name)
     )
     assert library_versions().keys() == {
         *("whence", "torch", "stable-baselines3", "gymnasium", "numpy"),

@@ -13,7 +13,7 @@ from .errors import ReplayError as ReplayError
 from .errors import RunDirectoryError as RunDirectoryError
 from .errors import Unsupported as Unsupported
 from .errors import WhenceError as WhenceError
-from .experiments.rl.replaying import replay_episode as replay_episode
+from .experiments.rl.stored import replay_episode as replay_episode
 from .heuristics import AdvantageMismatch as AdvantageMismatch
 from .heuristics import TDErrorPriority as TDErrorPriority
 from .influence import Influence as Influence

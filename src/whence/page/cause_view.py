@@ -112,7 +112,7 @@ def replay_faces(
     run: RunDirectory, moments: Iterable[RankedMoment], *, env: AnyEnv = None
 ) -> tuple[dict[int, NDArray[np.uint8]], str | None]:
     """Return pictures of moments' faces by record, and why one is missing; each episode is played once."""
-    from whence.experiments.rl.replaying import replay_episode
+    from whence.experiments.rl.stored import replay_episode
 
     frames: dict[int, NDArray[np.uint8]] = {}
     note: str | None = None

@@ -213,7 +213,7 @@ def _replay(
         return {}, None
     if moment.episode_id is None:
         return {}, "No frames: the record's episode is not known."
-    from whence.experiments.rl.replaying import replay_episode
+    from whence.experiments.rl.stored import replay_episode
 
     try:
         replay = replay_episode(run, moment.episode_id, env=env, frames=list(steps), last_step=max(steps))

@@ -1,6 +1,6 @@
 from .base.objective import model_objective as model_objective
-from .base.rollout import collect as collect
-from .base.rollout import snapshot as snapshot
+from .base.rollout_buffer import collect as collect
+from .base.rollout_buffer import snapshot as snapshot
 from .base.round_replay import replay_round as replay_round
 from .callback import InfluenceCallback as InfluenceCallback
 from .episodes.episode_replay import EpisodeReplay as EpisodeReplay

@@ -21,10 +21,10 @@ from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint
 from whence.runs.config_file import strip_addresses
-from whence.sb3.base.nonfinite import check_observation, check_step, check_value_loss, watch_training
+from whence.sb3.base.nonfinite_training import check_observation, check_step, check_value_loss, watch_training
 from whence.sb3.base.objective import model_objective
 from whence.sb3.base.recorder import Recorder, check_groups, check_recordings
-from whence.sb3.base.rollout import Ongoing, check_model, read_buffer
+from whence.sb3.base.rollout_buffer import Ongoing, check_model, read_buffer
 from whence.sb3.base.sampling import Last, check_last, select_from
 from whence.sb3.base.train_hook import cancel_hook, claim_learn, wrap_next_train
 from whence.sb3.checkpoint.restore import holds_policy

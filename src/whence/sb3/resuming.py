@@ -8,7 +8,7 @@ from whence.errors import RunDirectoryError
 from whence.objectives import Objective
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import list_checkpoints
-from whence.sb3.base.description import describe
+from whence.sb3.base.model_description import describe
 from whence.sb3.callback import InfluenceCallback
 from whence.sb3.checkpoint.building import build_model, build_rule
 from whence.sb3.checkpoint.model_state import load_model

@@ -12,7 +12,7 @@ from stable_baselines3.common.logger import Logger
 from whence.errors import WhenceError
 from whence.influence import Influence
 from whence.records import RecordBatch
-from whence.sb3.base.rollout import original_reward
+from whence.sb3.base.rollout_buffer import original_reward
 from whence.selection import Selection
 from whence.tables import summarise_selection
 

@@ -12,7 +12,7 @@ from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
 from whence.experiments.rl.arms import find_arm
 from whence.experiments.shared import check_field_names, check_field_types, check_type
-from whence.sb3.base.description import HYPERPARAMETERS as HYPERPARAMETERS
+from whence.sb3.base.model_description import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.selection import DEFAULT_SHARE, IIF, SelectionRule
 from whence.targets import Action, Return, Target
 

@@ -20,7 +20,7 @@ from whence.experiments.shared import OnRound, ignore_round
 from whence.metrics import Curve
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
-from whence.sb3.base.description import describe, library_versions
+from whence.sb3.base.model_description import describe, library_versions
 from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors
 from whence.sb3.base.networks import resolve_classes
 

@@ -68,7 +68,7 @@ def draw_picture(run: RunDirectory, content: Mapping[str, Any], path: Path, *, e
 
 def replay_top(run: RunDirectory, phase: Mapping[str, Any], env: AnyEnv = None) -> Still:
     """Return a phase's top moment with its frame, or why there is none."""
-    from whence.experiments.rl.replaying import replay_episode
+    from whence.experiments.rl.stored import replay_episode
 
     moment = phase["moments"][0]
     caption = (

@@ -14,7 +14,7 @@ from whence import heuristics, selection
 from whence.errors import RunDirectoryError, WhenceError
 from whence.runs import RunDirectory
 from whence.sb3.base.contrib import MaskableActorCriticPolicy, MaskablePPO
-from whence.sb3.base.description import HYPERPARAMETERS
+from whence.sb3.base.model_description import HYPERPARAMETERS
 from whence.sb3.base.networks import resolve_classes
 from whence.selection import SelectionRule
 

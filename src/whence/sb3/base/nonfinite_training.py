@@ -12,7 +12,7 @@ from torch import Tensor
 from whence.errors import NonFinite
 from whence.nonfinite import check_gradients, check_parameters, raise_if_refused
 from whence.records import RecordBatch
-from whence.sb3.base.rollout import original_observation, original_reward
+from whence.sb3.base.rollout_buffer import original_observation, original_reward
 from whence.sb3.base.sampling import replace_samples
 from whence.trees import named_leaves
 

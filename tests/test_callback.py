@@ -192,11 +192,6 @@ def test_rounds_that_keep_few_records_train_or_are_skipped(kept: int, sizes: lis
     assert toy.rollout_buffer.full
 
 
-def test_strict_raises_instead() -> None:
-    with pytest.raises(WhenceError, match="Round 1 keeps 1 of 32 records"):
-        model().learn(32, callback=InfluenceCallback(Fixed(1), strict=True))
-
-
 class Fails(BaseCallback):
     def _on_step(self) -> bool:
         return True
@@ -387,7 +382,6 @@ def test_a_choice_of_ones_own_trains_and_its_metrics_are_logged(tmp_path: Path) 
         ({"rule": 0.5}, "rule is 0.5; pass an instance"),
         ({"rule": KeepAll(), "engine": "gohst"}, "Did you mean ghost"),
         ({"rule": KeepAll(), "memory": "2GB"}, "memory is '2GB'; a number of bytes above 0"),
-        ({"rule": KeepAll(), "last": "all"}, "last is 'all'"),
         ({"rule": KeepAll(), "target": Return}, "pass an instance"),
         ({"rule": KeepAll(), "run": 5}, "run is 5; pass the directory's path"),
     ],

@@ -172,7 +172,7 @@ def test_minibatches_are_cut_as_selection_cuts_them(n, share, seed, batch_size):
     orders = reshuffle(kept, batch_size, 1, seeded(seed))
     permutation = torch.randperm(n, generator=seeded(seed)).numpy()
     for number, mask in enumerate(kept.numpy()):
-        expected = cut_minibatches(permutation[mask[permutation]], batch_size, last="keep", join=True)
+        expected = cut_minibatches(permutation[mask[permutation]], batch_size, join=True)
         minibatches = [order[number][order[number] != NOBODY].tolist() for order in orders]
         assert [minibatch for minibatch in minibatches if minibatch] == [minibatch.tolist() for minibatch in expected]
 

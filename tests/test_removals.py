@@ -98,7 +98,7 @@ def test_curves_are_those_of_one_training_at_a_time(case: Any, monkeypatch: pyte
         whole = orders[number - 1]
         epochs = [torch.cat([minibatch[0] for minibatch in whole[first : first + 4]]) for first in (0, 4, 8)]
         filtered = [permutation[mask[permutation]].numpy() for permutation in epochs]
-        cut = [torch.from_numpy(m) for epoch in filtered for m in cut_minibatches(epoch, 16, last="keep", join=True)]
+        cut = [torch.from_numpy(m) for epoch in filtered for m in cut_minibatches(epoch, 16, join=True)]
         reshuffled = replace(recording, minibatches=cut, epochs=[0] * len(cut), stopped=False)
         return outcomes_of(model, recording, replay(model.policy, reshuffled), number)
 

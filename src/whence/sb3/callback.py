@@ -11,7 +11,6 @@ from stable_baselines3.common.callbacks import BaseCallback
 from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
 from whence.engines import ENGINES, check_engine, check_memory
-from whence.errors import WhenceError
 from whence.folds import FOLDS, NoMean, check_folds, usable_folds
 from whence.influence import Influence
 from whence.nonfinite import name_round
@@ -25,7 +24,7 @@ from whence.sb3.base.nonfinite_training import check_observation, check_step, ch
 from whence.sb3.base.objective import model_objective
 from whence.sb3.base.recorder import Recorder, check_groups, check_recordings
 from whence.sb3.base.rollout_buffer import Ongoing, check_model, read_buffer
-from whence.sb3.base.sampling import Last, check_last, select_from
+from whence.sb3.base.sampling import select_from
 from whence.sb3.base.train_hook import cancel_hook, claim_learn, wrap_next_train
 from whence.sb3.checkpoint.restore import holds_policy
 from whence.sb3.checkpoint.training_run import TrainingRun
@@ -79,8 +78,6 @@ class InfluenceCallback(BaseCallback):
             `attribute`. Nothing else depends on it. None: without errors.
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
-        last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
-        strict: raise if a round keeps fewer than two records.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -103,16 +100,13 @@ class InfluenceCallback(BaseCallback):
         overwrite: bool = False,
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
-        last: Last = "keep",
-        strict: bool = False,
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
         check_rule(rule)
         check_engine(engine)
         check_memory(memory)
-        check_last(last)
-        self.rule, self.last, self.strict = rule, last, strict
+        self.rule = rule
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
@@ -189,7 +183,7 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         recorder = Recorder(self.model) if self.round.number in self.recordings else None
         buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
-        with select_from(buffer, selection, last=self.last, recorder=recorder):
+        with select_from(buffer, selection, recorder=recorder):
             train()
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
@@ -203,7 +197,6 @@ class InfluenceCallback(BaseCallback):
             "target": strip_addresses(target_name(self.target)),
             "objective": "the model's" if self.objective is None else strip_addresses(repr(self.objective)),
             "engine": self.engine,
-            "last": self.last,
         }
 
     @property
@@ -304,7 +297,7 @@ class InfluenceCallback(BaseCallback):
         seconds["errors"] = errors_clock.seconds()  # no part of the selection, so no part of its time
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
-        self._count_skipped(self.round)
+        self.skipped_rounds += int(choice.selection.keep.sum()) < 2
         metrics = measure_choice(self.model, self.round.number, choice, is_flat=self._flat.is_flat)
         log_choice(
             self.logger,
@@ -344,15 +337,6 @@ class InfluenceCallback(BaseCallback):
             log.warning("round %d: scores are written without errors. %s", self._rounds_done + 1, reason)
             self.folds = None
             return influence
-
-    def _count_skipped(self, current: RoundResult) -> None:
-        count = int(current.selection.keep.sum())
-        if count < 2 and self.strict:
-            raise WhenceError(
-                f"Round {current.number} keeps {count} of {len(current.records)} records, and training needs two. Drop "
-                "less, or pass strict=False to skip such rounds."
-            )
-        self.skipped_rounds += count < 2
 
     def _train_round(
         self,

@@ -76,7 +76,6 @@ def resume(
         target=target,
         objective=objective,
         engine=config["engine"],
-        last=config["last"],
     )
     model = build_model(stored, env, remedy=_REMEDY, changes=hyperparameters, device=device)
     experiment = {"experiment": stored.experiment} if stored.experiment else {}

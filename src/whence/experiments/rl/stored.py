@@ -26,7 +26,6 @@ from whence.experiments.rl.rebuilding import (
     make_replay_env,
     make_vec_env,
     read_run_config,
-    reads_raw_observations,
 )
 from whence.folds import usable_folds
 from whence.influence import Influence
@@ -132,7 +131,6 @@ def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: s
             make_replay_env(run, env),
             stored,
             last_step=int(rows["step"].to_numpy().max()),
-            raw_observations=reads_raw_observations(run),
         )
         if replay.mismatch is not None:
             raise RunDirectoryError(f"Episode {episode} of {run.path} cannot be observed again. {replay.mismatch}")
@@ -293,5 +291,4 @@ def replay_episode(
         frames=frames,
         last_step=last_step,
         squashed=is_squashed(run),
-        raw_observations=reads_raw_observations(run),
     )

@@ -135,7 +135,6 @@ def play_again(
     frames: Frames = (),
     last_step: int | None = None,
     squashed: bool = False,
-    raw_observations: bool = True,
     inspect: Callable[[gym.Env[Any, Any]], Any] | None = None,
 ) -> EpisodeReplay:
     """Play a stored episode again from its generator's state, and check what is observed.
@@ -148,7 +147,6 @@ def play_again(
         frames: the steps to draw, or "all".
         last_step: the last step to play; None: all that are stored.
         squashed: whether the policy squashes its actions, which are then scaled to the bounds.
-        raw_observations: whether stored observations are those of the environment; False if they were normalised.
         inspect: called with the environment before each action.
 
     Raises:
@@ -173,7 +171,7 @@ def play_again(
         mismatch, terminated, truncated = None, False, False
         for step, row in enumerate(records.iter_rows(named=True)):
             if mismatch is None:
-                mismatch = _find_mismatch(step, row, observation, info, raw_observations=raw_observations)
+                mismatch = _find_mismatch(step, row, info)
             observations.append(observation)
             if step in wanted and mismatch is None and note is None:
                 pictures[step] = render(env)
@@ -280,36 +278,11 @@ def render(env: gym.Env[Any, Any]) -> NDArray[np.uint8]:
     return frame[..., :3].astype(np.uint8)
 
 
-def _find_mismatch(
-    step: int, row: Mapping[str, Any], observation: Any, info: Mapping[str, Any], *, raw_observations: bool
-) -> str | None:
+def _find_mismatch(step: int, row: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
     """Return what differs between an observation and the stored one; None if they are equal bit for bit."""
-    if row.get("observation_digest") is not None:
-        return None if row["observation_digest"] == info[DIGEST] else _explain(step, "the observation differs")
-    stored = {name: value for name, value in row.items() if name.split(".")[0] == "observation"}
-    if not stored or not raw_observations:
-        return (
-            "The run stores no digests of its observations, so a replay could not be checked and is not shown. Train "
-            "again with this version."
-        )
-    for name, value in stored.items():
-        parts = name.split(".")[1:]
-        replayed = observation
-        for part in parts:
-            replayed = replayed[part]
-        if not _equals(np.asarray(replayed), np.asarray(value)):
-            return _explain(step, f"{name} differs")
-    return None
-
-
-def _equals(replayed: NDArray[Any], stored: NDArray[Any]) -> bool:
-    """Return whether two observations hold the same bits; images may be stored with their channels first."""
-    if replayed.size != stored.size:
-        return False
-    flat = stored.reshape(-1).astype(replayed.dtype)
-    if np.array_equal(replayed.reshape(-1), flat, equal_nan=replayed.dtype.kind == "f"):
-        return True
-    return replayed.ndim == 3 and np.array_equal(replayed.transpose(2, 0, 1).reshape(-1), flat)
+    if row.get("observation_digest") is None:
+        return "The run stores no digest of this observation, so a replay could not be checked and is not shown."
+    return None if row["observation_digest"] == info[DIGEST] else _explain(step, "the observation differs")
 
 
 def _explain(step: int, what: str) -> str:

@@ -41,9 +41,12 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         """Reset; the info holds the generator's state before, or the seed if there is one."""
         if self.renews_world:
             _renew_world(self.env.unwrapped)
-        before = {"seed": seed} if seed is not None else read_generator(self.env.unwrapped.np_random)
+        # An older environment draws from a RandomState, which has none: its episodes cannot be played again.
+        generator = getattr(self.env.unwrapped.np_random, "bit_generator", None)
+        before = {"seed": seed} if seed is not None else generator and dict(generator.state)
         observation, info = self.env.reset(seed=seed, options=options)
-        return observation, {**info, STATE: json.dumps(before, default=to_plain), DIGEST: self._digest(observation)}
+        state = before and json.dumps(before, default=to_plain)
+        return observation, {**info, STATE: state, DIGEST: self._digest(observation)}
 
     def set_generator(self, state: Mapping[str, Any]) -> None:
         """Put the environment's generator into a state that a reset's info held; not for one that is a seed.
@@ -67,13 +70,6 @@ def to_plain(value: Any) -> Any:
     return value.tolist()
 
 
-def read_generator(generator: Any) -> dict[str, Any]:
-    """Return the state of an environment's generator: a `numpy.random.Generator`, or an older `RandomState`."""
-    if isinstance(generator, np.random.RandomState):
-        return {**generator.get_state(legacy=False), "legacy": True}
-    return dict(generator.bit_generator.state)
-
-
 def set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
     """Put an environment's generator into a state that a reset's info held; not for one that is a seed.
 
@@ -84,13 +80,8 @@ def set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
     if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
         raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")
     bits = kind()
-    if state.get("legacy"):
-        generator: Any = np.random.RandomState(bits)
-        generator.set_state(dict(state))
-    else:
-        bits.state = dict(state)
-        generator = np.random.Generator(bits)
-    env.unwrapped.np_random = generator
+    bits.state = dict(state)
+    env.unwrapped.np_random = np.random.Generator(bits)
 
 
 def reuses_world(env: Any) -> bool:

@@ -22,7 +22,7 @@ from whence.guards import eval_mode
 from whence.moments import name_action
 from whence.records import RecordBatch, to_numpy
 from whence.runs import RunDirectory
-from whence.sb3.base.policy import actor_critic_view, embed, predict
+from whence.sb3.policy import actor_critic_view, embed, predict
 from whence.targets import Action
 from whence.trees import named_leaves
 

@@ -30,7 +30,7 @@ from whence.moments import Moment, find_moments
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.sb3.base.objective import model_objective
-from whence.sb3.base.policy import actor_critic_view
+from whence.sb3.policy import actor_critic_view
 from whence.targets import Action
 
 PERMUTATIONS = 20

@@ -16,7 +16,7 @@ from whence.experiments.rl.stored import load_policy, read_records
 from whence.guards import eval_mode
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
-from whence.sb3.base.policy import actor_critic_view, embed
+from whence.sb3.policy import actor_critic_view, embed
 from whence.targets import Action
 from whence.trees import named_leaves
 

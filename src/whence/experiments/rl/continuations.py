@@ -16,8 +16,8 @@ from whence.experiments.rl.rebuilding import AnyEnv, is_squashed, make_replay_en
 from whence.experiments.rl.stored import load_model
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
-from whence.sb3.base.contrib import MaskableActorCriticPolicy
 from whence.sb3.base.gsde import use_fresh_noise
+from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.sb3.episodes.episode_replay import (
     StoredEpisode,
     open_env,

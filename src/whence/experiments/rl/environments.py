@@ -15,8 +15,8 @@ from whence.errors import Unsupported, WhenceError, suggest
 from whence.experiments.rl.config import RunConfig
 from whence.guards import eval_mode, preserve_rng_state
 from whence.sb3 import RecordResets
-from whence.sb3.base.contrib import MaskableActorCriticPolicy
 from whence.sb3.base.gsde import use_fresh_noise
+from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.sb3.episodes.envpool import EnvPoolVecEnv, evaluate_pool, make_pool
 from whence.sb3.episodes.resets import reuses_world
 

@@ -6,7 +6,7 @@ from stable_baselines3 import A2C, PPO
 
 from whence import objectives
 from whence.objectives import Objective
-from whence.sb3.base.contrib import MaskablePPO
+from whence.sb3.contrib import MaskablePPO
 
 
 def model_objective(model: Any) -> Objective:

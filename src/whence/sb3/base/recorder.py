@@ -14,8 +14,8 @@ from torch import Tensor
 from whence.errors import Unsupported, WhenceError
 from whence.records import RecordBatch
 from whence.rounds import OptimizerState, RoundRecording, Update
-from whence.sb3.base.contrib import MaskablePPO
 from whence.sb3.base.model_tensors import copy_tensors, named_tensors
+from whence.sb3.contrib import MaskablePPO
 
 log = logging.getLogger("whence")
 

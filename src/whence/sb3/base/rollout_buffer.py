@@ -16,15 +16,15 @@ from torch import Tensor
 
 from whence.errors import InvalidRecords, Unsupported, WhenceError
 from whence.records import UNKNOWN, RecordBatch
-from whence.sb3.base.contrib import (
+from whence.sb3.base.train_hook import original_class
+from whence.sb3.contrib import (
     MaskableDictRolloutBuffer,
     MaskablePPO,
     MaskableRolloutBuffer,
     RecurrentPPO,
     is_masking_supported,
 )
-from whence.sb3.base.policy import check_policy
-from whence.sb3.base.train_hook import original_class
+from whence.sb3.policy import check_policy
 from whence.trees import Tree
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO)

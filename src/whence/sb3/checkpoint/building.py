@@ -13,9 +13,9 @@ from stable_baselines3.common.vec_env import VecEnv
 from whence import heuristics, selection
 from whence.errors import RunDirectoryError, WhenceError
 from whence.runs import RunDirectory
-from whence.sb3.base.contrib import MaskableActorCriticPolicy, MaskablePPO
 from whence.sb3.base.model_description import HYPERPARAMETERS
 from whence.sb3.base.networks import resolve_classes
+from whence.sb3.contrib import MaskableActorCriticPolicy, MaskablePPO
 from whence.selection import SelectionRule
 
 _ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO}

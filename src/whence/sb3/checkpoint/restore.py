@@ -9,10 +9,10 @@ import numpy as np
 from whence.errors import RunDirectoryError
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint
-from whence.sb3.base.contrib import MaskablePPO
 from whence.sb3.base.model_tensors import named_tensors
 from whence.sb3.base.rollout_buffer import begin_episodes
 from whence.sb3.checkpoint.model_state import load_model, read_model
+from whence.sb3.contrib import MaskablePPO
 from whence.sb3.episodes.environment_state import (
     accept_resets,
     explain_inexact,

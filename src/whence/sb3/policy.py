@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from whence.errors import InvalidRecords, NonFinite, Unsupported, first_line
 from whence.policies import LazyOutputs, ModuleView
 from whence.records import RecordBatch
-from whence.sb3.base.contrib import MaskableActorCriticPolicy
+from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.trees import Tree, map_tree
 
 # The methods that `_outputs` replaces; a subclass that overrides one of them computes something else.

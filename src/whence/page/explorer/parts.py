@@ -8,7 +8,7 @@ import polars as pl
 
 from whence.diagnosis import causes, decisions, grid_map
 from whence.diagnosis.causes import RankedMoment
-from whence.experiments.rl import changes, continuations, replaying, stored
+from whence.experiments.rl import changes, continuations, stored
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.page import cause_view
 from whence.runs import RunDirectory
@@ -22,7 +22,7 @@ _GENERATORS = threading.RLock()
 def replay_episode(run: RunDirectory, episode: int, **settings: Any) -> EpisodeReplay:
     """Replay an episode; see `whence.replay_episode`."""
     with _GENERATORS:
-        return replaying.replay_episode(run, episode, **settings)
+        return stored.replay_episode(run, episode, **settings)
 
 
 def estimate_advantage(run: RunDirectory, number: int, record: int, **settings: Any) -> tuple[float, float]:

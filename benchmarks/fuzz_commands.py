@@ -227,7 +227,6 @@ def stop_before_training() -> Iterator[None]:
     import stable_baselines3.common.on_policy_algorithm as on_policy
 
     from whence import experiments, viewer
-    from whence.diagnosis import advantages
     from whence.experiments import comparison, sweep
     from whence.experiments.llm import rebuilding, training
     from whence.experiments.rl import continuations

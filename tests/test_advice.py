@@ -139,31 +139,6 @@ def test_a_language_model_that_collapses() -> None:
         assert "reward pays for" in text
 
 
-def test_columns_that_a_language_models_run_lacks_are_passed_over() -> None:
-    for name in COLLAPSE:
-        kinds(**{column: values for column, values in COLLAPSE.items() if column != name})
-    assert kinds(kl=COLLAPSE["kl"]) == {"leaves the start model": 4}  # more than 20 nats
-    assert kinds(length=COLLAPSE["length"], dropped_share=[0.5] * 5) == {}  # as GRPO's and RLOO's runs
-    unknown = [None, *COLLAPSE["kl"][1:]]
-    assert kinds(**{**COLLAPSE, "kl": unknown})["leaves the start model"] == 4
-
-
-def test_a_language_model_that_learns_is_left_alone() -> None:
-    learning = {
-        "train/entropy_loss": [-3.35, -2.9, -2.0, -1.1, -0.6],
-        "kl": [0.0, 1.5, 2.5, 3.3, 3.7],
-        "length": [12.4, 13.0, 14.5, 11.0, 10.2],
-        "ended_share": [0.9, 0.9, 0.95, 0.5, 0.6],
-        "dropped_share": [0.5] * 5,
-    }
-    assert kinds(**learning) == {}
-    assert kinds(**{**learning, "ended_share": [0.2, 0.1, 0.0, 0.0, 0.0]}) == {}  # it never did end
-
-
-def test_nothing_is_said_of_no_rounds() -> None:
-    assert give_advice(pl.DataFrame(), SGD) == []
-
-
 def test_the_callback_says_each_thing_once(caplog: pytest.LogCaptureFixture) -> None:
     class DropMost(whence.KeepAll):
         needs_influence = True

@@ -22,8 +22,7 @@ from whence import NonPositive
 from whence.cli.console import console
 from whence.cli.response_tables import _list_spans
 from whence.diagnosis import find_response_causes, rank_records
-from whence.diagnosis.response_causes import measure_trained
-from whence.diagnosis.text_rules import rank_bm25
+from whence.diagnosis.response_causes import measure_trained, rank_bm25
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments.llm.rebuilding import _list_prompt_widths, list_policies, rebuild_round
 from whence.experiments.llm.tasks import make_response_target

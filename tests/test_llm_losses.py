@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from whence import WhenceError
+from whence.advantages import gae
 from whence.llm.base import token_losses as losses
 from whence.llm.base.ppo_config import PPOConfig
 from whence.llm.ppo.kl_coefficient import KLCoefficient
@@ -56,7 +57,7 @@ def test_advantages_by_hand():
     # The last: 2 - 1 = 1. Before it: 1 + 0.9 * 1 - 0.25 = 1.65, and 0.9 * 0.8 * 1 = 0.72 more. The first:
     # 0 + 0.9 * 0.25 - 0.5 = -0.275, and 0.72 * 2.37 more.
     expected = [[-0.275 + 0.72 * 2.37, 2.37, 1.0], [2.0, 0.0, 0.0]]
-    assert torch.allclose(losses.gae(rewards, values, mask, 0.9, 0.8), torch.tensor(expected))
+    assert torch.allclose(gae(rewards, values, mask, 0.9, 0.8), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(

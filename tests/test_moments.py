@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whence.errors import WhenceError
 from whence.moments import ALIKE, find_moments, group_scores, name_action, name_groups
 
 SCORES = [-1.0, -6.0, -10.0, -5.0, 2.0, -9.0, 4.0, 3.0, 1.0, -0.5]
@@ -50,17 +49,11 @@ class TestMoments:
         )
         assert [moment.record_ids for moment in find_moments(table, lowest=True, most=9)] == [(100, 102), (101,)]
 
-    def test_no_more_than_asked(self):
-        assert len(find_moments(make_table(), lowest=True, most=2)) == 2
-
     def test_responses_of_a_language_model_are_a_moment_each(self):
         table = pl.DataFrame({"record_id": [0, 1], "score": [-1.0, -2.0]})
         moments = find_moments(table, lowest=True, most=9)
         assert [moment.record_ids for moment in moments] == [(1,), (0,)]
         assert moments[0].step is None
-
-    def test_without_scores_there_are_none(self):
-        assert find_moments(make_table().drop("score"), lowest=True, most=9) == []
 
     @settings(max_examples=60, deadline=None)
     @given(
@@ -125,10 +118,6 @@ class TestGroups:
         table = make_table(observation=[3, 3, 3, 3, 3, 4, 4, 4, 4, 4])
         assert set(group_scores(table, "region")["group"]) == {"state 3", "state 4"}
 
-    def test_only_the_largest_totals_stay(self):
-        groups = group_scores(make_table(range(10), range(10)), "episode", most=3)
-        assert groups["group"].to_list() == ["7", "8", "9"]
-
     def test_steps_are_in_five_bins_of_about_equally_many(self):
         names = name_groups(pl.DataFrame({"step": [*range(20), None]}), "step")
         assert names.to_list()[3:5] == ["steps 0 to 3", "steps 4 to 7"]
@@ -136,10 +125,6 @@ class TestGroups:
         assert set(name_groups(pl.DataFrame({"step": [0, 1, 1, 1]}), "step")) == {"steps 0 to 1"}
         assert name_groups(pl.DataFrame({"step": [3, 3]}), "step").to_list() == ["step 3", "step 3"]
         assert name_groups(pl.DataFrame({"action": [3, 3]}), "step") is None
-
-    def test_an_unknown_grouping_is_refused(self):
-        with pytest.raises(WhenceError, match=r"by is 'colour'.*action"):
-            group_scores(make_table(), "colour")
 
     def test_what_the_table_lacks_gives_no_groups(self):
         assert group_scores(make_table(), "reward").is_empty()

@@ -16,18 +16,18 @@ from stable_baselines3 import PPO
 
 from test_report import page_of, run_of
 from toys import Toy
-from whence import IIF, RunDirectory, WhenceError, attribute
-from whence.diagnosis import behaviours, phases
+from whence import IIF, RunDirectory, attribute
 from whence.diagnosis.behaviours import behaviour_by_hand, behaviour_of_records, find_behaviours, rank_rises
-from whence.diagnosis.change_points import Segment, name_pattern, split_curve
 from whence.diagnosis.phase_summary import describe_history, find_rise, summarise_history, write_history
 from whence.diagnosis.phases import trace_phases
-from whence.diagnosis.similarity import (
+from whence.diagnosis.roughness import (
+    Segment,
     compute_roughness,
     expect_roughness,
     link_similar,
     median_distance,
-    permute_roughness,
+    name_pattern,
+    split_curve,
 )
 from whence.experiments import configure, load_round, run
 from whence.page.explorer import ExploredRun
@@ -69,30 +69,13 @@ class TestRoughness:
 
     @pytest.mark.parametrize("neighbours", [1, 5, 20, 100])
     def test_it_is_what_a_double_loop_computes(self, neighbours, monkeypatch):
-        monkeypatch.setattr("whence.diagnosis.similarity._ROWS", 7)  # so that rows come in several parts
+        monkeypatch.setattr("whence.diagnosis.roughness._ROWS", 7)  # so that rows come in several parts
         generator = np.random.default_rng(0)
         embeddings = generator.integers(-9, 10, size=(40, 3)).astype(float)  # whole: equal distances are exactly so
         embeddings[25:31] = embeddings[3]  # equal states
         values = generator.uniform(size=40)
         computed = compute_roughness(link_similar(embeddings, neighbours), values)
         assert computed == pytest.approx(roughness_by_loop(embeddings.tolist(), values, neighbours), rel=1e-10)
-
-    def test_it_does_not_depend_on_the_order_of_equal_states(self):
-        generator = np.random.default_rng(1)
-        embeddings, values = generator.integers(0, 3, size=(60, 2)).astype(float), generator.uniform(size=60)
-        order = generator.permutation(60)
-        first, second = (
-            compute_roughness(link_similar(embeddings[places], 5), values[places]) for places in (slice(None), order)
-        )
-        assert first == pytest.approx(second, rel=1e-12)
-
-    def test_a_smooth_function_is_less_rough_than_its_permutations(self):
-        line = np.linspace(0, 1, 200)[:, None]
-        values = np.sin(5 * line[:, 0]) / 2 + 0.5
-        graph = link_similar(line, 20)
-        permuted = permute_roughness(graph, values, 20, np.random.default_rng(0))
-        assert compute_roughness(graph, values) < 0.1 * permuted.min()
-        assert permuted.min() < expect_roughness(values) < permuted.max()
 
     def test_the_expected_roughness_is_the_mean_over_all_permutations(self):
         embeddings, values = np.array([[0.0], [1.0], [1.5], [4.0]]), np.array([0.1, 1.0, 0.4, 0.7])
@@ -199,17 +182,6 @@ class TestBehaviours:
         assert gaps
         assert min(gaps) > 0.99 * median_distance(embeddings[:, None])
 
-    def test_where_nothing_rose_the_error_says_so(self, cart, tmp_path):
-        directory = RunDirectory.create(tmp_path / "made", cart.config)
-        directory.write_round("records", 7, cart.round("records", 7))
-        for number in (1, 2, 3):
-            directory.write_policy(number, cart.policy(7))
-        with pytest.raises(WhenceError, match="No action became more probable"):
-            find_behaviours(directory)
-        (tmp_path / "made" / "policies" / "round_00003.safetensors").unlink()
-        with pytest.raises(WhenceError, match="holds 2 policies; at least 3"):
-            find_behaviours(directory)
-
     def test_records_name_a_state_and_an_action(self, cart):
         _, records = load_round(cart, 6)
         position = int((records.ids == 700).nonzero())
@@ -221,14 +193,6 @@ class TestBehaviours:
         assert (own.round, own.record_ids) == (6, (700,))
         by_hand = behaviour_by_hand(cart, records.observations[position].tolist(), action)
         assert by_hand.key == own.key != other.key
-
-    def test_what_is_not_there_is_refused(self, cart):
-        with pytest.raises(WhenceError, match=r"No round of .* holds the records 5, 700; it holds rounds 1 to 7"):
-            behaviour_of_records(cart, [5, 700])
-        with pytest.raises(WhenceError, match="action of the target is 2"):
-            behaviour_by_hand(cart, [0.0, 0.0, 0.0, 0.0], 2)
-        with pytest.raises(WhenceError, match=r"holds 0\.5, but the records' are int64"):
-            behaviour_of_records(cart, [700], action=0.5)
 
 
 class TestHistories:
@@ -282,13 +246,6 @@ class TestHistories:
         assert raw != history.rounds["association"].to_list()
         assert history.rounds["nearness"].is_between(0, 1).all()
 
-    def test_how_near_the_highest_records_are_by_hand(self):
-        embeddings = np.array([[0.0], [1.0], [2.0], [3.0]])
-        # The state is at 0.9. Distances are .9, .1, 1.1 and 2.1; farther than the second are 3, than the third 1.
-        assert phases._measure_nearness(np.array([[0.9]]), embeddings, np.array([1, 2])) == pytest.approx(
-            ((3 + 0.5) / 4 + (1 + 0.5) / 4) / 2
-        )
-
     def test_moments_are_of_records_that_trained(self, cart, history, tmp_path):
         for phase in history.phases:
             scores = [moment.score for _, moment in phase.moments]
@@ -303,20 +260,6 @@ class TestHistories:
         assert best.record_id not in [moment.record_id for _, moment in again.phases[0].moments]
         assert again.rounds.equals(history.rounds)
 
-    def test_several_behaviours_are_traced_as_each_alone(self, cart, history):
-        other = behaviour_of_records(cart, [800])
-        together = trace_phases(cart, [history.behaviour, other], neighbours=10)[0]
-        assert together.rounds.equals(history.rounds)
-
-    def test_equal_states_have_equal_embeddings(self, cart, monkeypatch):
-        # Rows of one batch may differ in the last bits; here they differ by their places in it.
-        monkeypatch.setattr(behaviours, "embed", lambda policy, inputs: torch.arange(len(inputs["actions"]))[:, None])
-        model, records = load_round(cart, 3)
-        twice = records.take(torch.arange(len(records)) // 2).with_columns({"record_ids": records.ids})
-        embeddings = behaviours.embed_records(model.policy, twice)
-        assert (embeddings[0::2] == embeddings[1::2]).all()
-        assert len(np.unique(embeddings)) == len(records) // 2
-
     @pytest.mark.parametrize(("action", "is_density"), [("box", True), ("multidiscrete", False)])
     def test_other_actions(self, tmp_path, action, is_density):
         model = PPO("MlpPolicy", Toy(action=action), n_steps=32, batch_size=32, n_epochs=3, seed=0, device="cpu")
@@ -329,11 +272,6 @@ class TestHistories:
         last = directory.round("records", 5).filter(pl.col("record_id") == behaviour.record_ids[0])
         assert history.rounds["log_prob"][-1] == pytest.approx(last["log_prob"][0], abs=1e-5)
         assert history.rounds["association"].null_count() == (5 if is_density else 0)
-
-    def test_settings_below_1_are_refused(self, cart, history):
-        for name in ("neighbours", "permutations"):
-            with pytest.raises(WhenceError, match=f"{name} is 0"):
-                trace_phases(cart, [history.behaviour], **{name: 0})
 
 
 class TestSentences:
@@ -370,14 +308,6 @@ class TestCommand:
             assert picture.height > 600  # with frames below the curves
         files = list((cart.path / "phases").glob("*.json"))
         assert any(json.loads(file.read_text())["behaviour"]["records"] == [700] for file in files)
-
-    def test_json_and_several(self, whence, cart):
-        code, out, _ = whence("phases", cart.path, "--find", 2, "--neighbours", 5, "--json")
-        assert code == 0
-        histories = json.loads(out)["histories"]
-        assert 1 <= len(histories) <= 2
-        assert histories[0]["neighbours"] == 5
-        assert len(histories[0]["preference"]) == 8
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
@@ -433,15 +363,3 @@ class TestPage:
         text = render_runs([ExploredRun(directory)], mode="served")
         assert text.count("is not shown") == 3
         assert "Run whence phases again" in text
-
-    def test_pages_of_several_runs_have_none(self, tmp_path, history):
-        directories = [run_of(tmp_path / name, {"env": "CartPole-v1"}, (1, 2)) for name in ("a", "b")]
-        put_history(directories[0], history)
-        text = render_runs([ExploredRun(directory) for directory in directories], mode="served")
-        assert 'id="phases"' not in text
-
-    def test_a_run_that_starts_over_forgets_them(self, tmp_path, history):
-        directory = run_of(tmp_path / "run", {"env": "CartPole-v1"}, (1,))
-        put_history(directory, history)
-        RunDirectory.create(directory.path, directory.config, overwrite=True)
-        assert not (directory.path / "phases").exists()

@@ -9,14 +9,14 @@ import torch
 from scipy import stats
 
 from test_rounds import model_of, recorded
-from whence import A2C, IIF, PPOClip, Return, WhenceError, attribute_round
+from whence import IIF, Return, WhenceError, attribute_round
 from whence.counterfactual import draw_subsets, reshuffle, retrain
 from whence.counterfactual.outcomes import measure_outcomes
 from whence.engines.memory import measure_bytes
 from whence.policies import Outputs
 from whence.rounds import smoothed
 from whence.rounds.replay import Minibatch, open_round, step
-from whence.rounds.smoothed import SoftClip, derivatives, draw_trainings, plan_scores, soften
+from whence.rounds.smoothed import SoftClip, derivatives, draw_trainings, plan_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -45,42 +45,6 @@ def test_the_soft_edge_by_hand(advantage, ratio):
     assert float(gradient) == pytest.approx(advantage * ratio / (1 + np.exp(past / 0.05)), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("advantage", [2.0, -3.0])
-@pytest.mark.parametrize("ratio", [0.5, 0.75, 0.85, 1.0, 1.15, 1.25])
-def test_a_narrow_edge_is_the_sharp_one(advantage, ratio):
-    gradients = []
-    for objective in (SoftClip(advantage_norm="none", width=1e-4), PPOClip(advantage_norm="none")):
-        outputs, records = records_at(ratio, advantage)
-        gradients.append(torch.autograd.grad(objective(outputs, records).sum(), outputs.log_prob)[0])
-    assert torch.allclose(*gradients, atol=1e-6)
-
-
-def test_only_the_edge_is_soften():
-    sharp = PPOClip(clip_range=0.1, ent_coef=0.01, vf_coef=0.5, clip_range_vf=0.3, advantage_norm="none")
-    soft = soften(sharp)
-    assert vars(soft) == vars(sharp) | {"width": smoothed.WIDTH * 0.1}
-    a2c = A2C()
-    assert soften(a2c) is a2c
-    assert soften(sharp, 0.0) is sharp
-
-
-def test_draws(gentle):
-    model, recording = gentle
-    round = open_round(model.policy, recording)
-    draws = draw_trainings(round, 5, 0.5, torch.Generator().manual_seed(0))
-    assert draws.weights.sum(dim=1).tolist() == [32.0] * 5
-    assert len(draws.weights.unique(dim=0)) == 5
-    # The round's minibatches had 16 records; these have twice as many, of which half have a weight.
-    assert [positions.shape[1] for positions in draws.steps] == [32, 32] * 3
-    assert list(draws.epochs) == [0, 0, 1, 1, 2, 2]
-    for row in range(5):
-        for epoch in range(3):
-            order = torch.cat([draws.steps[number][row] for number in (2 * epoch, 2 * epoch + 1)])
-            assert sorted(order.tolist()) == list(range(64))
-    assert not torch.equal(draws.steps[0][0], draws.steps[0][1])
-    assert not torch.equal(draws.steps[0][0], draws.steps[2][0])
-
-
 def test_draws_of_a_round_that_a_rule_filtered():
     model = model_of(target_kl=1e-4, learning_rate=0.1)
     recording = recorded(model, IIF(drop=1.0))
@@ -98,19 +62,6 @@ def test_draws_of_a_round_that_a_rule_filtered():
         epoch: {*torch.cat([s[1] for s, e in zip(draws.steps, draws.epochs, strict=True) if e == epoch]).tolist()}
         for epoch in range(3)
     } == dict.fromkeys(range(3), trained)
-
-
-def test_the_halves_differ_from_those_of_studies(gentle, monkeypatch):
-    model, recording = gentle
-    weights = []
-    monkeypatch.setattr(smoothed, "derivatives", lambda *args: weights.append(args[1].weights) or derivatives(*args))
-    for seed in (0, 1):
-        weights.clear()
-        attribute_round(model.policy, recording, target=Return(), method="smoothed", seed=seed)
-        tested = draw_subsets(64, 0.5, 100, torch.Generator().manual_seed(seed))
-        halves = {tuple(row) for row in torch.cat(weights[1:]).bool().tolist()}  # the first is measured
-        assert len(halves) == 16
-        assert not halves & {tuple(row) for row in tested.tolist()}
 
 
 def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
@@ -168,22 +119,6 @@ def test_each_side_counts_by_its_standard_error(gentle, monkeypatch, count, nois
         assert np.allclose(scores[:, record], expected, rtol=1e-9)
 
 
-def test_seed_and_draws(gentle):
-    model, recording = gentle
-
-    def scores(**more):
-        return attribute_round(model.policy, recording, target=Return(), method="smoothed", **more).scores
-
-    plain = scores(draws=4)
-    assert torch.equal(plain, scores(draws=4))
-    assert not torch.allclose(plain, scores(draws=4, seed=1))
-    assert not torch.allclose(plain, scores(draws=5))
-    with pytest.raises(WhenceError, match=r"draws is 0, share 0.5 and seed 0; at least 1 training"):
-        scores(draws=0)
-    with pytest.raises(WhenceError, match=r"draws is 2, share 0.5 and seed -1; .* a seed of at least 0"):
-        scores(draws=2, seed=-1)
-
-
 @pytest.mark.parametrize("share", [0.25, 0.9, 1.0])
 def test_the_subsets_have_the_given_share(gentle, monkeypatch, share):
     model, recording = gentle
@@ -195,13 +130,6 @@ def test_the_subsets_have_the_given_share(gentle, monkeypatch, share):
     expected = smoothed.average_derivatives(open_round(model.policy, recording), Return(), draws[-1], 1, 3).sum(dim=0)
     assert torch.allclose(influence.scores, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
     assert bool(influence.scores.all())
-
-
-@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
-def test_shares_out_of_range(gentle, share):
-    model, recording = gentle
-    with pytest.raises(WhenceError, match=f"share {share} and seed 0; .* a share above 0 and at most 1"):
-        attribute_round(model.policy, recording, target=Return(), method="smoothed", share=share)
 
 
 def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
@@ -295,16 +223,6 @@ def test_an_advantage_far_from_the_others():
     rank = [stats.spearmanr(kept.double().numpy() @ s.double().numpy(), truth).statistic for s in (alike, scores)]
     assert rank[1] > 0.7
     assert rank[1] > rank[0] + 0.1
-
-
-def test_a_round_on_fewer_epochs_scores_by_epoch(gentle):
-    model, recording = gentle
-    short = replace(recording, update=replace(recording.update, n_epochs=2))
-    settings = {"target": Return(), "method": "smoothed", "draws": 2}
-    epochs = attribute_round(model.policy, short, per_epoch=True, **settings)
-    assert len(epochs) == 2
-    whole = attribute_round(model.policy, short, **settings)
-    assert torch.allclose(sum(one.scores for one in epochs), whole.scores, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("lost", [0, 29, 40])

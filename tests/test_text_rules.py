@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from test_llm_trainer import make_model
-from whence.diagnosis.text_rules import K1, B, rank_bm25, split_terms
+from whence.diagnosis.response_causes import K1, B, rank_bm25, split_terms
 from whence.errors import Unsupported
 from whence.llm import WithValueHead, make_rows
 from whence.llm.base.language_view import embed_rows

@@ -2,13 +2,11 @@
 
 import logging
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
-
-from whence.errors import InvalidRecords
 
 log = logging.getLogger("whence")
 
@@ -37,25 +35,21 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
     Args:
         metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
         config: the run's configuration; `optimizer` is read.
-
-    Raises:
-        InvalidRecords: the rounds are not numbered, or a column that is read holds no numbers.
     """
     if metrics.is_empty():
         return []
-    _check_metrics(metrics)
     advice = [
-        *_adaptive_optimizer(metrics, config),
-        *_selects_before_first_reward(metrics),
-        *_drops_nearly_all(metrics),
-        *_kept_share_collapses(metrics),
-        *(_responses_become_alike(metrics) if "length" in metrics.columns else _entropy_collapses(metrics)),
-        *_steps_are_short_or_long(metrics),
-        *_leaves_start_model(metrics),
-        *_responses_do_not_end(metrics),
-        *_does_not_improve(metrics),
+        _adaptive_optimizer(metrics, config),
+        _selects_before_first_reward(metrics),
+        _drops_nearly_all(metrics),
+        _kept_share_collapses(metrics),
+        _responses_become_alike(metrics) if "length" in metrics.columns else _entropy_collapses(metrics),
+        _steps_are_short_or_long(metrics),
+        _leaves_start_model(metrics),
+        _responses_do_not_end(metrics),
+        _does_not_improve(metrics),
     ]
-    return sorted(advice, key=lambda each: each.round)
+    return sorted((each for each in advice if each is not None), key=lambda each: each.round)
 
 
 def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], logged: set[str]) -> None:
@@ -85,15 +79,6 @@ _READ = (
 """Columns that the rules read."""
 
 
-def _check_metrics(metrics: pl.DataFrame) -> None:
-    rounds = metrics["round"] if "round" in metrics.columns else None
-    if rounds is None or not rounds.dtype.is_integer() or rounds.null_count():
-        raise InvalidRecords(
-            f"The table of metrics has {'no column `round`' if rounds is None else f'{rounds.dtype} in `round`'}; a "
-            'whole number in each row is needed. Pass what a run stores: RunDirectory.open(path).table("metrics").'
-        )
-
-
 def _column(metrics: pl.DataFrame, name: str) -> list[float | None]:
     return metrics[name].to_list() if name in metrics.columns else [None] * metrics.height
 
@@ -104,27 +89,28 @@ def _known(metrics: pl.DataFrame, name: str) -> list[tuple[int, float]]:
     return [(int(number), value) for number, value in rounds if value is not None]
 
 
-def _adaptive_optimizer(metrics: pl.DataFrame, config: Mapping[str, Any]) -> Iterator[Advice]:
+def _adaptive_optimizer(metrics: pl.DataFrame, config: Mapping[str, Any]) -> Advice | None:
     optimizer = str(config.get("optimizer", ""))
     scored = _known(metrics, "mean")
     if scored and optimizer in ("Adam", "AdamW", "RMSprop"):
-        yield Advice(
+        return Advice(
             "adaptive optimiser",
             scored[0][0],
             f"Scores describe one plain gradient step, but {optimizer} rescales every parameter by its earlier "
             "gradients, so scores say less about the effect of training on a record. Compare with a run without "
             "selection, and with one of a higher learning rate.",
         )
+    return None
 
 
-def _selects_before_first_reward(metrics: pl.DataFrame) -> Iterator[Advice]:
+def _selects_before_first_reward(metrics: pl.DataFrame) -> Advice | None:
     """Look at the rounds up to the first that is not flat, where an episode has ended; later, values may know more."""
     shares, returns = dict(_known(metrics, "dropped_share")), dict(_known(metrics, "episode_return"))
     for number, is_flat in _known(metrics, "flat"):
         if not is_flat:
-            return
+            return None
         if shares.get(number, 0) > 0 and number in returns:
-            yield Advice(
+            return Advice(
                 "selects before the first reward",
                 number,
                 "So far no action has earned more than another, so advantages hold only the errors of the values. "
@@ -132,38 +118,38 @@ def _selects_before_first_reward(metrics: pl.DataFrame) -> Iterator[Advice]:
                 "end exploration before there is one. If the return stays where it is, compare with a run without "
                 "selection, and with another seed.",
             )
-            return
+    return None
 
 
-def _drops_nearly_all(metrics: pl.DataFrame) -> Iterator[Advice]:
+def _drops_nearly_all(metrics: pl.DataFrame) -> Advice | None:
     for number, share in _known(metrics, "dropped_share"):
         if share >= 0.95:
-            yield Advice(
+            return Advice(
                 "drops nearly all",
                 number,
                 f"{share:.0%} of the records were dropped: the rest is a small sample, and its gradient is noisy. "
                 "Lower `drop`, or use a rule with a bounded share, such as IIF.",
             )
-            return
+    return None
 
 
-def _kept_share_collapses(metrics: pl.DataFrame) -> Iterator[Advice]:
+def _kept_share_collapses(metrics: pl.DataFrame) -> Advice | None:
     shares = [(number, 1 - share) for number, share in _known(metrics, "dropped_share")]
     for at in range(2 * _WINDOW, len(shares) + 1):
         first = sum(share for _, share in shares[:_WINDOW]) / _WINDOW
         last = sum(share for _, share in shares[at - _WINDOW : at]) / _WINDOW
         if last < 0.5 * first:
-            yield Advice(
+            return Advice(
                 "kept share collapses",
                 shares[at - 1][0],
                 f"The share of records kept fell from {first:.0%} in the first {_WINDOW} rounds to {last:.0%}. Fewer "
                 "records score above 0 as a policy converges; if the return still rises, lower `drop` as training "
                 "goes on (a schedule), or stop.",
             )
-            return
+    return None
 
 
-def _entropy_collapses(metrics: pl.DataFrame) -> Iterator[Advice]:
+def _entropy_collapses(metrics: pl.DataFrame) -> Advice | None:
     losses = _column(metrics, "train/entropy_loss")
     rows = [
         (int(number), -loss, share or 0.0)
@@ -172,18 +158,18 @@ def _entropy_collapses(metrics: pl.DataFrame) -> Iterator[Advice]:
     ]
     start = next((at for at, (_, _, share) in enumerate(rows) if share > 0), None)
     if start is None:
-        return
+        return None
     before = rows[max(0, start - 1)][1]
     for number, entropy, _ in rows[start + 1 : start + 1 + _WINDOW]:
         if before > 0 and entropy < 0.5 * before:
-            yield Advice(
+            return Advice(
                 "entropy collapses",
                 number,
                 f"The policy's entropy fell from {before:.3g} to {entropy:.3g} within {number - rows[start][0]} rounds "
                 "of the first selection: the rule may drop the records that explore. Add warm-up rounds, "
                 "lower `drop`, or raise `ent_coef`.",
             )
-            return
+    return None
 
 
 _SHORT, _LONG = 0.005, 0.1
@@ -193,17 +179,17 @@ Source: results/practice, tables.md, "Divergence a round at fixed learning rates
 """
 
 
-def _steps_are_short_or_long(metrics: pl.DataFrame) -> Iterator[Advice]:
+def _steps_are_short_or_long(metrics: pl.DataFrame) -> Advice | None:
     """Look at the rounds after the first; later ones may be short because the policy has converged."""
     divergences = _known(metrics, "train/approx_kl")[1 : 1 + _WINDOW]
     if len(divergences) < _WINDOW or "length" in metrics.columns:
-        return
+        return None
     kl = statistics.median(value for _, value in divergences)
     if _SHORT <= kl <= _LONG:
-        return
+        return None
     first, last = divergences[0][0], divergences[-1][0]
     size, rate = ("short", "three times") if kl < _SHORT else ("long", "a third of")
-    yield Advice(
+    return Advice(
         f"steps are {size}",
         last,
         f"A round takes the policy {kl:.2g} nats from where it was (median of rounds {first} to {last}). That is "
@@ -215,13 +201,13 @@ _MOST_NATS_PER_TOKEN, _MOST_NATS = 1.0, 20.0
 """Divergence from the start model that useful training stays far below: per token, and per response."""
 
 
-def _leaves_start_model(metrics: pl.DataFrame) -> Iterator[Advice]:
+def _leaves_start_model(metrics: pl.DataFrame) -> Advice | None:
     lengths = dict(_known(metrics, "length"))
     for number, divergence in _known(metrics, "kl"):
         most = _MOST_NATS_PER_TOKEN * lengths[number] if number in lengths else _MOST_NATS
         if divergence > most:
             tokens = f" on responses of {lengths[number]:.0f} tokens" if number in lengths else ""
-            yield Advice(
+            return Advice(
                 "leaves the start model",
                 number,
                 f"The divergence from the start model is {divergence:.3g} nats a response{tokens}: the model writes "
@@ -229,15 +215,15 @@ def _leaves_start_model(metrics: pl.DataFrame) -> Iterator[Advice]:
                 "responses. Raise the KL coefficient (`init_kl_coef`), lower `learning_rate`, and look at what the "
                 "reward pays for.",
             )
-            return
+    return None
 
 
-def _responses_become_alike(metrics: pl.DataFrame) -> Iterator[Advice]:
+def _responses_become_alike(metrics: pl.DataFrame) -> Advice | None:
     entropies = [(number, -loss) for number, loss in _known(metrics, "train/entropy_loss")]
     for number, entropy in entropies[1:]:
         first = entropies[0][1]
         if first > 0 and entropy < 0.05 * first:
-            yield Advice(
+            return Advice(
                 "responses become alike",
                 number,
                 f"The entropy of the model's tokens fell from {first:.3g} in the first round to {entropy:.3g}: it "
@@ -245,31 +231,31 @@ def _responses_become_alike(metrics: pl.DataFrame) -> Iterator[Advice]:
                 "repeat a word, raise the KL coefficient (`init_kl_coef`), lower `learning_rate`, and look at what the "
                 "reward pays for; if they are right and differ with the prompt, stop training.",
             )
-            return
+    return None
 
 
-def _responses_do_not_end(metrics: pl.DataFrame) -> Iterator[Advice]:
+def _responses_do_not_end(metrics: pl.DataFrame) -> Advice | None:
     shares = _known(metrics, "ended_share")
     for number, share in shares[1:]:
         first = shares[0][1]
         if first >= 0.5 and share < 0.1 * first:
-            yield Advice(
+            return Advice(
                 "responses do not end",
                 number,
                 f"Of the responses {share:.0%} end before the length limit, {first:.0%} did in the first round: the "
                 "model runs on, often by repeating itself. Read the responses. Raise `missing_eos_penalty` or the KL "
                 "coefficient (`init_kl_coef`), lower `learning_rate`, and look at whether the reward pays for length.",
             )
-            return
+    return None
 
 
-def _does_not_improve(metrics: pl.DataFrame) -> Iterator[Advice]:
+def _does_not_improve(metrics: pl.DataFrame) -> Advice | None:
     returns = _known(metrics, "episode_return")
     for at in range(2 * _WINDOW, len(returns) + 1):
         values = [value for _, value in returns[:at]]
         before, last = values[-2 * _WINDOW : -_WINDOW], values[-_WINDOW:]
         if sum(last) / _WINDOW <= sum(before) / _WINDOW + 0.02 * (max(values) - min(values)):
-            yield Advice(
+            return Advice(
                 "does not improve",
                 returns[at - 1][0],
                 f"The mean episode return has not risen over the last {_WINDOW} rounds "
@@ -277,4 +263,4 @@ def _does_not_improve(metrics: pl.DataFrame) -> Iterator[Advice]:
                 "stuck. In rounds where PPO itself does not improve, scores are unreliable (Local Data Attribution, "
                 "§C.3).",
             )
-            return
+    return None

@@ -16,15 +16,7 @@ from scipy import stats
 from whence.errors import WhenceError
 from whence.intervals import interval_from_error, t_interval
 
-PAIR_METRICS = (
-    "se_ave",
-    "se_peak",
-    "rt_peak",
-    "rt_peak_paper",
-    "se_ave_literal",
-    "se_peak_literal",
-    "unreached",
-)
+PAIR_METRICS = ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "se_ave_literal", "se_peak_literal", "unreached")
 """The keys of `pair_metrics`, in order: each compares one run of an arm with one standard run."""
 
 CURVE_METRICS = ("final_return", "peak_return", "auc")
@@ -52,28 +44,27 @@ class Curve:
     evaluated: Bool[np.ndarray, " rounds+1"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("returns", "standard_errors", "seconds"):
-            column = _finite_column(name, getattr(self, name), signed=name == "returns")
-            object.__setattr__(self, name, column)
-        if self.rounds < 1:
-            raise WhenceError(
-                "`seconds` is empty, but a curve needs at least one round of training; "
-                "give one time for each of R rounds, and R+1 returns."
-            )
-        for name, length in (("returns", len(self.returns)), ("standard_errors", len(self.standard_errors))):
-            if length != self.rounds + 1:
+        columns = {
+            name: np.array(getattr(self, name), np.float64) for name in ("returns", "standard_errors", "seconds")
+        }
+        rounds = len(columns["seconds"])
+        columns["evaluated"] = np.ones(rounds + 1, bool) if self.evaluated is None else np.array(self.evaluated, bool)
+        for name, column in columns.items():
+            length = rounds if name == "seconds" else rounds + 1
+            is_valid = column.shape == (length,) and rounds > 0 and np.isfinite(column).all()
+            if not is_valid or (name in ("standard_errors", "seconds") and (column < 0).any()):
                 raise WhenceError(
-                    f"`{name}` has length {length}, but the R = {self.rounds} rounds of `seconds` need "
-                    f"R+1 = {self.rounds + 1}; evaluate the untrained policy and then after every round."
+                    f"`{name}` is {column.tolist()}; a curve of R = {rounds} rounds needs {length} finite numbers, at "
+                    "least one round, and no negative error or time. Leave this run out, or train it again."
                 )
-        mask = np.ones(self.rounds + 1, bool) if self.evaluated is None else np.array(self.evaluated, dtype=bool)
-        if mask.shape != (self.rounds + 1,) or not (mask[0] and mask[1:].any()):
+            column.flags.writeable = False
+            object.__setattr__(self, name, column)
+        mask = columns["evaluated"]
+        if not (mask[0] and mask[1:].any()):
             raise WhenceError(
-                f"`evaluated` is {mask.astype(int).tolist()}; R+1 = {self.rounds + 1} of true or false are needed, "
-                "true for the untrained policy and for at least one that is trained."
+                f"`evaluated` is {mask.astype(int).tolist()}; the untrained policy has to be evaluated, and at least "
+                "one that is trained."
             )
-        mask.flags.writeable = False
-        object.__setattr__(self, "evaluated", mask)
 
     @property
     def rounds(self) -> int:
@@ -103,24 +94,6 @@ def make_curve(rounds: int, evaluations: pl.DataFrame, seconds: Float64[np.ndarr
         seconds=seconds,
         evaluated=np.isin(np.arange(rounds + 1), evaluated),
     )
-
-
-def _finite_column(name: str, values: object, *, signed: bool) -> Float64[np.ndarray, " n"]:
-    try:
-        column = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise WhenceError(f"`{name}` is no array of numbers ({error}); give a one-dimensional one.") from error
-    if column.ndim != 1:
-        raise WhenceError(f"`{name}` has shape {column.shape}, but needs one dimension; give one run at a time.")
-    wrong = ~np.isfinite(column) if signed else ~(np.isfinite(column) & (column >= 0))
-    if wrong.any():
-        index = int(np.flatnonzero(wrong)[0])
-        raise WhenceError(
-            f"`{name}` holds {column[index]} at index {index}, but every value must be finite"
-            f"{'' if signed else ' and at least 0'}; find the round that produced it, or leave this run out."
-        )
-    column.flags.writeable = False
-    return column
 
 
 def levels(standard: Curve) -> Float64[np.ndarray, " levels"]:
@@ -160,12 +133,7 @@ def _running_maxima(curve: Curve) -> list[int]:
 
 
 def rounds_to(curve: Curve, level: float) -> int:
-    """Return the first round k >= 1 whose test return is at least `level`, or R+1 if none is.
-
-    Raises WhenceError if `level` is not finite. Source: LDA §5.2.
-    """
-    if not np.isfinite(level):
-        raise WhenceError(f"The level is {level}, but must be finite; take it from `levels` of a standard run.")
+    """Return the first round k >= 1 whose test return is at least `level`, or R+1 if none is (LDA §5.2)."""
     reached = curve.evaluations[curve.returns[curve.evaluations] >= level]
     return int(reached[0]) if len(reached) else curve.rounds + 1
 
@@ -173,8 +141,7 @@ def rounds_to(curve: Curve, level: float) -> int:
 def seconds_to(curve: Curve, level: float) -> float:
     """Return the seconds until the end of the round in which `level` is first reached.
 
-    If it never is, return the seconds of R+1 rounds: of all rounds and one mean round more.
-    Raises WhenceError if `level` is not finite. Source: LDA §5.2, Table 3.
+    If it never is, return the seconds of R+1 rounds: of all rounds and one mean round more (LDA §5.2, Table 3).
     """
     rounds = rounds_to(curve, level)
     total = float(curve.seconds[:rounds].sum())
@@ -197,7 +164,10 @@ def pair_metrics(method: Curve, standard: Curve) -> dict[str, float | None]:
     Source: LDA §5.2, Table 3.
     """
     if method.rounds != standard.rounds:
-        raise WhenceError(_unequal_rounds("the method's curve", method, "the standard's", standard))
+        raise WhenceError(
+            f"One run has R = {method.rounds} rounds and another R = {standard.rounds}: a level never reached counts "
+            "as R+1, so R must be the same in all; train for equally many rounds, or cut the longer curve."
+        )
     values: dict[str, float | None] = dict.fromkeys(PAIR_METRICS)
     literal = literal_levels(standard)
     reductions = _round_reductions(method, standard, literal)
@@ -221,13 +191,6 @@ def _round_reductions(
 
 def _time_reduction(method_seconds: float, standard_seconds: float) -> float | None:
     return 1 - method_seconds / standard_seconds if standard_seconds > 0 else None
-
-
-def _unequal_rounds(name: str, curve: Curve, other_name: str, other: Curve) -> str:
-    return (
-        f"R = {curve.rounds} rounds in {name} and R = {other.rounds} in {other_name}: a level never reached "
-        "counts as R+1, so R must be the same in all; train for equally many rounds, or cut the longer curve."
-    )
 
 
 def curve_metrics(curve: Curve) -> dict[str, float]:
@@ -271,10 +234,14 @@ def summarise(
     null: 0.0, the null of `differences` (not of `mean`): an arm without effect differs by 0 on average.
 
     No figure of an arm depends on the other arms, except `differences` from them.
-    Raises WhenceError if the standard arm is missing, an arm has no run, or a run's R is not the standard's.
+    Raises WhenceError if the standard arm is missing, or a run's R is not the standard's.
     Source: LDA §5.2, Table 3.
     """
-    _check_arms(curves, standard)
+    if standard not in curves:
+        raise WhenceError(
+            f"The standard arm {standard!r} is not among the arms {sorted(curves)}; run it too, "
+            "or name another with `standard=`."
+        )
     runs = {arm: dict(sorted(by_seed.items())) for arm, by_seed in curves.items()}
     alone = {arm: {s: curve_metrics(run) for s, run in by_seed.items()} for arm, by_seed in runs.items()}
     null = _pair_tables(runs[standard], runs[standard])
@@ -287,24 +254,6 @@ def summarise(
         summary[arm] = {name: _pair_entry(pairs[name], null[name], differ, pairs is null) for name in PAIR_METRICS}
         summary[arm] |= {name: _curve_entry(name, arm, alone) for name in CURVE_METRICS}
     return summary
-
-
-def _check_arms(curves: Mapping[str, Mapping[int, Curve]], standard: str) -> None:
-    if standard not in curves:
-        raise WhenceError(
-            f"The standard arm {standard!r} is not among the arms {sorted(curves)}; run it too, "
-            "or name another with `standard=`."
-        )
-    for arm, runs in curves.items():
-        if not runs:
-            raise WhenceError(f"The arm {arm!r} has no run, but needs at least one; run it or leave it out.")
-    first = min(curves[standard])
-    reference = curves[standard][first]
-    for arm, runs in curves.items():
-        for run_seed, curve in runs.items():
-            if curve.rounds != reference.rounds:
-                name, other = f"arm {arm!r}, seed {run_seed},", f"the standard arm {standard!r}, seed {first}"
-                raise WhenceError(_unequal_rounds(name, curve, other, reference))
 
 
 def _pair_tables(

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.errors import InvalidRecords, WhenceError, suggest
+from whence.errors import WhenceError, suggest
 
 By: TypeAlias = Literal["action", "episode", "region", "reward", "step"]
 
@@ -75,13 +75,9 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
         records: a round's table, as in a run directory; without scores there are no moments.
         lowest: True: moments below 0, the most harmful first; False: moments above 0, the most helpful first.
         most: the largest number of moments.
-
-    Raises:
-        InvalidRecords: the table has no column `record_id`.
     """
     if "score" not in records.columns or records.is_empty() or most < 1:
         return []
-    _check_ids(records)
     ordered = sort_by_time(records)
     scores = ordered["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
     keys = scores if lowest else -scores
@@ -100,14 +96,6 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
     return moments
 
 
-def _check_ids(records: pl.DataFrame) -> None:
-    if "record_id" not in records.columns:
-        raise InvalidRecords(
-            f"The table of records has no column `record_id`; it has {', '.join(records.columns[:20]) or 'none'}. Pass "
-            'a round of a run: RunDirectory.open(path).round("records", 1).'
-        )
-
-
 def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
     """Return the moment whose face is a given record: its neighbours that score alike, at least half as much.
 
@@ -117,9 +105,7 @@ def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
 
     Raises:
         WhenceError: the round does not hold the record.
-        InvalidRecords: see `find_moments`.
     """
-    _check_ids(records)
     ordered = sort_by_time(records)
     if "score" not in ordered.columns:
         ordered = ordered.with_columns(score=pl.lit(float("nan")))
@@ -151,11 +137,8 @@ def _number_stretches(ordered: pl.DataFrame) -> NDArray[np.int64]:
         for name in ("env_index", "episode_id")
         if name in ordered.columns
     ]
-    differs = np.zeros(len(ordered), dtype=bool)
-    for column in columns:
-        differs[1:] |= column[1:] != column[:-1]
-    differs[1:] |= columns[-1][1:] < 0  # an unknown episode joins no neighbour
-    return np.cumsum(differs)
+    differs = np.any([np.diff(column, prepend=column[:1]) != 0 for column in columns], axis=0)
+    return np.cumsum(differs | (columns[-1] < 0))  # an unknown episode joins no neighbour
 
 
 def _extend(
@@ -227,7 +210,6 @@ def group_scores(
 
     Raises:
         WhenceError: `by` is unknown.
-        InvalidRecords: a column has another type than whence writes.
     """
     groups = name_groups(records, by, labels=labels, names=names)
     if groups is None or records.is_empty() or "score" not in records.columns:
@@ -314,12 +296,7 @@ def _name_rewards(records: pl.DataFrame) -> pl.Series | None:
     cuts = {sign: _quantile(sign * array[sign * array > 0], 0.9) for sign in (-1, 1)}
     low, high = -cuts[-1], cuts[1]
     conditions = [array < low, array < 0, array == 0, array <= high]
-    texts = [
-        f"large loss, below {low:.3g}",
-        f"small loss, from {low:.3g}",
-        "nothing",
-        f"small gain, to {high:.3g}",
-    ]
+    texts = [f"large loss, below {low:.3g}", f"small loss, from {low:.3g}", "nothing", f"small gain, to {high:.3g}"]
     return pl.Series("group", np.select(conditions, texts, f"large gain, above {high:.3g}"))
 
 

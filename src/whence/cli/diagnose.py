@@ -12,13 +12,13 @@ from whence.cli.console import console, make_printable, make_table, print_json, 
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RecordBar
 from whence.cli.runs import open_agent_run
-from whence.diagnosis.advantages import REPEATS, SAMPLE, Measure, judge_advantages
 from whence.diagnosis.agreement import (
     calibrate_critic,
     describe_verdict,
     group_mismatches,
     summarise_judgement,
 )
+from whence.diagnosis.judgement import REPEATS, SAMPLE, Measure, judge_advantages
 from whence.errors import WhenceError, suggest
 from whence.runs import RunDirectory
 
@@ -131,8 +131,8 @@ def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: s
         with write_atomically(out) as temporary:
             pl.concat(tables, how="diagonal_relaxed").write_parquet(temporary)
         return
-    from whence.diagnosis.advantages import read_scored_round
     from whence.diagnosis.grid_map import map_extremes
+    from whence.diagnosis.judgement import read_scored_round
     from whence.page.moment_view import find_env
     from whence.page.pictures.judgement_picture import JudgedRound, draw_judgements
 

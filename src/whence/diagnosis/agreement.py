@@ -5,6 +5,7 @@ records of an episode share what happened in it. They do not cover what episodes
 what measured, the returns of these visits.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,8 +51,11 @@ def summarise_judgement(judged: pl.DataFrame, *, resamples: int = RESAMPLES, see
     observed = statistic(np.arange(len(judged)))
     lows, highs = _bootstrap(judged, statistic, resamples, seed)
     entries = [
-        {"mean": _known(mean), "low": _known(low), "high": _known(high)}
-        for mean, low, high in zip(observed, lows, highs, strict=True)
+        {
+            name: None if np.isnan(value) else float(value)
+            for name, value in zip(("mean", "low", "high"), row, strict=True)
+        }
+        for row in zip(observed, lows, highs, strict=True)
     ]
     shares, (difference, spearman, partial) = entries[: len(BANDS)], entries[len(BANDS) :]
     bands = compare_bands(judged).to_dicts()
@@ -183,9 +187,10 @@ def _bootstrap(judged: pl.DataFrame, statistic: Statistic, resamples: int, seed:
     for _ in range(resamples):
         sample = generator.integers(len(members), size=len(members))
         rows.append(statistic(np.concatenate([members[episode] for episode in sample])))
-    table = np.asarray(rows, dtype=np.float64)
-    ends = [[_quantile(column, level) for column in table.T] for level in (0.025, 0.975)]
-    return np.asarray(ends[0]), np.asarray(ends[1])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice")
+        low, high = np.nanquantile(np.asarray(rows, dtype=np.float64), [0.025, 0.975], axis=0)
+    return low, high
 
 
 def _expect_by_size(judged: pl.DataFrame) -> Numbers:
@@ -212,15 +217,6 @@ def _spearman(one: Numbers, other: Numbers) -> float:
 
 def _mean(values: Numbers) -> float:
     return float(values.mean()) if values.size else float("nan")
-
-
-def _quantile(values: Numbers, level: float) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.quantile(known, level)) if known.size else float("nan")
-
-
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
 
 
 def describe_verdict(summary: Mapping[str, Any]) -> str:

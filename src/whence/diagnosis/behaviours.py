@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from whence.diagnosis.similarity import median_distance
+from whence.diagnosis.roughness import median_distance
 from whence.errors import WhenceError
 from whence.experiments.rl.labels import action_labels
 from whence.experiments.rl.plan import check_action

@@ -139,18 +139,18 @@ def play_episode(
     model = load_model(run, policies[-1], env=env)
     if isinstance(model.policy, MaskableActorCriticPolicy):
         raise ReplayError("The policy reads action masks, which episodes played now lack. Ask about --record ID.")
-    steps = _play(
+    records, rewards, pictures, note = _play(
         model, make_replay_env(run, env), seed, deterministic, set(frames), longest, squashed=is_squashed(run)
     )
-    now = _read_log_probs(model, steps.records)
+    now = _read_log_probs(model, records)
     load_policy(run, policies[0], model)
     return PlayedEpisode(
         seed=seed,
-        records=steps.records.with_columns({"log_probs": now}),
-        first_log_probs=_read_log_probs(model, steps.records),
-        rewards=steps.rewards,
-        frames=steps.frames,
-        frames_note=steps.frames_note,
+        records=records.with_columns({"log_probs": now}),
+        first_log_probs=_read_log_probs(model, records),
+        rewards=rewards,
+        frames=pictures,
+        frames_note=note,
         is_discrete=not isinstance(model.action_space, gym.spaces.Box),
     )
 
@@ -161,19 +161,10 @@ def _list_policies(run: RunDirectory) -> list[int]:
     return numbers
 
 
-@dataclass(frozen=True, eq=False)
-class _Steps:
-    """What was played; log-probs are 0."""
-
-    records: RecordBatch
-    rewards: NDArray[np.float64]
-    frames: dict[int, NDArray[np.uint8]]
-    frames_note: str | None
-
-
 def _play(
     model: Any, make_env: Any, seed: int, deterministic: bool, wanted: set[int], longest: int, *, squashed: bool
-) -> _Steps:
+) -> tuple[RecordBatch, NDArray[np.float64], dict[int, NDArray[np.uint8]], str | None]:
+    """Return the records, with log-probs of 0, the rewards, the frames and why there are none."""
     states: list[Tree] = []
     actions: list[Tensor] = []
     rewards: list[float] = []
@@ -208,7 +199,7 @@ def _play(
         advantages=zeros,
         steps=torch.arange(len(states)),
     )
-    return _Steps(records, np.array(rewards), pictures, note)
+    return records, np.array(rewards), pictures, note
 
 
 def _join(states: list[Tree]) -> Tree:

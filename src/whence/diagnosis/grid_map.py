@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import polars as pl
 
-from whence.diagnosis.advantages import REPEATS, compare_signs, measure_visits
+from whence.diagnosis.judgement import REPEATS, compare_signs, measure_visits
 from whence.errors import ReplayError
 from whence.experiments.rl.labels import action_labels
 from whence.experiments.rl.rebuilding import AnyEnv, make_replay_env

@@ -11,7 +11,7 @@ import numpy as np
 
 from whence.diagnosis.phases import TOP, History, Phase
 from whence.guards import write_atomically
-from whence.moments import Moment, name_action
+from whence.moments import name_action
 from whence.runs import RunDirectory
 from whence.runs.files import check_links
 
@@ -119,14 +119,13 @@ def summarise_history(history: History, labels: Sequence[str] | None = None) -> 
 
 
 def _summarise_phase(phase: Phase, labels: Sequence[str] | None) -> dict[str, Any]:
-    numbers = {name: value for name, value in vars(phase).items() if name != "moments"}
-    return numbers | {"moments": [_summarise_moment(number, moment, labels) for number, moment in phase.moments]}
-
-
-def _summarise_moment(number: int, moment: Moment, labels: Sequence[str] | None) -> dict[str, Any]:
     names = ("episode_id", "step", "first_step", "last_step", "records", "score", "advantage", "reward")
-    numbers = {name: getattr(moment, name) for name in names}
-    return {"round": number, "record": moment.record_id, "action": name_action(moment.action, labels), **numbers}
+    moments = [
+        {"round": number, "record": moment.record_id, "action": name_action(moment.action, labels)}
+        | {name: getattr(moment, name) for name in names}
+        for number, moment in phase.moments
+    ]
+    return vars(phase) | {"moments": moments}
 
 
 def write_history(run: RunDirectory, history: History, content: Mapping[str, Any]) -> Path:

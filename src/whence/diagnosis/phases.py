@@ -7,19 +7,21 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from scipy.spatial.distance import cdist
 
 from whence.attribution import attribute
 from whence.diagnosis.behaviours import Behaviour, embed_records, is_density
-from whence.diagnosis.change_points import Pattern, name_pattern, split_curve
-from whence.diagnosis.similarity import (
+from whence.diagnosis.roughness import (
     LARGEST,
     NEIGHBOURS,
+    Pattern,
     compute_roughness,
     expect_roughness,
     link_similar,
+    name_pattern,
     permute_roughness,
+    split_curve,
     spread_evenly,
 )
 from whence.errors import WhenceError
@@ -248,32 +250,14 @@ def _describe_top(
     top = top[scores[top] > 0]
     if len(top) == 0:
         return {"association": None, "nearness": None}
-    states = target.as_records(round.records)
-    return {
-        "association": _measure_association(states, round, top),
-        "nearness": _measure_nearness(embed_records(final, states), round.embeddings, top),
-    }
-
-
-def _measure_association(states: RecordBatch, round: _Round, top: Int[np.ndarray, " t"]) -> float | None:
-    """Return the share of records that took the action with a positive advantage, or another with a negative one.
-
-    It is None if the behaviour has several actions, or none that another can equal.
-    """
+    states, association = target.as_records(round.records), None
     actions, wanted = (batch.actions.reshape(len(batch), -1).numpy() for batch in (round.records, states))
-    if not np.issubdtype(actions.dtype, np.integer) or (wanted != wanted[0]).any():
-        return None
-    same, advantages = (actions[top] == wanted[0]).all(axis=1), round.advantages[top]
-    return float(np.where(same, advantages > 0, advantages < 0).mean())
-
-
-def _measure_nearness(
-    states: Float[np.ndarray, "m d"], embeddings: Float[np.ndarray, "n d"], top: Int[np.ndarray, " t"]
-) -> float:
-    """Return the mean share of records farther from the nearest of some states than the top records; ties are half."""
-    distances = cdist(embeddings, states).min(axis=1)
+    if np.issubdtype(actions.dtype, np.integer) and (wanted == wanted[0]).all():  # one action, that others can equal
+        same, advantages = (actions[top] == wanted[0]).all(axis=1), round.advantages[top]
+        association = float(np.where(same, advantages > 0, advantages < 0).mean())
+    distances = cdist(round.embeddings, embed_records(final, states)).min(axis=1)
     farther, equal = (compare(distances, distances[top, None]).mean() for compare in (np.greater, np.equal))
-    return float(farther + equal / 2)
+    return {"association": association, "nearness": float(farther + equal / 2)}
 
 
 def _make_table(round: _Round, scores: Float[np.ndarray, " n"]) -> pl.DataFrame:

@@ -1,6 +1,7 @@
 """What taught a language model a response: all rounds' records, by what training on them did to its probability."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,17 +10,19 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 
-from whence.diagnosis.text_rules import compare_embeddings, rank_bm25
-from whence.errors import RunDirectoryError, WhenceError, suggest
+from whence.errors import RunDirectoryError, Unsupported, WhenceError, suggest
 from whence.experiments.llm.rebuilding import RebuiltRound, list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
 from whence.guards import eval_mode
-from whence.llm.base.language_view import unscored_view
+from whence.llm.base.language_view import embed_rows, unscored_view
 from whence.llm.scores.language_targets import ValidationLoss
 from whence.llm.scores.row_scores import Scoring, score
 from whence.llm.text.prompts import Prompt, join_messages
 from whence.runs import RunDirectory
 from whence.tables import read_weights
+
+K1, B = 1.5, 0.75
+"""BM25's constants: how soon repeated terms saturate, and how much long texts are discounted."""
 
 RAW, BM25, EMBEDDING = "raw", "bm25", "embedding"
 METHODS = (RAW, BM25, EMBEDDING)
@@ -71,37 +74,23 @@ def find_response_causes(
             command.
         RunDirectoryError: the run holds no rounds, or the policy of a round that was asked for was not kept.
     """
-    parts = iterate_response_causes(
-        run, prompt, response, rounds=rounds, method=method, engine=engine, on_round=on_round
-    )
-    return pl.concat(parts, how="diagonal_relaxed")
-
-
-def iterate_response_causes(
-    run: RunDirectory,
-    prompt: Prompt,
-    response: str,
-    *,
-    rounds: Sequence[int] | None = None,
-    method: str = RAW,
-    engine: str = "auto",
-    on_round: OnRound | None = None,
-) -> Iterator[pl.DataFrame]:
-    """Yield the rows of `find_response_causes` round by round."""
     numbers = _list_rounds(run, rounds, method)
     score_round = _make_score(run, numbers, prompt, response, method, engine)
+    parts = []
     for done, number in enumerate(numbers, start=1):
         table = run.round("records", number)
         scores, log_prob = score_round(number, table)
         columns = table.select(name for name in _COLUMNS if name in table.columns)
-        yield columns.select(
+        scored = columns.select(
             pl.lit(number, dtype=pl.Int64).alias("round"),
             pl.all(),
             pl.Series("score", scores * read_weights(table)),
             pl.lit(log_prob, dtype=pl.Float64).alias("log_prob"),
         )
+        parts.append(scored)
         if on_round is not None:
             on_round(done, len(numbers))
+    return pl.concat(parts, how="diagonal_relaxed")
 
 
 def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -> list[int]:
@@ -140,7 +129,11 @@ def _make_score(
         target: Any = rebuilt.target
         log_prob = compute_response_log_prob(target, rebuilt.model, rebuilt.temperature)
         if method == EMBEDDING:
-            return compare_embeddings(rebuilt, target.rows) * _read_advantages(table), log_prob
+            embeddings, centre = (
+                embed_rows(rebuilt.model, rows, batch_size=rebuilt.chunk_size) for rows in (rebuilt.rows, target.rows)
+            )
+            cosines = torch.cosine_similarity(embeddings, centre).double().numpy()
+            return cosines * _read_advantages(table), log_prob
         return _attribute(rebuilt, engine), log_prob
 
     return score_round
@@ -165,16 +158,51 @@ def _score_texts(
 ) -> dict[int, NDArray[np.float64]]:
     """Return advantage × BM25 score of each round's records; terms are weighed over the texts of all rounds."""
     tables = {number: run.round("records", number) for number in numbers}
-    texts = [join_texts(*pair) for table in tables.values() for pair in table.select("prompt", "response").rows()]
-    similarities = rank_bm25(texts, join_texts(join_messages(prompt), response))
+    texts = [_join_texts(*pair) for table in tables.values() for pair in table.select("prompt", "response").rows()]
+    similarities = rank_bm25(texts, _join_texts(join_messages(prompt), response))
     ends = np.cumsum([len(table) for table in tables.values()])
     parts = np.split(similarities, ends[:-1])
     return {number: part * _read_advantages(table) for (number, table), part in zip(tables.items(), parts, strict=True)}
 
 
-def join_texts(prompt: str, response: str) -> str:
+def _join_texts(prompt: str, response: str) -> str:
     """Return prompt and response as one text to compare."""
     return f"{prompt}\n{response}"
+
+
+def split_terms(text: str) -> list[str]:
+    """Return the words, numbers and marks of a text, in lower case."""
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
+def rank_bm25(texts: Sequence[str], question: str) -> NDArray[np.float64]:
+    """Return each text's BM25 score for a question, (n,), 0 or more; a term that the question repeats counts as often.
+
+    The weight of a term is `log(1 + (n - df + 1/2) / (df + 1/2))`, over all texts (Lucene's form).
+
+    Args:
+        texts: the texts.
+        question: the text to compare them with.
+
+    Raises:
+        Unsupported: the package bm25s is not installed.
+    """
+    try:
+        from bm25s import BM25
+    except ImportError:
+        raise Unsupported(
+            "BM25 needs the package bm25s, which is not installed: pip install bm25s, or in whence's source tree pip "
+            "install '.[llm]'."
+        ) from None
+    terms = [split_terms(text) for text in texts]
+    known = {term for document in terms for term in document}
+    query = [term for term in split_terms(question) if term in known]
+    if not query:
+        return np.zeros(len(texts))
+    index = BM25(k1=K1, b=B, method="lucene")
+    index.index(terms, show_progress=False)
+    scores: NDArray[np.float64] = index.get_scores(query).astype(np.float64)
+    return scores
 
 
 def _read_advantages(table: pl.DataFrame) -> NDArray[np.float64]:

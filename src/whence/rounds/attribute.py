@@ -109,22 +109,19 @@ def attribute_round_by(
     cost. All methods are checked against `memory` before the first one starts.
 
     Args:
-        policy: the policy that was trained, or one built like it; its parameters are not read.
+        policy: see `attribute_round`, as for all but `methods`.
         recording: the recorded round.
-        methods: some of `METHODS`.
-        target: see `attribute_round`.
-        per_epoch: see `attribute_round`.
-        draws: see `attribute_round`.
-        share: see `attribute_round`.
-        seed: see `attribute_round`.
-        memory: see `attribute_round`; methods that share the steps hold somewhat more together.
-        dtype: see `attribute_round`.
+        methods: some of `METHODS`; those that share the steps hold somewhat more memory together.
+        target: what to raise.
+        per_epoch: whether to return one influence for each epoch.
+        draws: of "smoothed".
+        share: of "smoothed".
+        seed: of "smoothed".
+        memory: bytes that scoring may hold at a time.
+        dtype: the dtype to compute in.
 
     Returns:
         What `attribute_round` returns, by method, in the order of `methods`.
-
-    Raises:
-        WhenceError: see `attribute_round`.
     """
     for method in methods:
         if method not in METHODS:
@@ -153,27 +150,21 @@ def attribute_round_by(
 def _make_influences(
     totals: Float[Tensor, "epochs n"], round: SteppedRound, target: Target, method: str, *, per_epoch: bool
 ) -> list[Influence]:
+    recording = round.recording
     if not torch.isfinite(totals).all():
         raise NonFinite(
-            f"Scores of round {round.recording.number} by {method} are not finite: the round's optimisation diverged, "
+            f"Scores of round {recording.number} by {method} are not finite: the round's optimisation diverged, "
             "or the target has no derivative there. Look at the learning rate, and try method='trajectory' or "
             "dtype=float64."
         )
-    return [_make_influence(scores, round, target, method) for scores in (totals if per_epoch else [totals.sum(dim=0)])]
-
-
-def _make_influence(scores: Float[Tensor, " n"], round: SteppedRound, target: Target, method: str) -> Influence:
-    recording = round.recording
-    return Influence(
-        scores=scores,
-        record_ids=recording.records.ids.clone(),
-        provenance=Provenance(
-            target=target_name(target),
-            objective=f"round {recording.number}: {recording.update}, {recording.optimizer.name}",
-            engine=method,
-            engine_reason="asked for",
-            parameters=tuple(round.shapes),
-            records=recording.records.fingerprint,
-            versions=dict(recording.versions),
-        ),
+    provenance = Provenance(
+        target=target_name(target),
+        objective=f"round {recording.number}: {recording.update}, {recording.optimizer.name}",
+        engine=method,
+        engine_reason="asked for",
+        parameters=tuple(round.shapes),
+        records=recording.records.fingerprint,
+        versions=dict(recording.versions),
     )
+    parts = totals if per_epoch else [totals.sum(dim=0)]
+    return [Influence(scores, recording.records.ids.clone(), provenance) for scores in parts]

@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 from whence.errors import Unsupported, suggest
-from whence.rounds.numerics import safe_sqrt
 from whence.rounds.recording import OptimizerState
 
 State = Mapping[str, Tensor]
 """An optimiser's state of all parameters, flattened into one vector for each of torch's names."""
+
+
+def safe_sqrt(squares: Tensor) -> Tensor:
+    """Return the root of numbers that are not negative; its derivative at 0 is 0, where that of `sqrt` is infinite."""
+    positive = squares > 0
+    return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
 
 
 def check_optimizer(optimizer: OptimizerState) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from jaxtyping import Int
@@ -213,30 +213,11 @@ class RoundRecording:
 
     def _check(self) -> None:
         """Raise `RunDirectoryError` if the parts do not fit together."""
-        numbers = [self.number, *self.epochs, self.records.gamma or 0, self.records.gae_lambda or 0]
         positions = torch.cat([*self.minibatches, torch.zeros(0, dtype=torch.int64)])
-        wrong = [
-            text
-            for text, is_wrong in (
-                ("a number is none", not all(type(value) in (int, float) for value in numbers)),
-                ("the algorithm is unknown", self.update.algorithm not in get_args(Algorithm)),
-                ("epochs and minibatches differ in number", len(self.epochs) != len(self.minibatches)),
-                ("minibatches are no positions", positions.dtype != torch.int64 or positions.ndim != 1),
-                (
-                    "a minibatch names a record that is not there",
-                    len(positions) > 0 and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.records),
-                ),
-                ("the policy before and after the round differ in tensors", self.start.keys() != self.end.keys()),
-                ("a name is no text", not isinstance(self.optimizer.name, str) or type(self.stopped) is not bool),
-                (
-                    "settings are no tables",
-                    not all(isinstance(t, dict) for t in (self.optimizer.settings, self.versions)),
-                ),
-            )
-            if is_wrong
-        ]
-        if wrong:
-            raise RunDirectoryError(wrong[0])
+        if len(self.epochs) != len(self.minibatches) or self.start.keys() != self.end.keys():
+            raise RunDirectoryError("epochs and minibatches, or the policy before and after the round, do not fit")
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.records):
+            raise RunDirectoryError("a minibatch names a record that is not there")
 
     def __repr__(self) -> str:
         return (

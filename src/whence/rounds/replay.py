@@ -18,8 +18,7 @@ from whence.policies import COLUMNS, ModuleView, Params, PolicyView, as_view, ch
 from whence.records import RecordBatch
 from whence.rounds import optimizers
 from whence.rounds.identity import check_collected, check_modes, check_policy
-from whence.rounds.numerics import safe_divisor, safe_sqrt
-from whence.rounds.optimizers import State
+from whence.rounds.optimizers import State, safe_sqrt
 from whence.rounds.recording import RoundRecording
 from whence.targets import Target, as_target, target_name
 from whence.trees import Tree, map_tree, take
@@ -204,7 +203,7 @@ def minibatch_loss(
     Advantages are normalised by the weighted mean `sum(w a) / sum(w)` and variance
     `sum(w (a - mean)^2) / (sum(w) - 1)`, as a minibatch without the records of weight 0 would be.
     """
-    return -(weights * objective_values(round, params, minibatch, weights)).sum() / safe_divisor(weights.sum())
+    return -(weights * objective_values(round, params, minibatch, weights)).sum() / _safe_divisor(weights.sum())
 
 
 def objective_values(
@@ -225,11 +224,16 @@ def normalise_advantages(advantages: Float[Tensor, " b"], weights: Float[Tensor,
     leaves its advantage as it is.
     """
     total = weights.sum()
-    mean = (weights * advantages).sum() / safe_divisor(total)
+    mean = (weights * advantages).sum() / _safe_divisor(total)
     enough = total > 1
     degrees_of_freedom = torch.where(enough, total - 1, 1.0)
     deviation = safe_sqrt((weights * (advantages - mean) ** 2).sum() / degrees_of_freedom)
     return torch.where(enough, (advantages - mean) / (deviation + 1e-8), advantages)
+
+
+def _safe_divisor(total: Tensor) -> Tensor:
+    """Return a total to divide by, 1 instead of 0: differentiable where it is 0."""
+    return torch.where(total > 0, total, 1.0)
 
 
 def clip_factor(gradient: Float[Tensor, " p"], max_norm: float) -> Float[Tensor, ""]:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from whence.advantages import gae
 from whence.errors import NonFinite
 from whence.guards import eval_mode
 from whence.llm.base import token_losses as losses
@@ -95,7 +96,7 @@ def make_rollout(
     token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
     if config.whiten_rewards:
         token_rewards = losses.whiten(token_rewards, mask, shift_mean=False)
-    advantages = losses.gae(token_rewards, outputs.value, mask, config.gamma, config.lam)
+    advantages = gae(token_rewards, outputs.value, mask, config.gamma, config.lam)
     rows = make_rows(
         input_ids=responses.input_ids,
         attention_mask=responses.attention_mask,

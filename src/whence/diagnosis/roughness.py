@@ -1,6 +1,9 @@
-"""The similarity graph of a round's records, and how roughly their scores lie on it (LDA §4.2, C.2)."""
+"""Roughness of scores on the graph of similar records, and the phases of its curve over rounds (LDA §4.2, C.2)."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -42,15 +45,14 @@ def link_similar(embeddings: Float[np.ndarray, "n d"], neighbours: int = NEIGHBO
     """
     nodes = np.ascontiguousarray(embeddings, dtype=np.float64)
     count = min(neighbours, len(nodes) - 1)
-    pairs = [_find_nearest(nodes, start, count) for start in range(0, len(nodes) if count > 0 else 0, _ROWS)]
-    first, second, squared = (np.concatenate(parts) for parts in zip(*pairs, strict=True)) if pairs else _NO_EDGES
+    if count < 1:
+        return Graph(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+    pairs = [_find_nearest(nodes, start, count) for start in range(0, len(nodes), _ROWS)]
+    first, second, squared = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     _, once = np.unique(np.minimum(first, second) * len(nodes) + np.maximum(first, second), return_index=True)
     first, second, squared = first[once], second[once], squared[once]
     weights = np.exp(-squared / median_distance(nodes) ** 2)
     return Graph(np.minimum(first, second), np.maximum(first, second), weights)
-
-
-_NO_EDGES = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
 def _find_nearest(
@@ -105,3 +107,69 @@ def permute_roughness(
 ) -> Float[np.ndarray, " p"]:
     """Return the roughness of random permutations of the values over the same nodes."""
     return np.array([compute_roughness(graph, generator.permutation(values)) for _ in range(permutations)])
+
+
+LEAST = 3
+"""Rounds of a phase at least."""
+
+Pattern: TypeAlias = Literal["three phases", "one fall", "no fall"]
+"""What the levels of a curve do: fall twice; end lower than they began, but not by two falls; or neither."""
+
+
+class Segment(NamedTuple):
+    """A stretch of a curve: its first point, the point after its last, and the mean of its values."""
+
+    start: int
+    end: int
+    level: float
+
+
+def split_curve(values: Float[np.ndarray, " n"]) -> list[Segment]:
+    """Return the one to three segments of constant level that fit a curve best, as many as stand out from its noise.
+
+    For each number of segments the sum of squares is the smallest there is, over all places to split at. Among these
+    numbers, n·log(sum of squares/n) + 3·log(n)·segments is the smallest: a further segment costs its level and its
+    place, which is searched for (the leading terms of Zhang and Siegmund's modified BIC, Biometrics 2007).
+
+    Args:
+        values: (n,) finite; without any there is no segment.
+    """
+    curve = np.asarray(values, np.float64)
+    n = len(curve)
+    if n == 0:
+        return []
+    costs = _measure_costs(curve)
+    whole = float(((curve - curve.mean()) ** 2).sum())
+    two = costs[0] + costs[:, n]
+    three = (costs[0][:, None] + costs) + costs[:, n]
+    first, second = (int(place) for place in np.unravel_index(three.argmin(), three.shape))
+    fits = [
+        (whole, [0, n]),
+        (float(two.min()), [0, int(two.argmin()), n]),
+        (float(three.min()), [0, first, second, n]),
+    ]
+    # Fits closer than rounding errors of the whole curve count as equally close.
+    penalised = [
+        (n * math.log(max(squares, 1e-9 * whole, 1e-300) / n) + 3 * math.log(n) * (len(bounds) - 1), bounds)
+        for squares, bounds in fits
+        if math.isfinite(squares)
+    ]
+    _, bounds = min(penalised)
+    return [Segment(a, b, float(curve[a:b].mean())) for a, b in pairwise(bounds)]
+
+
+def _measure_costs(curve: Float[np.ndarray, " n"]) -> Float[np.ndarray, "n1 n1"]:
+    """Return the sum of squares about the mean of curve[i:j] at [i, j]; infinite if that is too short."""
+    centred = curve - curve.mean()
+    sums, squares = (np.concatenate([[0.0], np.cumsum(part)]) for part in (centred, centred**2))
+    lengths = np.arange(len(sums)) - np.arange(len(sums))[:, None]
+    means = (sums - sums[:, None]) / np.maximum(lengths, 1)
+    costs = squares - squares[:, None] - means**2 * lengths
+    return np.where(lengths >= LEAST, np.maximum(costs, 0.0), np.inf)
+
+
+def name_pattern(levels: Sequence[float]) -> Pattern:
+    """Return what the levels of a curve's segments do; see `Pattern`."""
+    if len(levels) == 3 and levels[0] > levels[1] > levels[2]:
+        return "three phases"
+    return "one fall" if levels[-1] < levels[0] else "no fall"

@@ -5,7 +5,6 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from whence.errors import ReplayError, WhenceError, suggest
 from whence.experiments.rl.continuations import OnRecord, estimate_advantages
@@ -13,7 +12,6 @@ from whence.experiments.rl.rebuilding import AnyEnv
 from whence.experiments.rl.stored import load_round, score_round
 from whence.heuristics import has_single_actions, measure_by_visits, number_states
 from whence.influence import SIGNIFICANT
-from whence.records import RecordBatch
 from whence.runs import RunDirectory
 
 Measure: TypeAlias = Literal["auto", "visits", "rollouts"]
@@ -174,7 +172,8 @@ def measure_visits(run: RunDirectory, number: int, *, env: AnyEnv = None, least:
     if least > 0 and not any(name.split(".")[0] == "observation" for name in stored):
         return None
     _, records = load_round(run, number, env=env)
-    if least > 0 and not _can_repeat(records):
+    needed = (records.rewards, records.values, records.episode_starts, records.env_index)
+    if least > 0 and not (has_single_actions(records) and all(column is not None for column in needed)):
         return None
     visited = measure_by_visits(records)
     if least == 0 and len(np.unique(number_states(records))) == len(records):
@@ -184,19 +183,15 @@ def measure_visits(run: RunDirectory, number: int, *, env: AnyEnv = None, least:
         )
     if np.median(visited.visits) < least:
         return None
+    rounding = ROUNDING * float(np.abs(np.concatenate([visited.advantages, visited.values])).max(initial=0.0))
     return pl.DataFrame(
         {
             "record_id": records.ids.numpy(),
-            "mc_advantage": _round_to_zero(visited.advantages, visited.values),
+            "mc_advantage": np.where(np.abs(visited.advantages) <= rounding, 0.0, visited.advantages),
             "mc_error": visited.errors,
             "mc_value": visited.values,
         }
     ).with_columns(pl.col("mc_error").fill_nan(None), mc_value_error=pl.lit(None, pl.Float64))
-
-
-def _can_repeat(records: RecordBatch) -> bool:
-    needed = (records.rewards, records.values, records.episode_starts, records.env_index)
-    return has_single_actions(records) and all(column is not None for column in needed)
 
 
 def compare_signs(judged: pl.DataFrame) -> pl.DataFrame:
@@ -206,10 +201,3 @@ def compare_signs(judged: pl.DataFrame) -> pl.DataFrame:
         mismatch=measured.sign() != pl.col("advantage").cast(pl.Float64).sign(),
         certain=measured.abs() > SIGNIFICANT * pl.col("mc_error"),
     )
-
-
-def _round_to_zero(advantages: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return advantages with 0 where they are no more than rounding beside the largest number that they come of."""
-    largest = float(np.abs(np.concatenate([advantages, values])).max(initial=0.0))
-    rounded: NDArray[np.float64] = np.where(np.abs(advantages) <= ROUNDING * largest, 0.0, advantages)
-    return rounded

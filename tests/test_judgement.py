@@ -1,7 +1,5 @@
 """Judged advantages: which records, by what, and what is said of them; on the map; by the command."""
 
-import json
-
 import gymnasium as gym
 import numpy as np
 import polars as pl
@@ -13,18 +11,15 @@ from test_explorer import plain, table_of
 from toys import Toy
 from whence import InvalidRecords, ReplayError, WhenceError
 from whence.diagnosis import judge_advantages, summarise_judgement
-from whence.diagnosis.advantages import compare_signs, draw_by_score, place_in_bands
 from whence.diagnosis.agreement import (
-    calibrate_critic,
     compare_bands,
     describe_verdict,
-    group_mismatches,
     partial_spearman,
 )
 from whence.diagnosis.grid_map import map_extremes
+from whence.diagnosis.judgement import compare_signs, draw_by_score, place_in_bands
 from whence.page.explorer import ExploredRun, build_round
 from whence.runs import RunDirectory
-from whence.sb3.episodes.episode_replay import play_again, read_episode
 
 
 @pytest.fixture(scope="module")
@@ -163,20 +158,6 @@ class TestJudgement:
         with pytest.raises(InvalidRecords, match="discrete actions"):
             judge_advantages(box, 1, measure="visits", env=lambda: Toy(action="box"))
 
-    def test_visits_of_states_that_never_repeat_give_no_figures(self, tmp_path):
-        cart = train(tmp_path / "cart", env="CartPole-v1", n_steps=64)
-        assert judge_advantages(cart, 1, records=2, continuations=2)["measured"][0] == "rollouts"
-        with pytest.raises(WhenceError, match=r"No state occurs twice in round 1 of .*cart, .*--measure rollouts"):
-            judge_advantages(cart, 1, measure="visits")
-
-    def test_two_means_of_equal_returns_are_no_difference(self, tmp_path):
-        run = learn(tmp_path / "run", Steady())
-        judged = judge_advantages(run, 1, measure="visits", env=Steady)
-        # Of 64 records the last begins an episode, whose rest is the critic's; all other returns of a step are equal.
-        later = judged.filter(pl.col("step") > 0)
-        assert later["mc_value"].round(3).unique().sort().to_list()[:2] == [0.1, 0.199]
-        assert set(later["mc_advantage"]) == {0.0}
-
     def test_what_cannot_be_judged_is_refused(self, lake, tmp_path):
         with pytest.raises(WhenceError, match="measure is 'visit'"):
             judge_advantages(lake, 2, measure="visit")
@@ -207,14 +188,6 @@ class TestAgreement:
         assert 0.3 < bands["bottom"]["certain"] < 1
         assert (bands["bottom"]["certain_mismatch"], bands["top"]["certain_mismatch"]) == (1, 0)
 
-    def test_the_share_that_size_alone_gives(self):
-        table = judged_table().with_columns(
-            pl.Series("advantage", np.where(np.arange(200) % 2, 1.0, 0.01)),
-            pl.Series("mismatch", np.arange(200) % 2 == 0),
-        )
-        bands = compare_bands(table)
-        assert bands["mismatch"].to_list() == pytest.approx(bands["expected"].to_list())
-
     def test_intervals_resample_episodes(self):
         summary = summarise_judgement(judged_table(), resamples=200)
         assert summary["difference"] == {"mean": 1, "low": 1, "high": 1}
@@ -230,12 +203,6 @@ class TestAgreement:
         single = noisy.with_columns(episode_id=pl.lit(3))
         assert summarise_judgement(single)["difference"]["low"] is None
 
-    def test_the_correlation_is_of_influence_and_is_positive_where_helpful_records_agree(self):
-        table = judged_table().with_columns(pl.col("score").alias("mc_advantage"))
-        summary = summarise_judgement(table, resamples=50)
-        assert summary["spearman"]["mean"] == pytest.approx(1)
-        assert summarise_judgement(table.with_columns(-pl.col("score")), resamples=50)["spearman"]["mean"] < -0.99
-
     def test_a_partial_correlation_by_hand(self):
         generator = np.random.default_rng(0)
         fixed = generator.normal(size=3000)
@@ -244,26 +211,6 @@ class TestAgreement:
         assert partial_spearman(one, one, fixed) == pytest.approx(1)
         assert np.isnan(partial_spearman(one, other, np.ones(3000)))
         assert np.isnan(partial_spearman(one[:1], other[:1], fixed[:1]))
-
-    def test_no_record_says_nothing(self):
-        nothing = {"mean": None, "low": None, "high": None}
-        summary = summarise_judgement(judged_table().clear())
-        assert (summary["records"], summary["measured"], summary["bands"]) == (0, None, [])
-        assert [summary[name] for name in ("difference", "spearman", "partial")] == [nothing] * 3
-
-    def test_the_critic_in_tenths(self):
-        critic = calibrate_critic(judged_table())
-        assert critic["records"].to_list() == [20] * 10
-        assert (critic["mc_value"] - critic["value"]).to_list() == pytest.approx([0.5] * 10)
-        assert critic["value"].is_sorted()
-        assert calibrate_critic(judged_table().drop("value")).is_empty()
-
-    def test_groups(self):
-        table = judged_table().with_columns(action=pl.col("record_id") // 100, step=pl.col("record_id") % 4)
-        groups = group_mismatches(table, "action", labels=["left", "right"])
-        assert groups.select("group", "records", "mismatch").rows() == [("right", 100, 0.4), ("left", 100, 0.0)]
-        assert sorted(group_mismatches(table, "step")["group"]) == ["step 0", "step 1", "steps 2 to 3"]
-        assert group_mismatches(judged_table(), "action").is_empty()
 
 
 class TestMap:
@@ -336,20 +283,6 @@ class TestMap:
         # In MiniGrid a rollout hardly visits a state twice, so that nothing is said of signs.
         assert {arrow["wrong"] for arrow in plain(build_round(ExploredRun(room.path), 2))["map"]["arrows"]} == {None}
 
-    def test_inspection_stops_where_a_replay_differs(self, lake):
-        stored = read_episode(lake, int(lake.round("episodes", 1)["episode_id"][0]))
-        import gymnasium as gym
-
-        def make():
-            return gym.make("FrozenLake-v1", is_slippery=False, render_mode="rgb_array")
-
-        replay = play_again(make, stored, inspect=lambda env: int(env.unwrapped.s))
-        assert list(replay.inspected) == stored.records["observation"].to_list()
-        changed = stored.records.with_columns(observation_digest=pl.col("observation_digest") // 2)
-        from dataclasses import replace
-
-        assert play_again(make, replace(stored, records=changed), inspect=lambda env: 0).inspected == ()
-
 
 class TestCommand:
     def test_the_answer_comes_first(self, lake, whence):
@@ -362,25 +295,6 @@ class TestCommand:
         for title in ("trained (Â) advantages by influence", "The critic's values", "By action", "By step"):
             assert title in out
 
-    def test_several_rounds_as_json(self, lake, whence):
-        code, out, _ = whence("diagnose", lake.path, "--rounds", "1-2", "--json")
-        content = json.loads(out)
-        assert code == 0
-        assert [row["round"] for row in content["rounds"]] == [1, 2]
-        first = content["rounds"][0]
-        assert [band["band"] for band in first["bands"]] == ["top", "middle", "bottom"]
-        assert first["groups"]["action"][0].keys() >= {"group", "mismatch"}
-        assert {row["group"] for row in first["groups"]["action"]} == {"left", "down", "right", "up"}
-        assert first["spearman"].keys() == {"mean", "low", "high"}
-
-    def test_a_sample_by_rollouts_says_so(self, lake, whence):
-        arguments = ("--round", 1, "--measure", "rollouts", "--records", 6, "--continuations", 2)
-        code, out, err = whence("diagnose", lake.path, *arguments)
-        assert code == 0
-        assert "(6 of 1,024 records, judged by fresh rollouts)" in out
-        assert "one each, at random, of equal bands" in out
-        assert "round 1: record 1 of 6" in err
-
     def test_what_is_written(self, lake, whence, tmp_path):
         code, out, _ = whence("diagnose", lake.path, "--rounds", "1,2", "--out", tmp_path / "two.png")
         assert code == 0
@@ -392,23 +306,3 @@ class TestCommand:
         table = pl.read_parquet(tmp_path / "two.parquet")
         assert table["round"].to_list() == [1] * 1024 + [2] * 1024
         assert table.drop("round").tail(1024).equals(judge_advantages(lake, 2))
-
-    def test_a_target_that_is_not_the_return_is_named(self, whence, tmp_path):
-        settings = {"target": "action", "target_args": {"observation": 14, "action": 2}}
-        run = train(tmp_path / "run", preset="lda-code/frozenlake", n_steps=256, rounds=1, **settings)
-        code, out, _ = whence("diagnose", run.path)
-        assert code == 0
-        assert "on the target action here; LDA's is on the return" in out
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (("--rounds", "7"), "Round 7 is not in"),
-            (("--measure", "visit"), "Did you mean visits?"),
-            (("--out", "picture.svg"), "has to end in .png or .parquet"),
-        ],
-    )
-    def test_mistakes(self, lake, whence, arguments, message):
-        code, out, err = whence("diagnose", lake.path, *arguments)
-        assert (code, out) == (2, "")
-        assert message in err

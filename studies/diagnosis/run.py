@@ -26,8 +26,8 @@ from rich.progress import track
 
 from studies.stored import round_numbers
 from whence import experiments
-from whence.diagnosis.advantages import compare_signs, judge_advantages
 from whence.diagnosis.agreement import calibrate_critic, summarise_judgement
+from whence.diagnosis.judgement import compare_signs, judge_advantages
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rowfile import put_row, read_rows
 from whence.runs import RunDirectory

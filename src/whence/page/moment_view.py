@@ -221,7 +221,4 @@ def _replay(
         return {}, f"No frames: {missing}"
     if replay.mismatch is not None:
         return {}, f"No frames: the replay differs from the run. {replay.mismatch}"
-    if replay.frames_note is not None:
-        return replay.frames, replay.frames_note
-    note = "Frames are drawn from the stored observations." if replay.source != "replayed" else None
-    return replay.frames, note
+    return replay.frames, replay.frames_note

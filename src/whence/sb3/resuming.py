@@ -11,7 +11,7 @@ from whence.runs.checkpoints import list_checkpoints
 from whence.sb3.base.model_description import describe
 from whence.sb3.callback import InfluenceCallback
 from whence.sb3.checkpoint.building import build_model, build_rule
-from whence.sb3.checkpoint.model_state import load_model
+from whence.sb3.checkpoint.restore import load_model
 from whence.selection import SelectionRule
 from whence.targets import Return, Target, target_name
 

@@ -36,7 +36,6 @@ from whence.sb3.base.model_tensors import load_tensors, named_tensors
 from whence.sb3.base.objective import model_objective
 from whence.sb3.checkpoint.building import read_settings
 from whence.sb3.episodes.episode_replay import EpisodeReplay, Frames, play_again, read_episode
-from whence.sb3.episodes.frames_from_states import draw_episode
 from whence.targets import Return
 
 
@@ -266,8 +265,7 @@ def replay_episode(
     """Play an episode of a run again, check it bit for bit against what was stored, and draw steps of it.
 
     The episode begins from its environment's stored generator state, and takes the stored actions. Episodes without
-    such a state, as EnvPool's, are drawn from their observations where the state follows from these. Global random
-    generators are left as they are.
+    such a state, as EnvPool's, cannot be played again. Global random generators are left as they are.
 
     Args:
         run: the run, or its directory.
@@ -283,8 +281,6 @@ def replay_episode(
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     stored = read_episode(run, episode)
     make_env = make_replay_env(run, env)
-    if stored.generator_state is None and run.experiment.get("collect_with") == "envpool":
-        return draw_episode(make_env, stored, frames=frames, last_step=last_step)
     return play_again(
         make_env,
         stored,

@@ -165,8 +165,6 @@ def pick_frames(replay: EpisodeReplay, step: int, steps: list[int], **encoding: 
     """Return the frames of a replay around a step, in JSON types, with the replay's own reservations."""
     shown = [at for at in steps if at in replay.frames]
     note = replay.mismatch or replay.frames_note
-    if replay.source != "replayed" and note is None:
-        note = f"Frames are {replay.source}."
     if step not in shown:
         return Frames(None, note or "The replay ended before this step.")
     images, width, height = encode_frames([replay.frames[at] for at in shown], **encoding)

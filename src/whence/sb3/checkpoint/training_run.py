@@ -1,5 +1,6 @@
 """What `InfluenceCallback` keeps on disk: the rounds of a training, and checkpoints to go on from."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from whence.runs.writer import RunWriter, Seconds
 from whence.sb3.base.model_description import describe, library_versions
 from whence.sb3.base.model_tensors import named_tensors
 from whence.sb3.checkpoint.restore import check_goes_on, read_training, restore_training, warn_if_inexact
-from whence.sb3.checkpoint.round_files import note_policy_interval, write_round
 from whence.sb3.episodes.resets import ResetTracker
 
 
@@ -89,8 +89,20 @@ class TrainingRun:
             self._differences = None
 
     def write_round(self, number: int, records: pl.DataFrame, model: Any) -> None:
-        """Write a round before its training: records, episodes and the policy; see `round_files.write_round`."""
-        write_round(self.directory, number, records, self.tracker, model)
+        """Write a round before its training: records with digests of their observations, episodes, and the policy.
+
+        Args:
+            number: the round, from 1.
+            records: a row for each record, in the order of the flattened buffer.
+            model: the model, not yet trained on the round.
+        """
+        digests = pl.Series("observation_digest", self.tracker.take_digests(), dtype=pl.UInt64)
+        if digests.count():
+            records = records.with_columns(digests)
+        self.directory.write_round("records", number, records)
+        self.directory.write_round("episodes", number, _list_episodes(records, self.tracker))
+        if (number - 1) % self.directory.notes.get(POLICIES_EVERY, 1) == 0:
+            self.directory.write_policy(number, named_tensors(model.policy))
 
     def write_recording(self, recording: RoundRecording) -> None:
         """Write what a round's training did."""
@@ -131,3 +143,26 @@ class TrainingRun:
             self._save_checkpoint(number, model, callback)
         self.tracker.unwrap()
         self._writer.end()
+
+
+POLICY_BYTES = 2**29
+"""Bytes that a run's policies may take; of larger ones, those of every second round are kept, or of fewer."""
+
+
+def note_policy_interval(run: RunDirectory, model: Any) -> None:
+    """Note in a run that begins how many rounds lie between the policies it keeps, so that they fit `POLICY_BYTES`.
+
+    Args:
+        run: the directory, without a round.
+        model: the model, whose total of steps is known.
+    """
+    size = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(model.policy).values())
+    rounds = math.ceil(model._total_timesteps / (model.n_steps * model.n_envs))
+    run.note(**{POLICIES_EVERY: max(1, math.ceil(size * rounds / POLICY_BYTES))})
+
+
+def _list_episodes(records: pl.DataFrame, resets: ResetTracker) -> pl.DataFrame:
+    """Return a row for each episode that began in a round, with the generator state before its reset."""
+    episodes = records.filter("episode_start").select("episode_id", "env_index")
+    states = [resets.take_state(env) for env in episodes["env_index"]]
+    return episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))

@@ -41,7 +41,7 @@ class StoredEpisode:
 
 @dataclass(frozen=True)
 class EpisodeReplay:
-    """An episode that was played again, or drawn from what was stored of it.
+    """An episode that was played again.
 
     Attributes:
         episode_id: its number in the run.
@@ -52,7 +52,6 @@ class EpisodeReplay:
         frames: (height, width, 3) uint8 by step, for the steps asked for.
         mismatch: None if every observation equals the stored one bit for bit; otherwise a sentence that says at which
             step they part and what to do. There are no frames from that step on.
-        source: "replayed", or "drawn from the observation".
         terminated: whether the last action ended the episode.
         truncated: whether the episode was cut off after the last action.
         frames_note: why frames that were asked for are missing; None if none is.
@@ -66,7 +65,6 @@ class EpisodeReplay:
     rewards: NDArray[np.float64]
     frames: dict[int, NDArray[np.uint8]]
     mismatch: str | None
-    source: str
     terminated: bool
     truncated: bool
     frames_note: str | None = None
@@ -155,8 +153,8 @@ def play_again(
     if stored.generator_state is None:
         raise ReplayError(
             f"No generator state was noted before episode {stored.episode_id} was reset, so it cannot be played again. "
-            "Wrap each environment in whence.sb3.RecordResets where it is made: SubprocVecEnv([lambda: "
-            "RecordResets(make())]); a DummyVecEnv needs nothing."
+            "EnvPool tells none: collect with Gymnasium (--set collect_with=gymnasium). In a script, wrap each "
+            "environment in whence.sb3.RecordResets where it is made; a DummyVecEnv needs nothing."
         )
     records = stored.records if last_step is None else stored.records.head(last_step + 1)
     wanted = set(range(len(records))) if frames == "all" else set(frames)
@@ -190,7 +188,6 @@ def play_again(
         rewards,
         pictures,
         mismatch,
-        "replayed",
         bool(terminated),
         bool(truncated),
         note,

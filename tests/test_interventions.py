@@ -442,26 +442,6 @@ class TestCommand:
         assert "Mean change" not in result.output
         assert "In brackets" not in result.output
 
-    def test_the_figure(self, run, monkeypatch):
-        figures = []
-        monkeypatch.setattr(
-            "plotly.graph_objects.Figure.to_image", lambda figure, format: figures.append(figure) or b"<svg/>"
-        )
-        file = run / "out" / "changes.svg"
-        result = whence("intervene", run, "--test-episodes", 2, "--figure", file)
-        assert result.exit_code == 0, result.output
-        assert f"Figure:  {file}" in result.output
-        assert file.read_bytes() == b"<svg/>"
-        assert [len(box.y) for box in figures[0].data] == [2, 2]
-
-        def missing(*_, **__):
-            raise RuntimeError("Kaleido requires Google Chrome to be installed.")
-
-        monkeypatch.setattr("plotly.graph_objects.Figure.to_image", missing)
-        failed = whence("intervene", run, "--test-episodes", 2, "--figure", file)
-        assert "changes.svg cannot be drawn: Kaleido requires" in str(failed.exception)
-        assert "leave --figure out. The numbers are written." in str(failed.exception)
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -471,8 +451,6 @@ class TestCommand:
             (["--target", "action", "--record", "0"], "--record is of one round, and 2 are asked for"),
             (["--target", "action"], "The target action needs --record ID"),
             (["--target", "retrun"], "The target 'retrun' is unknown. Did you mean return?"),
-            (["--figure", "a.png"], "--figure is a.png; its name has to end in .svg"),
-            (["--figure", "a.svg", "--where", "action = 1"], "--figure draws .* which --where replaces"),
         ],
     )
     def test_what_is_refused(self, run, options, message):

@@ -302,7 +302,7 @@ class TestCommand:
         with Image.open(tmp_path / "two.png") as picture:
             assert picture.size == (1500, 840)
             assert len(picture.getcolors(1 << 20)) > 100
-        code, out, _ = whence("diagnose", lake.path, "--rounds", "1,2", "--out", tmp_path / "two.parquet")
+        whence("diagnose", lake.path, "--rounds", "2", "--out", tmp_path / "two.parquet")
         table = pl.read_parquet(tmp_path / "two.parquet")
-        assert table["round"].to_list() == [1] * 1024 + [2] * 1024
-        assert table.drop("round").tail(1024).equals(judge_advantages(lake, 2))
+        assert table["round"].to_list() == [2] * 1024
+        assert table.drop("round").equals(judge_advantages(lake, 2))

@@ -294,7 +294,7 @@ class TestRun:
         assert table.height == 8
         assert ("score" in table.columns) == (arm == "ippo")
         assert metrics["kept"][1] == table["keep"].sum()
-        assert directory.answered_rounds() == [0, 1, 2]
+        assert directory.rounds("answers") == [0, 1, 2]
         assert directory.round("answers", 2).columns == ["prompt", "response", "reward"]
         rewards = [float(check(row["prompt"], row["response"]).right) for row in table.iter_rows(named=True)]
         assert table["reward"].to_list() == rewards

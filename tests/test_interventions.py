@@ -349,7 +349,7 @@ class TestCommand:
         rows = json.loads((run / "interventions" / "round_00003.json").read_text())["rows"]
         directory = RunDirectory.open(run)
         model, records = load_round(directory, 3)
-        recording = RoundRecording.load(directory.recording_path(3))
+        recording = RoundRecording.load(directory.round_path("recordings", 3))
         scores = attribute(model.policy, records, target=Return(), objective=model_objective(model))
         assert rows[1]["kept"] == int((scores.scores >= 0).sum())
         orders, tests = np.random.SeedSequence([5, 3]).generate_state(2)

@@ -56,9 +56,9 @@ class TestAnswers:
         assert metrics[0] == metrics[1]
         assert same(*states)
         run = RunDirectory.open(tmp_path / "with")
-        assert run.answered_rounds() == [0, 1, 2]
+        assert run.rounds("answers") == [0, 1, 2]
         assert run.round("answers", 0)["prompt"].to_list() == ["a b", "f"]
-        assert RunDirectory.open(tmp_path / "without").answered_rounds() == []
+        assert RunDirectory.open(tmp_path / "without").rounds("answers") == []
 
     def test_the_first_are_the_start_models_and_the_last_the_trained_ones(self, tmp_path):
         trainer = make_trainer(tmp_path, sample_prompts=["ab", "f"], eval_every=2, learning_rate=0.1)
@@ -70,14 +70,14 @@ class TestAnswers:
         end = answer_prompts(
             trainer.model.language_model, trainer.tokenizer, trainer.sample_prompts, vowels, trainer.config
         )
-        assert run.answered_rounds() == [0, 2]
+        assert run.rounds("answers") == [0, 2]
         assert run.round("answers", 0).equals(start)
         assert run.round("answers", 2).equals(end)
         assert not start.equals(end)
 
     def test_a_training_without_evaluations_answers_nothing(self, tmp_path):
         make_trainer(tmp_path, sample_prompts=["ab"], eval_every=0).train()
-        assert RunDirectory.open(tmp_path).answered_rounds() == []
+        assert RunDirectory.open(tmp_path).rounds("answers") == []
 
     def test_too_many_prompts_are_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(answers, "MOST_ANSWERS", 2)

@@ -474,7 +474,7 @@ def list_results(folder):
     """Return what a run directory holds that does not depend on time."""
     run = RunDirectory.open(folder)
     tables = {name: run.table(name).to_dict(as_series=False) for name in ("metrics", "evaluations")}
-    for name, numbers in (("records", run.rounds()), ("answers", run.answered_rounds())):
+    for name, numbers in (("records", run.rounds()), ("answers", run.rounds("answers"))):
         tables |= {(name, number): run.round(name, number).to_dict(as_series=False) for number in numbers}
     return tables | {"timed": run.table("timings")["round"].to_list()}
 

@@ -80,7 +80,7 @@ def edit(key, name, value):
     ],
 )
 def test_a_recording_whose_parts_do_not_fit(run, change, message):
-    path = run.recording_path(1)
+    path = run.round_path("recordings", 1)
     assert RoundRecording.load(path).number == 1
     rewrite(path, change)
     with pytest.raises(RunDirectoryError, match=message):

@@ -383,7 +383,7 @@ class TestResume:
             resume(tmp_path, monitored(Walk), recordings=[4])
         model, _ = resume(tmp_path, monitored(Walk))
         model.learn(total(model), callback=InfluenceCallback(IIF(0.5), run=tmp_path, recordings=[4]))
-        assert RunDirectory.open(tmp_path).recording_path(4).exists()
+        assert RunDirectory.open(tmp_path).round_path("recordings", 4).exists()
 
     def test_schedules_are_asked_for(self, tmp_path):
         whole = train(MODELS["schedule"], tmp_path / "whole")
@@ -618,7 +618,7 @@ class TestFiles:
         run = RunDirectory.open(tmp_path)
         every = -(-size * ROUNDS // 1500)
         assert run.notes["policies_every"] == every > 1
-        assert run.policies() == [*range(1, ROUNDS + 1, every), ROUNDS + 1]
+        assert run.rounds("policies") == [*range(1, ROUNDS + 1, every), ROUNDS + 1]
         with pytest.raises(RunDirectoryError, match=rf"keeps the policy of one round in {every}, to save space"):
             run.policy(2)
 

@@ -601,7 +601,7 @@ def test_resume_forgets_what_came_later(tmp_path):
     (tmp_path / "run" / "records" / ".round_00004.parquet.4711.tmp").write_text("half")
     longer = {"seed": 1, "rounds": 5, "ppo": {"gamma": 0.5, "save_every": 2}}
     again = RunDirectory.resume(tmp_path / "run", longer, rounds=2, may_change=["rounds", "ppo.save_every"])
-    assert again.rounds() == again.answered_rounds() == [1, 2]
+    assert again.rounds() == again.rounds("answers") == [1, 2]
     assert len(list((tmp_path / "run" / "records").iterdir())) == 2  # nor what a killed process left
     again.append("metrics", {"round": 3})
     assert again.table("metrics")["round"].to_list() == [1, 2, 3]

@@ -105,7 +105,7 @@ def test_rounds_are_recorded_where_asked(lake: Path, tmp_path: Path) -> None:
     assert whence(*asked, "1,2").exit_code == 0
     run = RunDirectory.open(tmp_path / "run")
     model, records = load_round(run, 2)
-    recording = RoundRecording.load(run.recording_path(2))
+    recording = RoundRecording.load(run.round_path("recordings", 2))
     assert torch.equal(recording.records.log_probs, records.log_probs)
     scores = attribute_round(model.policy, recording, target=Return()).scores
     assert len(scores) == 64

@@ -120,7 +120,7 @@ def find_rigged(name: str, records: pl.DataFrame) -> Bools:
 
 def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int]:
     """Return states of the trained policy's rollouts in which the tic would pay, at most `STATES`, and their count."""
-    model = load_model(directory, directory.policies()[-1])
+    model = load_model(directory, directory.rounds("policies")[-1])
     env = make_replay_env(directory)()
     states = []
     with preserve_rng_state():
@@ -142,7 +142,7 @@ def measure_tic(directory: RunDirectory, states: NDArray[Any], action: int) -> l
     """Return the mean probability of the tic in some states under the first policy and under the last."""
     model = load_model(directory, 1)
     probabilities = []
-    for number in (1, directory.policies()[-1]):
+    for number in (1, directory.rounds("policies")[-1]):
         load_policy(directory, number, model)
         with torch.no_grad():
             distribution: Any = model.policy.get_distribution(torch.as_tensor(states)).distribution

@@ -132,7 +132,7 @@ def _choose_rounds(directory: RunDirectory, text: str | None) -> list[int]:
     Raises:
         RunDirectoryError: no round was recorded, or not one that the option names.
     """
-    if not (recorded := directory.recorded_rounds()):
+    if not (recorded := directory.rounds("recordings")):
         raise RunDirectoryError(
             f"No round of {directory.path} was recorded. Train into another directory with --record-rounds 5,20 or "
             "--record-rounds 10-150:10."

@@ -140,7 +140,7 @@ def find_behaviours(run: RunDirectory, count: int = 1, *, env: AnyEnv = None) ->
     Raises:
         WhenceError: there are too few policies, or no action became more probable.
     """
-    numbers, rounds = run.policies(), run.rounds()
+    numbers, rounds = run.rounds("policies"), run.rounds()
     if len(numbers) < 3 or not rounds:
         raise WhenceError(
             f"{run.path} holds {len(numbers)} policies; at least 3 are needed to see what rose. Train further rounds."

@@ -124,7 +124,11 @@ def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -
     if method not in METHODS:
         raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
-    missing = [number for number in numbers if not run.recording_path(number).exists()] if method in RECORDED else []
+    missing = (
+        [number for number in numbers if not run.round_path("recordings", number).exists()]
+        if method in RECORDED
+        else []
+    )
     if missing:
         raise RunDirectoryError(
             f"method={method!r} needs recordings, and {len(missing)} of {len(numbers)} rounds of {run.path} have none, "
@@ -159,7 +163,7 @@ def _make_score(
 def _score_recording(
     run: RunDirectory, number: int, table: pl.DataFrame, model: Any, target: Action, method: str
 ) -> NDArray[np.float64]:
-    recording = RoundRecording.load(run.recording_path(number))
+    recording = RoundRecording.load(run.round_path("recordings", number))
     influence: Any = attribute_round(model.policy, recording, target=target, method=method)
     order = torch.argsort(influence.record_ids)
     places = np.searchsorted(influence.record_ids[order].numpy(), table["record_id"].to_numpy())
@@ -239,7 +243,7 @@ def _make_similarity(
             f"method={method!r} asks whether actions are the same, and those of {run.path} are continuous. Take "
             "method='raw'."
         )
-    load_policy(run, run.policies()[-1], model)
+    load_policy(run, run.rounds("policies")[-1], model)
     read = read_hidden if method == HIDDEN else read_observed
     places = np.linspace(0, len(numbers) - 1, min(len(numbers), SAMPLED_ROUNDS)).round().astype(int)
     sample = [

@@ -156,7 +156,7 @@ def play_episode(
 
 
 def _list_policies(run: RunDirectory) -> list[int]:
-    if not (numbers := run.policies()):
+    if not (numbers := run.rounds("policies")):
         raise RunDirectoryError(f"{run.path} holds no policies, so nothing can be asked about. Train again.")
     return numbers
 

@@ -140,7 +140,7 @@ def trace_phases(
         WhenceError: there are no rounds, or `neighbours` or `permutations` is below 1.
         RunDirectoryError: a round or a policy is missing, or cannot be built again.
     """
-    numbers, policies = run.rounds(), set(run.policies())
+    numbers, policies = run.rounds(), set(run.rounds("policies"))
     if not numbers or not policies:
         raise WhenceError(f"{run.path} holds no rounds, or no policies, yet. Train at least one round into it.")
     for name, value in (("neighbours", neighbours), ("permutations", permutations)):

@@ -62,7 +62,7 @@ def read_answers(runs: Mapping[str, RunDirectory], notes: list[str]) -> ShownAns
     tables: dict[str, pl.DataFrame] = {}
     start: pl.DataFrame | None = None
     for name, run in runs.items():
-        rounds = run.answered_rounds()
+        rounds = run.rounds("answers")
         if len(rounds) < 2 or rounds[0] != 0:  # trained models are compared with the start model
             continue
         failure = f"Answers of {name} cannot be shown"

@@ -40,6 +40,12 @@ Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
 PerRound: TypeAlias = Literal["records", "episodes", "answers"]
 """Tables that a round has one of. Answers to sample prompts follow a round; those of round 0 are the start model's."""
 
+RoundTensors: TypeAlias = Literal["policies", "recordings"]
+"""Tensors that a round has: of the policy that collected it, and of what its optimisation did, see `RoundRecording`.
+
+The policy with the number after the last round is the trained one.
+"""
+
 
 @dataclass(eq=False)
 class RunDirectory:
@@ -308,16 +314,12 @@ class RunDirectory:
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
-        with self._write_file(self.policy_path(number)) as temporary:
+        with self._write_file(self.round_path("policies", number)) as temporary:
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
-
-    def recording_path(self, number: int) -> Path:
-        """Return the path of round `number`'s recording; see `whence.RoundRecording`."""
-        return self.path / "recordings" / f"round_{number:05d}.safetensors"
 
     def table(self, name: Table) -> pl.DataFrame:
         """Read a table; it is empty if nothing was written yet."""
-        return self._read(self.path / f"{name}.parquet", missing_ok=True)
+        return self._read(path) if (path := self.path / f"{name}.parquet").exists() else pl.DataFrame()
 
     def round(self, name: PerRound, number: int) -> pl.DataFrame:
         """Read one round's records, episodes or answers.
@@ -327,28 +329,25 @@ class RunDirectory:
         """
         return self._read(self.round_path(name, number))
 
-    def round_path(self, name: PerRound, number: int) -> Path:
-        """Return the path of one round's records, episodes or answers, whether it is there or not."""
-        return self.path / name / f"round_{number:05d}.parquet"
-
-    def policy_path(self, number: int) -> Path:
-        """Return the path of the policy that collected round `number`, whether it is there or not."""
-        return self.path / "policies" / f"round_{number:05d}.safetensors"
+    def round_path(self, name: PerRound | RoundTensors, number: int) -> Path:
+        """Return the path of a file of one round, whether it is there or not."""
+        return self.path / name / f"round_{number:05d}.{'safetensors' if name in get_args(RoundTensors) else 'parquet'}"
 
     def policy(self, number: int) -> dict[str, Tensor]:
         """Read the policy that collected round `number`."""
-        path, every = self.policy_path(number), self.notes.get(POLICIES_EVERY, 1)
+        path, every = self.round_path("policies", number), self.notes.get(POLICIES_EVERY, 1)
         if every > 1 and not path.exists():
             raise RunDirectoryError(
                 f"{path} is not there: {self.path} keeps the policy of one round in {every}, to save space. Take "
-                f"one of the rounds {', '.join(map(str, self.policies()[:4]))}, ..."
+                f"one of the rounds {', '.join(map(str, self.rounds('policies')[:4]))}, ..."
             )
         self._check_exists(path)
         return read_tensor_file(path, RunDirectoryError)[1]
 
-    def rounds(self) -> list[int]:
-        """List the rounds whose records were written."""
-        return self._numbers("records", "parquet")
+    def rounds(self, name: PerRound | RoundTensors = "records") -> list[int]:
+        """List the rounds of which there are records, or other files."""
+        matches = (_ROUND.fullmatch(file.stem) for file in (self.path / name).glob("round_*.*"))
+        return sorted(int(match[1]) for match in matches if match)
 
     def require_rounds(self, numbers: Collection[int] = ()) -> list[int]:
         """List the rounds whose records were written, at least one.
@@ -372,25 +371,7 @@ class RunDirectory:
             )
         return rounds
 
-    def answered_rounds(self) -> list[int]:
-        """List the rounds after which sample prompts were answered; 0: before the first."""
-        return self._numbers("answers", "parquet")
-
-    def policies(self) -> list[int]:
-        """List the rounds whose policy was written; the one after the last round is the trained policy's."""
-        return self._numbers("policies", "safetensors")
-
-    def recorded_rounds(self) -> list[int]:
-        """List the rounds whose optimisation was recorded."""
-        return self._numbers("recordings", "safetensors")
-
-    def _numbers(self, folder: str, suffix: str) -> list[int]:
-        matches = (_ROUND.fullmatch(file.stem) for file in (self.path / folder).glob(f"*.{suffix}"))
-        return sorted(int(match[1]) for match in matches if match)
-
-    def _read(self, path: Path, *, missing_ok: bool = False) -> pl.DataFrame:
-        if missing_ok and not path.exists():
-            return pl.DataFrame()
+    def _read(self, path: Path) -> pl.DataFrame:
         self._check_exists(path)
         try:
             return pl.read_parquet(path, glob=False)

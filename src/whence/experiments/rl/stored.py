@@ -160,9 +160,9 @@ def load_recording(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tup
     Raises:
         RunDirectoryError: the round was not recorded; or see `load_round`.
     """
-    path = run.recording_path(number)
+    path = run.round_path("recordings", number)
     if not path.exists():
-        recorded = ", ".join(map(str, run.recorded_rounds())) or "none"
+        recorded = ", ".join(map(str, run.rounds("recordings"))) or "none"
         raise RunDirectoryError(
             f"Round {number} of {run.path} was not recorded. Recorded rounds: {recorded}. Train a run with "
             f"--record-rounds {number}, or InfluenceCallback(recordings=[{number}])."

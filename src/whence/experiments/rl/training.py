@@ -119,7 +119,7 @@ def _check_recordings(config: RunConfig, recordings: Collection[int]) -> None:
 
 
 def _check_recorded(run: RunDirectory, recordings: Collection[int]) -> None:
-    if missing := [number for number in recordings if not run.recording_path(number).exists()]:
+    if missing := [number for number in recordings if not run.round_path("recordings", number).exists()]:
         raise RunDirectoryError(
             f"{run.path} holds this run, finished without a recording of round {missing[0]}. Choose another directory, "
             "or delete this one."
@@ -197,7 +197,7 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     rounds = directory.experiment.get("rounds")
     may_change = ["experiment.rounds"] if isinstance(rounds, int) and rounds < config.rounds else []
     directory.check_same({**directory.config, "experiment": config.to_json()}, but=may_change)
-    if not directory.policy_path(config.rounds + 1).exists():  # written last
+    if not directory.round_path("policies", config.rounds + 1).exists():  # written last
         return False
     if not config.eval_episodes:
         return directory.table("timings").height == config.rounds

@@ -120,7 +120,7 @@ class ExploredRun:
         """
         file = opening.locate_records(self.directory, number)
         records: Round = self.remember(
-            ("round", number), (file, self.directory.policy_path(number)), lambda: self._read_round(number)
+            ("round", number), (file, self.directory.round_path("policies", number)), lambda: self._read_round(number)
         )
         return records
 

@@ -168,7 +168,7 @@ def changes_of(run: ExploredRun, number: int) -> pl.DataFrame:
     Raises:
         WhenceError: the policies are not there or cannot be built again.
     """
-    files = [run.directory.policy_path(each) for each in (number, number + 1)]
+    files = [run.directory.round_path("policies", each) for each in (number, number + 1)]
     table: pl.DataFrame | str = run.remember(("changes", number), files, lambda: _compare_or_refuse(run, number))
     if isinstance(table, str):
         raise RunDirectoryError(table)
@@ -213,7 +213,7 @@ def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, 
     if run.is_language or not records.scored or records.table.is_empty():
         return None
     number = records.number
-    files = [run.directory.round_path("records", number), run.directory.policy_path(number)]
+    files = [run.directory.round_path("records", number), run.directory.round_path("policies", number)]
     try:
         if not run.remember("grid", (), lambda: parts.has_map(run.directory, run.env)):
             return None

@@ -44,7 +44,7 @@ def _describe_lds(run: RunDirectory, number: int) -> tuple[str, str]:
     file = run.path / "counterfactual" / f"round_{number:05d}.json"
     if not file.exists():
         command = f"`whence counterfactual {run.path} --round {number}`"
-        if run.recording_path(number).exists():
+        if run.round_path("recordings", number).exists():
             return "unknown", f"How well these scores predict retraining was not measured. Measure it: {command}"
         return (
             "unknown",

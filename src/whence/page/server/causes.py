@@ -34,8 +34,8 @@ class CauseFinder:
         """
         find_row(run, number, record)
         # New rounds of a run that goes on, or that is trained anew, change the present policy, and with it the answer.
-        policies = run.directory.policies()
-        newest = stamp_file(run.directory.policy_path(policies[-1])) if policies else None
+        policies = run.directory.rounds("policies")
+        newest = stamp_file(run.directory.round_path("policies", policies[-1])) if policies else None
         key = (run.directory.path, tuple(policies), newest, number, record, by)
         if key in self._answers:
             return self._answers[key]

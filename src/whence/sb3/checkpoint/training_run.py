@@ -106,7 +106,7 @@ class TrainingRun:
 
     def write_recording(self, recording: RoundRecording) -> None:
         """Write what a round's training did."""
-        recording.save(self.directory.recording_path(recording.number))
+        recording.save(self.directory.round_path("recordings", recording.number))
 
     def end_round(
         self,

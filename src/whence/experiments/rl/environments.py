@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.wrappers import TransformObservation
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
@@ -59,7 +60,7 @@ def check_environment(config: RunConfig) -> gym.Space[Any]:
 
 def _read_spaces(config: RunConfig, library: str) -> tuple[gym.Space[Any], gym.Space[Any]]:
     """Return the spaces of the observed part and of the actions, in one library's environment."""
-    env = _make_single_pool(config) if library == "envpool" else _make_gymnasium(config)
+    env = make_pool(config.env, config.pool_kwargs, 1, 0) if library == "envpool" else _make_gymnasium(config)
     observations, actions = env.observation_space, env.action_space
     env.close()
     if config.observe is not None:
@@ -74,38 +75,18 @@ def _read_spaces(config: RunConfig, library: str) -> tuple[gym.Space[Any], gym.S
 
 def _check_readable(config: RunConfig, space: gym.Space[Any]) -> None:
     """Refuse observations that no policy of SB3 reads."""
-    parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"": space}
-    unreadable = [name for name, part in parts.items() if not isinstance(part, _READABLE)]
-    if not unreadable:
-        return
-    name = unreadable[0]
-    kind = type(parts[name]).__name__
-    if name == "":
+    parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"observation": space}
+    readable = [name for name, part in parts.items() if isinstance(part, _READABLE)]
+    if unreadable := [name for name in parts if name not in readable]:
+        name = unreadable[0]
+        remedy = "Register the environment with a wrapper that converts it."
+        if readable:
+            images = [other for other in readable if len(parts[other].shape or ()) == 3]
+            remedy = f"Observe one part: --set observe={(images or readable)[0]} (of {', '.join(readable)})."
         raise WhenceError(
-            f"{config.env} observes {space}, and Stable-Baselines3 reads no {kind}. Register the environment with a "
-            "wrapper that makes an array or a Dict of arrays of it, such as gymnasium.wrappers.FlattenObservation."
+            f"{config.env} observes {', '.join(parts)}, and {name} is a {type(parts[name]).__name__}, which "
+            f"Stable-Baselines3 does not read. {remedy}"
         )
-    readable = [other for other in parts if other not in unreadable]
-    images = [other for other in readable if len(parts[other].shape or ()) == 3]
-    remedy = (
-        f"Observe one part: --set observe={(images or readable)[0]} (of {', '.join(readable)})."
-        if readable
-        else "Register the environment with a wrapper that leaves out or converts these parts."
-    )
-    raise WhenceError(
-        f"{config.env} observes {', '.join(parts)}, and {name} is a {kind}, which Stable-Baselines3 does not read. "
-        f"{remedy}"
-    )
-
-
-def _make_single_pool(config: RunConfig) -> Any:
-    """Return a pool of one environment."""
-    try:
-        return make_pool(config.env, config.pool_kwargs, 1, 0)
-    except Unsupported as missing:
-        fields = [name for name in ("collect_with", "evaluate_with") if getattr(config, name) == "envpool"]
-        instead = " ".join(f"--set {name}=gymnasium" for name in fields)
-        raise Unsupported(f"{missing} Or play in Gymnasium's environments: {instead}.") from missing
 
 
 def _make_gymnasium(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
@@ -190,7 +171,10 @@ def make_model_env(config: RunConfig) -> VecEnv:
 def make_env(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
     """Return Gymnasium's environment of a run, which shows the part to observe and names itself when it fails."""
     env = _NameFailures(_make_gymnasium(config, **options), config.env)
-    return env if config.observe is None else _ObservePart(env, config.observe)
+    if (key := config.observe) is None:
+        return env
+    assert isinstance(env.observation_space, gym.spaces.Dict)  # `check_environment` has refused another
+    return TransformObservation(env, lambda observation: observation[key], env.observation_space[key])
 
 
 class _NameFailures(gym.Wrapper[Any, Any, Any, Any]):
@@ -219,22 +203,6 @@ class _NameFailures(gym.Wrapper[Any, Any, Any, Any]):
             f"The environment {self._id!r} fails in {method}: {type(failure).__name__}: {failure}. Its own code raises "
             "this; `whence --debug ...` shows where."
         )
-
-
-class _ObservePart(gym.ObservationWrapper[Any, Any, Any]):
-    """Show one part of a dict observation."""
-
-    def __init__(self, env: gym.Env[Any, Any], key: str) -> None:
-        super().__init__(env)
-        space = env.observation_space
-        if not isinstance(space, gym.spaces.Dict) or key not in space.spaces:
-            parts = ", ".join(space) if isinstance(space, gym.spaces.Dict) else f"a {type(space).__name__}"
-            raise WhenceError(f"There is no part {key!r} to observe; the observations are {parts}.")
-        self.observation_space, self._key = space[key], key
-
-    def observation(self, observation: Any) -> Any:
-        """Return the part."""
-        return observation[self._key]
 
 
 def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> tuple[float, float]:

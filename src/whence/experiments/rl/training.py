@@ -170,17 +170,10 @@ def check_device(name: str) -> None:
         raise WhenceError(
             f"device is {name!r}, which torch does not know. Pass cpu, cuda, cuda:0 or auto (--set device=cpu)."
         ) from None
-    if device.type != "cuda":
-        return
-    if not torch.cuda.is_available():
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         raise WhenceError(
-            f"device is {name!r}, but torch.cuda.is_available() is False with torch {torch.__version__}. Install a "
-            "torch built for CUDA on a machine with a GPU, or train on the CPU: --device cpu, or --set device=cpu."
-        )
-    if (count := torch.cuda.device_count()) <= (device.index or 0):
-        raise WhenceError(
-            f"device is {name!r}, but torch.cuda.device_count() is {count}: they are numbered from 0. Pass cuda:0 for "
-            "the first."
+            f"device is {name!r}, but torch {torch.__version__} finds {count} GPUs, numbered from 0. Train on one of "
+            "them, or on the CPU: --device cpu, or --set device=cpu."
         )
 
 

@@ -289,16 +289,6 @@ class TestStudy:
         surrogate = float((ratio * round.records.advantages).mean())
         assert result.outcomes["recorded"]["surrogate"][0, 3] == pytest.approx(surrogate, rel=1e-4)
 
-    def test_scores_that_are_passed_in_are_not_computed(self, case, monkeypatch):
-        model, recording = case
-        monkeypatch.setattr(lds_module, "compute_scores", None)
-        scores = {"mine": np.arange(64)}
-        result = study(model.policy, recording, target=Return(), count=4, orders=2, scores=scores)
-        assert result.table["score"].unique().to_list() == ["mine"]
-        assert result.scores["mine"].tolist() == list(range(64))
-        with pytest.raises(WhenceError, match=r"The scores 'mine' have shape \(63,\)"):
-            study(model.policy, recording, target=Return(), scores={"mine": np.arange(63)})
-
     def test_subsets_are_of_what_the_round_trained_on(self):
         model = model_of()
         recording = recorded(model, IIF(drop=1.0))

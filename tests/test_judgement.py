@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from test_episode_replay import learn, train
-from test_explorer import plain, table_of
+from test_explorer import table_of
 from toys import Toy
 from whence import InvalidRecords, ReplayError, WhenceError
 from whence.diagnosis import judge_advantages, summarise_judgement
@@ -273,15 +273,6 @@ class TestMap:
         assert build_round(ExploredRun(cart.path), 1)["map"] is None
         unknown = RunDirectory.create(tmp_path / "unknown", {"env": "Nowhere-v0", "algorithm": "PPO"})
         assert map_extremes(unknown, 1, table_of()) is None
-
-    def test_the_page_s_round_holds_it(self, lake, room):
-        shown = plain(build_round(ExploredRun(lake.path), 2))
-        assert shown["notes"][0].startswith("Nothing was scored")
-        assert shown["map"]["cells"][15] == "goal"
-        assert sum(arrow["count"] for arrow in shown["map"]["arrows"] if arrow["side"] == "worst") == 100
-        assert all(0 <= arrow["wrong"] <= 1 for arrow in shown["map"]["arrows"])
-        # In MiniGrid a rollout hardly visits a state twice, so that nothing is said of signs.
-        assert {arrow["wrong"] for arrow in plain(build_round(ExploredRun(room.path), 2))["map"]["arrows"]} == {None}
 
 
 class TestCommand:

@@ -31,7 +31,7 @@ from whence.diagnosis.roughness import (
 )
 from whence.experiments import configure, load_round, run
 from whence.page.explorer import ExploredRun
-from whence.page.html import list_figures, render_runs
+from whence.page.html import list_figures
 from whence.sb3 import InfluenceCallback, model_objective
 
 
@@ -309,21 +309,6 @@ class TestCommand:
         files = list((cart.path / "phases").glob("*.json"))
         assert any(json.loads(file.read_text())["behaviour"]["records"] == [700] for file in files)
 
-    @pytest.mark.parametrize(
-        ("arguments", "words"),
-        [
-            (["--record", 700, "--find", 2], "--find looks for behaviours"),
-            (["--record", 700, "--observation", "[0,0,0,0]"], "not both"),
-            (["--action", 1], "needs --observation and --action"),
-            (["--out", "p.gif"], "end in .png"),
-            (["--record", 99999], "No round of"),
-        ],
-    )
-    def test_what_does_not_go_together_is_refused(self, whence, cart, arguments, words):
-        code, _, err = whence("phases", cart.path, *arguments)
-        assert code == 2
-        assert words in err
-
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 
@@ -354,12 +339,3 @@ class TestPage:
         assert titles[-3:] == [
             f"{kind}: {HOSTILE}" for kind in ("Probability", "Roughness", "Roughness next to chance")
         ]
-
-    def test_damaged_results_are_left_out_with_a_note(self, tmp_path, history):
-        directory = run_of(tmp_path / "run", {"env": "CartPole-v1"}, (1, 2))
-        put_history(directory, history, format="other")
-        (directory.path / "phases" / "b.json").write_text("{")
-        (directory.path / "phases" / "c.json").write_text('{"format": "whence-phases", "version": 1}')
-        text = render_runs([ExploredRun(directory)], mode="served")
-        assert text.count("is not shown") == 3
-        assert "Run whence phases again" in text

@@ -16,7 +16,6 @@ from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
 from whence import IIF, Return, RoundRecording, WhenceError, attribute_round, cli
 from whence.counterfactual import leave_out, removals
 from whence.counterfactual.retrain import retrain
-from whence.counterfactual.scores import MOST
 from whence.rounds import METHODS, replay
 from whence.rounds.replay import open_round
 from whence.sb3.base.sampling import cut_minibatches
@@ -198,28 +197,6 @@ def test_memory_is_checked_before_anything_is_trained(case: Any, monkeypatch: py
     with pytest.raises(WhenceError, match=f"training round 2 {len(kept)} times takes about"):
         leave_out(model.policy, recording, scores, **settings, memory=enough)
     assert spy.calls == []
-
-
-def test_the_command_sees_to_the_memory_of_the_curves_before_the_study(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def whence(*arguments: object) -> Any:
-        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-    studies: list[Any] = []
-    study = command.study
-    monkeypatch.setattr(command, "study", lambda *a, **k: studies.append(study(*a, **k)) or studies[-1])
-    run = tmp_path / "run"
-    lake = ["FrozenLake-v1", "--n-steps", 32, "--batch-size", 16, "--n-epochs", 1, "--selection", "ppo"]
-    assert whence("train", *lake, "--rounds", 1, "--run", run, "--record-rounds", 1).exit_code == 0
-    arguments = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2]
-    assert whence(*arguments).exit_code == 0
-    assert len(studies[0].scores) <= MOST
-    error = whence(*arguments, "--leave-out", "--memory", 1000 / 2**30).exception
-    assert isinstance(error, WhenceError)
-    trainings = 1 + 4 * (2 * (MOST - 1) + 8)  # of a hundredth of 32 records there is none
-    assert f"memory is 1,000 bytes, but training round 1 {trainings} times" in str(error)
-    assert len(studies) == 1
 
 
 def test_the_command_adds_the_curves(tmp_path: Path) -> None:

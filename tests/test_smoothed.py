@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from test_rounds import model_of, recorded
-from whence import IIF, Return, WhenceError, attribute_round
+from whence import Return, WhenceError, attribute_round
 from whence.counterfactual import draw_subsets, reshuffle, retrain
 from whence.counterfactual.outcomes import measure_outcomes
 from whence.engines.memory import measure_bytes
@@ -43,25 +43,6 @@ def test_the_soft_edge_by_hand(advantage, ratio):
     (gradient,) = torch.autograd.grad(value.sum(), outputs.log_prob)
     past = (ratio - 1.2) if advantage > 0 else (0.8 - ratio)
     assert float(gradient) == pytest.approx(advantage * ratio / (1 + np.exp(past / 0.05)), rel=1e-4, abs=1e-6)
-
-
-def test_draws_of_a_round_that_a_rule_filtered():
-    model = model_of(target_kl=1e-4, learning_rate=0.1)
-    recording = recorded(model, IIF(drop=1.0))
-    assert recording.stopped
-    trained = set(torch.cat(list(recording.steps)).tolist())
-    # Records that were read and not stepped on did not train.
-    only_read = set(torch.cat(list(recording.minibatches)).tolist()) - trained
-    assert only_read
-    assert len(trained) < 64 - len(only_read)
-    draws = draw_trainings(open_round(model.policy, recording), 4, 0.5, torch.Generator().manual_seed(0))
-    assert draws.weights.shape == (4, 64)
-    assert draws.weights.sum(dim=1).tolist() == [len(trained) // 2] * 4
-    assert set(draws.weights.any(dim=0).nonzero().flatten().tolist()) <= trained
-    assert {
-        epoch: {*torch.cat([s[1] for s, e in zip(draws.steps, draws.epochs, strict=True) if e == epoch]).tolist()}
-        for epoch in range(3)
-    } == dict.fromkeys(range(3), trained)
 
 
 def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
@@ -223,18 +204,3 @@ def test_an_advantage_far_from_the_others():
     rank = [stats.spearmanr(kept.double().numpy() @ s.double().numpy(), truth).statistic for s in (alike, scores)]
     assert rank[1] > 0.7
     assert rank[1] > rank[0] + 0.1
-
-
-@pytest.mark.parametrize("lost", [0, 29, 40])
-def test_a_short_last_minibatch_joins_the_one_before(gentle, lost):
-    # Among 3 positions just one may have a weight, and the step would then use its raw advantage.
-    model, recording = gentle
-    trained = 67 - 32 if lost == 29 else 64 - lost
-    minibatches = [part[part < trained] for part in recording.minibatches]
-    some = replace(recording, minibatches=minibatches)
-    draws = draw_trainings(open_round(model.policy, some), 2, 0.5, torch.Generator().manual_seed(0))
-    sizes = {0: [32, 32], 29: [35], 40: [24]}[lost]
-    assert [positions.shape[1] for positions in draws.steps] == sizes * 3
-    for row in range(2):
-        of_epoch = torch.cat([draws.steps[number][row] for number in range(len(sizes))])
-        assert sorted(of_epoch.tolist()) == list(range(trained))

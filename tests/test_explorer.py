@@ -2,7 +2,6 @@ import base64
 import gzip
 import json
 import os
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from whence.errors import RunDirectoryError, WhenceError
 from whence.influence import is_significant
-from whence.page import write_run_report
+from whence.moments import find_moment
 from whence.page.explorer import (
     ExploredRun,
     build_detail,
@@ -23,8 +22,9 @@ from whence.page.explorer import (
 )
 from whence.page.explorer import detail as details
 from whence.page.explorer.frames import BEFORE, WIDTH, choose_steps, encode_frames
-from whence.page.explorer.rounds import ROWS, build_strip, changes_of, order_strip
+from whence.page.explorer.rounds import ROWS, build_strip, order_strip
 from whence.page.explorer.trust import describe_trust
+from whence.page.moment_view import pick_frames
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 
@@ -148,22 +148,6 @@ class TestResponses:
         assert all("response" not in one and "tokens" not in one for one in group["responses"])
         assert content["round"]["worst"][0]["text"] == "c"
 
-    @pytest.mark.parametrize(
-        "columns",
-        [
-            {"token_parts": [[0.5], [float("nan"), 1.0], [1.0], None]},
-            {"token_parts": [[0.5], [1.0], [1.0], None]},
-            {"token_parts": ["a", "b", "c", "d"]},
-            {"token_texts": [[1], [1, 2], [3], None]},
-            {"token_texts": [1, 2, 3, 4]},
-        ],
-    )
-    def test_tokens_of_something_else_are_left_out(self, tmp_path, columns):
-        run = run_of(tmp_path / "sums", responses_of(**columns), {"kind": "language"})
-        opened = plain(build_detail(run, 1, 1))
-        assert opened["tokens"] is None
-        assert opened["response"].startswith("</script>")
-
     def test_long_groups_and_long_responses_are_cut(self, tmp_path, monkeypatch):
         monkeypatch.setattr(responses, "GROUP", 2)
         monkeypatch.setattr(responses, "MOST_TOKENS", 1)
@@ -203,10 +187,10 @@ class TestRound:
             calls.append(number)
             raise WhenceError("no such environment")
 
-        monkeypatch.setattr("whence.page.explorer.parts.compare_policies", refuse)
+        monkeypatch.setattr("whence.experiments.rl.changes.compare_policies", refuse)
         for _ in range(2):
             with pytest.raises(RunDirectoryError, match=r"^no such environment$"):
-                changes_of(lake, 1)
+                lake.changes(1)
         assert calls == [1]
 
     def test_a_state_that_changed_is_listed_once(self, lake, monkeypatch):
@@ -215,7 +199,7 @@ class TestRound:
             {"record_id": [4, 8, 9], **numbers, "before": [[0.5, 0.5]] * 3, "after": [[0.9, 0.1]] * 3}
         )
         monkeypatch.setattr(
-            "whence.page.explorer.parts.compare_policies", lambda run, number, env: changes.sort("record_id")
+            "whence.experiments.rl.changes.compare_policies", lambda run, number, env: changes.sort("record_id")
         )
         assert [change["record"] for change in build_round(lake, 1)["changed"]] == [4, 9]
 
@@ -230,7 +214,7 @@ class TestRound:
         run = run_of(tmp_path / "lake", table_of(score=odd, value=odd, advantage=odd, error=odd, reward=odd))
         shown = plain(build_round(run, 1, rows=True))
         assert set(shown["strip"]["scores"]) == {None}
-        plain(build_detail(run, 1, 4, frames=False, continuations=0))
+        plain(build_detail(run, 1, 4))
         plain(query_records(run, 1))
 
     def test_a_large_round_shows_the_episodes_of_its_moments(self, monkeypatch):
@@ -274,7 +258,7 @@ class TestQuery:
     def test_actions_are_sorted_as_numbers_unless_they_have_names(self, tmp_path, monkeypatch):
         run = run_of(tmp_path / "many", table_of(action=[2, 10, 1] * 20))
         assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["1", "2", "10"]
-        monkeypatch.setattr(ExploredRun, "labels", lambda self: [f"{'cba'[k % 3]}{k}" for k in range(11)])
+        monkeypatch.setattr(ExploredRun, "labels", [f"{'cba'[k % 3]}{k}" for k in range(11)])
         assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["a2", "b1", "b10"]
 
     @pytest.mark.parametrize(
@@ -318,7 +302,7 @@ class TestQuery:
         assert plain(query_records(run, 1))["data"][0]["reason"] == HOSTILE
 
     def test_labels_are_searched_for_and_shown(self, lake, monkeypatch):
-        monkeypatch.setattr(ExploredRun, "labels", lambda self: ["nothing", "left", "main", "right"])
+        monkeypatch.setattr(ExploredRun, "labels", ["nothing", "left", "main", "right"])
         shown = query_records(lake, 1, filters=[("action", "MAI")])["data"]
         assert {row["action"] for row in shown} == {"main"}
         assert len(shown) == 15
@@ -326,7 +310,7 @@ class TestQuery:
 
 class TestDetail:
     def test_what_surrounds_a_record(self, lake):
-        detail = plain(build_detail(lake, 1, 13, frames=False, continuations=0))
+        detail = plain(build_detail(lake, 1, 13))
         assert (detail["episode"], detail["step"], detail["action"]) == (1, 3, "1")
         window = detail["window"]
         assert window["record_ids"] == list(range(10, 20))
@@ -337,7 +321,7 @@ class TestDetail:
 
     def test_entries_without_names_are_numbered_and_counted(self, tmp_path):
         images = np.tile(np.arange(100, dtype=np.float32), (60, 1))
-        detail = build_detail(run_of(tmp_path / "maze", table_of(observation=images)), 1, 13, continuations=0)
+        detail = build_detail(run_of(tmp_path / "maze", table_of(observation=images)), 1, 13)
         assert [entry["name"] for entry in detail["state"]] == [f"x{k}" for k in range(details.STATE)]
         assert detail["state_size"] == 100
 
@@ -398,7 +382,7 @@ class TestFrames:
             asked.append((episode, sorted(frames)))
             return make_replay(frames)
 
-        monkeypatch.setattr("whence.page.explorer.parts.replay_episode", replay)
+        monkeypatch.setattr("whence.experiments.rl.stored.replay_episode", replay)
         (embedded,) = embedding.embed_rounds([lake], [[1]])
         assert [episode for episode, _ in asked] == [1, 3]
         content = json.loads(gzip.decompress(base64.b64decode(embedded.text)))
@@ -410,17 +394,15 @@ class TestFrames:
             assert len(frames["images"]) == len(frames["steps"])
             assert moment["thumb"].startswith("data:image/webp;base64,")
         unframed = [d for d in content["details"].values() if d["frames"] is None]
-        assert {d["frames_note"] for d in unframed} == {details.NOT_EMBEDDED.note}
+        assert {d["frames_note"] for d in unframed} == {details.NOT_EMBEDDED}
 
-    def test_why_an_environment_draws_nothing_is_said(self):
-        shown = details.pick_frames(make_replay([], frames_note="It has no render mode."), 1, [0, 1])
-        assert shown == (None, "It has no render mode.")
-
-    def test_after_a_mismatch_nothing_is_drawn(self):
-        shown = details.pick_frames(make_replay([0, 1], "Step 2 differs."), 3, [0, 1, 2, 3])
-        assert shown == (None, "Step 2 differs.")
-        shown = details.pick_frames(make_replay([0, 1], "Step 2 differs."), 1, [0, 1, 2, 3])
-        assert (shown.frames["steps"], shown.note) == ([0, 1], "Step 2 differs.")
+    def test_after_a_mismatch_nothing_is_drawn_and_the_reason_is_said(self):
+        moment, replay = find_moment(table_of(), 3), make_replay([0, 1, 2], "Step 3 differs.")
+        assert pick_frames({0: (replay, None)}, moment, [1, 2, 3]) == ({}, "Step 3 differs.")
+        frames, note = pick_frames({0: (replay, None)}, find_moment(table_of(), 2), [1, 2, 3])
+        assert (list(frames), note) == ([1, 2], "Step 3 differs.")
+        nothing = make_replay([], frames_note="It has no render mode.")
+        assert pick_frames({0: (nothing, None)}, moment, [3]) == ({}, "It has no render mode.")
 
     def test_frames_get_smaller_until_the_round_fits(self, lake, monkeypatch):
         generator = np.random.default_rng(0)
@@ -429,7 +411,7 @@ class TestFrames:
             noise = {step: generator.integers(0, 255, (90, 600, 3), dtype=np.uint8) for step in frames}
             return replace(make_replay(frames), frames=noise)
 
-        monkeypatch.setattr("whence.page.explorer.parts.replay_episode", replay)
+        monkeypatch.setattr("whence.experiments.rl.stored.replay_episode", replay)
         (large,) = embedding.embed_rounds([lake], [[1]])
         (small,) = embedding.embed_rounds([lake], [[1]], budget=1000)
         assert len(small.text) < 0.5 * len(large.text)
@@ -476,132 +458,16 @@ class TestTrust:
         assert len(self.lines(run_of(tmp_path / "other", config={"optimizer": "SGD"}))) == 2
 
 
-def break_records(path):
-    (path / "records" / "round_00001.parquet").write_bytes(b"PAR1 no more")
-
-
-def break_metrics(path):
-    (path / "metrics.parquet").write_bytes(b"")
-
-
-def truncate_records(path):
-    file = path / "records" / "round_00002.parquet"
+def test_a_damaged_round_has_a_note(tmp_path):
+    run = run_of(tmp_path / "lake", rounds=(1, 2))
+    file = tmp_path / "lake" / "records" / "round_00002.parquet"
     file.write_bytes(file.read_bytes()[:-200])
+    assert build_round(run, 1)["notes"] != build_round(run, 2, rows=True)["notes"]
+    assert "cannot be read as Parquet" in build_round(run, 2)["notes"][0]
+    assert describe_runs([run], mode="served")["runs"][0]["columns"][0]["key"] == "record_id"
 
 
-def remove_config(path):
-    (path / "config.json").unlink()
-
-
-def break_config(path):
-    (path / "config.json").write_text("{")
-
-
-def replace_config(path):
-    (path / "config.json").write_text('{"name": "a package", "version": 3}')
-
-
-def make_config_a_list(path):
-    (path / "config.json").write_text('{"format": "whence-run", "version": 2, "config": [1], "versions": {}}')
-
-
-def remove_records(path):
-    shutil.rmtree(path / "records")
-
-
-def write_foreign_records(path):
-    pl.DataFrame({"x": ["a", "b"], "score": ["high", "low"], "keep": ["y", "n"], "step": [[1], [2]]}).write_parquet(
-        path / "records" / "round_00001.parquet"
-    )
-
-
-def write_texts_for_numbers(path):
-    table_of(episode_id=[f"e{k}" for k in range(60)], advantage=["x"] * 60, action=["left"] * 60).write_parquet(
-        path / "records" / "round_00001.parquet"
-    )
-
-
-def write_empty_records(path):
-    table_of().head(0).write_parquet(path / "records" / "round_00001.parquet")
-
-
-def write_nulls(path):
-    table_of().with_columns(pl.lit(None).alias(n) for n in table_of().columns).write_parquet(
-        path / "records" / "round_00001.parquet"
-    )
-
-
-def write_only_ids(path):
-    pl.DataFrame({"record_id": [5]}).write_parquet(path / "records" / "round_00001.parquet")
-
-
-def write_foreign_metrics(path):
-    pl.DataFrame({"round": ["one"], "dropped_share": ["much"], "q50": [[1]]}).write_parquet(path / "metrics.parquet")
-
-
-def write_metrics_without_rounds(path):
-    pl.DataFrame({"loss": [1.0]}).write_parquet(path / "metrics.parquet")
-
-
-def make_a_directory_of_a_table(path):
-    (path / "metrics.parquet").unlink()
-    (path / "metrics.parquet").mkdir()
-
-
-def leave_temporary_files(path):
-    (path / "records" / ".round_00003.parquet.17.tmp").write_bytes(b"half")
-
-
-def make_repeated_ids(path):
-    table_of(record_id=np.zeros(60, dtype=np.int64)).write_parquet(path / "records" / "round_00001.parquet")
-
-
-def change_settings(path):
-    document = json.loads((path / "config.json").read_text())
-    document["config"] |= {"rounds": "many", "env": 7, "seed": [1], "target": {"a": 1}, "hyperparameters": "none"}
-    (path / "config.json").write_text(json.dumps(document))
-
-
-BREAKAGES = [
-    *(break_records, break_metrics, truncate_records, remove_config, break_config, replace_config, make_config_a_list),
-    *(remove_records, write_foreign_records, write_texts_for_numbers, write_empty_records, write_nulls, write_only_ids),
-    *(write_foreign_metrics, write_metrics_without_rounds, make_a_directory_of_a_table, leave_temporary_files),
-    *(make_repeated_ids, change_settings),
-]
-
-
-class TestBroken:
-    @pytest.mark.parametrize("damage", BREAKAGES)
-    @pytest.mark.parametrize("kind", ["steps", "language"])
-    def test_what_there_is_is_shown(self, tmp_path, damage, kind):
-        config = {"kind": "language", "rounds": 5} if kind == "language" else None
-        run_of(tmp_path / "lake", rounds=(1, 2), config=config)
-        damage(tmp_path / "lake")
-        run = ExploredRun(tmp_path / "lake")
-        page = plain(describe_runs([run], mode="served"))
-        for number in page["runs"][0]["rounds"]:
-            shown = plain(build_round(run, number, rows=True))
-            if shown["records"] == 0 and damage is not write_empty_records:
-                assert shown["notes"]
-            for record in shown["strip"]["record_ids"][:2]:
-                if record is not None:
-                    plain(build_detail(run, number, record))
-            if shown["records"]:
-                plain(query_records(run, number, search="a"))
-        write_run_report(run, tmp_path / "page.html")
-        assert (tmp_path / "page.html").stat().st_size > 10_000
-
-    @pytest.mark.parametrize("damage", [break_records, truncate_records])
-    def test_a_damaged_round_has_a_note(self, tmp_path, damage):
-        run_of(tmp_path / "lake", rounds=(1, 2))
-        damage(tmp_path / "lake")
-        run = ExploredRun(tmp_path / "lake")
-        notes = [note for number in (1, 2) for note in build_round(run, number)["notes"]]
-        assert any("cannot be read as Parquet" in note for note in notes)
-
-    def test_a_directory_of_something_else_is_refused(self, tmp_path):
-        (tmp_path / "notes.txt").write_text("hello")
-        with pytest.raises(RunDirectoryError, match=r"holds no config\.json"):
-            ExploredRun(tmp_path)
-        with pytest.raises(RunDirectoryError):
-            ExploredRun(tmp_path / "nowhere")
+def test_a_directory_of_something_else_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(RunDirectoryError, match=r"holds no config\.json"):
+        ExploredRun(tmp_path)

@@ -25,8 +25,9 @@ from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
 from whence.influence import is_significant
 from whence.moments import find_moment, find_moments
-from whence.page.moment_view import MomentView, choose_frames, read_window
-from whence.page.pictures.moment_picture import _make_headline, check_picture_name, draw_moment
+from whence.page.moment_view import MomentView, PolicyChange, choose_frames, read_window
+from whence.page.pictures.canvas import check_picture_name
+from whence.page.pictures.moment_picture import _make_headline, draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
 
 
@@ -190,9 +191,9 @@ class TestCommand:
         content = json.loads(out)
         face = worst(cart, 2)
         moment = content["moment"]
-        assert (code, content["round"], moment["record_id"]) == (0, 2, face["record_id"])
+        assert (code, content["round"], moment["record"]) == (0, 2, face["record_id"])
         assert moment["action"] == ["left", "right"][face["action"]]
-        assert [found["record_id"] for found in content["moments"]] == [
+        assert [found["record"] for found in content["moments"]] == [
             found.record_id for found in find_moments(cart.round("records", 2), lowest=True, most=3)
         ]
         assert moment["significant"] == (abs(face["score"]) > 2 * face["error"])
@@ -201,10 +202,10 @@ class TestCommand:
 
     def test_a_record_and_an_episode_are_found_in_their_round(self, cart, whence):
         code, out, _ = whence("show", cart.path, "--record", 300, "--json", "--continuations", 0)
-        assert (code, json.loads(out)["round"], json.loads(out)["moment"]["record_id"]) == (0, 2, 300)
+        assert (code, json.loads(out)["round"], json.loads(out)["moment"]["record"]) == (0, 2, 300)
         episode = cart.round("records", 1)["episode_id"][0]
         code, out, _ = whence("show", cart.path, "--episode", episode, "--json", "--continuations", 0)
-        assert (code, json.loads(out)["moment"]["episode_id"]) == (0, episode)
+        assert (code, json.loads(out)["moment"]["episode"]) == (0, episode)
 
     @pytest.mark.parametrize("by", ["action", "episode", "region", "reward"])
     def test_groups(self, cart, whence, by):
@@ -228,7 +229,7 @@ class TestCommand:
             (["--top", "1", "--bottom", "3"], "--top and --bottom exclude each other"),
             (["--record", "99999"], "No round of .* holds record 99999; it holds rounds 1 to 3"),
             (["--episode", "99999"], "holds episode 99999"),
-            (["--round", "9"], "holds rounds 1 to 3"),
+            (["--round", "9"], "holds records of rounds 1 to 3"),
             (["--round", "1", "--record", "300"], "Record 300 is not in this round"),
             (["--by", "colour"], "--by is 'colour'.*action"),
             (["--out", "moment.jpg"], r"has to end in \.png or \.gif"),
@@ -248,7 +249,7 @@ class TestCommand:
         influence = attribute(model.policy, records, target=Return(), objective=model_objective(model))
         (lowest,) = influence.bottom(1).to_polars().to_dicts()
         moment = json.loads(out)["moment"]
-        assert moment["record_id"] == lowest["record_id"]
+        assert moment["record"] == lowest["record_id"]
         assert moment["score"] == pytest.approx(lowest["score"], rel=1e-4)
 
     def test_a_round_that_cannot_be_scored_shows_records_but_no_moments(self, plain, whence, tmp_path):
@@ -295,7 +296,7 @@ def hostile_view():
     table = TestWindows.TABLE.with_columns(error=pl.lit(0.5), keep=pl.lit(False), reward=pl.lit(1.0), value=pl.lit(2.0))
     moment = find_moment(table, 30)
     frames = {step: np.zeros((40, 60, 3), np.uint8) for step in (29, 30, 31)}
-    policy = {"before": [0.25, 0.75], "after": [0.5, 0.5], "value_before": 1.0, "value_after": 2.0}
+    policy = PolicyChange("discrete", [text, "$b$"], [0.25, 0.75], [0.5, 0.5], ((), ()), (1.0, 2.0))
     return MomentView(
         run=text,
         env=text,
@@ -319,9 +320,8 @@ def test_hostile_text_is_drawn_as_it_is(tmp_path, suffix):
 
 
 def test_a_box_policy_is_drawn(tmp_path):
-    numbers = {"mean_before": [0.1, 1.0], "mean_after": [0.2, -1.0], "std_before": [1.0, 2.0], "std_after": [1.0, 1.0]}
-    view = replace(hostile_view(), policy=numbers | {"value_before": 0.0, "value_after": 1.0}, action_labels=None)
-    draw_moment(view, tmp_path / "m.png")
+    change = PolicyChange("box", ["a", "b"], [0.1, 1.0], [0.2, -1.0], ((1.0, 2.0), (1.0, 1.0)), (0.0, 1.0))
+    draw_moment(replace(hostile_view(), policy=change, action_labels=None), tmp_path / "m.png")
     assert measure(tmp_path / "m.png")[0][1] > 500
 
 
@@ -347,9 +347,9 @@ def test_pictures_leave_pyplot_alone(tmp_path):
 
 
 def test_names_of_pictures(tmp_path):
-    check_picture_name(tmp_path / "a.PNG")
+    check_picture_name(tmp_path / "a.PNG", ".png", ".gif")
     with pytest.raises(WhenceError, match=r"\.png or \.gif"):
-        check_picture_name(tmp_path / "a.webm")
+        check_picture_name(tmp_path / "a.webm", ".png", ".gif")
 
 
 @pytest.mark.parametrize(

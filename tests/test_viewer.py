@@ -1,10 +1,10 @@
 import http.client
 import json
 import multiprocessing
+import os
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +12,7 @@ from test_explorer import HOSTILE, run_of, table_of
 from whence.errors import WhenceError
 from whence.page.explorer import ExploredRun
 from whence.page.server.loopback import check_loopback, split_host
-from whence.page.server.measuring import SUPERSEDED, Measurer, measure_question
+from whence.page.server.questions import Questions
 from whence.page.server.serving import serve
 
 
@@ -32,7 +32,7 @@ class Server:
         self.started.set()
 
     def request(self, path, method="GET", host=None, **headers):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.putrequest(method, path, skip_host=True)
         if host is not False:
             connection.putheader("Host", f"127.0.0.1:{self.port}" if host is None else host)
@@ -67,11 +67,20 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(path):
-    yield Server([ExploredRun(path / "lake"), ExploredRun(path / "other", "the other")])
-    for process in multiprocessing.active_children():  # its thread is not ended, and so neither is this
-        if process.name == "whence-measuring":
-            process.kill()
-            process.join()
+    return Server([ExploredRun(path / "lake"), ExploredRun(path / "other", "the other")])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_answering_process_is_left():
+    yield
+    end_processes()
+
+
+def end_processes():
+    """End the processes of servers whose threads are not ended."""
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
 
 
 class TestRoutes:
@@ -110,7 +119,7 @@ class TestRoutes:
         (path / "broken" / "records" / "round_00001.parquet").write_bytes(b"PAR1")
         live = Server([run])
         assert live.get("/api/runs/0/rounds/1")["notes"]
-        assert live.status("/api/runs/0/rounds/1/records") == 404
+        assert live.get("/api/runs/0/rounds/1/records")["data"] == []
         assert live.status("/api/runs/0/rounds/1/records/1") == 404
         assert live.status("/") == 200
 
@@ -130,59 +139,6 @@ class TestRoutes:
         assert measured["mc_text"].startswith("Not measured by fresh rollouts: ")
         assert server.status("/api/runs/0/rounds/99/records/3/advantage") == 404
 
-    def test_only_the_latest_record_is_measured(self, path, monkeypatch):
-        measurer, asked, free = Measurer(), [], threading.Event()
-
-        def ask(question):
-            asked.append(question[2])
-            assert free.wait(20)
-            return "measured", (float(question[2]), 0.5)
-
-        monkeypatch.setattr(measurer, "_ask", ask)
-        run, results = ExploredRun(path / "lake"), {}
-        threads = []
-        for record in (1, 2, 3):
-            thread = threading.Thread(
-                target=lambda record=record: results.update({record: measurer.measure(run, 1, record, 4)})
-            )
-            thread.start()
-            threads.append(thread)
-            while measurer._latest < record or not asked:
-                time.sleep(0.01)
-        threads[1].join(20)  # its reader has gone on: it does not wait for the first one's measurement
-        assert results.keys() == {2}
-        free.set()
-        for thread in threads:
-            thread.join(20)
-        assert asked == [1, 3]
-        assert [results[record]["mc_advantage"] for record in (1, 2, 3)] == [1, None, 3]
-        assert measurer.measure(run, 1, 3, 4) == results[3]
-        assert asked == [1, 3]
-
-    def test_a_later_record_ends_the_measurement_before_it(self, path, monkeypatch):
-        newest, steps = SimpleNamespace(value=1), []
-
-        def estimate(run, number, record, *, go_on, **settings):
-            for step in range(10):
-                go_on()
-                steps.append(step)
-                newest.value += step == 3
-            return 1.0, 0.5
-
-        monkeypatch.setattr("whence.page.explorer.parts.estimate_advantage", estimate)
-        assert measure_question(str(path / "lake"), 1, 3, None, 4, 1, newest) == ("refused", SUPERSEDED)
-        assert steps == [0, 1, 2, 3]
-        assert measure_question(str(path / "lake"), 1, 3, None, 4, 3, SimpleNamespace(value=3)) == (
-            "measured",
-            (1.0, 0.5),
-        )
-
-    def test_no_process_is_started_once_the_server_stops(self, path, monkeypatch):
-        measurer = Measurer()
-        monkeypatch.setattr(measurer, "_start", lambda: pytest.fail("a process is started"))
-        measurer.close()
-        assert "ended" in measurer.measure(ExploredRun(path / "lake"), 1, 3, 4)["mc_text"]
-
     def test_ten_readers_at_once(self, server):
         statuses = []
         readers = [
@@ -193,6 +149,54 @@ class TestRoutes:
         for reader in readers:
             reader.join()
         assert statuses == [200] * 10
+
+
+def wait_and_count(run, number, record, setting, check):
+    """An answer: record 0 waits until it is ended, each other one is its number."""
+    while record == 0:
+        check()
+        time.sleep(0.01)
+    return {"record": record, "setting": setting, "process": os.getpid()}
+
+
+@pytest.fixture(scope="module")
+def questions():
+    questions = Questions()
+    yield questions
+    questions.close()
+
+
+class TestQuestions:
+    def test_a_later_question_ends_the_one_before(self, path, questions):
+        run, ends = ExploredRun(path / "lake"), []
+
+        def ask():
+            with pytest.raises(WhenceError, match="another record was asked about"):
+                questions.ask(wait_and_count, run, 1, 0, None)
+            ends.append(True)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while questions._newest.value < 1:
+            time.sleep(0.01)
+        answer = questions.ask(wait_and_count, run, 1, 7, "x")
+        thread.join(20)
+        assert ends == [True]
+        assert (answer["record"], answer["setting"]) == (7, "x")
+        assert answer["process"] != os.getpid()
+
+    def test_answers_are_remembered_until_the_run_changes(self, path, questions):
+        run = run_of(path / "changing")
+        first = questions.ask(wait_and_count, run, 1, 3, None)
+        assert questions.ask(wait_and_count, run, 1, 3, None) is first
+        run.directory.write_round("records", 1, table_of(20))
+        assert questions.ask(wait_and_count, run, 1, 3, None) is not first
+
+    def test_after_its_end_nothing_is_answered(self, path):
+        questions = Questions()
+        questions.close()
+        with pytest.raises(WhenceError, match="ended"):
+            questions.ask(wait_and_count, ExploredRun(path / "lake"), 1, 3, None)
 
 
 class TestRefusals:

@@ -20,6 +20,7 @@ from whence.diagnosis.agreement import (
 )
 from whence.diagnosis.judgement import REPEATS, SAMPLE, Measure, judge_advantages
 from whence.errors import WhenceError, suggest
+from whence.page.explored_run import ExploredRun
 from whence.runs import RunDirectory
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def diagnose(
         judgements.append(Judgement(number, judged, summarise_judgement(judged, seed=seed)))
     if out is not None:
         _write(directory, judgements, out, env)
-    labels = _find_labels(directory, env)
+    labels = ExploredRun(directory, env=env).labels
     if json:
         content = [_describe(judgement, labels) for judgement in judgements]
         print_json({"run": str(run), "rounds": content} | ({} if out is None else {"out": str(out)}))
@@ -115,13 +116,6 @@ def _choose_rounds(run: RunDirectory, text: str | None) -> list[int]:
     return numbers or stored[-1:]
 
 
-def _find_labels(run: RunDirectory, env: str | None) -> list[str] | None:
-    from whence.experiments.rl.labels import action_labels
-    from whence.page.moment_view import find_env
-
-    return action_labels(find_env(run, env))
-
-
 def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: str | None) -> None:
     """Write the judged records, or their picture."""
     if out.suffix.lower() == ".parquet":
@@ -133,7 +127,6 @@ def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: s
         return
     from whence.diagnosis.grid_map import map_extremes
     from whence.diagnosis.judgement import read_scored_round
-    from whence.page.moment_view import find_env
     from whence.page.pictures.judgement_picture import JudgedRound, draw_judgements
 
     rounds = []
@@ -143,7 +136,7 @@ def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: s
             table = table.join(each.judged.select("record_id", "mismatch"), on="record_id", how="left")
         grid = map_extremes(run, each.number, table, env=env)
         rounds.append(JudgedRound(each.number, each.judged, each.summary["spearman"]["mean"], grid))
-    draw_judgements(f"{find_env(run, env)}  {run.path}", rounds, out)
+    draw_judgements(f"{ExploredRun(run, env=env).env_name}  {run.path}", rounds, out)
 
 
 def describe_judgement(judgement: Judgement, total: int) -> list[str]:

@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from whence.cli.console import console, errors, make_printable, make_table, print_json, print_line
-from whence.cli.moment_tables import print_language_moment
+from whence.cli.moment_tables import print_response
 from whence.cli.options import AsJson
 from whence.cli.response_tables import (
     check_by,
@@ -130,7 +130,7 @@ def _check_question(
 
 def _print(explanation: "Explanation", number: int, top: int) -> None:
     response = colour_tokens(explanation.tokens, explanation.parts)
-    print_language_moment(explanation.row, number, response)
+    print_response(explanation.row, number, response)
     total = sum(explanation.parts)
     print_line(f"Blue tokens raise the target, orange ones lower it. Their parts sum to {total:.4g}.")
     places = sorted(range(len(explanation.parts)), key=lambda at: -abs(explanation.parts[at]))[: 2 * top]

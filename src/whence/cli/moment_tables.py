@@ -1,18 +1,17 @@
-"""A moment in the terminal and as JSON."""
+"""A moment in the terminal."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 from rich.table import Table
+from rich.text import Text
 
 from whence.cli.console import console, make_printable, make_table, print_line
+from whence.influence import is_significant
 from whence.moments import Moment, name_action
-
-if TYPE_CHECKING:
-    from whence.page.moment_view import MomentView
+from whence.page.moment_view import PROBABILITIES, MomentView
 
 NEAR = 4
 """Steps before and after a moment's face that the terminal shows."""
@@ -20,53 +19,58 @@ NEAR = 4
 _STRIPS = ("reward", "value", "advantage", "score")
 
 
-def print_view(view: "MomentView") -> None:
+def print_view(view: MomentView) -> None:
     """Print a moment: what it is, what was done there, what the round changed, and the steps around it."""
     moment = view.moment
     where = "" if moment.step is None else f", episode {moment.episode_id}, step {moment.step}"
-    print_line(make_printable(f"Record {moment.record_id} of {view.env or view.run}, round {view.round}{where}"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _list_facts(view):
-        table.add_row(name, _as_text(text))
-    console.print(table)
-    if view.policy is not None and (change := _list_policy(view)):
-        headings = ["action", "before", "after"]
-        values = f"value {view.policy['value_before']:.3g} → {view.policy['value_after']:.3g}"
-        console.print(make_table(f"Policy before and after the round; {values}", headings, change))
+    print_line(f"Record {moment.record_id} of {view.env or view.run}, round {view.round}{where}")
+    _print_facts(_list_facts(view))
+    if (change := view.policy) is not None:
+        title = f"Policy before and after the round; value {change.values[0]:.3g} → {change.values[1]:.3g}"
+        if change.kind == PROBABILITIES:
+            columns = [[f"{share:.3f}" for share in shares] for shares in (change.before, change.after)]
+        else:
+            pairs = ((change.before, change.spreads[0]), (change.after, change.spreads[1]))
+            columns = [[f"{mean:.3g} ± {std:.2g}" for mean, std in zip(*pair, strict=True)] for pair in pairs]
+        console.print(make_table(title, ["action", "before", "after"], zip(change.names, *columns, strict=True)))
     elif view.policy_note:
-        print_line(make_printable(view.policy_note))
+        print_line(view.policy_note)
     if len(view.window) > 1:
         console.print(_make_strip(view))
 
 
-def _list_facts(view: "MomentView") -> list[tuple[str, str]]:
-    moment, row = view.moment, view.row
-    facts = [("score", describe_score(moment.score, moment.error))]
+def _print_facts(facts: Mapping[str, str | Text]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in facts.items():
+        table.add_row(name, Text(make_printable(text)) if isinstance(text, str) else text)
+    console.print(table)
+
+
+def _list_facts(view: MomentView) -> dict[str, str]:
+    moment = view.moment
+    facts = {"score": describe_score(moment.score, moment.error)}
     if moment.records > 1:
         text = f"steps {moment.first_step} to {moment.last_step}: {moment.records} records, total {moment.total:.3g}"
-        facts.append(("moment", f"{text}, {moment.dropped} dropped"))
-    if row.get("keep") is not None:
-        reason = f": {row['reason']}" if row.get("reason") else ""
-        facts.append(("trained", "yes" if row["keep"] else f"no, dropped{reason}"))
-    facts.append(("action", view.action))
-    facts.append(("advantage", _format(moment.advantage)))
+        facts["moment"] = f"{text}, {moment.dropped} dropped"
+    facts |= _describe_training(view.row) | {"action": view.action, "advantage": format_number(moment.advantage)}
     if view.estimate is not None:
-        mean, error = view.estimate
-        facts.append(("measured", f"{mean:.3g} ± {error:.2g} by {view.estimate_note}"))
+        facts["measured"] = f"{view.estimate[0]:.3g} ± {view.estimate[1]:.2g} by {view.estimate_note}"
     elif view.estimate_note:
-        facts.append(("measured", f"not: {view.estimate_note}"))
-    facts += [(name, _format(number)) for name, number in _numbers(moment) if number is not None]
+        facts["measured"] = f"not: {view.estimate_note}"
+    numbers = {"value": moment.value, "return": moment.return_, "reward": moment.reward}
+    facts |= {name: format_number(number) for name, number in numbers.items() if number is not None}
     if view.state:
-        facts.append(("state", ", ".join(f"{name} {value:.3g}" for name, value in view.state)))
-    if view.frames_note:
-        facts.append(("frames", view.frames_note))
-    return facts
+        facts["state"] = ", ".join(f"{name} {value:.3g}" for name, value in view.state[:64])
+    return facts | ({"frames": view.frames_note} if view.frames_note else {})
 
 
-def _numbers(moment: Moment) -> list[tuple[str, float | None]]:
-    return [("value", moment.value), ("return", moment.return_), ("reward", moment.reward)]
+def _describe_training(row: Mapping[str, Any]) -> dict[str, str]:
+    if row.get("keep") is None:
+        return {}
+    reason = f": {row['reason']}" if row.get("reason") else ""
+    return {"trained": "yes" if row["keep"] else f"no, dropped{reason}"}
 
 
 def describe_score(score: float, error: float | None) -> str:
@@ -76,52 +80,23 @@ def describe_score(score: float, error: float | None) -> str:
     effect = "training on it lowers the target" if score < 0 else "training on it raises the target"
     if error is None:
         return f"{score:.3g}: {effect} (its error was not computed)"
-    verdict = effect if abs(score) > 2 * error else "cannot be told from 0"
-    return f"{score:.3g} ± {error:.2g}: {verdict}"
+    return f"{score:.3g} ± {error:.2g}: {effect if is_significant(score, error) else 'cannot be told from 0'}"
 
 
-def _list_policy(view: "MomentView") -> list[list[str]]:
-    row = view.policy or {}
-    if "before" in row:
-        names = _name_axes(view.action_labels, len(row["before"]))
-        return [
-            [name, f"{before:.3f}", f"{after:.3f}"]
-            for name, before, after in zip(names, row["before"], row["after"], strict=True)
-        ]
-    if "mean_before" in row:
-        before = _as_list(row["mean_before"]), _as_list(row["std_before"])
-        after = _as_list(row["mean_after"]), _as_list(row["std_after"])
-        return [
-            [name, *(f"{mean:.3g} ± {std:.2g}" for mean, std in ((m0, s0), (m1, s1)))]
-            for name, m0, s0, m1, s1 in zip(_name_axes(view.axis_labels, len(before[0])), *before, *after, strict=True)
-        ]
-    return []
-
-
-def _name_axes(labels: Sequence[str] | None, count: int) -> Sequence[str]:
-    return labels if labels is not None and len(labels) == count else [f"action {at}" for at in range(count)]
-
-
-def _as_list(value: Any) -> list[float]:
-    return list(value) if isinstance(value, Sequence) else [value]
-
-
-def _make_strip(view: "MomentView") -> Table:
+def _make_strip(view: MomentView) -> Table:
     """Return the steps around a moment's face as a table, the face marked."""
     window, moment = view.window, view.moment
-    rows = window.to_dicts()
-    face = next(at for at, row in enumerate(rows) if row["record_id"] == moment.record_id)
+    face = window["record_id"].to_list().index(moment.record_id)
     names = [name for name in _STRIPS if name in window.columns and window[name].null_count() < len(window)]
     cells = []
-    for at in range(max(0, face - NEAR), min(len(rows), face + NEAR + 1)):
-        row = rows[at]
-        mark = "▶" if at == face else "·" if row["record_id"] in moment.record_ids else ""
-        dropped = "" if row.get("keep") is not False else "dropped"
-        action = name_action(row.get("action"), view.action_labels)
-        numbers = [_format(row[name]) for name in names]
+    for row in window[max(0, face - NEAR) : face + NEAR + 1].iter_rows(named=True):
+        record = row["record_id"]
+        numbers = [format_number(row[name]) for name in names]
         if names[-1:] == ["score"] and row.get("error") is not None:
             numbers[-1] += f" ± {row['error']:.2g}"
-        cells.append([mark, row.get("step"), make_printable(action), *numbers, dropped])
+        mark = "▶" if record == moment.record_id else "·" if record in moment.record_ids else ""
+        action = name_action(row.get("action"), view.action_labels)
+        cells.append([mark, row.get("step"), action, *numbers, "dropped" if row.get("keep") is False else ""])
     return make_table("Steps around it", ["", "step", "action", *names, ""], cells)
 
 
@@ -129,7 +104,7 @@ def make_group_table(groups: pl.DataFrame, by: str) -> Table:
     """Return the table of what groups of a round's records score, the lowest mean first."""
     rows = [
         [
-            *(make_printable(row["group"]), f"{row['records']:,}", f"{row['mean']:.3g}"),
+            *(row["group"], f"{row['records']:,}", f"{row['mean']:.3g}"),
             "–" if row["error"] is None else f"{row['error']:.2g}",
             *(f"{row['share_negative']:.0%}", f"{row['dropped_share']:.0%}"),
         ]
@@ -139,74 +114,29 @@ def make_group_table(groups: pl.DataFrame, by: str) -> Table:
     return make_table(title, [by, "records", "mean", "± error", "below 0", "dropped"], rows)
 
 
-def describe_change(row: Mapping[str, Any], labels: Sequence[str] | None) -> str:
-    """Return how the policy changed in one state: the two actions whose probabilities changed most, or the means."""
-    if "before" in row:
-        names = _name_axes(labels, len(row["before"]))
-        changes = sorted(zip(names, row["before"], row["after"], strict=True), key=lambda part: -abs(part[2] - part[1]))
-        return ", ".join(f"{name} {before:.2f} → {after:.2f}" for name, before, after in changes[:2])
-    if "mean_before" in row:
-        pairs = zip(_as_list(row["mean_before"]), _as_list(row["mean_after"]), strict=True)
-        return ", ".join(f"{before:.2g} → {after:.2g}" for before, after in list(pairs)[:4])
-    return ""
+def list_cells(moment: Moment) -> list[object]:
+    """Return where a moment is, as cells of a table: its record, its episode and its steps."""
+    steps = f"{moment.first_step}–{moment.last_step}" if moment.records > 1 else moment.step
+    return [moment.record_id, moment.episode_id, steps]
 
 
-def describe_moment(moment: Moment, labels: Sequence[str] | None) -> dict[str, Any]:
-    """Return a moment in JSON types; its action also in words."""
-    named = {("return" if key == "return_" else key): value for key, value in asdict(moment).items()}
-    return named | {"action": name_action(moment.action, labels), "action_value": moment.action}
-
-
-def describe_view(view: "MomentView") -> dict[str, Any]:
-    """Return all that is known about a moment, without frames, in JSON types."""
-    row = {name: value for name, value in view.row.items() if name in ("keep", "weight", "reason")}
-    return {
-        **describe_moment(view.moment, view.action_labels),
-        **row,
-        "significant": view.is_significant,
-        "estimate": None if view.estimate is None else {"mean": view.estimate[0], "error": view.estimate[1]},
-        "estimate_note": view.estimate_note or None,
-        "state": dict(view.state),
-        "policy": None if view.policy is None else dict(view.policy),
-        "policy_note": view.policy_note,
-        "steps": view.window.select(
-            name for name in ("record_id", "step", "action", *_STRIPS, "error", "keep") if name in view.window.columns
-        ).to_dicts(),
-        "frames": sorted(view.frames),
-        "frames_note": view.frames_note,
-    }
-
-
-def print_language_moment(row: Mapping[str, Any], number: int, response: Any = None) -> None:
+def print_response(row: Mapping[str, Any], number: int, response: Text | None = None) -> None:
     """Print one response of a language model with what it scored.
 
     Args:
         row: the response's row of the round's records.
         number: the round.
-        response: its coloured text, a `rich.text.Text`; None: the row's, without colours.
+        response: its coloured text; None: the row's, without colours.
     """
     print_line(f"Record {row['record_id']}, round {number}")
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
     score = row.get("score")
-    table.add_row("score", _as_text(describe_score(float("nan") if score is None else score, row.get("error"))))
-    if row.get("keep") is not None:
-        reason = f": {row['reason']}" if row.get("reason") else ""
-        table.add_row("trained", _as_text("yes" if row["keep"] else f"no, dropped{reason}"))
-    for name in ("reward", "advantage", "prompt", "response"):
-        if name == "response" and response is not None:
-            table.add_row(name, response)
-        elif row.get(name) is not None:
-            table.add_row(name, _as_text(_format(row[name]) if isinstance(row[name], float) else str(row[name])))
-    console.print(table)
+    facts: dict[str, str | Text] = {"score": describe_score(float("nan") if score is None else score, row.get("error"))}
+    facts |= _describe_training(row)
+    facts |= {name: format_number(row[name]) for name in ("reward", "advantage") if row.get(name) is not None}
+    facts |= {name: str(row[name]) for name in ("prompt", "response") if row.get(name) is not None}
+    _print_facts(facts if response is None else facts | {"response": response})
 
 
-def _as_text(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(make_printable(text))
-
-
-def _format(number: float | None) -> str:
+def format_number(number: float | None) -> str:
+    """Return a number at three digits; a dash if there is none."""
     return "–" if number is None or not isfinite(number) else f"{number:.3g}"

@@ -59,8 +59,7 @@ def phases(
     from whence.cli.runs import open_agent_run
     from whence.diagnosis.phase_summary import summarise_history, write_history
     from whence.diagnosis.phases import trace_phases
-    from whence.experiments.rl.labels import action_labels
-    from whence.page.moment_view import find_env
+    from whence.page.explored_run import ExploredRun
 
     if out is not None and out.suffix.lower() != ".png":
         raise WhenceError(f"--out is {out}; its name has to end in .png.")
@@ -70,7 +69,7 @@ def phases(
         histories = trace_phases(
             directory, behaviours, neighbours=neighbours, engine=engine or "auto", env=env, on_round=bar.update
         )
-    labels = action_labels(find_env(directory, env))
+    labels = ExploredRun(directory, env=env).labels
     contents = [summarise_history(history, labels) for history in histories]
     files = [write_history(directory, history, content) for history, content in zip(histories, contents, strict=True)]
     pictures = [] if out is None else _draw(directory, contents, out, env)

@@ -1,18 +1,20 @@
 """`whence show`."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import polars as pl
 import typer
 
 from whence.cli.console import console, errors, make_table, print_error_line, print_json, print_line
-from whence.cli.moment_tables import describe_moment, describe_view, make_group_table, print_language_moment, print_view
+from whence.cli.moment_tables import list_cells, make_group_table, print_response, print_view
 from whence.cli.options import AsJson, ReplayEnv
 from whence.errors import WhenceError, suggest
-from whence.moments import By, Moment, find_moment, find_moments, group_scores
+from whence.moments import By, Moment, find_moment, find_moments, group_scores, name_action
 from whence.runs import RunDirectory
+
+if TYPE_CHECKING:
+    from whence.page.explored_run import ExploredRun
 
 
 def show(
@@ -52,20 +54,34 @@ def show(
     Example: whence show runs/lander --round 5 --out moment.png
     """
     _check_options(record, episode, top, bottom, by, continuations, out)
-    directory = RunDirectory.open(run)
-    number = find_round(directory, round, record, episode)
-    records = _read_scored(directory, number, env)
-    moments = list_moments(records, record, episode, top, bottom)
+    from whence.page.explored_run import ExploredRun
+
+    explored = ExploredRun(run, env=env)
+    number = find_round(explored.directory, round, record, episode)
+    with errors.status("Reading the round …"):
+        shown = explored.round(number)
+    for note in shown.notes:
+        print_error_line(note)
+    moments = list_moments(shown.table, record, episode, top, bottom)
     if not moments:
         raise WhenceError(
             f"Round {number} of {run} has no such moment: its records were not scored, or none of them scores on that "
             "side of 0. Name a record with --record."
         )
-    if directory.is_language:
-        _show_response(directory, records, moments, number=number, out=out, json=json)
+    if explored.is_language:
+        if out is not None:
+            raise WhenceError("--out draws steps of an environment, and this is a language model's run. Leave it out.")
+        rows = [explored.record(number, moment.record_id) for moment in moments]
+        if json:
+            print_json({"run": str(run), "round": number, "moments": rows})
+        for row in () if json else rows:
+            print_response(row, number)
         return
-    options = _Options(cast(By, by), changed, continuations, out, env, json, is_list=bool(top or bottom))
-    _show_step(directory, number, records, moments, options)
+    content = _show_step(
+        explored, number, moments, cast(By, by), changed, continuations, out, bool(top or bottom), json
+    )
+    if json:
+        print_json(content)
 
 
 def _check_options(
@@ -86,9 +102,9 @@ def _check_options(
     if continuations == 1:
         raise WhenceError("--continuations is 1; an error needs at least 2, and 0 measures nothing.")
     if out is not None:
-        from whence.page.pictures.moment_picture import check_picture_name
+        from whence.page.pictures.canvas import check_picture_name
 
-        check_picture_name(out)
+        check_picture_name(out, ".png", ".gif")
 
 
 def find_round(run: RunDirectory, number: int | None, record: int | None, episode: int | None) -> int:
@@ -108,20 +124,6 @@ def find_round(run: RunDirectory, number: int | None, record: int | None, episod
     )
 
 
-def _read_scored(run: RunDirectory, number: int, env: str | None) -> pl.DataFrame:
-    """Return a round's records; an agent's are scored now if they were not, and what was done is said."""
-    records = run.round("records", number)
-    if "score" in records.columns or run.is_language:
-        return records
-    from whence.page.explorer.explored_run import ExploredRun
-
-    with errors.status("Scoring the round …"):
-        round = ExploredRun(run, env=env).round(number)
-    for note in round.notes:
-        print_error_line(note)
-    return round.table
-
-
 def list_moments(
     records: pl.DataFrame, record: int | None, episode: int | None, top: int | None, bottom: int | None
 ) -> list[Moment]:
@@ -138,114 +140,75 @@ def list_moments(
     return find_moments(records, lowest=False, most=1)  # nothing in this episode harmed
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What is shown of a moment besides itself; see the options of `show`."""
+def _show_step(
+    run: "ExploredRun",
+    number: int,
+    moments: list[Moment],
+    by: By,
+    changed: bool,
+    continuations: int,
+    out: Path | None,
+    is_list: bool,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Draw and print the first of some moments of an agent's run, and return it in JSON types."""
+    from whence.page.explorer.detail import describe_view
+    from whence.page.explorer.rounds import describe_moment
+    from whence.page.moment_view import choose_frames, gather_moment, read_change, read_window
+    from whence.page.pictures.moment_picture import draw_moment
 
-    by: By
-    changed: bool
-    continuations: int
-    out: Path | None
-    env: str | None
-    json: bool
-    is_list: bool
-
-
-def _show_step(run: RunDirectory, number: int, records: pl.DataFrame, moments: list[Moment], options: _Options) -> None:
-    """Show the first of some moments of an agent's run."""
-    from whence.experiments.rl.labels import action_labels, state_names
-    from whence.page.moment_view import choose_frames, find_env, gather_moment, read_changes, read_window
-
-    out = options.out
-    name = find_env(run, options.env)
-    labels = action_labels(name)
-    window = read_window(records, moments[0])
-    steps = [] if out is None else choose_frames(window, moments[0])
+    records = run.round(number).table
+    face = moments[0]
+    window = read_window(records, face)
+    steps = [] if out is None else choose_frames(window, face)
     if out is not None and out.suffix.lower() == ".gif" and steps:
         steps = window["step"].to_list()
     with errors.status("Reading the moment …"):
-        changes = read_changes(run, number, options.env)
-        view = gather_moment(
-            run,
-            number,
-            records,
-            moments[0],
-            env=options.env,
-            changes=changes,
-            continuations=options.continuations,
-            steps=steps,
-        )
-        groups = group_scores(records, options.by, labels=labels, names=state_names(name))
+        view = gather_moment(run, number, face, rollouts=continuations, steps=steps)
+        groups = group_scores(records, by, labels=run.labels, names=run.state_names)
         if out is not None:
-            from whence.page.pictures.moment_picture import draw_moment
-
             draw_moment(view, out)
-    rows = [] if changes.table is None or not options.changed else changes.table.head(10).to_dicts()
-    if options.json:
-        content = {"run": str(run.path), "round": number, "moment": describe_view(view)}
-        content |= {"by": options.by, "groups": groups.to_dicts()}
-        content |= {"moments": [describe_moment(moment, labels) for moment in moments]} if options.is_list else {}
-        content |= {"changed": rows} if options.changed else {}
-        print_json(content | ({} if out is None else {"picture": str(out)}))
-        return
-    if options.is_list:
-        _print_list(moments, labels, lowest=moments[0].score < 0)
-    print_view(view)
-    if not groups.is_empty():
-        console.print(make_group_table(groups, options.by))
-    if options.changed:
-        _print_changes(rows, records, changes.note, labels)
-    if out is None:
-        command = f"whence show {run.path} --round {number} --record {moments[0].record_id} --out moment.png"
-        print_line(f"As a picture, or as a .gif: {command}")
-    else:
-        print_line(f"Picture: {out}")
+    changes = run.changes(number).head(10).to_dicts() if changed and view.policy is not None else []
+    if not quiet:
+        if is_list:
+            _print_list(moments, run.labels)
+        print_view(view)
+        if not groups.is_empty():
+            console.print(make_group_table(groups, by))
+        if changed:
+            texts = [read_change(run, row) for row in changes]
+            told = ["" if text is None else text.describe_largest("{:.2f}".format, 2) for text in texts]
+            _print_changes(changes, told, records, view.policy_note)
+        command = f"whence show {run.directory.path} --round {number} --record {face.record_id} --out moment.png"
+        print_line(f"As a picture, or as a .gif: {command}" if out is None else f"Picture: {out}")
+    content = {"run": str(run.directory.path), "round": number, "by": by, "groups": groups.to_dicts()}
+    content["moment"] = describe_moment(face, run.labels) | describe_view(view, run, with_window=True)
+    content |= {"moments": [describe_moment(moment, run.labels) for moment in moments]} if is_list else {}
+    content |= {"changed": changes} if changed else {}
+    return content | ({} if out is None else {"picture": str(out)})
 
 
-def _print_list(moments: list[Moment], labels: list[str] | None, *, lowest: bool) -> None:
+def _print_list(moments: list[Moment], labels: list[str] | None) -> None:
     rows = []
     for moment in moments:
-        about = describe_moment(moment, labels)
-        steps = f"{moment.first_step}–{moment.last_step}" if moment.records > 1 else moment.step
         error = "" if moment.error is None else f" ± {moment.error:.2g}"
-        rows.append(
-            [moment.record_id, moment.episode_id, steps, about["action"], f"{moment.score:.3g}{error}", moment.dropped]
-        )
-    title = f"The {len(moments)} most {'harmful' if lowest else 'helpful'} moments"
+        score, action = f"{moment.score:.3g}{error}", name_action(moment.action, labels)
+        rows.append([*list_cells(moment), action, score, moment.dropped])
+    title = f"The {len(moments)} most {'harmful' if moments[0].score < 0 else 'helpful'} moments"
     console.print(make_table(title, ["record", "episode", "steps", "action", "score", "dropped"], rows))
 
 
-def _print_changes(
-    rows: list[dict[str, Any]], records: pl.DataFrame, note: str | None, labels: list[str] | None
-) -> None:
-    from whence.cli.moment_tables import describe_change
-
+def _print_changes(rows: list[dict[str, Any]], texts: list[str], records: pl.DataFrame, note: str | None) -> None:
     if not rows:
         print_line(note or "The round changed nothing.")
         return
-    table = records.select("record_id", *(name for name in ("step", "episode_id") if name in records.columns))
-    steps = {row["record_id"]: row for row in table.to_dicts()}
+    steps = {row["record_id"]: row for row in records.select("record_id", "^(step|episode_id)$").to_dicts()}
     cells = [
         [
             *(row["record_id"], steps[row["record_id"]].get("episode_id"), steps[row["record_id"]].get("step")),
-            *(f"{row['divergence']:.3g}", describe_change(row, labels)),
-            f"{row['value_before']:.3g} → {row['value_after']:.3g}",
+            *(f"{row['divergence']:.3g}", text, f"{row['value_before']:.3g} → {row['value_after']:.3g}"),
         ]
-        for row in rows
+        for row, text in zip(rows, texts, strict=True)
     ]
     headings = ["record", "episode", "step", "KL", "policy", "value"]
     console.print(make_table("The states in which the round changed the policy most", headings, cells))
-
-
-def _show_response(
-    run: RunDirectory, records: pl.DataFrame, moments: list[Moment], *, number: int, out: Path | None, json: bool
-) -> None:
-    """Show a language model's response: it has neither steps nor frames."""
-    if out is not None:
-        raise WhenceError("--out draws steps of an environment, and this is a language model's run. Leave it out.")
-    rows = [records.filter(pl.col("record_id") == moment.record_id).to_dicts()[0] for moment in moments]
-    if json:
-        print_json({"run": str(run.path), "round": number, "moments": rows})
-        return
-    for row in rows:
-        print_language_moment(row, number)

@@ -10,7 +10,7 @@ from whence.cli.console import print_line
 from whence.cli.options import ReplayEnv
 from whence.cli.report import find_runs
 from whence.errors import WhenceError
-from whence.page.explorer.detail import CONTINUATIONS
+from whence.page.moment_view import CONTINUATIONS
 
 
 def view(

@@ -1,20 +1,21 @@
 """`whence why`."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whence.cli.cause_tables import describe_causes, print_causes, print_steps
-from whence.cli.console import errors, print_json, print_line
-from whence.cli.options import AsJson, ReplayEnv
+from whence.cli.cause_tables import print_causes
+from whence.cli.console import console, errors, make_table, print_json, print_line
+from whence.cli.options import AsJson, ReplayEnv, parse_action
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError, suggest
-from whence.runs import RunDirectory
+from whence.moments import name_action
 
 if TYPE_CHECKING:
-    from whence.page.cause_view import CauseView, Decision
+    from whence.diagnosis.decisions import PlayedEpisode
+    from whence.page.cause_view import Decision
+    from whence.page.explored_run import ExploredRun
     from whence.targets import Action
 
 LISTED, DRAWN = 40, 24
@@ -68,26 +69,44 @@ def why(
 
     Example: whence why runs/lander --episode-seed 3 --step 57 --out why.png
     """
-    question = _Question(episode_seed, step, deterministic, play, record, observation, action, env)
-    _check_options(question, by, out)
-    from whence.cli.runs import open_agent_run
+    played = {"--episode-seed": episode_seed is not None, "--step": step is not None}
+    played |= {"--deterministic": deterministic, "--play": play}
+    written = observation is not None or action is not None
+    ways = [name for name, is_given in played.items() if is_given][:1]
+    ways += [name for name, is_given in (("--record", record is not None), ("--observation", written)) if is_given]
+    _check_options(ways, step, play, observation, action, by, out)
+    from dataclasses import replace
 
-    directory = open_agent_run(run)
-    directory.require_rounds()
+    from whence.cli.runs import open_agent_run
+    from whence.page.cause_view import gather_causes, replay_faces
+    from whence.page.explored_run import ExploredRun
+    from whence.page.explorer.causes import describe_causes
+    from whence.page.pictures.cause_picture import SHOWN, draw_causes
+
+    explored = ExploredRun(open_agent_run(run), env=env)
+    explored.directory.require_rounds()
+    settings = {"seed": episode_seed or 0, "deterministic": deterministic, "env": env}
     if play:
-        _play(directory, question, out, json=json)
+        _play(explored, settings, out, json=json)
         return
     with errors.status("Reading the decision …"):
-        target, decision = _read_decision(directory, question, with_frame=out is not None)
-    view = _find(directory, target, decision, by=by, top=top, env=env, with_frames=out is not None)
+        if record is not None:
+            target, decision = _read_record(explored, record, with_frame=out is not None)
+        elif written:
+            target, decision = _parse_decision(explored, observation, action)
+        else:
+            target, decision = _read_step(explored, settings, step, with_frame=out is not None)
+    with RoundBar("rounds", "scoring") as bar:
+        view = gather_causes(explored, target, decision, by=by, most=top, on_round=bar.update)
     if out is not None:
-        from whence.page.pictures.cause_picture import draw_causes
-
-        draw_causes(view, out)
+        with errors.status("Drawing the moments …"):
+            frames, note = replay_faces(explored, [*view.raised[:SHOWN], *view.lowered[:SHOWN]])
+        draw_causes(replace(view, frames=frames, frames_note=note), out)
     if json:
-        print_json(describe_causes(view, by) | ({} if out is None else {"picture": str(out)}))
+        content = {"run": str(run), **describe_causes(view, {})}
+        print_json(content | ({} if out is None else {"picture": str(out)}))
         return
-    if question.is_chosen:
+    if record is None and not written and step is None:
         print_line(
             "Of the episode's steps, this is the one whose action's probability rose most since the first round."
         )
@@ -95,193 +114,133 @@ def why(
     print_line("As a picture: the same command with --out why.png" if out is None else f"Picture: {out}")
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What the options ask about; see `why`."""
-
-    episode_seed: int | None
-    step: int | None
-    deterministic: bool
-    play: bool
-    record: int | None
-    observation: str | None
-    action: str | None
-    env: str | None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments of `play_episode`."""
-        return {"seed": self.episode_seed or 0, "deterministic": self.deterministic, "env": self.env}
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether the step is chosen by the rule."""
-        return self.record is None and self.observation is None and self.step is None
-
-    def list_ways(self) -> list[str]:
-        """Return the options that name a decision, one for each way to name one."""
-        is_given = {
-            "--episode-seed": self.episode_seed is not None,
-            "--step": self.step is not None,
-            "--deterministic": self.deterministic,
-            "--play": self.play,
-        }
-        played = [name for name in is_given if is_given[name]][:1]
-        stored = ["--record"] if self.record is not None else []
-        written = ["--observation"] if self.observation is not None or self.action is not None else []
-        return [*played, *stored, *written]
-
-
-def _check_options(question: _Question, by: str, out: Path | None) -> None:
-    if len(ways := question.list_ways()) > 1:
+def _check_options(
+    ways: list[str],
+    step: int | None,
+    play: bool,
+    observation: str | None,
+    action: str | None,
+    by: str,
+    out: Path | None,
+) -> None:
+    """Refuse options that name no decision, or two; `ways`: an option for each way in which one is named."""
+    if len(ways) > 1:
         raise WhenceError(f"{ways[0]} and {ways[1]} name two decisions; give one of them.")
-    if (question.observation is None) != (question.action is None):
+    if (observation is None) != (action is None):
         raise WhenceError("A decision needs both --observation and --action, as JSON.")
-    if question.play and question.step is not None:
+    if play and step is not None:
         raise WhenceError("--play lists the steps to choose from; leave it out to ask about --step.")
     from whence.page.cause_view import BY
+    from whence.page.pictures.canvas import check_picture_name
 
     if by not in BY:
         raise WhenceError(f"--by is {by!r}.{suggest(by, BY)}")
-    if out is not None and out.suffix.lower() != ".png":
-        raise WhenceError(f"--out is {out}; its name has to end in .png.")
+    if out is not None:
+        check_picture_name(out, ".png")
 
 
-def _read_decision(run: RunDirectory, question: _Question, *, with_frame: bool) -> tuple["Action", "Decision"]:
-    if question.record is not None:
-        return _read_record(run, question.record, question.env, with_frame=with_frame)
-    if question.observation is not None:
-        return _parse_decision(run, question)
-    return _read_step(run, question, with_frame=with_frame)
+def _read_step(
+    run: "ExploredRun", settings: dict[str, Any], step: int | None, *, with_frame: bool
+) -> tuple["Action", "Decision"]:
+    from dataclasses import replace
 
-
-def _read_step(run: RunDirectory, question: _Question, *, with_frame: bool) -> tuple["Action", "Decision"]:
     from whence.diagnosis.decisions import play_episode
-    from whence.page.cause_view import Decision
+    from whence.page.cause_view import describe_target
 
-    episode = play_episode(run, **question.settings)
-    step = episode.choose_step() if question.step is None else question.step
+    episode = play_episode(run.directory, **settings)
+    step = episode.choose_step() if step is None else step
     target = episode.target(step)
-    frames = play_episode(run, **question.settings, frames=[step], longest=step + 1).frames if with_frame else {}
-    return target, Decision(
-        action=_name_action(run, question.env, target),
-        place=f"at step {step} of an episode with seed {episode.seed}",
-        before=float(episode.first_log_probs[step]),
-        after=float(episode.records.log_probs[step]),
-        is_discrete=episode.is_discrete,
-        frame=frames.get(step),
-    )
+    log_probs = float(episode.first_log_probs[step]), float(episode.records.log_probs[step]), episode.is_discrete
+    place = f"at step {step} of an episode with seed {episode.seed}"
+    decision = describe_target(run, target, place, log_probs)
+    if not with_frame:
+        return target, decision
+    frames = play_episode(run.directory, **settings, frames=[step], longest=step + 1).frames
+    return target, replace(decision, frame=frames.get(step))
 
 
-def _read_record(run: RunDirectory, record: int, env: str | None, *, with_frame: bool) -> tuple["Action", "Decision"]:
-    import polars as pl
+def _read_record(run: "ExploredRun", record: int, *, with_frame: bool) -> tuple["Action", "Decision"]:
+    from dataclasses import replace
 
     from whence.cli.show import find_round
     from whence.diagnosis.causes import RankedMoment
-    from whence.diagnosis.decisions import read_record
     from whence.moments import find_moment
-    from whence.page.cause_view import place_record, replay_faces
+    from whence.page.cause_view import read_decision, replay_faces
 
-    number = find_round(run, None, record, None)
-    target = read_record(run, number, record, env=env)
-    table = run.round("records", number).filter(pl.col("record_id") == record)
-    face = RankedMoment(number, find_moment(table, record))
-    frames = replay_faces(run, [face], env=env)[0] if with_frame else {}
-    return target, _compare(run, target, place_record(number, table.row(0, named=True)), env, frames.get(record))
+    number = find_round(run.directory, None, record, None)
+    target, decision = read_decision(run, number, record)
+    if not with_frame:
+        return target, decision
+    face = RankedMoment(number, find_moment(run.round(number).table, record))
+    return target, replace(decision, frame=replay_faces(run, [face])[0].get(record))
 
 
-def _parse_decision(run: RunDirectory, question: _Question) -> tuple["Action", "Decision"]:
-    from whence.cli.options import parse_action
+def _parse_decision(run: "ExploredRun", observation: str | None, action: str | None) -> tuple["Action", "Decision"]:
     from whence.experiments.rl.plan import check_action
     from whence.experiments.rl.stored import load_model
+    from whence.page.cause_view import describe_target
     from whence.targets import Action
 
-    target = Action(**parse_action(question.observation, question.action))
-    model = load_model(run, run.rounds()[0], env=question.env)
+    target = Action(**parse_action(observation, action))
+    model = load_model(run.directory, run.directory.rounds()[0], env=run.env)
     check_action(target, model.observation_space, model.action_space)
-    return target, _compare(run, target, "in this observation", question.env, None)
+    return target, describe_target(run, target, "in this observation")
 
 
-def _compare(run: RunDirectory, target: "Action", place: str, env: str | None, frame: Any) -> "Decision":
-    from whence.diagnosis.decisions import compare_log_probs
-    from whence.page.cause_view import Decision
-
-    before, after, is_discrete = compare_log_probs(run, target, env=env)
-    return Decision(_name_action(run, env, target), place, before, after, is_discrete, frame)
-
-
-def _name_action(run: RunDirectory, env: str | None, target: "Action") -> str:
-    import numpy as np
-
-    from whence.moments import name_action
-
-    action = np.asarray(target.action).squeeze().tolist()
-    labels = _read_labels(run, env)
-    return f"action {action}" if labels is None and isinstance(action, int) else name_action(action, labels)
-
-
-def _read_labels(run: RunDirectory, env: str | None) -> list[str] | None:
-    from whence.experiments.rl.labels import action_labels
-    from whence.page.moment_view import find_env
-
-    return action_labels(find_env(run, env))
-
-
-def _find(
-    run: RunDirectory,
-    target: "Action",
-    decision: "Decision",
-    *,
-    by: str,
-    top: int,
-    env: str | None,
-    with_frames: bool,
-) -> "CauseView":
-    """Score all rounds below a progress bar, and gather what taught the decision."""
-    from dataclasses import replace
-
-    from whence.diagnosis import find_causes
-    from whence.page.cause_view import BY, gather_causes, replay_faces
-    from whence.page.moment_view import find_env
-    from whence.page.pictures.cause_picture import SHOWN
-
-    pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}
-    with RoundBar("rounds", "scoring") as bar:
-        causes = find_causes(run, **pair, method=BY[by], env=env, on_round=bar.update)
-    labels = _read_labels(run, env)
-    name = find_env(run, env)
-    view = gather_causes(run, causes, decision, env_name=name, method=BY[by], action_labels=labels, most=top)
-    if not with_frames:
-        return view
-    with errors.status("Drawing the moments …"):
-        frames, note = replay_faces(run, [*view.raised[:SHOWN], *view.lowered[:SHOWN]], env=env)
-    return replace(view, frames=frames, frames_note=note)
-
-
-def _play(run: RunDirectory, question: _Question, out: Path | None, *, json: bool) -> None:
+def _play(run: "ExploredRun", settings: dict[str, Any], out: Path | None, *, json: bool) -> None:
     """List the steps of an episode, and draw them."""
-    from whence.cli.cause_tables import list_steps
     from whence.diagnosis.decisions import play_episode
 
-    episode = play_episode(run, **question.settings)
+    episode = play_episode(run.directory, **settings)
     chosen = episode.choose_step()
-    rows = list_steps(episode, _read_labels(run, question.env))
+    rows = _list_steps(episode, run.labels)
     if out is not None:
         from whence.page.pictures.cause_picture import draw_sheet
 
         steps = spread_steps(len(episode), DRAWN, chosen)
-        frames = play_episode(run, **question.settings, frames=steps, longest=max(steps) + 1).frames
+        frames = play_episode(run.directory, **settings, frames=steps, longest=max(steps) + 1).frames
         captions = {step: f"step {step}: {rows[step]['action']}" for step in steps}
         draw_sheet(frames, captions, chosen, f"An episode with seed {episode.seed}", out)
+    path = run.directory.path
     if json:
-        content = {"run": str(run.path), "seed": episode.seed, "chosen": chosen, "steps": rows}
+        content = {"run": str(path), "seed": episode.seed, "chosen": chosen, "steps": rows}
         print_json(content | ({} if out is None else {"picture": str(out)}))
         return
-    print_steps(episode, rows, spread_steps(len(episode), LISTED, chosen), chosen)
-    sampled = " --deterministic" if question.deterministic else ""
-    print_line(f"Ask about one: whence why {run.path} --episode-seed {episode.seed}{sampled} --step {chosen}")
+    _print_steps(episode, rows, chosen)
+    sampled = " --deterministic" if settings["deterministic"] else ""
+    print_line(f"Ask about one: whence why {path} --episode-seed {episode.seed}{sampled} --step {chosen}")
     if out is not None:
         print_line(f"Picture: {out}")
+
+
+def _list_steps(episode: "PlayedEpisode", labels: list[str] | None) -> list[dict[str, Any]]:
+    """Return the steps of an episode in JSON types, with the action's probability then and now, or its log-density."""
+    first, now = episode.first_log_probs, episode.records.log_probs
+    if episode.is_discrete:
+        first, now = first.exp(), now.exp()
+    columns = zip(episode.records.actions.tolist(), first.tolist(), now.tolist(), episode.rewards.tolist(), strict=True)
+    return [
+        {"step": step, "action": name_action(action, labels), "first": before, "now": after, "reward": reward}
+        for step, (action, before, after, reward) in enumerate(columns)
+    ]
+
+
+def _print_steps(episode: "PlayedEpisode", rows: list[dict[str, Any]], chosen: int) -> None:
+    """Print steps of an episode, with the one chosen by the rule marked."""
+    shown = spread_steps(len(episode), LISTED, chosen)
+    part = f"; {len(shown)} of them are listed." if len(shown) < len(episode) else "."
+    total = f"return {episode.rewards.sum():.4g}"
+    print_line(f"An episode with seed {episode.seed}: {len(episode)} steps, {total}{part}")
+    cells = [
+        [
+            *("▶" if row["step"] == chosen else "", row["step"], row["action"]),
+            *(f"{row['first']:.3f}", f"{row['now']:.3f}", f"{row['reward']:.3g}"),
+        ]
+        for row in (rows[step] for step in shown)
+    ]
+    what = "probability" if episode.is_discrete else "log-density"
+    console.print(make_table(f"The action's {what}", ["", "step", "action", "first policy", "now", "reward"], cells))
+    print_line("▶: it rose most since the first round.")
 
 
 def spread_steps(count: int, most: int, chosen: int) -> list[int]:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
+from whence.page.explored_run import attempt
 from whence.page.explorer.columns import short_text
-from whence.page.explorer.opening import attempt
 from whence.page.explorer.responses import LONGEST_TEXT
 from whence.runs import RunDirectory
 

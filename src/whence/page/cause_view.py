@@ -1,7 +1,7 @@
-"""What taught a policy a decision, gathered for terminals, pictures and pages."""
+"""What taught a policy a decision: what the terminal prints, pictures draw and the page opens."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,17 +9,19 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.diagnosis.causes import RankedMoment, rank_moments, sum_rounds
-from whence.errors import WhenceError
-from whence.experiments.rl.rebuilding import AnyEnv
-from whence.runs import RunDirectory
+from whence.diagnosis.causes import RankedMoment, find_causes, rank_moments, sum_rounds
+from whence.diagnosis.decisions import compare_log_probs, read_record
+from whence.moments import name_action
+from whence.page.explored_run import LOCK, ExploredRun
+from whence.page.moment_view import Frames
+from whence.targets import Action
 
 SCORED: Mapping[str, str] = {
-    "raw": "influence at the policy that collected the round",
+    "influence": "influence at the policy that collected the round",
     "similar": "advantage × same action × similarity of observations",
     "similar-hidden": "advantage × same action × similarity in the last hidden layer",
 }
-"""Ways to score records, in words, by the method of `find_causes`."""
+"""Ways to score records, in words, by the name that commands and pages have for them."""
 
 BY: Mapping[str, str] = {"influence": "raw", "similar": "similar", "similar-hidden": "similar-hidden"}
 """The method of `find_causes` by the name that commands and pages have for it."""
@@ -54,7 +56,7 @@ class CauseView:
         run: the run's directory.
         env: the environment's id, or "".
         decision: what is asked about.
-        method: how records were scored; see `whence.diagnosis.find_causes`.
+        by: how records were scored, a key of `BY`.
         rounds: see `sum_rounds`.
         raised: the moments that raised its probability most.
         lowered: those that lowered it most.
@@ -66,68 +68,97 @@ class CauseView:
     run: str
     env: str
     decision: Decision
-    method: str
+    by: str
     rounds: pl.DataFrame
     raised: Sequence[RankedMoment]
     lowered: Sequence[RankedMoment]
     action_labels: Sequence[str] | None = None
-    frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
+    frames: Frames = field(default_factory=dict)
     frames_note: str | None = None
 
 
-def gather_causes(
-    run: RunDirectory,
-    causes: pl.DataFrame,
-    decision: Decision,
-    *,
-    env_name: str,
-    method: str,
-    action_labels: Sequence[str] | None = None,
-    most: int = 10,
-) -> CauseView:
-    """Return what taught a decision, without frames.
+def read_decision(run: ExploredRun, number: int, record: int) -> tuple[Action, Decision]:
+    """Return what was done in a record of a round, as a target and in words.
+
+    Raises:
+        RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
+    """
+    row = run.record(number, record)
+    with LOCK:
+        target = read_record(run.directory, number, record, env=run.env)
+        return target, describe_target(run, target, place_record(number, row))
+
+
+def describe_target(
+    run: ExploredRun, target: Action, place: str, log_probs: tuple[float, float, bool] | None = None
+) -> Decision:
+    """Return a decision in words, with its probability under the first policy and under the present one.
 
     Args:
         run: the run.
-        causes: from `find_causes`.
-        decision: what is asked about.
-        env_name: the environment's id, or "".
-        method: how the records were scored.
-        action_labels: names of discrete actions, or None.
-        most: the most moments at either end.
+        target: the decision.
+        place: where it was taken, in words.
+        log_probs: see `compare_log_probs`; None: they are computed.
     """
+    action = np.asarray(target.action).squeeze().tolist()
+    name = name_action(action, run.labels)
+    name = f"action {name}" if run.labels is None and isinstance(action, int) else name
+    return Decision(name, place, *(log_probs or compare_log_probs(run.directory, target, env=run.env)))
+
+
+def gather_causes(
+    run: ExploredRun,
+    target: Action,
+    decision: Decision,
+    *,
+    by: str = "influence",
+    most: int = 10,
+    on_round: Callable[[int, int], None] | None = None,
+) -> CauseView:
+    """Score the records of all rounds for a decision, and return what taught it, without frames.
+
+    Args:
+        run: the run of an agent.
+        target: what is asked about.
+        decision: the same in words.
+        by: a key of `BY`.
+        most: the most moments at either end.
+        on_round: called after each round with the number of rounds that are scored, and of all; what it raises ends the
+            work.
+
+    Raises:
+        RunDirectoryError: a policy cannot be built again.
+        WhenceError: actions are continuous, and `by` asks which are the same.
+    """
+    pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}
+    with LOCK:
+        scores = find_causes(run.directory, **pair, method=BY[by], env=run.env, on_round=on_round)
     return CauseView(
-        run=str(run.path),
-        env=env_name,
+        run=str(run.directory.path),
+        env=run.env_name,
         decision=decision,
-        method=method,
-        rounds=sum_rounds(causes),
-        raised=rank_moments(causes, lowest=False, most=most),
-        lowered=rank_moments(causes, lowest=True, most=most),
-        action_labels=action_labels,
+        by=by,
+        rounds=sum_rounds(scores),
+        raised=rank_moments(scores, lowest=False, most=most),
+        lowered=rank_moments(scores, lowest=True, most=most),
+        action_labels=run.labels,
     )
 
 
-def replay_faces(
-    run: RunDirectory, moments: Iterable[RankedMoment], *, env: AnyEnv = None
-) -> tuple[dict[int, NDArray[np.uint8]], str | None]:
+def replay_faces(run: ExploredRun, moments: Iterable[RankedMoment]) -> tuple[dict[int, NDArray[np.uint8]], str | None]:
     """Return pictures of moments' faces by record, and why one is missing; each episode is played once."""
-    from whence.experiments.rl.stored import replay_episode
-
     frames: dict[int, NDArray[np.uint8]] = {}
     note: str | None = None
-    by_episode: dict[int, list[RankedMoment]] = {}
-    for entry in moments:
-        if entry.moment.episode_id is None or entry.moment.step is None:
+    by_episode: dict[int, dict[int, int]] = {}
+    for moment in (entry.moment for entry in moments):
+        if moment.episode_id is None or moment.step is None:
             note = "No frames: a record's episode is not known."
         else:
-            by_episode.setdefault(entry.moment.episode_id, []).append(entry)
-    for episode, entries in by_episode.items():
-        steps = {int(entry.moment.step or 0): entry.moment.record_id for entry in entries}
-        try:
-            replay = replay_episode(run, episode, env=env, frames=list(steps), last_step=max(steps))
-        except WhenceError as missing:
-            note = f"No frames: {missing}"
+            by_episode.setdefault(moment.episode_id, {})[moment.step] = moment.record_id
+    for episode, steps in by_episode.items():
+        replay, refusal = run.replay(episode, list(steps))
+        if replay is None:
+            note = refusal
             continue
         frames |= {steps[step]: frame for step, frame in replay.frames.items()}
         note = replay.mismatch or replay.frames_note or note
@@ -204,14 +235,3 @@ def format_probability(log_probability: float) -> str:
         if probability > 5e-4
         else "<0.1%"
     )
-
-
-def describe_decision(decision: Decision) -> dict[str, Any]:
-    """Return a decision in JSON types."""
-    return {
-        "action": decision.action,
-        "place": decision.place,
-        "log_prob_first": decision.before,
-        "log_prob": decision.after,
-        "discrete": decision.is_discrete,
-    }

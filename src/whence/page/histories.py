@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 
 from whence.diagnosis.phase_summary import FORMAT, VERSION
-from whence.page.explorer.opening import attempt
+from whence.page.explored_run import attempt
 from whence.page.figures import COLOURS, make_figure, shade
 from whence.runs import RunDirectory
 

@@ -17,10 +17,9 @@ from whence.experiments.kinds import AnyConfig
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.guards import write_atomically
 from whence.page.answers import ShownAnswers, read_answers
+from whence.page.explored_run import ExploredRun, attempt, identify_run
 from whence.page.explorer.description import describe_runs
 from whence.page.explorer.embedding import COMPARED_ROUNDS, OnRound, embed_rounds, spread
-from whence.page.explorer.explored_run import ExploredRun, identify_run
-from whence.page.explorer.opening import attempt
 from whence.page.figures import arm_colours
 from whence.page.histories import ShownHistory, read_histories
 from whence.page.sections import (
@@ -82,7 +81,7 @@ def write_report(
             f"This file holds {len(chosen[0])} rounds of each run of the first seed. The command "
             f"`whence view {comparison.path}` shows all of them."
         )
-    tables = read_tables(runs, notes)
+    tables = read_tables(runs)
     html = _render(
         title=f"{env_name}: {', '.join(arms)}",
         subtitle=f"{_count(len(seeds), 'seed')}, {_count(first.rounds, 'round')}, {_describe_evaluation(first)}.",
@@ -124,9 +123,7 @@ def write_run_report(
     """
     explored = run if isinstance(run, ExploredRun) else ExploredRun(run, env=env)
     chosen = [choose_rounds(explored, rounds, None)]
-    html = render_runs(
-        [explored], mode="file", rounds=chosen, continuations=continuations, on_round=on_round, notes=explored.notes
-    )
+    html = render_runs([explored], mode="file", rounds=chosen, continuations=continuations, on_round=on_round)
     _write(path, html)
 
 
@@ -141,7 +138,7 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] 
     """
     notes = [*notes]
     directories = _name_runs(runs)
-    tables = read_tables(directories, notes)
+    tables = read_tables(directories)
     first = runs[0].directory
     label, seed = identify_run(first)
     labels = [name for name, _ in directories]

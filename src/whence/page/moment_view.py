@@ -1,23 +1,56 @@
-"""Everything about one moment of a run: what the command shows and what pictures draw."""
+"""Everything about one moment of a run: what the terminal prints, pictures draw and the page opens."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.errors import WhenceError
-from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
-from whence.experiments.rl.rebuilding import AnyEnv
+from whence.errors import WhenceError, first_line
 from whence.influence import is_significant
-from whence.moments import Moment, name_action, read_axes, sort_by_time
-from whence.runs import RunDirectory
+from whence.moments import Moment, name_action, sort_by_time
+from whence.page.explored_run import ExploredRun
+from whence.sb3.episodes.episode_replay import EpisodeReplay
+
+Frames: TypeAlias = Mapping[int, NDArray[np.uint8]]
+"""Pictures (height, width, 3) by step."""
 
 AROUND = 24
 """Steps before and after a moment's face that strips show."""
+
+CONTINUATIONS = 16
+"""Fresh rollouts by which an advantage is measured, with the record's action and with the policy's."""
+
+PROBABILITIES, GAUSSIANS = "discrete", "box"
+
+
+@dataclass(frozen=True)
+class PolicyChange:
+    """What the policy does in one state, before and after a round.
+
+    Attributes:
+        kind: "discrete": probabilities of actions; "box": means and standard deviations of the axes of actions.
+        names: the actions' or axes' names, (k,).
+        before: probabilities or means, (k,).
+        after: the same after the round.
+        spreads: standard deviations before and after, (k,) each; empty for probabilities.
+        values: the value of the state before and after.
+    """
+
+    kind: str
+    names: Sequence[str]
+    before: Sequence[float]
+    after: Sequence[float]
+    spreads: tuple[Sequence[float], Sequence[float]]
+    values: tuple[float, float]
+
+    def describe_largest(self, form: Callable[[float], str], most: int) -> str:
+        """Return the actions whose probabilities, or means, changed most, before and after."""
+        order = sorted(range(len(self.before)), key=lambda at: -abs(self.after[at] - self.before[at]))[:most]
+        return ", ".join(f"{self.names[at]} {form(self.before[at])} → {form(self.after[at])}" for at in order)
 
 
 @dataclass(frozen=True)
@@ -32,10 +65,9 @@ class MomentView:
         row: its face's row of the records' table.
         window: the rows of the steps around the face in the same episode and round, in time order.
         action_labels: names of discrete actions, or None.
-        axis_labels: names of the axes of continuous actions, or None.
-        state: the face's observation as (name, value), at most 64 axes; empty if it was not stored.
-        policy: the face's row of `compare_policies`, or None.
-        policy_note: why there is none.
+        state: the face's observation as (name, entry); empty if it was not stored.
+        policy: what the round changed in the face's state, or None.
+        policy_note: why that is not known.
         estimate: the advantage by fresh rollouts and its standard error, or None.
         estimate_note: how it was estimated, or why not.
         frames: pictures (height, width, 3) by step.
@@ -49,13 +81,12 @@ class MomentView:
     row: Mapping[str, Any]
     window: pl.DataFrame
     action_labels: Sequence[str] | None = None
-    axis_labels: Sequence[str] | None = None
-    state: Sequence[tuple[str, float]] = ()
-    policy: Mapping[str, Any] | None = None
+    state: Sequence[tuple[str, Any]] = ()
+    policy: PolicyChange | None = None
     policy_note: str | None = None
     estimate: tuple[float, float] | None = None
     estimate_note: str = ""
-    frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
+    frames: Frames = field(default_factory=dict)
     frames_note: str | None = None
 
     @property
@@ -69,92 +100,39 @@ class MomentView:
         return is_significant(self.moment.score, self.moment.error)
 
 
-def find_env(run: RunDirectory, env: AnyEnv) -> str:
-    """Return the environment's id for labels: the one asked for, or the run's; "" if neither is a name."""
-    name = env if isinstance(env, str) else run.config.get("env")
-    return name if isinstance(name, str) else ""
-
-
-def read_window(records: pl.DataFrame, moment: Moment, around: int = AROUND) -> pl.DataFrame:
-    """Return the records of the steps around a moment's face, in the same episode; at least the moment's face.
-
-    Records without a step have no neighbours.
-    """
-    face = records.filter(pl.col("record_id") == moment.record_id)
-    if moment.step is None or moment.episode_id is None:
-        return face
-    near = (pl.col("episode_id") == moment.episode_id) & ((pl.col("step") - moment.step).abs() <= around)
-    if moment.env_index is not None:
-        near &= pl.col("env_index") == moment.env_index
-    return sort_by_time(records.filter(near))
-
-
-def choose_frames(view_window: pl.DataFrame, moment: Moment, count: int = 5) -> list[int]:
-    """Return steps to draw, evenly around a moment's face, as far as the round holds them.
-
-    Args:
-        view_window: see `read_window`.
-        moment: the moment.
-        count: how many at most; odd.
-    """
-    if moment.step is None or "step" not in view_window.columns:
-        return []
-    stored_steps = view_window["step"].drop_nulls().to_list()
-    half = count // 2
-    apart = min(max(ceil(moment.records / 2), 5), AROUND // half)
-    wanted = {min(max(moment.step + apart * at, stored_steps[0]), stored_steps[-1]) for at in range(-half, half + 1)}
-    return sorted(wanted)
-
-
-def read_state(row: pl.DataFrame, env: str, most: int = 64) -> list[tuple[str, float]]:
-    """Return the names and numbers of one record's observation; none if it was not stored."""
-    names = state_names(env)
-    axes = read_axes(row)
-    if names is not None and list(axes) == [f"x{axis}" for axis in range(len(names))]:
-        axes = dict(zip(names, axes.values(), strict=True))
-    return [(name, float(values[0])) for name, values in list(axes.items())[:most]]
-
-
 def gather_moment(
-    run: RunDirectory,
-    number: int,
-    records: pl.DataFrame,
-    moment: Moment,
-    *,
-    env: AnyEnv = None,
-    changes: "Changes | None" = None,
-    continuations: int = 0,
-    steps: Sequence[int] = (),
+    run: ExploredRun, number: int, moment: Moment, *, rollouts: int = 0, steps: Sequence[int] = ()
 ) -> MomentView:
     """Return all that is known about a moment; what cannot be had is said in a note.
 
     Args:
-        run: the run of an agent.
+        run: the run.
         number: the round, from 1.
-        records: the round's table.
         moment: the moment.
-        env: the environment if the run's configuration does not name it.
-        changes: the round's changes of the policy; None: they are not shown.
-        continuations: rollouts by which the advantage is estimated; 0: it is not.
+        rollouts: fresh rollouts by which an agent's advantage is measured; 0: it is not.
         steps: the steps to draw.
     """
-    name = find_env(run, env)
-    window = read_window(records, moment)
-    row = records.filter(pl.col("record_id") == moment.record_id)
-    estimate, estimate_note = _estimate(run, number, moment, env, continuations)
-    frames, frames_note = _replay(run, moment, env, steps)
-    return MomentView(
-        run=str(run.path),
-        env=name,
+    table = run.round(number).table
+    row = table.row(int((table["record_id"] == moment.record_id).arg_true()[0]), named=True)
+    view = MomentView(
+        run=str(run.directory.path),
+        env=run.env_name,
         round=number,
         moment=moment,
-        row=row.to_dicts()[0],
-        window=window,
-        action_labels=action_labels(name),
-        axis_labels=box_action_labels(name),
-        state=read_state(row, name),
-        policy=None if changes is None else changes.row(moment.record_id),
-        policy_note=None if changes is None else changes.note,
+        row=row,
+        window=read_window(table, moment),
+        action_labels=run.labels,
+    )
+    if run.is_language:
+        return view
+    policy, policy_note = _read_policy(run, number, moment.record_id)
+    estimate, estimate_note = measure_advantage(run, number, moment.record_id, rollouts)
+    frames, frames_note = replay_frames(run, moment, steps)
+    return replace(
+        view,
+        state=list_state(row, run.state_names),
+        policy=policy,
+        policy_note=policy_note,
         estimate=estimate,
         estimate_note=estimate_note,
         frames=frames,
@@ -162,63 +140,120 @@ def gather_moment(
     )
 
 
-@dataclass(frozen=True)
-class Changes:
-    """What a round changed in the policy.
+def read_window(records: pl.DataFrame, moment: Moment, around: int = AROUND) -> pl.DataFrame:
+    """Return the records of the steps around a moment's face, in the same episode; at least the moment's face.
 
-    Attributes:
-        table: see `compare_policies`; None if it cannot be computed.
-        note: why not.
+    Records without a step have no neighbours.
     """
-
-    table: pl.DataFrame | None
-    note: str | None = None
-
-    def row(self, record_id: int) -> dict[str, Any] | None:
-        """Return a record's row."""
-        rows = [] if self.table is None else self.table.filter(pl.col("record_id") == record_id).to_dicts()
-        return rows[0] if rows else None
-
-
-def read_changes(run: RunDirectory, number: int, env: AnyEnv = None) -> Changes:
-    """Return what a round changed in the policy, or why that is not known."""
-    from whence.experiments.rl.changes import compare_policies
-
-    try:
-        return Changes(compare_policies(run, number, env=env))
-    except WhenceError as missing:
-        return Changes(None, f"The policy before and after the round is not known. {missing}")
-
-
-def _estimate(
-    run: RunDirectory, number: int, moment: Moment, env: AnyEnv, continuations: int
-) -> tuple[tuple[float, float] | None, str]:
-    if continuations == 0:
-        return None, ""
     if moment.step is None or moment.episode_id is None:
-        return None, "the record's episode or step is not known"
-    from whence.experiments.rl.continuations import estimate_advantage
+        return records.filter(pl.col("record_id") == moment.record_id)
+    near = (pl.col("episode_id") == moment.episode_id) & ((pl.col("step") - moment.step).abs() <= around)
+    if moment.env_index is not None:
+        near &= pl.col("env_index") == moment.env_index
+    return sort_by_time(records.filter(near))
 
+
+def choose_frames(window: pl.DataFrame, moment: Moment, count: int = 5) -> list[int]:
+    """Return steps to draw, evenly around a moment's face, as far as the round holds them.
+
+    Args:
+        window: see `read_window`.
+        moment: the moment.
+        count: how many at most; odd.
+    """
+    if moment.step is None or "step" not in window.columns:
+        return []
+    stored_steps = window["step"].drop_nulls().to_list()
+    half = count // 2
+    apart = min(max(ceil(moment.records / 2), 5), AROUND // half)
+    wanted = {min(max(moment.step + apart * at, stored_steps[0]), stored_steps[-1]) for at in range(-half, half + 1)}
+    return sorted(wanted)
+
+
+def list_state(row: Mapping[str, Any], names: Sequence[str] | None) -> list[tuple[str, Any]]:
+    """Return the stored observation's entries by name, as `read_axes` names those that have none."""
+    state: list[tuple[str, Any]] = []
+    for column, value in row.items():
+        if column.split(".")[0] != "observation" or value is None:
+            continue
+        prefix = column.removeprefix("observation").removeprefix(".")
+        entries = _flatten(value)
+        named = names if names and not prefix and len(names) == len(entries) else None
+        for index, entry in enumerate(entries):
+            many = f"{prefix}[{index}]" if prefix else f"x{index}"
+            state.append((named[index] if named else many if len(entries) > 1 else prefix or "state", entry))
+    return state
+
+
+def _flatten(value: Any) -> list[Any]:
+    return [entry for part in value for entry in _flatten(part)] if isinstance(value, list) else [value]
+
+
+def _read_policy(run: ExploredRun, number: int, record: int) -> tuple[PolicyChange | None, str | None]:
     try:
-        estimate = estimate_advantage(run, number, moment.record_id, env=env, continuations=continuations)
+        rows = run.changes(number).filter(pl.col("record_id") == record).to_dicts()
     except WhenceError as missing:
-        return None, str(missing)
-    return estimate, f"{continuations} fresh rollouts each with this action and with the policy's"
+        return None, f"The policy before and after the round is not known. {missing}"
+    return (read_change(run, rows[0]) if rows else None), None
 
 
-def _replay(
-    run: RunDirectory, moment: Moment, env: AnyEnv, steps: Sequence[int]
-) -> tuple[Mapping[int, NDArray[np.uint8]], str | None]:
+def read_change(run: ExploredRun, row: Mapping[str, Any]) -> PolicyChange | None:
+    """Return what a row of `compare_policies` says; None of a kind of action that it does not describe."""
+    is_discrete = row.get("before") is not None
+    if not is_discrete and row.get("mean_before") is None:
+        return None
+    names = run.labels if is_discrete else run.axis_labels
+    columns = ("before", "after") if is_discrete else ("mean_before", "mean_after", "std_before", "std_after")
+    before, after, *spreads = (np.atleast_1d(np.asarray(row[name], float)).tolist() for name in columns)
+    return PolicyChange(
+        kind=PROBABILITIES if is_discrete else GAUSSIANS,
+        names=names if names and len(names) == len(before) else [f"action {at}" for at in range(len(before))],
+        before=before,
+        after=after,
+        spreads=(spreads[0], spreads[1]) if spreads else ((), ()),
+        values=(row["value_before"], row["value_after"]),
+    )
+
+
+def measure_advantage(
+    run: ExploredRun, number: int, record: int, rollouts: int, on_step: Callable[[], None] | None = None
+) -> tuple[tuple[float, float] | None, str]:
+    """Return the advantage that fresh rollouts measure with its error, and how it was had; or None, and why not.
+
+    Args:
+        run: the run of an agent.
+        number: the round.
+        record: the record's id.
+        rollouts: with the record's action, and with the policy's; 0: nothing is measured.
+        on_step: called between steps; what it raises ends the measurement.
+    """
+    if rollouts < 1:
+        return None, ""
+    try:
+        estimate = run.measure(number, record, rollouts, on_step)
+    except Exception as refusal:  # an environment's own code may raise anything
+        return None, first_line(refusal)
+    return estimate, f"{rollouts} fresh rollouts each with this action and with the policy's"
+
+
+def replay_frames(run: ExploredRun, moment: Moment, steps: Sequence[int]) -> tuple[Frames, str | None]:
+    """Return pictures of a moment's steps, and why some are missing or how they were drawn."""
     if not steps:
         return {}, None
-    if moment.episode_id is None:
-        return {}, "No frames: the record's episode is not known."
-    from whence.experiments.rl.stored import replay_episode
+    episode = moment.episode_id
+    return pick_frames({} if episode is None else {episode: run.replay(episode, steps)}, moment, steps)
 
-    try:
-        replay = replay_episode(run, moment.episode_id, env=env, frames=list(steps), last_step=max(steps))
-    except WhenceError as missing:
-        return {}, f"No frames: {missing}"
-    if replay.mismatch is not None:
-        return {}, f"No frames: the replay differs from the run. {replay.mismatch}"
-    return replay.frames, replay.frames_note
+
+def pick_frames(
+    replays: Mapping[int, tuple[EpisodeReplay | None, str | None]], moment: Moment, steps: Sequence[int]
+) -> tuple[Frames, str | None]:
+    """Return the frames of a moment's steps from replays by episode, with their reservations; see `replay_frames`."""
+    if moment.episode_id is None or moment.step is None:
+        return {}, "The record's episode or its position there is not known, so it cannot be replayed."
+    replay, note = replays[moment.episode_id]
+    if replay is None:
+        return {}, note
+    note = replay.mismatch or replay.frames_note
+    if moment.step not in replay.frames:
+        return {}, note or "The replay ended before this step."
+    return {step: replay.frames[step] for step in steps if step in replay.frames}, note

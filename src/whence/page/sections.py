@@ -13,7 +13,6 @@ from markupsafe import Markup, escape
 from whence.advice import Advice, give_advice
 from whence.experiments.rl.arms import ARMS
 from whence.page import figures
-from whence.page.explorer.opening import read_table
 from whence.runs import RunDirectory, Table
 
 Runs: TypeAlias = Mapping[tuple[str, int | None], RunDirectory]
@@ -26,14 +25,9 @@ Drawn: TypeAlias = tuple[str, str, go.Figure]
 """A figure with its title and what it shows."""
 
 
-def read_tables(runs: Runs, notes: list[str] | None = None) -> Tables:
-    """Return each table of all runs; without rows if no run has any.
-
-    Args:
-        runs: the runs.
-        notes: gets a sentence for each table that cannot be read.
-    """
-    return {name: _concatenate(name, runs, notes) for name in get_args(Table)}
+def read_tables(runs: Runs) -> Tables:
+    """Return each table of all runs; without rows if no run has any."""
+    return {name: _concatenate(name, runs) for name in get_args(Table)}
 
 
 def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
@@ -93,7 +87,7 @@ def gather_advice(runs: Runs) -> dict[str, list[tuple[Markup, list[str]]]]:
     """Return the advice on the runs, by its kind: each text once, with the places where it applies."""
     texts: dict[str, dict[str, dict[tuple[str, int], list[str]]]] = {}
     for (arm, seed), run in runs.items():
-        for one in (*_list_resumptions(run), *give_advice(read_table(run, "metrics"), run.config)):
+        for one in (*_list_resumptions(run), *give_advice(run.table("metrics"), run.config)):
             places = texts.setdefault(one.kind, {}).setdefault(one.text, {})
             places.setdefault((arm, one.round), []).extend([] if seed is None else [str(seed)])
     return {
@@ -162,8 +156,8 @@ def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[
     ]
 
 
-def _concatenate(name: Table, runs: Runs, notes: list[str] | None) -> pl.DataFrame:
-    tables = [(arm, read_table(run, name, notes)) for (arm, _), run in runs.items()]
+def _concatenate(name: Table, runs: Runs) -> pl.DataFrame:
+    tables = [(arm, run.table(name)) for (arm, _), run in runs.items()]
     # Adding an arm to a table without columns would make a row.
     parts = [
         table.select(cs.numeric() | cs.boolean() | cs.string() | cs.by_dtype(pl.Null), arm=pl.lit(arm))

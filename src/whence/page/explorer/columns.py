@@ -1,7 +1,7 @@
 """The columns of the page's grid, and its cells in JSON types."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from whence import moments
@@ -12,7 +12,7 @@ LONGEST = 240
 LONGEST_TEXT = 2000
 """Characters of a prompt or a response in the grid; a record that is opened shows more."""
 
-Labels = list[str] | None
+Labels = Sequence[str] | None
 """The names of discrete actions; None: unknown."""
 
 
@@ -70,20 +70,15 @@ RESPONSES = (
 """Columns where records are responses of a language model."""
 
 
-def is_language_run(config: Mapping[str, Any]) -> bool:
-    """Return whether a run's records are responses of a language model."""
-    return config.get("kind") == "language"
-
-
-def list_columns(config: Mapping[str, Any], names: Collection[str]) -> list[Column]:
+def list_columns(names: Collection[str], *, is_language: bool) -> list[Column]:
     """Return the grid's columns that a table of records has.
 
     Args:
-        config: the run's.
         names: the table's columns; `observation.a` and `observation.b` make one column.
+        is_language: whether records are responses of a language model.
     """
     parts = {name.split(".")[0] for name in names}
-    return [column for column in (RESPONSES if is_language_run(config) else STEPS) if column.key in parts]
+    return [column for column in (RESPONSES if is_language else STEPS) if column.key in parts]
 
 
 def make_row(record: Mapping[str, Any], columns: Iterable[Column], labels: Labels = None) -> list[Any]:

@@ -5,10 +5,8 @@ from typing import Any, Literal
 
 import polars as pl
 
-from whence.errors import WhenceError
-from whence.page.explorer import opening
+from whence.page.explored_run import ExploredRun
 from whence.page.explorer.columns import RESPONSES, STEPS, list_columns, round_number
-from whence.page.explorer.explored_run import ExploredRun
 
 SERIES = ("episode_return", "test_return", "reward", "dropped_share", "negative_share", "significant_share")
 """Curves over rounds that a page shows below the slider, where they exist."""
@@ -42,22 +40,20 @@ def describe_run(run: ExploredRun, rounds: Sequence[int]) -> dict[str, Any]:
         run: the run.
         rounds: those that the page can open.
     """
-    notes = [*run.notes]
     return {
         "label": run.label,
         "planned": run.planned,
         "finished": run.is_finished(),
         "rounds": [*rounds],
-        "series": _read_series(run, rounds, notes),
+        "series": _read_series(run, rounds),
         "columns": [column._asdict() for column in _list_run_columns(run, rounds)],
-        "actions": run.labels(),
-        "notes": notes,
+        "actions": run.labels,
     }
 
 
-def _read_series(run: ExploredRun, rounds: Sequence[int], notes: list[str]) -> dict[str, list[Any]]:
+def _read_series(run: ExploredRun, rounds: Sequence[int]) -> dict[str, list[Any]]:
     by_round: dict[str, Mapping[int, Any]] = {}
-    for table in (opening.read_table(run.directory, name, notes) for name in ("metrics", "evaluations")):
+    for table in (run.directory.table("metrics"), run.directory.table("evaluations")):
         for name in SERIES:
             if name in table.columns and table.schema[name].is_numeric() and table[name].count():
                 by_round[name] = dict(zip(table["round"].to_list(), table[name].to_list(), strict=True))
@@ -68,10 +64,10 @@ def _list_run_columns(run: ExploredRun, rounds: Sequence[int]) -> list[Any]:
     """Return the grid's columns, by the last round that can be read."""
     for number in reversed(rounds):
         try:
-            names = opening.scan_records(run.directory, number).collect_schema().names()
-        except (WhenceError, pl.exceptions.PolarsError):
+            names = pl.read_parquet_schema(run.directory.round_path("records", number))
+        except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError):
             continue
-        if "score" not in names and not run.is_language:
-            names = [*names, "score", "error"]  # computed when a round is opened
-        return list_columns(run.directory.config, names)
+        # An agent's scores are computed when a round is opened.
+        computed = ("score", "error") if "score" not in names and not run.is_language else ()
+        return list_columns([*names, *computed], is_language=run.is_language)
     return list(RESPONSES if run.is_language else STEPS)

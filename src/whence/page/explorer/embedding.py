@@ -2,27 +2,23 @@
 
 import base64
 import gzip
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import polars as pl
 
-from whence.errors import WhenceError, first_line
-from whence.page.explorer import opening
+from whence.moments import Moment
+from whence.page.explored_run import ExploredRun
 from whence.page.explorer.columns import round_numbers
-from whence.page.explorer.detail import (
-    NOT_EMBEDDED,
-    Frames,
-    build_detail,
-    list_curves,
-    pick_frames,
-    replay_steps,
-)
-from whence.page.explorer.explored_run import ExploredRun
+from whence.page.explorer.detail import NOT_EMBEDDED, describe_view, encode_view, list_curves
 from whence.page.explorer.frames import choose_steps, make_thumb
 from whence.page.explorer.responses import list_groups
-from whence.page.explorer.rounds import build_round, order_strip
+from whence.page.explorer.rounds import build_round, list_moments, order_strip
+from whence.page.moment_view import Frames, MomentView, gather_moment, pick_frames
 
 FRAMED = 3
 """Moments at either end of a round that have frames."""
@@ -96,37 +92,30 @@ def embed_rounds(
 
 
 class _Content(NamedTuple):
-    """A round before its frames are encoded: what is embedded, and the replays by record."""
+    """A round before its frames are encoded: what is embedded, and by record what has frames."""
 
     parts: dict[str, Any]
-    replays: dict[int, tuple[Any, int, list[int]]]
+    views: dict[int, MomentView]
 
 
 def _build_content(run: ExploredRun, number: int, continuations: int) -> _Content:
-    try:
-        shown = build_round(run, number, rows=True)
-    except (WhenceError, *opening.FOREIGN) as refusal:
-        return _Content({"round": _make_empty_round(number, first_line(refusal)), "details": {}, "columns": {}}, {})
-    framed = [moment for end in ("worst", "best") for moment in shown[end][:FRAMED]]
-    replays, refusals = ({}, {}) if run.is_language else _replay_moments(run, framed)
-    details: dict[str, Any] = {}
-    measured = {moment["record"] for moment in framed} if continuations else set()
-    for moment in [*shown["worst"], *shown["best"]]:
-        record = moment["record"]
-        frames = Frames(None, refusals[record]) if record in refusals else NOT_EMBEDDED
-        details[str(record)] = build_detail(
-            *(run, number, record),
-            frames=frames,
-            continuations=continuations if record in measured else 0,
-            window=False,
-            group=False,
-        )
-    table = run.round(number).table
-    order = order_strip(table, []) if len(table) == len(shown["strip"]["record_ids"]) else None
-    if order is None:
-        wanted = shown["strip"]["record_ids"]
-        places = {record: place for place, record in enumerate(table["record_id"].to_list())}
-        order = table[[places[record] for record in wanted]]
+    shown = build_round(run, number, rows=True)
+    records = run.round(number)
+    moments = [list_moments(records, [], lowest=lowest) for lowest in (True, False)]
+    framed = [] if run.is_language else [moment for listed in moments for moment in listed[:FRAMED]]
+    replays = _replay_moments(run, framed)
+    views, details = {}, {}
+    for moment in itertools.chain(*moments):
+        record = moment.record_id
+        view = gather_moment(run, number, moment, rollouts=continuations if moment in framed else 0)
+        frames, note = replays.get(record, ({}, NOT_EMBEDDED))
+        view = replace(view, frames=frames, frames_note=None if run.is_language else note)
+        details[str(record)] = describe_view(replace(view, frames={}), run)
+        if frames:
+            views[record] = view
+    table = records.table
+    wanted = pl.DataFrame({"record_id": shown["strip"]["record_ids"]}, schema={"record_id": pl.Int64})
+    order = order_strip(table) if len(table) == len(wanted) else wanted.join(table, on="record_id", how="left")
     curves = list_curves(order, run, CURVE_DIGITS)
     if "error" in order.columns:  # rounded once: twice may be another number
         curves["errors"] = round_numbers(order["error"].to_list(), ERROR_DIGITS)
@@ -135,35 +124,19 @@ def _build_content(run: ExploredRun, number: int, continuations: int) -> _Conten
     parts: dict[str, Any] = {"round": shown, "details": details, "columns": columns}
     if run.is_language:
         # Once for all of a prompt's responses, since each of them shows the others.
-        parts["groups"] = list_groups(run.round(number), [int(record) for record in details])
-    return _Content(parts, replays)
+        parts["groups"] = list_groups(records, [int(record) for record in details])
+    return _Content(parts, views)
 
 
-def _replay_moments(
-    run: ExploredRun, moments: Sequence[dict[str, Any]]
-) -> tuple[dict[int, tuple[Any, int, list[int]]], dict[int, str]]:
-    """Replay each episode of some moments once.
-
-    Returns:
-        By record: the replay, the face's step and the steps shown; and, by record, why there is no replay.
-    """
-    replays: dict[int, tuple[Any, int, list[int]]] = {}
-    refusals: dict[int, str] = {}
-    by_episode: dict[int, list[dict[str, Any]]] = {}
+def _replay_moments(run: ExploredRun, moments: Sequence[Moment]) -> dict[int, tuple[Frames, str | None]]:
+    """Replay each episode of some moments once; return frames and a note by record."""
+    steps = {moment.record_id: choose_steps(moment.step or 0) for moment in moments}
+    chosen: dict[int, set[int]] = {}
     for moment in moments:
-        if moment["episode"] is None or moment["step"] is None:
-            refusals[moment["record"]] = "The record's episode is not known, so it cannot be replayed."
-        else:
-            by_episode.setdefault(moment["episode"], []).append(moment)
-    for episode, group in by_episode.items():
-        steps = {moment["record"]: choose_steps(moment["step"]) for moment in group}
-        replay, note = replay_steps(run, episode, sorted({step for chosen in steps.values() for step in chosen}))
-        for moment in group:
-            if replay is None:
-                refusals[moment["record"]] = note or "The episode could not be replayed."
-            else:
-                replays[moment["record"]] = replay, moment["step"], steps[moment["record"]]
-    return replays, refusals
+        if moment.episode_id is not None and moment.step is not None:
+            chosen.setdefault(moment.episode_id, set()).update(steps[moment.record_id])
+    replays = {episode: run.replay(episode, sorted(wanted)) for episode, wanted in chosen.items()}
+    return {moment.record_id: pick_frames(replays, moment, steps[moment.record_id]) for moment in moments}
 
 
 def _fit(content: _Content, budget: int, level: int = 0) -> tuple[str, int]:
@@ -175,28 +148,29 @@ def _fit(content: _Content, budget: int, level: int = 0) -> tuple[str, int]:
         level: the place of the first encoding that is tried.
     """
     for place in range(level, len(_ENCODINGS)):
-        _draw(content, _ENCODINGS[place])
+        _draw(content, content.views, _ENCODINGS[place])
         text = compress(shorten_numbers(content.parts))
-        if len(text) <= budget or not content.replays:
+        if len(text) <= budget or not content.views:
             return text, place
-    for _, step, steps in content.replays.values():  # too large still: every other frame
-        steps[:] = [at for at in steps if (at - step) % 2 == 0]
-    _draw(content, _ENCODINGS[-1])
+    # Every other frame, if it is too large still.
+    fewer = {record: replace(view, frames=_thin_out(view)) for record, view in content.views.items()}
+    _draw(content, fewer, _ENCODINGS[-1])
     return compress(shorten_numbers(content.parts)), len(_ENCODINGS) - 1
 
 
-def _draw(content: _Content, encoding: dict[str, int]) -> None:
+def _thin_out(view: MomentView) -> Frames:
+    """Return every other frame, the face's among them."""
+    face = view.moment.step or 0
+    return {step: frame for step, frame in view.frames.items() if (step - face) % 2 == 0}
+
+
+def _draw(content: _Content, views: Mapping[int, MomentView], encoding: dict[str, int]) -> None:
     """Encode the frames of a round's moments into its details, and the faces' into the moments' thumbnails."""
-    thumbs = {}
-    for record, (replay, step, steps) in content.replays.items():
-        shown = pick_frames(replay, step, steps, **encoding)
-        content.parts["details"][str(record)] |= {"frames": shown.frames, "frames_note": shown.note}
-        if shown.frames is not None:
-            thumbs[record] = make_thumb(replay.frames[step])
-    for end in ("worst", "best"):
-        for moment in content.parts["round"][end]:
-            if moment["record"] in thumbs:
-                moment |= {"framed": True, "thumb": thumbs[moment["record"]]}
+    for record, view in views.items():
+        content.parts["details"][str(record)]["frames"] = encode_view(view, **encoding)
+    for moment in itertools.chain(content.parts["round"]["worst"], content.parts["round"]["best"]):
+        if moment["record"] in views:
+            moment |= {"framed": True, "thumb": make_thumb(views[moment["record"]].frames[moment["step"]])}
 
 
 def compress(value: Any) -> str:
@@ -213,11 +187,3 @@ def shorten_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: shorten_numbers(entry) for key, entry in value.items()}
     return [shorten_numbers(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _make_empty_round(number: int, note: str) -> dict[str, Any]:
-    strip: dict[str, Any] = {"episodes": [], "record_ids": [], "scores": [], "dropped": []}
-    return {
-        **{"round": number, "records": 0, "scored": False, "trust": [], "strip": strip},
-        **{"worst": [], "best": [], "groups": {}, "changed": [], "rows": [], "notes": [note]},
-    }

@@ -8,9 +8,8 @@ from typing import Any
 import polars as pl
 
 from whence.errors import WhenceError
-from whence.page.explorer import opening
-from whence.page.explorer.columns import Column, Labels, is_language_run, list_columns, make_row
-from whence.page.explorer.explored_run import ExploredRun
+from whence.page.explored_run import ExploredRun
+from whence.page.explorer.columns import Column, Labels, list_columns, make_row
 
 LARGEST_PAGE = 500
 """Rows of a page at most."""
@@ -56,49 +55,28 @@ def query_records(
     """
     if page < 1 or not 1 <= size <= LARGEST_PAGE:
         raise WhenceError(f"page is {page} and size {size}; a page from 1 and a size from 1 to {LARGEST_PAGE} needed.")
-    frame, names = _open_frame(run, number)
-    columns = list_columns(run.directory.config, names)
+    table, labels = run.round(number).table, run.labels
+    names = table.columns
+    columns = list_columns(names, is_language=run.is_language)
     by_key = {column.key: column for column in columns}
-    labels = run.labels()
     conditions = [_make_condition(_find_column(by_key, key), text, names, labels) for key, text in filters]
     if search.strip():
         conditions.append(_make_search(search.strip(), columns, names, labels))
     key = sort or ("score" if "score" in by_key else "record_id")
     column = _find_column(by_key, key)
-    is_text = key == "action" and (labels is not None or not frame.collect_schema()["action"].is_numeric())
+    is_text = key == "action" and (labels is not None or not table.schema["action"].is_numeric())
     order = _as_text(column, names, labels) if is_text else pl.col(key)
-    if key not in names:
+    if key not in names or (not is_text and table.schema[key].is_nested()):
         order = pl.col("record_id")  # the parts of a dict observation make one column, which has no order
     # Only what decides is read for all records; the page's own rows are read whole.
-    decided = frame.with_row_index("_row").filter(*conditions) if conditions else frame.with_row_index("_row")
-    keys = decided.select("_row", pl.col("record_id").alias("_id"), order.alias("_key"))
-    if keys.collect_schema()["_key"].is_nested():
-        keys = keys.with_columns(pl.col("_id").alias("_key"))
-    with opening.explain_parquet(opening.locate_records(run.directory, number)):
-        total = int(decided.select(pl.len()).collect().item())
-        place = (page - 1) * size
-        if place + size <= 10_000:  # the top of so few is cheaper than sorting all
-            by = [pl.col("_key"), pl.col("_id")]
-            chosen = keys.sort(by, descending=[descending, False], nulls_last=True).head(place + size).collect()
-        else:
-            chosen = keys.sort("_key", "_id", descending=[descending, False], nulls_last=True).collect()
-        positions = chosen["_row"][place : place + size].to_list()
-        rows = frame.with_row_index("_row").filter(pl.col("_row").is_in(positions)).collect()
-    by_position = {row["_row"]: row for row in rows.iter_rows(named=True)}
-    keys_shown = [column.key for column in columns]
-    data = [dict(zip(keys_shown, make_row(by_position[at], columns, labels), strict=True)) for at in positions]
-    return {"last_page": max(1, math.ceil(total / size)), "last_row": total, "data": data}
-
-
-def _open_frame(run: ExploredRun, number: int) -> tuple[pl.LazyFrame, list[str]]:
-    """Return a round's records unread; those that were scored on demand, from memory."""
-    frame = opening.scan_records(run.directory, number)
-    with opening.explain_parquet(opening.locate_records(run.directory, number)):
-        names = frame.collect_schema().names()
-    if "score" not in names and not is_language_run(run.directory.config):
-        table = run.round(number).table
-        return table.lazy(), table.columns
-    return frame, names
+    decided = table.lazy().with_row_index("_row").filter(*conditions)
+    keys = decided.select("_row", pl.col("record_id").alias("_id"), order.alias("_key")).collect()
+    place = (page - 1) * size
+    ordered = keys.lazy().sort("_key", "_id", descending=[descending, False], nulls_last=True).head(place + size)
+    rows = table[ordered.collect()["_row"][place:].to_list()]
+    shown = [column.key for column in columns]
+    data = [dict(zip(shown, make_row(row, columns, labels), strict=True)) for row in rows.iter_rows(named=True)]
+    return {"last_page": max(1, math.ceil(len(keys) / size)), "last_row": len(keys), "data": data}
 
 
 def _find_column(columns: dict[str, Column], key: str) -> Column:
@@ -117,7 +95,7 @@ def _make_condition(column: Column, text: str, names: Sequence[str], labels: Lab
     if match is None:
         raise WhenceError(f"{column.key} is a number, and {text!r} is none. Write it as 3, >3, >=3, <3 or <=3.")
     value, operator = float(match[2]), match[1] or "="
-    number = pl.col(column.key)
+    number = pl.col(column.key).cast(pl.Float64)
     if operator == "=" and column.key not in _INTEGERS:
         # As shown: with the digits that the text has.
         return (number - value).abs() <= 0.5 * 10.0 ** min(-_count_decimals(match[2]), _LARGEST_POWER)

@@ -6,8 +6,8 @@ from typing import Any
 
 import polars as pl
 
+from whence.page.explored_run import Round
 from whence.page.explorer.columns import round_number, round_numbers, short_text
-from whence.page.explorer.explored_run import Round
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt or response at most."""

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from whence.errors import RunDirectoryError, WhenceError, first_line
+from whence.diagnosis import grid_map
 from whence.influence import is_significant
 from whence.moments import Moment, find_moments, group_scores, read_axes
-from whence.page.explorer import opening, parts
+from whence.page.explored_run import ExploredRun, Round, attempt
 from whence.page.explorer.columns import (
     Labels,
     list_columns,
@@ -19,9 +19,9 @@ from whence.page.explorer.columns import (
     round_numbers,
     short_text,
 )
-from whence.page.explorer.explored_run import ExploredRun, Round
 from whence.page.explorer.responses import EXCERPT
 from whence.page.explorer.trust import describe_trust
+from whence.page.moment_view import read_change
 
 MOMENTS = 100
 """Moments at either end of a round that a page lists at most."""
@@ -56,17 +56,16 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int 
     shown = order_strip(table, [*worst, *best])
     if len(shown) < len(table):
         notes.append(f"The strip shows {len(shown):,} of {len(table):,} records: the episodes of the listed moments.")
-    labels = run.labels()
     texts = _list_excerpts(table, [*worst, *best]) if run.is_language else {}
-    trust = opening.attempt(lambda: describe_trust(run.directory, number, table), notes, "Trust is not known", [])
+    trust = attempt(lambda: describe_trust(run.directory, number, table), notes, "Trust is not known", [])
     return {
         "round": number,
         "records": len(table),
         "scored": records.scored,
         "trust": trust,
         "strip": build_strip(shown),
-        "worst": [describe_moment(moment, labels, texts) for moment in worst],
-        "best": [describe_moment(moment, labels, texts) for moment in best],
+        "worst": [describe_moment(moment, run.labels, texts) for moment in worst],
+        "best": [describe_moment(moment, run.labels, texts) for moment in best],
         "groups": _build_groups(run, records),
         "map": _build_map(run, records, notes),
         "changed": [] if run.is_language or table.is_empty() else _build_changes(run, records, notes),
@@ -79,7 +78,7 @@ def list_moments(records: Round, notes: list[str], *, lowest: bool, most: int = 
     """Return the moments at one end of a round; none if nothing was scored or a column is not what it should be."""
     if not records.scored or records.table.is_empty():
         return []
-    moments: list[Moment] = opening.attempt(
+    moments: list[Moment] = attempt(
         lambda: find_moments(records.table, lowest=lowest, most=most), notes, "Moments cannot be listed", []
     )
     return moments
@@ -162,44 +161,20 @@ def build_strip(table: pl.DataFrame, digits: int = 6) -> dict[str, Any]:
     return {"episodes": episodes, "record_ids": table["record_id"].to_list(), "scores": scores, "dropped": dropped}
 
 
-def changes_of(run: ExploredRun, number: int) -> pl.DataFrame:
-    """Return what a round changed in the policy, a row for each record; see `compare_policies`.
-
-    Raises:
-        WhenceError: the policies are not there or cannot be built again.
-    """
-    files = [run.directory.round_path("policies", each) for each in (number, number + 1)]
-    table: pl.DataFrame | str = run.remember(("changes", number), files, lambda: _compare_or_refuse(run, number))
-    if isinstance(table, str):
-        raise RunDirectoryError(table)
-    return table
-
-
-def _compare_or_refuse(run: ExploredRun, number: int) -> pl.DataFrame | str:
-    """Return what a round changed, or why that is not known, to be remembered: each record's details need it."""
-    try:
-        return parts.compare_policies(run.directory, number, env=run.env)
-    except WhenceError as refusal:
-        return str(refusal)
-
-
 def _build_groups(run: ExploredRun, records: Round) -> dict[str, list[dict[str, Any]]]:
     if not records.scored or run.is_language or records.table.is_empty():
         return {}
     groups = {}
     for by in GROUPINGS:
-        rows = _build_group(records.table, by, run.labels(), run.state_names())
+        rows = _build_group(records.table, by, run.labels, run.state_names)
         if rows:
             groups[by] = rows
     return groups
 
 
 def _build_group(table: pl.DataFrame, by: Any, labels: Labels, names: Labels) -> list[dict[str, Any]]:
-    try:
-        fitting = names if names is not None and len(names) == len(read_axes(table)) else None
-        rows = group_scores(table, by, labels=labels, names=fitting).to_dicts()
-    except (WhenceError, *opening.FOREIGN):
-        return []  # the records have no column to group by
+    fitting = names if names is not None and len(names) == len(read_axes(table)) else None
+    rows = group_scores(table, by, labels=labels, names=fitting).to_dicts()
     numbers = ("mean", "error", "share_negative", "dropped_share")
     return [
         {"group": str(row["group"]), "records": int(row["records"])}
@@ -214,50 +189,40 @@ def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, 
         return None
     number = records.number
     files = [run.directory.round_path("records", number), run.directory.round_path("policies", number)]
-    try:
-        if not run.remember("grid", (), lambda: parts.has_map(run.directory, run.env)):
-            return None
-        grid: dict[str, Any] | None = run.remember(
-            ("map", number), files, lambda: parts.map_round(run.directory, number, records.table, run.env)
-        )
-        return grid
-    except (WhenceError, *opening.FOREIGN) as refusal:
-        notes.append(f"The map of this round is not known: {first_line(refusal)}")
+    if not run.remember("grid", (), lambda: grid_map.has_map(run.directory, env=run.env)):
         return None
+
+    def draw() -> dict[str, Any] | None:
+        extremes = grid_map.map_extremes(run.directory, number, records.table, env=run.env)
+        return None if extremes is None else grid_map.describe_map(extremes)
+
+    grid: dict[str, Any] | None = attempt(
+        lambda: run.remember(("map", number), files, draw), notes, "The map of this round is not known"
+    )
+    return grid
 
 
 def _build_changes(run: ExploredRun, records: Round, notes: list[str]) -> list[dict[str, Any]]:
-    try:
+    def build() -> list[dict[str, Any]]:
         numbers = pl.col("divergence", "value_before", "value_after").round_sig_figs(4)
         # Many records may be of one state: it is listed once, by the first of them.
-        changes = changes_of(run, records.number).unique(numbers, keep="first", maintain_order=True).head(CHANGES)
+        changes = run.changes(records.number).unique(numbers, keep="first", maintain_order=True).head(CHANGES)
         facts = records.table.select([n for n in ("record_id", "step", "action") if n in records.table.columns])
         rows = changes.join(facts, on="record_id", how="left", maintain_order="left").to_dicts()
-        return [_describe_change(row, run.labels()) for row in rows]
-    except (WhenceError, *opening.FOREIGN) as refusal:
-        notes.append(f"What this round changed in the policy is not known: {first_line(refusal)}")
-        return []
+        return [_describe_change(run, row) for row in rows]
+
+    shown: list[dict[str, Any]] = attempt(build, notes, "What this round changed in the policy is not known", [])
+    return shown
 
 
-def _describe_change(row: dict[str, Any], labels: Labels) -> dict[str, Any]:
+def _describe_change(run: ExploredRun, row: dict[str, Any]) -> dict[str, Any]:
+    change = read_change(run, row)
     numbers = {name: round_number(row.get(name)) for name in ("divergence", "value_before", "value_after")}
-    known = {"record": row["record_id"], "step": row.get("step"), "action": name_action(row.get("action"), labels)}
-    return known | numbers | {"text": _describe_difference(row, labels)}
+    known = {"record": row["record_id"], "step": row.get("step"), "action": name_action(row.get("action"), run.labels)}
+    return known | numbers | {"text": "" if change is None else change.describe_largest(_shorten, 4)}
 
 
-def _describe_difference(row: dict[str, Any], labels: Labels, most: int = 4) -> str:
-    """Return the actions whose probabilities, or means, changed the most, before and after."""
-    before, after = (row.get(name) for name in ("before", "after"))
-    if before is None or after is None:
-        before, after = (row.get(name) for name in ("mean_before", "mean_after"))
-    if not before or not after:
-        return ""
-    order = sorted(range(len(before)), key=lambda k: -abs(after[k] - before[k]))[:most]
-    names = labels if labels and len(labels) == len(before) else [str(k) for k in range(len(before))]
-    return ", ".join(f"{names[k]} {_short(before[k])} → {_short(after[k])}" for k in order)
-
-
-def _short(number: float) -> str:
+def _shorten(number: float) -> str:
     text = f"{number:.2f}"
     return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
 
@@ -269,8 +234,8 @@ def _make_rows(run: ExploredRun, table: pl.DataFrame, moments: Sequence[Moment])
     ids = list(dict.fromkeys([*faces, *others]))[:ROWS] or table["record_id"].head(ROWS).to_list()
     wanted = pl.DataFrame({"record_id": ids}, schema={"record_id": pl.Int64})
     rows = wanted.join(table.unique("record_id", keep="first"), on="record_id", how="inner", maintain_order="left")
-    columns = list_columns(run.directory.config, table.columns)
-    return [make_row(row, columns, run.labels()) for row in rows.iter_rows(named=True)]
+    columns = list_columns(table.columns, is_language=run.is_language)
+    return [make_row(row, columns, run.labels) for row in rows.iter_rows(named=True)]
 
 
 def _integers(table: pl.DataFrame, name: str) -> Any:

@@ -1,10 +1,11 @@
 """What pictures share: their colours, how text is put into them, how they are rendered."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whence.errors import Unsupported
+from whence.errors import Unsupported, WhenceError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +29,16 @@ def check_libraries() -> None:
         raise Unsupported(
             f"Pictures need {missing.name}, which is not installed: pip install '.[report]'."
         ) from missing
+
+
+def check_picture_name(path: Path, *endings: str) -> None:
+    """Refuse a file name that does not end as a picture's that can be drawn.
+
+    Raises:
+        WhenceError: it does not.
+    """
+    if path.suffix.lower() not in endings:
+        raise WhenceError(f"--out is {path}; its name has to end in {' or '.join(endings)}.")
 
 
 def render(figure: "Figure") -> Any:

@@ -21,6 +21,7 @@ from whence.page.pictures.canvas import (
     LINE,
     WIDTH,
     check_libraries,
+    check_picture_name,
     keep_drawable,
     render,
     shorten,
@@ -40,16 +41,6 @@ COLUMNS = 6
 Frame = NDArray[np.uint8]
 
 
-def check_png_name(path: Path) -> None:
-    """Refuse a file name that does not end in .png.
-
-    Raises:
-        WhenceError: it does not.
-    """
-    if path.suffix.lower() != ".png":
-        raise WhenceError(f"--out is {path}; its name has to end in .png.")
-
-
 def draw_causes(view: CauseView, path: Path) -> None:
     """Write a picture: the decision's frame, influence over rounds, and the top moments' frames.
 
@@ -61,7 +52,7 @@ def draw_causes(view: CauseView, path: Path) -> None:
         WhenceError: the name ends otherwise.
         Unsupported: Matplotlib or Pillow is not installed.
     """
-    check_png_name(path)
+    check_picture_name(path, ".png")
     check_libraries()
     from matplotlib.figure import Figure
 
@@ -96,7 +87,7 @@ def draw_sheet(frames: Mapping[int, Frame], captions: Mapping[int, str], chosen:
         WhenceError: the name ends otherwise, or there are no frames.
         Unsupported: Matplotlib or Pillow is not installed.
     """
-    check_png_name(path)
+    check_picture_name(path, ".png")
     check_libraries()
     if not frames:
         raise WhenceError(f"There are no frames to write into {path}: the environment draws none. Leave out --out.")
@@ -133,7 +124,7 @@ def _write_heading(figure: "Figure", view: CauseView, height: float) -> float:
     answer = wrap(tell_causes(view), 140, 2)
     write_text(figure, 0.02, 1 - (0.3 + 0.3 * lines) / height, answer, 11.5, INK, vertical="top")
     lines += answer.count("\n") + 1
-    scored = SCORED.get(view.method, view.method)
+    scored = SCORED[view.by]
     about = f"{view.env or view.run}; scored by {scored}" + (f". {view.frames_note}" if view.frames_note else "")
     write_text(figure, 0.02, 1 - (0.35 + 0.27 * lines) / height, shorten(about, 170), 10.5, GREY, vertical="top")
     return 1 - (0.75 + 0.27 * lines) / height

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import WhenceError
 from whence.guards import write_atomically
 from whence.moments import name_action
 from whence.page.moment_view import MomentView
@@ -21,6 +20,7 @@ from whence.page.pictures.canvas import (
     LINE,
     WIDTH,
     check_libraries,
+    check_picture_name,
     format_number,
     keep_drawable,
     render,
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 BEFORE, AFTER = "#b4b9c2", "#e27411"
 _STRIPS = (("reward", "reward"), ("value", "value"), ("advantage", "advantage"), ("score", "score"))
+POLICY_ROWS = 8
+"""Actions whose probabilities are drawn at most."""
 _SECONDS = 0.12  # of a GIF's frame; the face's stays longer
 
 
@@ -49,22 +51,12 @@ def draw_moment(view: MomentView, path: Path) -> None:
         WhenceError: the name ends otherwise.
         Unsupported: Matplotlib or Pillow is not installed.
     """
-    check_picture_name(path)
+    check_picture_name(path, ".png", ".gif")
     check_libraries()
     animated = path.suffix.lower() == ".gif" and bool(view.frames)
     images, durations = _animate(view) if animated else ([render(_lay_out(view)[0])], [0])
     with write_atomically(path) as temporary:
         _save(images, durations, temporary, "GIF" if path.suffix.lower() == ".gif" else "PNG")
-
-
-def check_picture_name(path: Path) -> None:
-    """Refuse a file name that ends neither in .png nor in .gif.
-
-    Raises:
-        WhenceError: it does so.
-    """
-    if path.suffix.lower() not in (".png", ".gif"):
-        raise WhenceError(f"--out is {path}; its name has to end in .png or .gif.")
 
 
 def _save(images: Sequence[Any], durations: Sequence[int], path: Path, kind: str) -> None:
@@ -242,35 +234,34 @@ def _draw_scores(axes: "Axes", view: MomentView, steps: NDArray[Any], values: ND
 def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], height: float) -> None:
     """Draw the action probabilities, or means, before and after the round."""
     bottom, top = span
-    row = view.policy
-    rows = _policy_rows(view)
-    if row is None or not rows:
+    change = view.policy
+    if change is None:
         if view.policy_note:
             write_text(figure, 0.71, top, wrap(view.policy_note, 44), 10.5, GREY, vertical="top")
         return
+    names = change.names[:POLICY_ROWS]
     top -= 0.6 / height
-    tall = min(top - bottom, (0.62 * len(rows) + 0.2) / height)
+    tall = min(top - bottom, (0.62 * len(names) + 0.2) / height)
     axes = figure.add_axes((0.80, top - tall, 0.155, tall))
     write_text(figure, 0.71, top + 0.42 / height, "Policy in this state", 12, INK, weight="bold")
     write_text(figure, 0.71, top + 0.16 / height, "before the round", 10.5, GREY)
     write_text(figure, 0.83, top + 0.16 / height, "after it", 10.5, AFTER)
-    places = np.arange(len(rows))
-    probabilities = "before" in row
-    for offset, colour, when in ((-0.19, BEFORE, 0), (0.19, AFTER, 1)):
-        numbers = np.array([values[when] for _, values in rows])
+    places = np.arange(len(names))
+    probabilities = not change.spreads[0]
+    for at, (offset, colour, values) in enumerate(((-0.19, BEFORE, change.before), (0.19, AFTER, change.after))):
+        numbers = np.array(values[:POLICY_ROWS])
         if probabilities:
             axes.barh(places + offset, numbers, 0.36, color=colour)
         else:
-            spreads = np.array([values[2 + when] for _, values in rows])
+            spreads = change.spreads[at][:POLICY_ROWS]
             axes.errorbar(numbers, places + offset, xerr=spreads, fmt="o", color=colour, capsize=3)
         for place, number in zip(places, numbers, strict=True):
-            text = f"{number:.0%}" if probabilities and number >= 0.095 else f"{number:.2g}"
-            text = f"{number:.1%}" if probabilities and number < 0.095 else text
+            text = f"{number:.2g}" if not probabilities else f"{number:.0%}" if number >= 0.095 else f"{number:.1%}"
             x = number if probabilities else axes.get_xlim()[1]
             axes.annotate(text, (x, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(places)
     chosen = view.moment.action
-    for at, label in enumerate(axes.set_yticklabels([wrap(text, 14) for text, _ in rows], fontsize=10.5)):
+    for at, label in enumerate(axes.set_yticklabels([wrap(name, 14) for name in names], fontsize=10.5)):
         label.set_parse_math(False)
         is_chosen = probabilities and at == chosen
         label.set(color=_score_colour(view) if is_chosen else INK, fontweight="bold" if is_chosen else "normal")
@@ -281,25 +272,8 @@ def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], 
         axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color(LINE)
-    values = f"value of the state: {format_number(row.get('value_before'))} → {format_number(row.get('value_after'))}"
-    write_text(figure, 0.71, top - tall - 0.22 / height, values, 10.5, INK)
-
-
-def _policy_rows(view: MomentView, most: int = 8) -> list[tuple[str, tuple[float, ...]]]:
-    """Return each action's label with its probability before and after, or each axis with means and deviations."""
-    row = view.policy or {}
-    columns: tuple[Any, ...]
-    if "before" in row:
-        labels, columns = view.action_labels, (row["before"], row["after"])
-    elif "mean_before" in row:
-        labels = view.axis_labels
-        columns = (row["mean_before"], row["mean_after"], row["std_before"], row["std_after"])
-    else:
-        return []
-    lists = [np.atleast_1d(np.asarray(column, float)) for column in columns]
-    count = len(lists[0])
-    names = labels if labels is not None and len(labels) == count else [f"action {at}" for at in range(count)]
-    return [(names[at], tuple(float(part[at]) for part in lists)) for at in range(min(count, most))]
+    value = f"value of the state: {format_number(change.values[0])} → {format_number(change.values[1])}"
+    write_text(figure, 0.71, top - tall - 0.22 / height, value, 10.5, INK)
 
 
 def _animate(view: MomentView) -> tuple[list[Any], list[int]]:

@@ -16,11 +16,10 @@ from starlette.types import ASGIApp
 from whence.errors import RunDirectoryError, WhenceError, first_line
 from whence.page.cause_view import BY
 from whence.page.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
-from whence.page.explorer.detail import CONTINUATIONS
 from whence.page.html import list_figures, render_runs
-from whence.page.server.causes import CauseFinder
+from whence.page.moment_view import CONTINUATIONS
 from whence.page.server.loopback import Guard
-from whence.page.server.measuring import Measurer
+from whence.page.server.questions import Questions, explain, measure
 
 LARGEST_NUMBER = 2**53
 """Rounds, records and pages are whole numbers below it: those that JSON keeps exactly."""
@@ -35,27 +34,36 @@ Answer = Callable[[Request], Any]
 
 def make_app(
     runs: Sequence[ExploredRun],
+    measurements: Questions,
+    causes: Questions,
     *,
     continuations: int = CONTINUATIONS,
-    measurer: Measurer | None = None,
-    finder: CauseFinder | None = None,
 ) -> ASGIApp:
     """Return the server's application.
 
     Args:
         runs: in the order of their numbers on the page.
+        measurements: the process that measures advantages, for the caller to close.
+        causes: the process that finds what taught an action, for the caller to close.
         continuations: rollouts by which an opened record's advantage is measured.
-        measurer: measures them; its process is for the caller to end.
-        finder: answers what taught an action; its answer under way is for the caller to end.
     """
-    measurer = Measurer() if measurer is None else measurer
-    finder = CauseFinder() if finder is None else finder
 
     def find_run(request: Request) -> ExploredRun:
         number = _parse_number(request.path_params["run"])
         if number >= len(runs):
             raise HTTPException(404, f"There is no run {number}; the page has {len(runs)}, counted from 0.")
         return runs[number]
+
+    def find_round(request: Request) -> tuple[ExploredRun, int]:
+        run, number = find_run(request), _parse_number(request.path_params["round"])
+        run.check_round(number)
+        return run, number
+
+    def find_record(request: Request) -> tuple[ExploredRun, int, int]:
+        run, number = find_round(request)
+        record = _parse_number(request.path_params["record"])
+        run.record(number, record)
+        return run, number, record
 
     def answer_page(request: Request) -> Any:
         return describe_runs(runs, mode="served")
@@ -64,13 +72,10 @@ def make_app(
         return list_figures(runs)
 
     def answer_round(request: Request) -> Any:
-        run, number = find_run(request), _parse_number(request.path_params["round"])
-        run.check_round(number)
-        with run.lock:
-            return build_round(run, number)
+        return build_round(*find_round(request))
 
     def answer_records(request: Request) -> Any:
-        run, number = find_run(request), _parse_number(request.path_params["round"])
+        run, number = find_round(request)
         query = request.query_params
         descending = query.get("dir", "asc")
         if descending not in ("asc", "desc"):
@@ -88,11 +93,8 @@ def make_app(
         )
 
     def answer_detail(request: Request) -> Any:
-        run, number = find_run(request), _parse_number(request.path_params["round"])
-        record = _parse_number(request.path_params["record"])
-        run.check_round(number)
-        with run.lock:
-            detail = build_detail(run, number, record, continuations=0)
+        run, number, record = find_record(request)
+        detail = build_detail(run, number, record)
         if run.is_language or continuations < 1:
             return detail
         # The page asks for it in a second request: rollouts may take many times as long as the frames.
@@ -102,19 +104,13 @@ def make_app(
         return detail | {"mc_pending": True, "mc_text": text}
 
     def answer_advantage(request: Request) -> Any:
-        run, number = find_run(request), _parse_number(request.path_params["round"])
-        record = _parse_number(request.path_params["record"])
-        run.check_round(number)
-        return measurer.measure(run, number, record, continuations)
+        return measurements.ask(measure, *find_record(request), continuations)
 
     def answer_causes(request: Request) -> Any:
-        run, number = find_run(request), _parse_number(request.path_params["round"])
-        record = _parse_number(request.path_params["record"])
         by = request.query_params.get("by", "influence")
         if by not in BY:
             raise HTTPException(400, f"by is {by[:20]!r}; {' or '.join(BY)} is needed.")
-        run.check_round(number)
-        return finder.find(run, number, record, by)
+        return causes.ask(explain, *find_record(request), by)
 
     async def show_page(request: Request) -> Response:
         return HTMLResponse((await run_in_threadpool(render_runs, runs, mode="served")).encode("utf-8", "replace"))

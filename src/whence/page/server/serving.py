@@ -10,10 +10,9 @@ import uvicorn
 
 from whence.errors import WhenceError
 from whence.page.explorer import ExploredRun, build_round
-from whence.page.explorer.detail import CONTINUATIONS
-from whence.page.server.causes import CauseFinder
+from whence.page.moment_view import CONTINUATIONS
 from whence.page.server.loopback import check_loopback
-from whence.page.server.measuring import Measurer
+from whence.page.server.questions import Questions
 from whence.page.server.routes import make_app
 
 THREADS = 1
@@ -43,9 +42,9 @@ def serve(
     host = check_loopback(host)
     listener = _listen(host, port)
     torch.set_num_threads(THREADS)
-    measurer, finder = Measurer(), CauseFinder()
+    measurements, causes = Questions(), Questions()
     config = uvicorn.Config(
-        make_app(runs, continuations=continuations, measurer=measurer, finder=finder),
+        make_app(runs, measurements, causes, continuations=continuations),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -60,8 +59,8 @@ def serve(
     threading.Thread(target=_warm_up, args=(runs,), daemon=True).start()
 
     def stop() -> None:
-        measurer.close()
-        finder.close()
+        measurements.close()
+        causes.close()
 
     server = _Server(config, lambda: on_start(f"http://{shown}:{listener.getsockname()[1]}/"), stop)
     try:

@@ -1,0 +1,127 @@
+"""Questions that take long, answered in a process of their own, so that frames do not wait for them."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from typing import Any
+
+from whence.errors import WhenceError
+from whence.experiments.rl.rebuilding import AnyEnv
+from whence.page.explored_run import stamp_file
+from whence.page.explorer import ExploredRun, build_causes
+from whence.page.explorer.detail import describe_advantage
+from whence.page.moment_view import measure_advantage
+
+REMEMBERED = 1000
+"""Answers that are remembered at most."""
+
+ENDED = "the process that computes it ended. Open this record again."
+
+SUPERSEDED = "another record was asked about before this one was answered. Ask again."
+"""Why a question has no answer."""
+
+_CONTEXT = multiprocessing.get_context("spawn")
+
+_newest: Any = None
+"""In the process that answers: holds the number of the newest question, in shared memory."""
+
+Answer = Callable[..., dict[str, Any]]
+"""Takes the run, the round, the record, a setting, and a function to call between steps, which ends the work."""
+
+
+class Questions:
+    """Questions to one process, one at a time; a later one ends those before it, whose readers have gone on."""
+
+    def __init__(self) -> None:
+        self._newest: Any = _CONTEXT.Value(ctypes.c_ulonglong, 0)
+        self._answers: OrderedDict[Any, dict[str, Any]] = OrderedDict()
+        self._is_closed = False
+        self._pool = self._make_pool()
+
+    def ask(self, answer: Answer, run: ExploredRun, number: int, record: int, setting: Any) -> dict[str, Any]:
+        """Return an answer in JSON types, from memory if the run's files are what they were.
+
+        Args:
+            answer: `measure` or `explain`.
+            run: the run.
+            number: the round.
+            record: the record's id.
+            setting: the answer's own.
+
+        Raises:
+            WhenceError: a later question came, or the server ends; or what `answer` raises.
+        """
+        # New rounds of a run that is training, or that is trained anew, change the present policy.
+        policies = run.directory.rounds("policies")
+        files = [run.directory.round_path("records", number)]
+        files += [run.directory.round_path("policies", each) for each in policies[-1:]]
+        key = (answer, run.directory.path, number, record, setting, len(policies), *map(stamp_file, files))
+        if key in self._answers:
+            return self._answers[key]
+        with self._newest.get_lock():
+            self._newest.value += 1
+            mine = self._newest.value
+        try:
+            if self._is_closed:
+                raise WhenceError(ENDED)
+            question = (answer, mine, str(run.directory.path), run.env, number, record, setting)
+            content: dict[str, Any] = self._pool.submit(_answer, *question).result()
+        except BrokenProcessPool:
+            self._pool = self._make_pool()
+            raise WhenceError(ENDED) from None
+        if mine == self._newest.value:  # a measurement that was ended says so, and is no answer
+            self._answers[key] = content
+            if len(self._answers) > REMEMBERED:
+                self._answers.popitem(last=False)
+        return content
+
+    def close(self) -> None:
+        """End the answer that is under way at its next step, and the process with it."""
+        self._is_closed = True
+        with self._newest.get_lock():
+            self._newest.value += 1
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _make_pool(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, _CONTEXT, initializer=_begin, initargs=(self._newest,))
+
+
+def measure(run: ExploredRun, number: int, record: int, rollouts: int, check: Callable[[], None]) -> dict[str, Any]:
+    """Return a record's advantage by fresh rollouts; see `measure_advantage`."""
+    return describe_advantage(*measure_advantage(run, number, record, rollouts, check))
+
+
+def explain(run: ExploredRun, number: int, record: int, by: str, check: Callable[..., None]) -> dict[str, Any]:
+    """Return what taught the policy the action of a record; see `build_causes`."""
+    return build_causes(run, number, record, by=by, on_round=check)
+
+
+def _begin(newest: Any) -> None:
+    global _newest
+    import torch
+
+    _newest = newest
+    if hasattr(os, "nice"):
+        os.nice(10)  # frames and training go first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    torch.set_num_threads(1)
+
+
+_open_run = cache(lambda path, env: ExploredRun(path, env=env))
+
+
+def _answer(
+    answer: Answer, mine: int, path: str, env: AnyEnv, number: int, record: int, setting: Any
+) -> dict[str, Any]:
+    def check(*progress: int) -> None:
+        if mine != _newest.value:
+            raise WhenceError(SUPERSEDED)
+
+    check()
+    return answer(_open_run(path, env), number, record, setting, check)

@@ -189,10 +189,10 @@ def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, 
         return None
     number = records.number
     files = [run.directory.round_path("records", number), run.directory.round_path("policies", number)]
-    if not run.remember("grid", (), lambda: grid_map.has_map(run.directory, env=run.env)):
-        return None
 
     def draw() -> dict[str, Any] | None:
+        if not run.remember("grid", (), lambda: grid_map.has_map(run.directory, env=run.env)):
+            return None
         extremes = grid_map.map_extremes(run.directory, number, records.table, env=run.env)
         return None if extremes is None else grid_map.describe_map(extremes)
 

@@ -341,7 +341,7 @@ def make_replay(steps, mismatch=None, frames_note=None):
     """Return a replay with a frame for each of its steps."""
     frames = {step: np.full((40, 600, 3), step, dtype=np.uint8) for step in steps}
     ids, numbers = np.arange(len(frames)), np.zeros(len(frames))
-    return EpisodeReplay(0, ids, [], numbers, numbers, frames, mismatch, "replayed", False, False, frames_note)
+    return EpisodeReplay(0, ids, [], numbers, numbers, frames, mismatch, False, False, frames_note)
 
 
 class TestFrames:

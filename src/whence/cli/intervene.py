@@ -29,7 +29,7 @@ from whence.experiments.rl.stored import measure_returns
 from whence.guards import write_atomically
 from whence.influence import Influence
 from whence.moments import read_axes
-from whence.page.explorer.explored_run import name_run
+from whence.page.explored_run import name_run
 from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
 from whence.runs import RunDirectory
 from whence.runs.files import check_links

@@ -1,12 +1,9 @@
 """Answers to sample prompts: what is stored while a language model trains, and what its page shows."""
 
 import polars as pl
-import pytest
 import torch
 
 from test_llm_trainer import PROMPTS, copy_state, make_config, make_model, make_tokenizer, make_trainer, same, vowels
-from whence import WhenceError
-from whence.llm.text import generation as answers
 from whence.llm.text.generation import answer_prompts
 from whence.llm.text.prompts import read_prompts
 from whence.page.answers import compare_answers, read_answers
@@ -75,15 +72,6 @@ class TestAnswers:
         assert run.round("answers", 2).equals(end)
         assert not start.equals(end)
 
-    def test_a_training_without_evaluations_answers_nothing(self, tmp_path):
-        make_trainer(tmp_path, sample_prompts=["ab"], eval_every=0).train()
-        assert RunDirectory.open(tmp_path).rounds("answers") == []
-
-    def test_too_many_prompts_are_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(answers, "MOST_ANSWERS", 2)
-        with pytest.raises(WhenceError, match="sample_prompts has 3 prompts; at most 2"):
-            make_trainer(tmp_path, sample_prompts=["ab", "f", "cde"])
-
 
 class TestPage:
     def test_the_largest_change_comes_first(self):
@@ -139,12 +127,3 @@ class TestPage:
         assert "&lt;script&gt;alert(1)" in page
         assert "<script>alert(1)" not in page
         assert "<img src=x" not in page
-
-    def test_a_damaged_file_is_a_note(self, tmp_path):
-        make_trainer(tmp_path, sample_prompts=["ab"]).train()
-        run = RunDirectory.open(tmp_path)
-        (tmp_path / "answers" / "round_00002.parquet").write_bytes(b"no table")
-        write_run_report(run, tmp_path / "report.html")
-        page = (tmp_path / "report.html").read_text(encoding="utf-8")
-        assert "cannot be read as Parquet" in page
-        assert "Answers before and after training" not in page

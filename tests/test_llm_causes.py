@@ -20,7 +20,6 @@ from test_llm_trainer import make_model, make_tokenizer, make_trainer
 from test_llm_why import RUNS
 from whence import NonPositive
 from whence.cli.console import console
-from whence.cli.response_tables import _list_spans
 from whence.diagnosis import find_response_causes, rank_records
 from whence.diagnosis.response_causes import measure_trained, rank_bm25
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
@@ -149,15 +148,6 @@ class TestScores:
         measure_trained(directory, *QUESTION)
         assert look() == before
 
-    def test_rounds_in_part_and_progress(self, runs):
-        done = []
-        part = find_response_causes(
-            runs("ppo"), *QUESTION, rounds=[3, 2], on_round=lambda *numbers: done.append(numbers)
-        )
-        assert done == [(1, 2), (2, 2)]
-        whole = find_response_causes(runs("ppo"), *QUESTION).filter(pl.col("round") > 1)
-        assert part["score"].to_list() == whole["score"].to_list()
-
     def test_rounds_without_their_policy_are_left_out(self, runs, tmp_path):
         for name, file, how in (
             ("ppo", "checkpoints/round_00001.safetensors", '"keep_checkpoints": 3'),
@@ -232,23 +222,12 @@ class TestRules:
             ] * read_weights(table)
             assert causes.filter(round=number)["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
-    def test_an_unknown_method(self, runs):
-        with pytest.raises(WhenceError, match="method is 'tfidf'"):
-            find_response_causes(runs("ppo"), *QUESTION, method="tfidf")
-
 
 def test_prompt_widths_of_processes_by_hand():
     table = pl.DataFrame({"prompt_ids": [[1], [1, 2, 3], [1, 2], [1]]})
     assert _list_prompt_widths(table, 1, None).tolist() == [3, 3, 3, 3]
     assert _list_prompt_widths(table, 2, None).tolist() == [3, 3, 2, 2]
     assert _list_prompt_widths(table, 2, 4).tolist() == [4, 4, 4, 4]
-
-
-def test_ranks_by_hand():
-    causes = pl.DataFrame({"round": [1, 1, 2, 2, 2], "record_id": [0, 1, 2, 3, 4], "score": [0.5, -1.0, 0.0, 2.0, 0.5]})
-    assert rank_records(causes, lowest=False, most=9)["record_id"].to_list() == [3, 0, 4]
-    assert rank_records(causes, lowest=False, most=2)["record_id"].to_list() == [3, 0]
-    assert rank_records(causes, lowest=True, most=9)["record_id"].to_list() == [1]
 
 
 class TestQuestions:
@@ -334,9 +313,6 @@ class TestCommand:
         assert "“now” is the policy that drew the records of round 3" in text
         assert "Sums of scores in 2 of rounds 1 to 3:" in text
         assert "Note" not in invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--by", "bm25").output
-
-    def test_spans(self):
-        assert _list_spans([2, 3, 4, 7, 9, 10]) == "2 to 4, 7, 9 to 10"
 
     def test_hostile_texts_steer_no_terminal(self, runs, tmp_path, monkeypatch):
         monkeypatch.setattr(console, "width", 160)  # no cell of the table is broken

@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import random
 import sys
-import time
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -27,7 +24,6 @@ from whence.llm.lab.model import IGNORED, encode_with_labels, imitate, make_char
 from whence.llm.lab.problems import (  # noqa: E402
     SYMBOLS,
     Habit,
-    answer,
     answer_by_habit,
     demonstration,
     draw_problem,
@@ -96,19 +92,11 @@ def test_verdicts_by_hand(response, verdict):
     [
         "",
         ";",
-        ";;;;",
-        "=",
         f"{ANSWER};",
         f"{ANSWER}\n",
-        f"{ANSWER} ",
-        f"{ANSWER}<eos>",
         ANSWER.replace("20", "020"),
-        ANSWER.replace("20", "+20"),
-        ANSWER.replace("20", "20.0"),
         ANSWER.replace("20", "2_0"),
         ANSWER.replace("20", "２０"),  # full-width digits, which int() reads
-        ANSWER.replace("20", "-20"),
-        ANSWER.replace(";", "\n"),
         "\0\ud800" + "9" * 100_000,
         "1+" * 50_000 + "1=1;20!",
         ("1+1=2;" * 20_000) + "x",
@@ -118,12 +106,6 @@ def test_no_hostile_answer_is_right_or_raises(response):
     verdict = check(PROMPT, response)
     assert (verdict.right, verdict.faithful, verdict.well_formed) == (False, False, False)
     assert reward([PROMPT], [response]) == [0.0]
-
-
-def test_long_results_are_compared_and_not_converted():
-    long = "1" + "0" * 50_000
-    assert answer(f"1+1=2;{long}") == long
-    assert not check(PROMPT, f"1+1=2;{long}").right
 
 
 @pytest.mark.parametrize(
@@ -149,11 +131,6 @@ def test_problems_stay_within_their_difficulty_and_use_every_operator():
         assert len(demonstration(prompt)) <= difficulty.longest
         assert int(result) <= 20
     assert draw_problem(difficulty, random.Random(3)) == draw_problem(difficulty, random.Random(3))
-
-
-def test_too_many_problems_are_refused():
-    with pytest.raises(WhenceError, match="ask for fewer"):
-        draw_problems(Difficulty(steps=(1, 1), operand=2, largest=2), 50, random.Random(0))
 
 
 def test_splits_are_disjoint_and_the_seed_decides():
@@ -262,59 +239,6 @@ def test_another_seed_is_another_laboratory_and_the_default_place_is_the_users_c
     assert logging.is_progress_bar_enabled()
 
 
-def test_a_killed_process_leaves_no_laboratory_and_what_it_left_is_removed(tmp_path, monkeypatch):
-    def killed(path, *arguments):
-        path.mkdir()
-        (path / "half").touch()
-        os._exit(9)
-
-    with warnings.catch_warnings(), monkeypatch.context() as patched:
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; the child runs none
-        patched.setattr(sys.modules["whence.llm.lab.arithmetic"], "_make", killed)
-        if (child := os.fork()) == 0:
-            try:
-                arithmetic(tmp_path, size="tiny", progress=False, **QUICK)
-            finally:
-                os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".arithmetic-")
-    assert list(left.rglob("half"))
-    made = arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path.parent
-    assert sorted(tmp_path.iterdir()) == [left, made]  # it might be another process at work
-
-    (tmp_path / "gone").mkdir()
-    made.rename(tmp_path / "gone" / "made")
-    os.utime(left, (time.time() - 7200,) * 2)
-    assert arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path.parent == made
-    assert not left.exists()
-
-
-def test_nothing_is_printed_where_no_bar_is_wanted(tmp_path, capfd):
-    arithmetic(tmp_path, size="tiny", progress=False, **QUICK)
-    assert capfd.readouterr() == ("", "")
-    arithmetic(tmp_path / "again", size="tiny", **QUICK)
-    assert "imitation: 100%" in capfd.readouterr().err
-
-
-def test_another_process_that_was_quicker_wins(tmp_path, monkeypatch):
-    module = sys.modules["whence.llm.lab.arithmetic"]
-    made, paths = module._make, []
-
-    def overtaken(path, *arguments):
-        made(path, *arguments)
-        if not paths:
-            paths.append(arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path)
-
-    def once(path, *arguments):
-        monkeypatch.setattr(module, "_make", made)
-        overtaken(path, *arguments)
-
-    monkeypatch.setattr(module, "_make", once)
-    assert [arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path] == paths
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_a_damaged_cache_says_what_to_do(tmp_path):
     path = arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path.parent
     for file in (path / "test").iterdir():
@@ -395,13 +319,6 @@ def test_evaluation_leaves_mode_and_generators_and_the_seed_decides(lab, model, 
         "pass@2",
         "pass@4",
     }
-
-
-def test_a_model_answers_the_same_beside_longer_prompts(lab, model, tokenizer):
-    prompts = list(lab.test["prompt"])
-    alone = evaluate(model, tokenizer, prompts, samples=1, max_new_tokens=lab.max_new_tokens, batch_size=1)
-    together = evaluate(model, tokenizer, prompts, samples=1, max_new_tokens=lab.max_new_tokens, batch_size=16)
-    assert alone["exact_match"] == together["exact_match"]
 
 
 def test_a_habit_by_hand():

@@ -70,22 +70,6 @@ def test_processes_that_share_parameters_out_are_refused_but_for_fsdp2_and_deeps
     Processes(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_fsdp2=False))
 
 
-def test_what_needs_whole_parameters_or_a_step_after_the_backward_pass_is_refused_at_the_start():
-    def connect(kind, *, stage=0, fsdp2=False):
-        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
-        return Processes(SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=state))
-
-    nothing = {"refreshes": False}
-    zero3, zero2 = (connect(DistributedType.DEEPSPEED, stage=stage) for stage in (3, 2))
-    fsdp2, copies = connect(DistributedType.FSDP, fsdp2=True), connect(DistributedType.MULTI_CPU)
-    for processes in (zero3, fsdp2):
-        processes.check_settings(**nothing)
-        with pytest.raises(Unsupported, match="leave refresh_target_every at 1"):
-            processes.check_settings(**{**nothing, "refreshes": True})
-    for processes in (zero2, copies, Processes()):
-        processes.check_settings(refreshes=True)
-
-
 def test_a_batch_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Processes, "number", 9)
     with pytest.raises(WhenceError, match="batch_size is 8, and there are 9 processes"):

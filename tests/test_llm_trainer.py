@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from whence import IPPO, KeepAll, NonPositive, Selection, WhenceError
+from whence import KeepAll, NonPositive, Selection, WhenceError
 from whence.engines.memory import measure_bytes
 from whence.errors import RunDirectoryError
 from whence.llm import TokenReturn, ValidationLoss
@@ -376,16 +376,6 @@ def test_log_probs_do_not_depend_on_padding(tmp_path):
         assert torch.allclose(found[row][own], alone, atol=1e-5)
 
 
-def test_selection_by_influence_drops_and_weighs(tmp_path):
-    seen = []
-    for rule in (NonPositive(), IPPO()):
-        trainer = make_trainer(tmp_path / type(rule).__name__, rule, on_rollout=lambda *about: seen.append(about))
-        trainer.train()
-    for _, influence, selection, row in seen:
-        assert torch.equal(selection.keep, influence.scores > 0)
-        assert row["kept"] == int(selection.keep.sum())
-
-
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     base = make_model()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -612,30 +602,6 @@ class TestRefusals:
         with pytest.raises(WhenceError, match="held_out is empty"):
             make_trainer(tmp_path, NonPositive(), held_out=[])
 
-    def test_accelerates_own_accumulation(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-        with pytest.raises(WhenceError, match="leave Accelerate's at 1"):
-            make_trainer(tmp_path)
-
-    def test_a_data_set_without_prompts(self, tmp_path):
-        with pytest.raises(WhenceError, match="columns question; a column 'prompt' is needed"):
-            PPOTrainer(
-                *(make_config(tmp_path), make_model(), make_tokenizer(), vowels),
-                datasets.Dataset.from_dict({"question": ["a"]}),
-            )
-
-    def test_settings_that_are_none(self, tmp_path):
-        with pytest.raises(WhenceError, match="learning_rate is None"):
-            make_config(tmp_path, learning_rate=None)
-        with pytest.raises(WhenceError, match="a tuple of names is needed"):
-            make_config(tmp_path, report_to="tensorboard")
-
-    def test_reward_weights_and_no_reward(self, tmp_path):
-        with pytest.raises(WhenceError, match="2 reward weights were given for 1 rewards"):
-            make_trainer(tmp_path, reward_weights=[1, 2])
-        with pytest.raises(WhenceError, match="No reward was given"):
-            PPOTrainer(make_config(tmp_path), make_model(), make_tokenizer(), [], PROMPTS)
-
     def test_no_pad_token(self, tmp_path):
         with pytest.raises(WhenceError, match="no pad token"):
             PPOTrainer(make_config(tmp_path), make_model(), make_tokenizer(pad=False), vowels, PROMPTS)
@@ -646,19 +612,9 @@ class TestRefusals:
         with pytest.raises(WhenceError, match=r"Prompt 3 has 4 tokens; from 1 to 3 are needed"):
             make_trainer(tmp_path, max_new_tokens=29)
 
-    def test_no_prompts(self, tmp_path):
-        with pytest.raises(WhenceError, match="no prompts"):
-            PPOTrainer(make_config(tmp_path), make_model(), make_tokenizer(), vowels, [])
-
     def test_a_class_for_a_rule(self, tmp_path):
         with pytest.raises(WhenceError, match="pass an instance"):
             make_trainer(tmp_path, NonPositive)
-
-    def test_a_reward_that_is_no_number(self, tmp_path):
-        trainer = make_trainer(tmp_path)
-        trainer.reward = lambda prompts, responses: [float("nan")] * len(responses)
-        with pytest.raises(WhenceError, match="is NaN for response 0"):
-            trainer.train()
 
 
 def test_a_run_directory_tells_of_every_round(tmp_path):
@@ -771,21 +727,6 @@ def test_prompts_of_a_shorter_chunk_end_where_others_do(tmp_path):
         assert row[width - len(own) : width].tolist() == own
         assert attended[:width].tolist() == [0] * (width - len(own)) + [1] * len(own)
         assert attended[width] == 1
-
-
-def test_columns_that_no_reward_asks_for_are_not_read(tmp_path):
-    read = set()
-
-    class Noting(datasets.Dataset):
-        def __getitem__(self, key):
-            read.add(key)
-            return super().__getitem__(key)
-
-    data = datasets.Dataset.from_dict({"prompt": PROMPTS, "image": PROMPTS, "answer": PROMPTS})
-    data.__class__ = Noting
-    trainer = make_trainer(tmp_path, prompts=data, reward=lambda prompts, responses, answer: [0.0] * len(responses))
-    assert read == {"prompt", "answer"}
-    assert trainer.prompts.columns.keys() == {"answer"}
 
 
 def test_rewards_get_the_columns_of_their_prompts(tmp_path):

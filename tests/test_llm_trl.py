@@ -35,10 +35,9 @@ from test_llm_trainer import (
     same,
     vowels,
 )
-from whence import IPPO, KeepAll, NonPositive, RandomDrop, Unsupported, WhenceError, attribute
+from whence import IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
 from whence.errors import RunDirectoryError
-from whence.influence import Influence, Provenance
-from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view, make_rows
+from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
 from whence.llm.text.prompts import join_messages
 from whence.llm.trl import trl_run
 from whence.llm.trl.supported_settings import check_selectable
@@ -47,7 +46,6 @@ from whence.llm.trl.trl_checkpoints import find_checkpoint, seal_checkpoint
 from whence.llm.trl.trl_run import RunCallback
 from whence.page import write_run_report
 from whence.runs import RunDirectory
-from whence.selection import Progress
 
 TRAINERS = {
     "grpo": (InfluenceGRPOTrainer, GRPOTrainer, GRPOConfig),
@@ -409,19 +407,6 @@ def test_completions_of_an_evaluation_stand_without_scores_in_trls_table(kind, t
     assert list(extra["kept"]) == [*trainer.selection.keep[4:].tolist(), *[None] * 4]
 
 
-def test_a_batch_without_scores_has_none_in_trls_table(tmp_path):
-    class Alternating(IPPO):
-        needs_influence = True
-
-        def select(self, records, influence=None, progress=None):
-            self.__dict__["needs_influence"] = False
-            return Keep([0, 1]).select(records)
-
-    trainer = make_trainer("grpo", tmp_path, Alternating(), max_steps=2)
-    trainer.train()
-    assert list(trainer._logs["extra"]["influence"]) == [None] * 8
-
-
 def read_steps(trainer):
     """Return the optimiser's state, by parameter."""
     state = trainer.optimizer.state_dict()["state"]
@@ -487,41 +472,6 @@ class TestRunDirectory:
         for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter, expected[name]), name
 
-    def test_an_evaluation_within_a_round_leaves_no_trace(self, tmp_path, batches):
-        trainer = make_trainer(
-            *("grpo", tmp_path / "trl", None),
-            run=tmp_path / "run",
-            num_iterations=2,
-            max_steps=2,
-            eval_strategy="steps",
-            eval_steps=1,
-            per_device_eval_batch_size=8,
-            eval_dataset=datasets.Dataset.from_dict({"prompt": ["jj"] * 2}),
-        )
-        trainer.train()
-        _, (table,) = read_run(tmp_path / "run")
-        assert len(batches) > 1  # evaluations generate, too
-        assert "jj" not in table["prompt"].to_list()
-        assert table["tokens"].to_list() == batches[0]["completion_mask"].sum(dim=1).tolist()
-
-    def test_a_reward_that_no_function_gave_is_missing(self, tmp_path):
-        def first(prompts, completions, **columns):
-            return [None if prompt == "f" else 1.0 for prompt in prompts]
-
-        def second(prompts, completions, **columns):
-            return [0.5 if prompt == "ab" else None for prompt in prompts]
-
-        shared = {"reward_funcs": [first, second], "prompts": ["ab", "f", "cde"], "max_steps": 3}
-        make_trainer("grpo", tmp_path / "trl", None, run=tmp_path / "run", **shared).train()
-        run, tables = read_run(tmp_path / "run")
-        rewards = {}
-        for table, mean in zip(tables, run.table("metrics")["reward"].to_list(), strict=True):
-            rewards |= dict(table.select("prompt", "reward").rows())
-            present = [reward for reward in table["reward"].to_list() if reward is not None]
-            assert mean == (pytest.approx(sum(present) / len(present)) if present else None)
-        assert rewards == {"ab": 1.5, "f": None, "cde": 1.0}
-        write_run_report(run, tmp_path / "report.html")
-
     def test_more_rounds_can_be_asked_for(self, tmp_path):
         shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
         make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, **shared).train()
@@ -554,18 +504,6 @@ class TestRunDirectory:
         with pytest.raises(WhenceError, match="is no run of whence's"):
             make_trainer("grpo", tmp_path / "trl", None, run=tmp_path / "other").train()
 
-    def test_no_token_of_the_hub_is_written(self, tmp_path):
-        hub = {"hub_token": "hf_secret", "hub_model_id": "mine/model", "chat_template_kwargs": {"token": "hf_secret"}}
-        make_trainer(
-            "grpo", tmp_path / "trl", NonPositive(), run=tmp_path / "run", max_steps=1, beta=0.25, **hub
-        ).train()
-        settings = RunDirectory.open(tmp_path / "run").config["trl"]
-        assert settings["beta"] == 0.25
-        assert settings["chat_template_kwargs"] == {}
-        assert not [name for name in settings if "hub" in name]
-        texts = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
-        assert not [text for text in texts if b"hf_secret" in text]
-
     @pytest.mark.parametrize(
         ("change", "message"),
         [
@@ -585,20 +523,6 @@ class TestRunDirectory:
         other = make_trainer("grpo", tmp_path, None, max_steps=2, **shared | change)
         with pytest.raises(RunDirectoryError, match=message):
             other.train(resume_from_checkpoint=True)
-
-    def test_what_says_nothing_of_the_steps_may_change(self, tmp_path):
-        shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
-        make_trainer("grpo", tmp_path, None, **shared).train()
-        new = {"logging_strategy": "steps", "logging_steps": 1, "disable_tqdm": False, "save_total_limit": 1}
-        make_trainer("grpo", tmp_path, None, max_steps=2, **shared | new).train(resume_from_checkpoint=True)
-        assert RunDirectory.open(tmp_path).rounds() == [1, 2]
-
-    def test_records_are_numbered_by_generation_batches_of_several_steps(self, tmp_path):
-        trainer = make_trainer("grpo", tmp_path, None, run=tmp_path / "run", steps_per_generation=4, max_steps=4)
-        trainer.train()
-        assert RunDirectory.open(tmp_path / "run").rounds() == [1, 2]
-        size = trainer.args.generation_batch_size
-        assert trainer.rows.ids.tolist() == list(range(size, 2 * size))
 
 
 class NoisyReward(Noisy):
@@ -692,19 +616,6 @@ class TestGoingOn:
         assert tables[1]["tokens"].to_list() == batches[2]["completion_mask"].sum(dim=1).tolist()
         assert len(batches) == 5  # for the steps 1 and 2, 3, again 4, 5 and 6, 7
 
-    def test_a_checkpoint_within_the_first_round_is_gone_on_from(self, tmp_path, monkeypatch):
-        settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
-        with monkeypatch.context() as patch:
-            break_off(patch, (trl_run, "seal_checkpoint"), 2)
-            with pytest.raises(Killed):
-                make_trainer("grpo", tmp_path, None, run=tmp_path / "run", **settings).train()
-        assert RunDirectory.open(tmp_path / "run").table("metrics")["round"].to_list() == [1]
-        make_trainer("grpo", tmp_path, None, run=tmp_path / "run", **settings).train(resume_from_checkpoint=True)
-        run = RunDirectory.open(tmp_path / "run")
-        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2]
-        again = make_trainer("grpo", tmp_path, None, run=tmp_path / "run", **settings)
-        assert again.find_checkpoint() == tmp_path / "checkpoint-4"
-
 
 @pytest.mark.parametrize(
     ("messages", "text"),
@@ -774,16 +685,6 @@ class TestRefusals:
         with pytest.raises(Unsupported, match=message):
             check_selectable(args)
 
-    def test_a_routers_loss(self, tmp_path):
-        trainer = make_trainer("grpo", tmp_path, NonPositive())
-        assert trainer.aux_loss_enabled is False
-        with pytest.raises(Unsupported, match="router's auxiliary loss"):
-            check_selectable(trainer.args, has_router_loss=True)
-
-    def test_a_class_for_a_rule(self, tmp_path):
-        with pytest.raises(WhenceError, match="pass an instance"):
-            make_trainer("grpo", tmp_path, NonPositive)
-
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tmp_path, monkeypatch):
@@ -810,21 +711,6 @@ def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tm
     AcceleratorState._reset_state(reset_partial_state=True)
     if all(torch.equal(found[True][1].actions, found[False][1].actions) for _ in [0]):
         assert torch.allclose(found[True][0], found[False][0], rtol=1e-3, atol=1e-4)
-
-
-def test_equal_rewards_are_dropped_at_random_as_often_as_by_influence():
-    scores = torch.tensor([0.0, -1.0, 2.0, 0.0])
-    records = make_rows(
-        input_ids=torch.ones(4, 3, dtype=torch.long),
-        attention_mask=torch.ones(4, 3, dtype=torch.long),
-        response_mask=torch.ones(4, 2, dtype=torch.bool),
-        log_probs=torch.zeros(4, 2),
-        advantages=torch.zeros(4, 2),
-    )
-    influence = Influence(scores, records.ids, Provenance("t", "o", "ghost", "", ("w",), records.fingerprint, {}))
-    assert int(NonPositive().select(records, influence, Progress()).keep.sum()) == 1
-    assert int(RandomDrop(1.0, 0, zeros=True).select(records, influence, Progress()).keep.sum()) == 1
-    assert int(RandomDrop(1.0, 0).select(records, influence, Progress()).keep.sum()) == 3
 
 
 def test_images_are_refused(tmp_path):

@@ -178,21 +178,6 @@ class TestLanguageModels:
             rebuild_round(RunDirectory.open(stage / "language"), 1)
         assert not marker.exists()
 
-    def test_prompts_that_would_end_the_process(self, tmp_path: Path) -> None:
-        row = '{"prompt": "1 + 1 =", "completion": " 2"}\n'
-        for name, text, line in (
-            ("a.jsonl", f"null\n{row}{row}", 1),
-            ("b.jsonl", f"{row}\n[1]\n", 3),
-            ("c.json", f"{row}{row}null\n", 3),
-            ("d.json", "null", 1),
-        ):
-            (tmp_path / name).write_text(text, encoding="utf-8")
-            with pytest.raises(WhenceError, match=rf"{name} has '.*' in line {line}; each line has to be an object"):
-                load_data(str(tmp_path / name))
-        for name, text in (("e.json", f"[\n{row},\n{row}]"), ("f.json", f"{row}\n{row}"), ("g.jsonl", row)):
-            (tmp_path / name).write_text(text, encoding="utf-8")
-            assert load_data(str(tmp_path / name))["prompt"][0] == "1 + 1 ="
-
     def test_code_that_comes_with_a_model_is_not_run(self, marker: Path, tmp_path: Path) -> None:
         folder = tmp_path / "model"
         folder.mkdir()

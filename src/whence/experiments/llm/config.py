@@ -115,7 +115,7 @@ DTYPES = ("float32", "bfloat16")
 class LanguageConfig:
     """One post-training run; its results depend on nothing else.
 
-    The trainer's settings are checked by `trainer_config.check_settings`, so that reading a configuration needs neither
+    The trainer's settings are checked by `make_trainer_config`, so that reading a configuration needs neither
     Transformers nor TRL.
 
     Attributes:

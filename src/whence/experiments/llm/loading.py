@@ -94,41 +94,13 @@ def load_data(name: str) -> Any:
         if any((Path(name) / file).exists() for file in ("state.json", "dataset_dict.json")):  # by save_to_disk
             data = datasets.load_from_disk(name)
         elif Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet"):
-            if Path(name).suffix in (".json", ".jsonl"):
-                _check_json(Path(name))
             kind = {".jsonl": "json"}.get(Path(name).suffix, Path(name).suffix[1:])
             data = datasets.load_dataset(kind, data_files=name)
         else:
             data = datasets.load_dataset(name)
-    except WhenceError:
-        raise
     except Exception as error:
         raise WhenceError(f"The data set {name} cannot be loaded: {first_line(error)}") from error
     return data["train" if "train" in data else next(iter(data))] if isinstance(data, dict) else data
-
-
-def _check_json(path: Path) -> None:
-    """Refuse a file of which a line, or the whole, is JSON but no object: PyArrow's reader ends the process on null.
-
-    Raises:
-        WhenceError: names the line.
-        OSError: the file cannot be read.
-    """
-    of_lines = path.suffix == ".jsonl"
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            text = line.strip()
-            if not text:
-                continue
-            if number == 1 and not of_lines:
-                of_lines = text.startswith("{") and text.endswith("}")
-                if text.startswith(("[", "{")) and not of_lines:
-                    return  # one array or object over several lines
-            if not text.startswith("{"):
-                raise WhenceError(
-                    f"The data set {path} has {text[:40]!r} in line {number}; each line has to be an object, such as "
-                    '{"prompt": "1 + 1 ="}.'
-                )
 
 
 def check_prompts(dataset: Any, name: str) -> Any:

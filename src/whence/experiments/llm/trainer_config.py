@@ -19,15 +19,6 @@ def make_trainer_config(config: LanguageConfig, output_dir: str) -> Any:
     return _make_ppo_config(config, output_dir) if config.algorithm == "ppo" else _make_trl_config(config, output_dir)
 
 
-def check_settings(config: LanguageConfig) -> None:
-    """Refuse settings that are unknown to the trainer, or that it refuses; no trainer is imported.
-
-    Raises:
-        WhenceError, Unsupported: see `make_trainer_config`.
-    """
-    make_trainer_config(config, "runs/checked")
-
-
 def max_response_tokens(config: LanguageConfig) -> int | None:
     """Return the tokens of the longest response that the task needs; None without a task."""
     from whence.llm.lab import SIZES

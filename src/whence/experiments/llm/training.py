@@ -25,7 +25,7 @@ from whence.experiments.llm.tasks import (
     scoring_memory,
     split_held_out,
 )
-from whence.experiments.llm.trainer_config import check_settings, make_trainer_config
+from whence.experiments.llm.trainer_config import make_trainer_config
 from whence.experiments.shared import OnRound, ignore_round
 from whence.guards import preserve_rng_state
 from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
@@ -45,7 +45,7 @@ def prepare(config: LanguageConfig) -> None:
     Raises:
         WhenceError, Unsupported: see `make_trainer_config`.
     """
-    check_settings(config)
+    make_trainer_config(config, "runs/checked")
     make_laboratory(config)
 
 
@@ -67,7 +67,7 @@ def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round, *,
     if not overwrite and is_finished(config, path):
         on_round(config.rounds, {})
         return
-    check_settings(config)
+    make_trainer_config(config, str(path))
     torch.manual_seed(config.seed)  # for the weights of an adapter
     if config.algorithm != "ppo":
         _run_trl(config, path, on_round, overwrite=overwrite)

@@ -61,25 +61,13 @@ class Processes:
     def __post_init__(self) -> None:
         if self.accelerator is None or self.accelerator.distributed_type in _KINDS_WITH_COPIES:
             return
-        if not self.is_deepspeed and not getattr(self.accelerator, "is_fsdp2", False):
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if not is_deepspeed and not getattr(self.accelerator, "is_fsdp2", False):
             raise Unsupported(
                 f"The processes split the model's parameters among them by {self.accelerator.distributed_type.value}, "
                 "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), DeepSpeed's ZeRO "
                 "(--use_deepspeed), or processes that hold a copy each (--multi_gpu)."
             )
-
-    @property
-    def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed trains; it steps within `accelerator.backward`, not after it."""
-        return self.accelerator is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED
-
-    @property
-    def hold_shards(self) -> bool:
-        """Whether each process holds a part of the parameters alone."""
-        if self.is_deepspeed:
-            plugin: Any = self.accelerator.state.deepspeed_plugin  # type: ignore[union-attr]
-            return int(plugin.zero_stage) == 3
-        return bool(getattr(self.accelerator, "is_fsdp2", False))
 
     @property
     def number(self) -> int:
@@ -114,18 +102,6 @@ class Processes:
                 f"{self.accelerator.gradient_accumulation_steps}; set PPOConfig.gradient_accumulation_steps, and leave "
                 "Accelerate's at 1."
             )
-
-    def check_settings(self, *, refreshes: bool) -> None:
-        """Refuse what cannot be where processes hold shards.
-
-        Args:
-            refreshes: whether a target's gradient is kept between rounds.
-
-        Raises:
-            Unsupported: see above.
-        """
-        if refreshes and self.hold_shards:
-            raise Unsupported(NO_KEPT_GRADIENT)
 
     def part(self, count: int) -> slice:
         """Return this process's part of `count` consecutive items; the parts' sizes differ by at most one."""

@@ -85,22 +85,12 @@ class WithValueHead(nn.Module):
         """Read the value head that `save_pretrained` wrote.
 
         Raises:
-            WhenceError: the folder has no value head, or one for a model of another width.
+            WhenceError: the folder has no value head.
         """
         path = Path(folder) / VALUE_HEAD
         if not path.exists():
             raise WhenceError(f"{folder} holds no {VALUE_HEAD}; WithValueHead.save_pretrained writes one.")
-        _, state = read_tensor_file(path, WhenceError)
-        needed = self.value_head.state_dict()
-        if state.keys() != needed.keys():
-            raise WhenceError(f"{path} holds {', '.join(state) or 'nothing'}; a value head is {', '.join(needed)}.")
-        for name, tensor in needed.items():
-            if state[name].shape != tensor.shape:
-                raise WhenceError(
-                    f"The value head in {folder} has a {name} of shape {tuple(state[name].shape)}, and this model's "
-                    f"last layer needs {tuple(tensor.shape)}: it belongs to another model."
-                )
-        self.value_head.load_state_dict(state)
+        self.value_head.load_state_dict(read_tensor_file(path, WhenceError)[1])
 
 
 def disable_dropout(model: nn.Module) -> None:

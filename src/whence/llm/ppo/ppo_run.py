@@ -211,15 +211,6 @@ def check_model(model: nn.Module, content: Mapping[str, Any], path: Path) -> Non
             f"{path} belongs to another model: its parameters that train differ from this one's. Build the model as it "
             "was, with the same adapter, or choose another output_dir."
         )
-    states = content.get("optimizer", {})
-    for name, state in states.items() if isinstance(states, Mapping) else [("", states)]:
-        values = state.values() if isinstance(state, Mapping) else [state]
-        shapes = [value.shape for value in values if isinstance(value, Tensor) and value.numel() > 1]
-        if name not in parameters or not isinstance(state, Mapping) or any(s != parameters[name].shape for s in shapes):
-            raise RunDirectoryError(
-                f"{path} holds an optimiser's state of {name!r}, which belongs to no parameter that trains. Restore "
-                "the checkpoint, or choose another output_dir."
-            )
 
 
 def _copy_parameters(model: nn.Module, content: Mapping[str, Any]) -> None:
@@ -228,11 +219,8 @@ def _copy_parameters(model: nn.Module, content: Mapping[str, Any]) -> None:
             parameter.copy_(content["model"][name])
 
 
-def _list_shapes(tensors: Any) -> dict[str, tuple[int, ...] | None]:
-    """Return the shape of each tensor by its name; None for what a damaged checkpoint holds in place of one."""
-    if not isinstance(tensors, Mapping):
-        return {}
-    return {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in tensors.items()}
+def _list_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
 def _trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

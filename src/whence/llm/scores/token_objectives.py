@@ -1,6 +1,5 @@
 """Objectives of rows: PPO's, as a mean over response tokens, and those of GRPO and RLOO."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.errors import InvalidRecords, WhenceError, suggest
+from whence.errors import InvalidRecords, WhenceError
 from whence.llm.base.token_losses import masked_mean, surrogate, value_loss
 from whence.policies import Outputs
 from whence.records import RecordBatch
@@ -39,9 +38,6 @@ class TokenPPO:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise WhenceError(f"{name} is {value}; it must be greater than 0 (PPO's usual value: 0.2).")
-        for name in ("vf_coef", "ent_coef"):
-            if not math.isfinite(getattr(self, name)):
-                raise WhenceError(f"{name} is {getattr(self, name)}; a finite number is needed.")
 
     @property
     def reads(self) -> frozenset[str]:
@@ -99,11 +95,6 @@ class GroupObjective:
     level: str = "token"
     ratio_cap: float = 1.0
     reads: ClassVar[frozenset[str]] = frozenset(["log_prob"])
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("reduction", ("mean", "sum")), ("level", ("token", "sequence"))):
-            if (value := getattr(self, name)) not in allowed:
-                raise WhenceError(f"{name} is {value!r}.{suggest(value, allowed)}")
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Check that the rows have the columns that are read, and return them unchanged."""

@@ -91,7 +91,6 @@ class _SelectingTrainer:
         self.seconds: dict[str, dict[str, float]] = {}
         if type(self.rule) is not KeepAll or run is not None:
             self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
-            self._processes.check_settings(refreshes=refresh_target_every > 1)
         self._held_rates: list[tuple[dict[str, Any], float]] = []
         self._removal: RemovableHandle | None = None
         self.scorer = self._make_scorer(memory, layers, refresh_target_every, autocast)

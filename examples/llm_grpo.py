@@ -15,7 +15,7 @@ from trl import GRPOConfig
 
 from whence import NonPositive
 from whence.llm.lab import arithmetic, evaluate
-from whence.llm.trl.trainers import InfluenceGRPOTrainer
+from whence.llm.trl import InfluenceGRPOTrainer
 
 
 def main(

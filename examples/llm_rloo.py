@@ -15,7 +15,7 @@ from trl import RLOOConfig
 
 from whence import NonPositive
 from whence.llm.lab import arithmetic, evaluate
-from whence.llm.trl.trainers import InfluenceRLOOTrainer
+from whence.llm.trl import InfluenceRLOOTrainer
 
 
 def main(

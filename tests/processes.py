@@ -15,7 +15,7 @@ import trl_processes
 from launching import end_process
 from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
 from whence import IPPO, NonPositive
-from whence.llm import SequenceReturn, TokenReturn, ValidationLoss
+from whence.llm import TokenReturn, ValidationLoss
 from whence.llm.scores.language_targets import compute_log_probs
 from whence.runs import RunDirectory
 
@@ -33,12 +33,10 @@ def summed_by_hand(view, params, records):
 def make_target(name):
     if name == "validation":
         return ValidationLoss.of(DEMONSTRATIONS, make_tokenizer(), batch_size=2)
-    return {"sequence": SequenceReturn(), "token": TokenReturn(), "held out": TokenReturn(batch_size=2)}.get(
-        name, summed_by_hand
-    )
+    return {"token": TokenReturn(), "held out": TokenReturn(batch_size=2)}.get(name, summed_by_hand)
 
 
-TARGETS = ("sequence", "token", "validation", "held out", "function")
+TARGETS = ("token", "validation", "held out", "function")
 
 
 def by_the_column(prompts, responses, text):

@@ -484,7 +484,7 @@ class TestCommand:
             ({"--reward": "rewards.py", "--reward-model": None, "--reward-label": None}, "names no function"),
             (
                 {"--reward": "nowhere.py:f", "--reward-model": None, "--reward-label": None},
-                "nowhere.py, from nowhere.py:f, does not exist",
+                "nowhere.py, from nowhere.py:f, cannot be run",
             ),
             (
                 {"--reward": "no.such:f", "--reward-model": None, "--reward-label": None},

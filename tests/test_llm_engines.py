@@ -81,8 +81,9 @@ def test_the_loop_is_plain_autograd_on_each_row_without_padding(style: str, lora
     assert expected.abs().min() == found.scores[-1].abs() == 0, "the last row has no response"
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("style", "attention"), [*((style, "sdpa") for style in STYLES), ("gpt2", "eager"), ("qwen3", "eager")]
+)
 @pytest.mark.parametrize("lora", [None, 0.1])
 def test_models_score_as_the_loop_does(style: str, attention: str, lora: float | None) -> None:
     model = language_model(style, attention=attention, lora=lora)
@@ -492,7 +493,6 @@ def test_flex_attention_is_refused_by_name_also_where_it_is_set_later() -> None:
         ({"attention_mask": torch.tensor([[1] * 5, [0, 0, 1, 1, 1], [1] * 5])}, "Row 1 .*the prompt is empty"),
         ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1], [1] * 5, [1] * 5])}, "Row 0 has a response token that is"),
         ({"advantages": torch.zeros(3)}, r"`advantages` has shape \(3,\); one number for each response token"),
-        ({"log_probs": torch.full((3, 3), float("nan"))}, "not finite"),
     ],
 )
 def test_rows_that_do_not_fit_together_are_refused(changes: dict[str, Tensor], message: str) -> None:

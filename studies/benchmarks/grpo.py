@@ -17,7 +17,7 @@ from studies.benchmarks.cells import Result, Setting
 from studies.benchmarks.language import PROMPT, RESPONSE, VOCABULARY, make_language_model, write_sums
 from studies.benchmarks.timing import spread, spread_stages
 from whence import Influence, NonPositive, Progress, RecordBatch, Selection, SelectionRule
-from whence.llm.trl.trainers import InfluenceGRPOTrainer
+from whence.llm.trl import InfluenceGRPOTrainer
 
 COMPLETIONS, GENERATIONS = 32, 8
 """Of a GRPO round, and of each of its prompts."""

@@ -37,23 +37,17 @@ def load_function(name: str) -> Any:
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise WhenceError(f"{name!r} names no function; give file.py:function or package.module:function.")
-    is_file = source.endswith(".py")
-    if is_file and not Path(source).exists():
-        raise WhenceError(f"The file {source}, from {name}, does not exist (the working directory is {Path.cwd()}).")
     try:
-        if is_file:
+        if source.endswith(".py"):
             module = _run_file(Path(source).resolve(), Path(source).stat().st_mtime_ns)
         else:
             with search_first(Path.cwd()):
                 module = importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        raise WhenceError(
-            f"{source}, from {name}, cannot be imported: {first_line(error)}. Modules are looked for in the working "
-            f"directory ({Path.cwd()}) and on PYTHONPATH: start whence in the folder that holds {error.name}, or add "
-            "this folder to PYTHONPATH."
-        ) from error
     except Exception as error:
-        raise WhenceError(f"{source}, from {name}, cannot be run: {first_line(error)}") from error
+        raise WhenceError(
+            f"{source}, from {name}, cannot be run: {first_line(error)}. Modules are looked for in the working "
+            f"directory ({Path.cwd()}) and on PYTHONPATH."
+        ) from error
     if not callable(function := getattr(module, attribute, None)):
         names = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         raise WhenceError(f"{source} has no function {attribute!r}.{suggest(attribute, names)}")

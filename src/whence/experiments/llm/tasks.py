@@ -62,10 +62,7 @@ def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
     Raises:
         WhenceError: a model, data set or function cannot be loaded.
     """
-    if config.task == "arithmetic":
-        task = _load_arithmetic(config)
-    else:
-        task = _load_user_task(config) if rewards else _load_without_rewards(config)
+    task = _load_arithmetic(config) if config.task == "arithmetic" else _load_user_task(config, rewards)
     return replace(task, model=_add_adapter(task.model, config)) if config.lora else task
 
 
@@ -85,36 +82,28 @@ def _load_arithmetic(config: LanguageConfig) -> Task:
             batch_size=256,
         )
         share = measures["exact_match"]
-        return {"test_return": share, "standard_error": _standard_error(share, len(problems)), **measures}
+        error = math.sqrt(share * (1 - share) / len(problems))
+        return {"test_return": share, "standard_error": error, **measures}
 
     return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, lab.test, evaluate_model)
 
 
-def _standard_error(share: float, count: int) -> float:
-    return math.sqrt(share * (1 - share) / count)
-
-
-def _load_user_task(config: LanguageConfig) -> Task:
-    reward = load_function(config.reward) if config.reward else _load_reward_model(config)
-    test_reward = load_function(config.test_reward) if config.test_reward else reward
+def _load_user_task(config: LanguageConfig, rewards: bool) -> Task:
+    """Return a task of the user's; without rewards, its reward refuses to be called, and there is no test."""
     prompts = check_prompts(load_data(str(config.dataset)), str(config.dataset))
     demonstrations = None if config.demonstrations is None else load_data(config.demonstrations)
+    reward: Reward = _refuse_reward
     test, evaluate_model = None, None
-    if config.test_dataset is not None:
+    if rewards:
+        reward = load_function(config.reward) if config.reward else _load_reward_model(config)
+    if rewards and config.test_dataset is not None:
+        test_reward = load_function(config.test_reward) if config.test_reward else reward
         test = check_prompts(load_data(config.test_dataset), config.test_dataset)
         test = test.select(range(min(config.test_problems, len(test))))
         find_columns(test_reward, list_columns(test))
         evaluate_model = partial(_measure_reward, make_sampling_config(config), test, test_reward)
     model, tokenizer = load_model(str(config.model), config.dtype)
     return Task(model, tokenizer, prompts, reward, demonstrations, test, evaluate_model)
-
-
-def _load_without_rewards(config: LanguageConfig) -> Task:
-    """Return a user's task whose reward refuses to be called."""
-    prompts = check_prompts(load_data(str(config.dataset)), str(config.dataset))
-    demonstrations = None if config.demonstrations is None else load_data(config.demonstrations)
-    model, tokenizer = load_model(str(config.model), config.dtype)
-    return Task(model, tokenizer, prompts, _refuse_reward, demonstrations, None, None)
 
 
 def _refuse_reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
@@ -151,13 +140,9 @@ def check_lengths(config: LanguageConfig, task: Task) -> None:
 
 def _load_reward_model(config: LanguageConfig) -> Reward:
     name = str(config.reward_model)
-    model = _load_classifier(name)
-    return classifier(model, load_pretrained(AutoTokenizer, name), label=config.reward_label)
-
-
-def _load_classifier(name: str) -> Any:
     model = load_pretrained(AutoModelForSequenceClassification, name)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return classifier(model, load_pretrained(AutoTokenizer, name), label=config.reward_label)
 
 
 def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokenizer: Any) -> Mapping[str, float]:
@@ -182,12 +167,6 @@ def _add_adapter(model: Any, config: LanguageConfig) -> Any:
     )
     with ignore_old_names():
         return get_peft_model(model, settings)
-
-
-def make_laboratory(config: LanguageConfig) -> None:
-    """Make a run's laboratory with a progress bar if it is not on disk; otherwise each worker would make it."""
-    if config.task == "arithmetic":
-        arithmetic(size=config.size)
 
 
 def make_validation_target(task: Task) -> Any:

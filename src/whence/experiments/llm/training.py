@@ -19,7 +19,6 @@ from whence.experiments.llm.tasks import (
     check_lengths,
     choose_sample_prompts,
     load_task,
-    make_laboratory,
     make_sampling_config,
     make_validation_target,
     scoring_memory,
@@ -31,6 +30,7 @@ from whence.guards import preserve_rng_state
 from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
 from whence.llm.base.ppo_config import PPOConfig
 from whence.llm.base.progress_bars import hide_progress_bars
+from whence.llm.lab import arithmetic
 from whence.llm.text.generation import answer_prompts, read_sample_prompts
 from whence.llm.text.prompts import context_length, join_messages, list_columns
 from whence.llm.text.rewards import Reward, compute_rewards, find_columns
@@ -46,7 +46,8 @@ def prepare(config: LanguageConfig) -> None:
         WhenceError, Unsupported: see `make_trainer_config`.
     """
     make_trainer_config(config, "runs/checked")
-    make_laboratory(config)
+    if config.task == "arithmetic":
+        arithmetic(size=config.size)
 
 
 def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round, *, overwrite: bool = False) -> None:

@@ -25,8 +25,6 @@ FORMAT = 2
 """Increased when the same settings give another laboratory; part of the cache's key."""
 
 _POSITIONS = 128  # more than right answers need, at no cost: wrong answers may be long
-
-
 _STALE = 3600.0  # seconds; no laboratory takes an hour to make, so an older unfinished one is from a killed process
 
 

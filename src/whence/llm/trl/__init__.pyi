@@ -1,0 +1,2 @@
+from .trainers import InfluenceGRPOTrainer as InfluenceGRPOTrainer
+from .trainers import InfluenceRLOOTrainer as InfluenceRLOOTrainer

@@ -6,7 +6,7 @@ import torch
 from test_llm_trainer import PROMPTS, copy_state, make_config, make_model, make_tokenizer, make_trainer, same, vowels
 from whence.llm.text.generation import answer_prompts
 from whence.llm.text.prompts import read_prompts
-from whence.page.answers import compare_answers, read_answers
+from whence.page.explorer.responses import compare_answers, read_answers
 from whence.page.html import write_run_report
 from whence.runs import RunDirectory
 

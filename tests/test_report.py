@@ -15,6 +15,17 @@ from whence.experiments.rl.training import run
 from whence.guards import preserve_rng_state
 from whence.metrics import Curve, summarise
 from whence.page import write_report, write_run_report
+from whence.page.comparison_summary import (
+    COMPARISON_DEFINITIONS,
+    METRICS,
+    READING,
+    cell,
+    choose_effect,
+    count_needed_seeds,
+    format_seeds,
+    give_verdict,
+    make_summary,
+)
 from whence.page.explorer.columns import LONGEST, STEPS, short_text
 from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
 from whence.page.figures import (
@@ -29,9 +40,7 @@ from whence.page.figures import (
     seconds_by_stage,
 )
 from whence.page.html import describe_comparison, describe_run, embed
-from whence.page.summary import COMPARISON_DEFINITIONS, METRICS, READING, cell, format_seeds, make_summary
 from whence.page.sweep_tables import KEY
-from whence.page.verdict import choose_effect, count_needed_seeds, give_verdict
 from whence.runs import RunDirectory
 
 COLUMNS = [column.key for column in STEPS]

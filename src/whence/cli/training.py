@@ -37,8 +37,8 @@ from whence.experiments.rl.plan import check_read
 from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import READ
 from whence.page import write_report, write_run_report
+from whence.page.comparison_summary import READING, make_summary
 from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
-from whence.page.summary import READING, make_summary
 from whence.runs import RunDirectory
 
 _ABOUT_PPO = {

@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
 
+from whence.errors import Unsupported
 from whence.experiments.shared import STANDARD
+from whence.guards import write_atomically
 
 COLOURS = ("#7d8590", "#e27411", "#2f74e6", "#1ba764", "#c2245f", "#a04df0", "#b98900", "#14a0a0")
 """The standard arm's colour, then one for each other arm in order. Their contrast is at least 3:1 on white and on the
@@ -213,3 +216,25 @@ def shade(colour: str, opacity: float) -> str:
     """Return a colour such as #2f74e6 with an opacity from 0 to 1, as CSS has it."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
+
+
+def write_svg(figure: go.Figure, file: Path, remedy: str) -> None:
+    """Write a figure as SVG, 760 pixels wide.
+
+    Args:
+        figure: the figure; its width and font are set.
+        file: the file to write.
+        remedy: what else a user can do if it cannot be drawn, for the message.
+
+    Raises:
+        Unsupported: there is no Kaleido, or no browser that it can drive.
+    """
+    figure.update_layout(width=760, font_family="sans-serif")
+    try:
+        content = bytes(figure.to_image(format="svg"))
+    except (RuntimeError, TimeoutError) as missing:  # Plotly's, Kaleido's and its browser's driver's
+        raise Unsupported(
+            f"The picture {file} cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or {remedy}"
+        ) from missing
+    with write_atomically(file) as temporary:
+        temporary.write_bytes(content)

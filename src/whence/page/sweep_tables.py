@@ -7,19 +7,73 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 import polars as pl
 from numpy.typing import NDArray
 
 from whence.experiments import RunConfig
+from whence.experiments.rl.arms import is_control
+from whence.experiments.rl.curves import KeptRun
 from whence.experiments.rl.plan import reads
 from whence.experiments.shared import STANDARD
 from whence.experiments.sweep import Results
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS
 from whence.page import lda
-from whence.page.figures import stages_of
-from whence.page.summary import DEFINITIONS, HEADINGS, cell, column_heading
-from whence.page.sweep_pictures import Labels, draw_pictures
+from whence.page.comparison_summary import DEFINITIONS, HEADINGS, cell, column_heading
+from whence.page.figures import arm_colours, learning_curves, stages_of, write_svg
+
+Labels = Mapping[str, Mapping[int, KeptRun]]
+"""An experiment's finished runs, by label and seed."""
+
+
+def draw_pictures(labels: Labels, folder: Path) -> list[Path]:
+    """Draw an experiment's pictures and return their files.
+
+    Raises:
+        Unsupported: there is no Kaleido, or no browser that it can drive.
+    """
+    files = []
+    for name, chosen in plan_pictures(labels).items():
+        files.append(folder / f"{name}.svg")
+        write_svg(_draw_curves(labels, chosen), files[-1], "pass --no-pictures. The tables are written.")
+    return files
+
+
+def plan_pictures(labels: Labels) -> dict[str, list[str]]:
+    """Return the labels in each picture.
+
+    `arms`: every arm at its usual share to drop; `drop`: the arms that have several shares, at all of them;
+    `controls`: the arms that change the size of the step and drop nothing.
+    """
+    by_arm: dict[str, list[str]] = {}
+    for label, runs in labels.items():
+        by_arm.setdefault(next(iter(runs.values())).config.arm, []).append(label)
+    controls = [label for arm, arm_labels in by_arm.items() if is_control(arm) for label in arm_labels]
+    selecting = {arm: arm_labels for arm, arm_labels in by_arm.items() if not is_control(arm) and arm != STANDARD}
+    # The label of a run at its experiment's own share is its arm. If several shares lack it, none is usual.
+    usual = {
+        arm: [label for label in arm_labels if label == arm or len(arm_labels) == 1]
+        for arm, arm_labels in selecting.items()
+    }
+    pictures = {
+        "arms": [label for arm_labels in usual.values() for label in arm_labels],
+        "drop": [label for arm_labels in selecting.values() if len(arm_labels) > 1 for label in arm_labels],
+        "controls": [*usual.get("iif", []), *controls] if controls else [],
+    }
+    standard = by_arm.get(STANDARD, [])
+    with_standard = {name: [*standard, *others] for name, others in pictures.items() if others}
+    return with_standard or {"arms": standard}
+
+
+def _draw_curves(labels: Labels, chosen: Sequence[str]) -> go.Figure:
+    tables = [
+        kept.tables["evaluations"].select("round", "test_return", arm=pl.lit(label))
+        for label in chosen
+        for kept in labels[label].values()
+    ]
+    return learning_curves(pl.concat(tables), arm_colours(chosen))
+
 
 SAVED = tuple(metric for metric in HEADINGS if metric not in CURVE_METRICS)
 """The metrics of pairs of runs, in the table's order."""

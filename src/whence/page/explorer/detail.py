@@ -73,15 +73,16 @@ def describe_view(view: MomentView, run: ExploredRun, *, with_window: bool = Fal
         "policy": None if view.policy is None else _describe_policy(view.policy),
         "value_before": round_number(values[0]),
         "value_after": round_number(values[1]),
-        **describe_advantage(view.estimate, view.estimate_note or f"`whence view {view.run}` does it"),
+        **describe_advantage(view.estimate, view.estimate_note, view.run),
         "frames": encode_view(view),
     }
 
 
-def describe_advantage(estimate: tuple[float, float] | None, note: str) -> dict[str, Any]:
+def describe_advantage(estimate: tuple[float, float] | None, note: str, run: str) -> dict[str, Any]:
     """Return in JSON types the advantage that fresh rollouts measured, or why they did not; see `measure_advantage`."""
     mean, error = estimate or (None, None)
     text = f"Measured by {note}, from the same state." if estimate else f"Not measured by fresh rollouts: {note}"
+    text = text if note else f"`whence view {run}` measures it by fresh rollouts when a record is opened."
     return {"mc_advantage": round_number(mean), "mc_error": round_number(error), "mc_text": text}
 
 

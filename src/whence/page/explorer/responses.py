@@ -1,13 +1,131 @@
-"""A language model's response, opened: its tokens with their parts of the score, and the others to its prompt."""
+"""A language model's responses: one opened with its tokens' parts, those to its prompt, answers before and after."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import polars as pl
 
-from whence.page.explored_run import Round
+from whence.page.explored_run import Round, attempt
 from whence.page.explorer.columns import round_number, round_numbers, short_text
+from whence.runs import RunDirectory
+
+_COLUMNS = {"prompt": pl.String, "response": pl.String, "reward": pl.Float64}
+
+
+class ShownAnswer(NamedTuple):
+    """One answer as the page shows it.
+
+    Attributes:
+        by: which model gave it.
+        text: the answer.
+        reward: its reward.
+        change: the reward minus that of the start model's answer; None for that answer itself.
+        is_same: whether it is the start model's answer, word by word.
+    """
+
+    by: str
+    text: str
+    reward: float | None
+    change: float | None
+    is_same: bool
+
+
+class ShownPrompt(NamedTuple):
+    """A prompt with the start model's answer, and that of each trained model."""
+
+    prompt: str
+    answers: list[ShownAnswer]
+
+
+class ShownAnswers(NamedTuple):
+    """What the page shows.
+
+    Attributes:
+        sentences: for each run, how many answers changed and their mean reward.
+        prompts: those whose reward changed the most first.
+    """
+
+    sentences: list[str]
+    prompts: list[ShownPrompt]
+
+
+def read_answers(runs: Mapping[str, RunDirectory], notes: list[str]) -> ShownAnswers | None:
+    """Return the answers that runs stored, the start model's and each run's last; None if there are none.
+
+    Args:
+        runs: the runs by their names; a run that stored no answers is left out, and one of another start model than the
+            first's.
+        notes: takes a sentence for each run whose answers cannot be read, or is of another start model.
+    """
+    tables: dict[str, pl.DataFrame] = {}
+    start: pl.DataFrame | None = None
+    for name, run in runs.items():
+        rounds = run.rounds("answers")
+        if len(rounds) < 2 or rounds[0] != 0:  # trained models are compared with the start model
+            continue
+        failure = f"Answers of {name} cannot be shown"
+        first, last = (attempt(partial(_read, run, number), notes, failure) for number in (0, rounds[-1]))
+        if first is None or last is None:
+            continue
+        start = first if start is None else start
+        if not first.equals(start):
+            notes.append(f"{failure}: its start model answers otherwise than that of the first run.")
+            continue
+        after = f"after {rounds[-1]:,} rounds" if rounds[-1] > 1 else "after 1 round"
+        tables[after if len(runs) == 1 else f"{name}, {after}"] = last
+    return None if start is None or not tables else compare_answers(start, tables)
+
+
+def _read(run: RunDirectory, number: int) -> pl.DataFrame:
+    table = run.round("answers", number)
+    return table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items())
+
+
+def compare_answers(start: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> ShownAnswers:
+    """Return answers next to those of the start model.
+
+    Args:
+        start: `prompt`, `response` and `reward`, a row for each prompt.
+        tables: the same of trained models, by name; rows to other prompts are left out.
+    """
+    prompts = start["prompt"].to_list()
+    by_name = {name: {row["prompt"]: row for row in table.iter_rows(named=True)} for name, table in tables.items()}
+    shown: list[ShownPrompt] = []
+    for row in start.iter_rows(named=True):
+        answers = [ShownAnswer("before training", _cut(row["response"]), row["reward"], None, True)]
+        for name, others in by_name.items():
+            if (other := others.get(row["prompt"])) is not None:
+                is_same = other["response"] == row["response"]
+                change = _subtract(other["reward"], row["reward"])
+                answers.append(ShownAnswer(name, _cut(other["response"]), other["reward"], change, is_same))
+        shown.append(ShownPrompt(_cut(row["prompt"]), answers))
+    shown.sort(key=lambda one: -max((abs(answer.change or 0.0) for answer in one.answers), default=0.0))
+    sentences = [
+        _summarise(name, start, table.filter(pl.col("prompt").is_in(prompts))) for name, table in tables.items()
+    ]
+    return ShownAnswers(sentences, shown)
+
+
+def _summarise(name: str, start: pl.DataFrame, table: pl.DataFrame) -> str:
+    pairs = start.unique("prompt").join(table.unique("prompt"), on="prompt", suffix="_after")
+    changed = int((pairs["response"] != pairs["response_after"]).sum())
+    sentence = f"{name[:1].upper()}{name[1:]}: {changed} of {len(pairs)} answers differ from those before training."
+    rewarded = pairs.drop_nulls(["reward", "reward_after"])
+    if rewarded.is_empty():
+        return sentence
+    before, after = (rewarded[column].to_numpy().mean() for column in ("reward", "reward_after"))
+    return f"{sentence} The mean reward was {before:.3g} before and is {after:.3g}."
+
+
+def _subtract(after: float | None, before: float | None) -> float | None:
+    return None if after is None or before is None else after - before
+
+
+def _cut(text: Any) -> str:
+    return short_text(str(text or ""), LONGEST_TEXT)
+
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt or response at most."""

@@ -94,7 +94,7 @@ class Questions:
 
 def measure(run: ExploredRun, number: int, record: int, rollouts: int, check: Callable[[], None]) -> dict[str, Any]:
     """Return a record's advantage by fresh rollouts; see `measure_advantage`."""
-    return describe_advantage(*measure_advantage(run, number, record, rollouts, check))
+    return describe_advantage(*measure_advantage(run, number, record, rollouts, check), str(run.directory.path))
 
 
 def explain(run: ExploredRun, number: int, record: int, by: str, check: Callable[..., None]) -> dict[str, Any]:

@@ -163,8 +163,8 @@ def test_of_equal_scores_the_record_that_comes_first_is_left_out(case: Any, monk
     ("changed", "message"),
     [
         ({"shares": (0.5, 0.01)}, "A share of 0.01 of 64 records .* at least one record .* 1/64 to 62/64"),
-        ({"scores": {"short": np.zeros(63)}}, r"The scores 'short' have shape \(63,\); one for each of the 64"),
-        ({"scores": {"odd": np.where(np.arange(64) == 5, np.nan, 0.0)}}, "'odd' hold nan for the record at position 5"),
+        ({"scores": {"short": np.zeros(63)}}, r"The scores 'short' have shape \(63,\).* for each of the 64"),
+        ({"scores": {"odd": np.where(np.arange(64) == 5, np.nan, 0.0)}}, "'odd' .* 63 of them finite"),
         ({"target": mean_of("action_masks")}, "The recording lacks action_masks"),
         ({"memory": 1000}, "memory is 1,000 bytes, but training round 2"),
     ],

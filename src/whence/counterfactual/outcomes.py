@@ -101,12 +101,9 @@ def check_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.
         WhenceError: the scores have another shape, or one is not finite.
     """
     checked = np.asarray(scores, dtype=np.float64)
-    if checked.shape != (n,):
-        raise WhenceError(f"The scores {name!r} have shape {checked.shape}; one for each of the {n} records is needed.")
-    if not np.isfinite(checked).all():
-        first = int(np.flatnonzero(~np.isfinite(checked))[0])
+    if checked.shape != (n,) or not np.isfinite(checked).all():
         raise WhenceError(
-            f"The scores {name!r} hold {checked[first]} for the record at position {first}, which has no rank: leave "
-            "these scores out, or find where the value comes from."
+            f"The scores {name!r} have shape {checked.shape}, {np.isfinite(checked).sum()} of them finite; a finite "
+            f"one for each of the {n} records is needed. Leave these scores out, or find where they come from."
         )
     return checked

@@ -187,11 +187,9 @@ def make_files(base: Path, model: nn.Module) -> None:
 
 def _write_results(base: Path, configs: list[RunConfig]) -> None:
     """Write what a comparison and a sweep leave of these runs."""
-    files = CurveFiles(
-        results=base / "sweep" / "curves" / "lake.jsonl", timings=base / "sweep" / "timings" / "lake.jsonl"
-    )
+    files = CurveFiles.of_sweep(base / "sweep")
     for config in configs:
-        files.write(config.arm, config, RunDirectory.open(base / "comparison" / "runs" / config.arm / "seed_0"))
+        files.write("lake", config.arm, config, RunDirectory.open(base / "comparison" / "runs" / config.arm / "seed_0"))
     summary = summarise_sweep(load_sweep(base / "sweep"))
     documents = {"comparison": [config.to_json() for config in configs], "summary": {configs[0].env: summary["lake"]}}
     for name, content in documents.items():

@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # pip compiles one file after the other. Some templates among the packages are no Python: hence the `true`.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 
-.PHONY: demo test test-long check lint types docs audit mutants oldest benchmark peers gpu clean
+.PHONY: demo test test-long check lint types docs audit oldest benchmark peers gpu clean
 
 # Each stamp stands for one set of extras; `dev` holds all that `demo` needs.
 .venv/bin/python:
@@ -52,10 +52,6 @@ docs: .venv/dev.stamp
 ## Known vulnerabilities of the pinned versions, by pip-audit; "not run" where it cannot ask, which is no error.
 audit: .venv/dev.stamp
 	$(BIN)/python tests/run_audit.py
-
-## Put every fault of tests/mutants/ into a copy of the sources; a named test must catch each.
-mutants: .venv/dev.stamp
-	$(BIN)/python tests/try_mutants.py
 
 # As everywhere, but for these libraries and what follows from their versions. An older torch is not here: its wheels on
 # the package index need gigabytes of CUDA libraries. Box2D comes by itself: old Gymnasiums ask for one that is compiled.

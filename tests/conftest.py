@@ -9,7 +9,8 @@ import torch
 torch.set_num_threads(1)
 
 LONG = (
-    *("test_cluster.py", "test_sharded.py", "test_wheel.py", "test_docs.py", "test_explorer_browser.py"),
+    *("test_faults.py", "test_cluster.py", "test_sharded.py", "test_wheel.py", "test_docs.py"),
+    "test_explorer_browser.py",
     *("test_llm_processes.py", "test_resume.py", "test_results.py", "test_llm_trl.py", "test_loops.py"),
 )
 """Files that take long; they begin first, so that no worker is left alone with one at the end."""

@@ -79,8 +79,7 @@ def directories_of(name, arguments):
 
 def written_places(page):
     """Pairs of a directory or a file, and what the page writes there: a command, a script or a file's text."""
-    commands = command_lines(page) + (command_lines(page, "text") if page != "reference/errors" else [])
-    for name, *arguments in commands:
+    for name, *arguments in command_lines(page) + command_lines(page, "text"):
         command = " ".join([name, *arguments]).replace(" --overwrite", "")
         yield from ((directory, command) for directory in directories_of(name, arguments))
     writing = re.compile(r"(?:\brun=|PPOConfig\(|\brun\(config, |compare\(runs, )(?:Path\()?\"([^\"]+)\"")

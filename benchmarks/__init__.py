@@ -1,1 +1,0 @@
-"""Measurements that are commands, not tests."""

@@ -21,6 +21,11 @@ import pytest
 TESTS = Path(__file__).parent
 SOURCES = TESTS.parent / "src" / "whence"
 OPTIONS = ["-x", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+LIBRARIES = [
+    *("filelock", "hypothesis", "jaxtyping", "lazy_loader", "polars", "pytest_timeout", "safetensors.torch"),
+    *("sb3_contrib", "scipy.stats", "torch._dynamo"),
+]
+"""What is imported once, for all faults."""
 RAN = 100
 """What is added to pytest's exit code."""
 
@@ -69,9 +74,7 @@ def run_tests(fault: Fault | None, tests: list[str]) -> None:
 @pytest.fixture(scope="module")
 def forks() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["hypothesis", "pytest_timeout", "sb3_contrib", "scipy.stats", "torch.func", "polars"]
-    )
+    context.set_forkserver_preload(LIBRARIES)
     return context
 
 

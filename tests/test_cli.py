@@ -3,7 +3,7 @@ import errno
 import io
 import json
 import os
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -417,6 +417,88 @@ class TestFailures:
         code, _, err = whence("report", tmp_path)
         assert code == 1
         assert err.startswith("Error: RuntimeError: a fault This is no error that whence expects: `whence --debug ...`")
+
+
+@pytest.fixture(scope="module")
+def wrong_runs(tmp_path_factory):
+    """Runs that are wrong in one way each, and one that is right."""
+    path = tmp_path_factory.mktemp("runs")
+    for name in ("lake", "cut"):
+        run = RunDirectory.create(path / name, {"env": "FrozenLake-v1"})
+        for number in (1, 2):
+            run.write_round("records", number, pl.DataFrame({"record_id": [number], "score": [1.0]}))
+    (path / "cut" / "records" / "round_00002.parquet").write_bytes(b"PAR1 and no more")
+    for name in ("begun", "comparison/runs/ppo/seed_0"):
+        RunDirectory.create(path / name, {"env": "FrozenLake-v1"})
+    header = '{"format": "whence-run", "version": 99}'
+    for name, text in (("broken", header[:30]), ("other", header)):
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(text)
+    (path / "taken").mkdir()
+    (path / "taken" / "thesis.tex").write_text("do not lose")
+    (path / "file").touch()
+    return path
+
+
+class TestWrongInput:
+    """What came, what is needed and how to fix it; nothing is begun."""
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("train CartPole-v1 --timesteps 0", "--timesteps is 0; at least 1 is needed, such as 100000."),
+            ("train CartPole-v1 --engine gohst", "The engine 'gohst' is unknown. Did you mean ghost?"),
+            ("train CartPole-v1 --target action", "The target action needs --observation and --action, as JSON:"),
+            (
+                "train CartPole-v1 --observation 3",
+                "--observation and --action belong to the target action;",
+            ),
+            (
+                "train FrozenLake-v1 --target action --observation 3 --action 9",
+                "has to be one of Discrete(4),",
+            ),
+            ("train CartPole-v1 --env-kwargs '{map: 8x8}'", "--env-kwargs is '{map: 8x8}', which is not JSON"),
+            ("train CartPole-v1 --env-kwargs '[1]'", "--env-kwargs is [1]; a JSON object is needed, such as"),
+            (
+                "train CartPole-v1 --env-kwargs '{\"g\": 9}'",
+                "The environment 'CartPole-v1' cannot be made with",
+            ),
+            ("train CartPole-v1 --policy MplPolicy", "The policy 'MplPolicy' is unknown. Did you mean MlpPolicy,"),
+            ("train CartPole-v1 --n-steps 1", "Stable-Baselines3's PPO refuses these settings: `n_steps * n_envs`"),
+            ("train CartPole-v1 --device gpu", "device is 'gpu', which torch does not know. Pass cpu, cuda, cuda:0 or"),
+            ("train Blackjack-v1", "and Stable-Baselines3 reads no Tuple. Register the environment with a wrapper"),
+            ("train CartPole-v1 --run taken", "taken exists and holds no config.json, so it is no run of whence's."),
+            ("train CartPole-v1 --run lake", "lake holds a run of another configuration"),
+            ("attribute nowhere", "nowhere is not there. Did you mean other?"),
+            ("attribute file", "file is a file, and a run is a directory."),
+            ("show lake/records", "lake/records is no run directory, and lake is one. Give that."),
+            ("attribute .", "a folder of runs, and one run is needed. Give one of the runs in it: begun,"),
+            (
+                "diagnose comparison",
+                "comparison holds a comparison,",
+            ),
+            ("attribute begun", "begun holds no rounds yet: its training is in round 1, or was interrupted there."),
+            ("attribute lake --round 7", "lake/records/round_00007.parquet is not there; lake holds rounds 1 to 2."),
+            (
+                "report lake --rounds 1-99",
+                "Round 3 is not in lake, which holds rounds 1 to 2.",
+            ),
+            ("attribute lake --out scores.xls", "its name has to end in .parquet, .csv or .safetensors."),
+            ("show cut --round 2", "cut/records/round_00002.parquet cannot be read as Parquet:"),
+            ("report broken", "broken/config.json cannot be read as JSON: Unterminated string"),
+            ("report other", "other/config.json is marked as version 99; this version of whence reads"),
+            ("show lake --record 2 --episode 1", "--record and --episode exclude each other; give one of them."),
+            ("trian", "No such command 'trian'. Did you mean 'train'?"),
+        ],
+    )
+    def test_of_a_command(self, whence, wrong_runs, monkeypatch, line, message):
+        monkeypatch.chdir(wrong_runs)
+        before = stamps(wrong_runs)
+        code, out, err = whence(*shlex.split(line))
+        assert (code, out) == (2, "")
+        assert message in err
+        assert "Traceback" not in err
+        assert stamps(wrong_runs) == before
 
 
 @pytest.mark.parametrize(

@@ -3,27 +3,27 @@
 import ast
 import json
 import pickle
-import random
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import polars as pl
 import pytest
 import torch
+from stable_baselines3 import PPO
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import run_audit
-from benchmarks import fuzz_commands, fuzz_readers
-from benchmarks.fuzz_bench import Bench
 from run_audit import judge
-from whence import RunDirectory, WhenceError, cli
+from whence import IIF, RoundRecording, RunDirectory, WhenceError, cli
 from whence.errors import ReplayError, RunDirectoryError
-from whence.experiments import load_comparison
+from whence.experiments import configure, load_comparison, run
 from whence.experiments.llm.loading import load_data, load_model, load_pretrained
 from whence.experiments.llm.rebuilding import rebuild_round
 from whence.experiments.rl.rebuilding import make_replay_env
@@ -32,6 +32,7 @@ from whence.guards import write_atomically
 from whence.page import write_run_report
 from whence.page.explorer import ExploredRun
 from whence.page.server import make_app
+from whence.sb3 import InfluenceCallback
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
 
@@ -56,17 +57,51 @@ MARKUP = '</script><script>window.hacked = 1</script><img src=x onerror="window.
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """Small real runs and files of every kind."""
-    return Bench.create(tmp_path_factory.mktemp("safety"))
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small runs of every kind."""
+    path = tmp_path_factory.mktemp("safety") / "base"
+    settings = {"hyperparameters": {"n_steps": 32, "batch_size": 32, "n_epochs": 1}, "policy_kwargs": {"net_arch": [8]}}
+    config = configure(arm="iif", env="FrozenLake-v1", rounds=2, eval_episodes=2, **settings)
+    run(config, path / "agent", lambda *done: None, recordings=[2])
+    (path / "comparison").mkdir()
+    (path / "comparison" / "comparison.json").write_text(json.dumps([config.to_json()]), encoding="utf-8")
+    (path / "comparison" / "summary.json").write_text(json.dumps({"FrozenLake-v1": {}}), encoding="utf-8")
+    toy = PPO("MlpPolicy", gym.make("CartPole-v1"), n_steps=32, batch_size=32, n_epochs=1, seed=0, device="cpu")
+    toy.learn(32, callback=InfluenceCallback(IIF(0.5), run=path / "script"))
+    write_language_run(path / "language")
+    (path / "prompts.jsonl").write_text('{"prompt": "1 + 1 =", "completion": " 2"}\n' * 4, encoding="utf-8")
+    return path
+
+
+def write_language_run(path: Path) -> None:
+    experiment = {"arm": "iif", "seed": 0, "task": "arithmetic", "size": "tiny"}
+    config = {"kind": "language", "arm": "iif", "seed": 0, "rounds": 2, "experiment": experiment}
+    directory = RunDirectory.create(path, config, versions={"torch": torch.__version__})
+    for number in (0, 1, 2):
+        answers: dict[str, Any] = {"prompt": [f"{row} + 1 =" for row in range(4)], "response": [" 1"] * 4}
+        directory.write_round("answers", number, pl.DataFrame(answers | {"reward": [0.0, 1.0, 0.5, 0.0]}))
+    for number in (1, 2):
+        table: dict[str, Any] = {
+            "record_id": [4 * number + row for row in range(4)],
+            **answers,
+            **{"reward": [0.0, 1.0, 0.5, 0.0], "tokens": [2] * 4, "ended": [True] * 4, "log_prob": [-1.0] * 4},
+            **{"divergence": [0.0, 0.1, 0.2, 0.3], "advantage": [1.0, -1.0, 0.5, 0.0]},
+            **{"prompt_ids": [[1, 2, 3]] * 4, "response_ids": [[4, 5]] * 4},
+            **{"token_texts": [[" ", "1"]] * 4, "token_parts": [[0.5, -0.25]] * 4},
+            **{"score": [0.25, -0.25, 0.5, -0.5], "keep": [True, False, True, False], "weight": [1.0, 0.0, 1.0, 0.0]},
+            "reason": [None, "below 0", None, "below 0"],
+        }
+        directory.write_round("records", number, pl.DataFrame(table))
+        directory.append("metrics", {"round": number, "reward": 0.4, "kept": 2, "records": 4, "negative_share": 0.5})
+        directory.append("timings", {"round": number, "collection_cpu": 1.0, "optimisation_cpu": 1.0})
 
 
 @pytest.fixture
-def stage(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
+def stage(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of them to change."""
-    monkeypatch.chdir(bench.work)
-    yield bench.stage
-    bench.restore()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return shutil.copytree(base, tmp_path / "stage")
 
 
 @pytest.fixture
@@ -121,19 +156,16 @@ class TestSources:
             )
 
 
-def test_every_reader_reads_without_pickle(bench: Bench, stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_read_without_pickle(stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("an object was unpickled")
 
     for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load"), (np, "load")):
         monkeypatch.setattr(owner, name, refuse)
-    monkeypatch.setattr(bench, "damage", lambda name, rng: None)
-    with fuzz_commands.stop_before_training():
-        for name, (_, read) in fuzz_readers.READERS.items():
-            if name not in ("command lines", "prompts"):
-                read(bench, random.Random(1))
-        for arguments in fuzz_commands.OF_RUNS[:8]:
-            fuzz_commands.call_command([str(stage / "agent") if word == "RUN" else word for word in arguments])
+    load_agent(RunDirectory.open(stage / "agent"), 2)
+    RoundRecording.load(RunDirectory.open(stage / "agent").recording_path(2))
+    for name in ("agent", "script", "language"):
+        write_run_report(RunDirectory.open(stage / name), stage / "page.html")
 
 
 class TestModulesOfEnvironments:

@@ -92,7 +92,8 @@ def write_language_run(path: Path) -> None:
             "reason": [None, "below 0", None, "below 0"],
         }
         directory.write_round("records", number, pl.DataFrame(table))
-        directory.append("metrics", {"round": number, "reward": 0.4, "kept": 2, "records": 4, "negative_share": 0.5})
+        metrics = {"reward": 0.4, "kept": 2, "records": 4, "negative_share": 0.5, "kl_coef": 0.1}
+        directory.append("metrics", {"round": number, **metrics})
         directory.append("timings", {"round": number, "collection_cpu": 1.0, "optimisation_cpu": 1.0})
 
 

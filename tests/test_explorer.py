@@ -329,7 +329,7 @@ class TestDetail:
         assert detail["frames"] is None
         assert detail["frames_note"].startswith("No frames: ")
         assert detail["mc_advantage"] is None
-        assert detail["mc_text"].startswith("Not measured by fresh rollouts: ")
+        assert detail["mc_text"].startswith("`whence view ")
 
     def test_a_record_that_is_not_there(self, lake):
         with pytest.raises(RunDirectoryError, match="has no record 99"):

@@ -375,13 +375,6 @@ class TestPage:
         assert (tmp_path / "report.html").read_bytes() == before
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["report.html", "runs"]
 
-    def test_a_damaged_table_is_left_out_with_a_note(self, tmp_path):
-        comparison = by_hand(tmp_path / "runs")
-        (comparison.run(comparison.configs[0]).path / "timings.parquet").write_bytes(b"broken")
-        write_report(comparison, tmp_path / "report.html")
-        page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-        assert any("timings.parquet cannot be read as Parquet" in text for text in page.of("li"))
-        assert "Learning curves" in page.of("h2")
 
     def test_a_large_comparison_makes_no_heavy_page(self, tmp_path):
         arms = ("ppo", "iif", "random")

@@ -375,7 +375,6 @@ class TestPage:
         assert (tmp_path / "report.html").read_bytes() == before
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["report.html", "runs"]
 
-
     def test_a_large_comparison_makes_no_heavy_page(self, tmp_path):
         arms = ("ppo", "iif", "random")
         small = by_hand(tmp_path, arms=arms, scored=arms, seeds=range(3))

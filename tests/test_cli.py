@@ -166,11 +166,11 @@ class TestErrors:
 
     def test_a_directory_of_another_comparison_is_refused(self, whence, tmp_path):
         other = RunConfig(env="Acrobot-v1", arm="iif", seed=0, rounds=2, eval_episodes=4)
-        RunDirectory.create(tmp_path / "runs" / "iif" / "seed_0", other.to_json())
+        RunDirectory.create(tmp_path / "runs" / "iif" / "seed_0", {"experiment": other.to_json()})
         before = stamps(tmp_path)
         code, out, err = whence("compare", *LAKE, "--out", tmp_path)
         assert (code, out) == (2, "")
-        assert "holds a run of another configuration (env was 'Acrobot-v1', now 'FrozenLake-v1')" in err
+        assert "holds a run of another configuration (experiment.env was 'Acrobot-v1', now 'FrozenLake-v1'" in err
         assert stamps(tmp_path) == before
 
     def test_the_directory_is_named_as_it_is(self, whence, tmp_path):
@@ -407,7 +407,7 @@ class TestFailures:
         RunDirectory.create(run, {"rule": "IIF()"})
         code, _, err = whence("report", run, "--out", tmp_path / "page" / "report.html")
         assert code == 2
-        assert f"{tmp_path / 'page'} cannot be used: File exists. Check the path" in err
+        assert f"{tmp_path / 'page'}/report.html cannot be written: File exists. Free space" in err
 
     def test_others_stay_unexpected(self, whence, monkeypatch, tmp_path):
         def fail(path):

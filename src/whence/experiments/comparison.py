@@ -114,7 +114,9 @@ def compare(
                     f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}. Finished runs are kept."
                 )
         finished = Comparison(path, configs, _summarise(configs, path))
-        for name, content in (("comparison", [config.to_json() for config in configs]), ("summary", finished.summary)):
+        with explain_write_errors(path):  # killed between the two files, it holds no figures of other runs
+            (path / "comparison.json").unlink(missing_ok=True)
+        for name, content in (("summary", finished.summary), ("comparison", [config.to_json() for config in configs])):
             with write_atomically(path / f"{name}.json") as temporary:
                 temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         return finished
@@ -149,26 +151,28 @@ def _prepare_each(configs: Sequence[AnyConfig]) -> None:
 
 
 def load_comparison(path: Path) -> Comparison:
-    """Read a finished comparison: its runs, as `comparison.json` lists them.
+    """Read a finished comparison: its runs, as `comparison.json` lists them, and `summary.json`.
 
     Raises:
-        WhenceError: there is none, its list is damaged, or a run is not there.
+        WhenceError: there is none, or a file is damaged.
     """
     file = path / "comparison.json"
     try:
         configs = [read_config(config) for config in json.loads(file.read_text(encoding="utf-8"))]
         if outside := [config.arm for config in configs if Path(config.arm).name != config.arm]:
             raise ValueError(f"{outside[0]!r} is no arm")
-        if len({config.env for config in configs}) != 1:
-            raise ValueError("not one environment")
+        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        ((env, arms),) = summary.items()
+        if {(env, arm) for arm in arms} != {(config.env, config.arm) for config in configs}:
+            raise ValueError("summary.json holds figures of other runs")
     except FileNotFoundError:
         raise WhenceError(f"{file} is not there: {path} holds no finished comparison. Run whence compare.") from None
-    except (OSError, RecursionError, TypeError, ValueError) as failure:
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError) as failure:
         raise WhenceError(
             f"{file} does not list the runs of a comparison ({failure}). Restore it, or give the same whence compare "
             "again: finished runs are not repeated."
         ) from None
-    return Comparison(path, configs, _summarise(configs, path))
+    return Comparison(path, configs, summary)
 
 
 def _summarise(configs: Sequence[AnyConfig], path: Path) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def _list_facts(view: MomentView) -> dict[str, str]:
     numbers = {"value": moment.value, "return": moment.return_, "reward": moment.reward}
     facts |= {name: format_number(number) for name, number in numbers.items() if number is not None}
     if view.state:
-        facts["state"] = ", ".join(f"{name} {value:.3g}" for name, value in view.state[:64])
+        # A state of one number has no names of axes.
+        facts["state"] = ", ".join(f"{name} {value:.3g}" for name, value in view.state[:64]).removeprefix("state ")
     return facts | ({"frames": view.frames_note} if view.frames_note else {})
 
 

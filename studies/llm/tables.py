@@ -17,7 +17,7 @@ from scipy import stats
 
 from whence import experiments
 from whence.experiments import LanguageConfig
-from whence.experiments.llm.training import read_curve
+from whence.experiments.llm.outputs import read_curve
 from whence.experiments.rowfile import put_row, read_rows
 from whence.experiments.shared import STANDARD
 from whence.guards import write_atomically

@@ -11,7 +11,7 @@ import polars as pl
 
 from whence.errors import WhenceError
 from whence.experiments.cluster import check_place, run_all_on_ray
-from whence.experiments.kinds import AnyConfig, read_config, runner_of
+from whence.experiments.kinds import AnyConfig, read_config, read_curve, runner_of
 from whence.experiments.shared import STANDARD
 from whence.experiments.workers import check_workers, leave_imported_script, run_all
 from whence.guards import explain_write_errors, write_atomically
@@ -178,5 +178,5 @@ def load_comparison(path: Path) -> Comparison:
 def _summarise(configs: Sequence[AnyConfig], path: Path) -> dict[str, Any]:
     curves: dict[str, dict[int, Curve]] = {}
     for config in configs:
-        curves.setdefault(config.arm, {})[config.seed] = runner_of(config).read_curve(config, run_path(path, config))
+        curves.setdefault(config.arm, {})[config.seed] = read_curve(config, run_path(path, config))
     return {configs[0].env: summarise(curves, standard=STANDARD)}

@@ -26,9 +26,6 @@ class Runner(Protocol):
     def is_finished(self, config: Any, path: Path) -> bool:
         """Return whether a directory holds this run, finished."""
 
-    def read_curve(self, config: Any, path: Path) -> Curve:
-        """Return a finished run's learning curve."""
-
 
 def runner_of(config: AnyConfig) -> Runner:
     """Return the module that runs such a configuration; what it trains with is imported here."""
@@ -44,3 +41,10 @@ def read_config(values: Any) -> AnyConfig:
     """
     is_agent = isinstance(values, Mapping) and "env" in values
     return RunConfig.from_json(values) if is_agent else LanguageConfig.from_json(values)
+
+
+def read_curve(config: AnyConfig, path: Path) -> Curve:
+    """Return a finished run's learning curve, without what it was trained with."""
+    module = "llm.outputs" if isinstance(config, LanguageConfig) else "rl.training"
+    curve: Curve = import_module(f"whence.experiments.{module}").read_curve(config, path)
+    return curve

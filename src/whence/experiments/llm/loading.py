@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.errors import WhenceError, first_line, suggest
+from whence.experiments.llm.outputs import search_first
 from whence.llm.text.prompts import list_columns
 
 
@@ -66,16 +67,6 @@ def _run_file(path: Path, modified: int) -> Any:
     with search_first(path.parent):
         spec.loader.exec_module(module)
     return module
-
-
-@contextmanager
-def search_first(folder: Path) -> Iterator[None]:
-    """Look for modules in a folder first."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 def load_data(name: str) -> Any:

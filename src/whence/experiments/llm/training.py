@@ -1,7 +1,5 @@
 """One post-training run of a language model, from its configuration to its directory."""
 
-import hashlib
-import importlib.util
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,9 +9,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from whence.errors import RunDirectoryError
 from whence.experiments.llm.config import LanguageConfig
-from whence.experiments.llm.loading import ignore_old_names, search_first
+from whence.experiments.llm.loading import ignore_old_names
+from whence.experiments.llm.outputs import describe, is_finished
 from whence.experiments.llm.tasks import (
     Task,
     check_lengths,
@@ -34,7 +32,6 @@ from whence.llm.lab import arithmetic
 from whence.llm.text.generation import answer_prompts, read_sample_prompts
 from whence.llm.text.prompts import context_length, join_messages, list_columns
 from whence.llm.text.rewards import Reward, compute_rewards, find_columns
-from whence.metrics import Curve, make_curve
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import CheckpointClock
 
@@ -246,68 +243,3 @@ def save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     save(temporary)
     temporary.rename(folder)
-
-
-def describe(config: LanguageConfig) -> dict[str, Any]:
-    """Return the description of a run for its directory, in JSON types, with digests of its rewards' source files."""
-    rewards = {name: getattr(config, name) for name in ("reward", "test_reward") if getattr(config, name)}
-    digests = {name: digest_source(reward) for name, reward in rewards.items()}
-    contents = {name: digest for name, digest in digests.items() if digest is not None}
-    return {"arm": config.arm, "env": config.env, "experiment": config.to_json(), "contents": contents}
-
-
-def digest_source(name: str) -> str | None:
-    """Return a digest of the file that a function stands in; None: there is no such file or module.
-
-    Args:
-        name: "path/to/file.py:function" or "package.module:function".
-    """
-    source, _, _ = name.rpartition(":")
-    path = Path(source)
-    if not source.endswith(".py"):
-        try:
-            with search_first(Path.cwd()):
-                spec = importlib.util.find_spec(source)
-        except Exception:  # A parent package cannot be imported, which loading the function will report.
-            return None
-        path = Path("" if spec is None or spec.origin is None else spec.origin)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-
-def is_finished(config: LanguageConfig, path: Path) -> bool:
-    """Tell whether a directory holds this run, with all rounds and its trained model.
-
-    Raises:
-        RunDirectoryError: it holds another run, with finished rounds.
-    """
-    if not (path / "config.json").exists():
-        return False
-    directory = RunDirectory.open(path)
-    rounds = directory.table("metrics").height
-    if not rounds:
-        return False
-    description = describe(config)
-    directory.check_same({**directory.config, **description})
-    return rounds >= config.rounds and (path / "model").is_dir()
-
-
-def read_curve(config: LanguageConfig, path: Path) -> Curve:
-    """Read a finished run's curve of exact matches, or of test rewards, and its seconds per round.
-
-    Seconds are process time for a run on a CPU, and wall time for one on another device.
-
-    Raises:
-        RunDirectoryError: the run is not finished, or was not evaluated.
-    """
-    if not is_finished(config, path):
-        raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
-    directory = RunDirectory.open(path)
-    evaluations, timings = directory.table("evaluations"), directory.table("timings")
-    if evaluations.is_empty():
-        raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
-    clock = "cpu" if directory.config.get("device", "cpu").startswith("cpu") else "wall"
-    stages = [name.removesuffix(f"_{clock}") for name in timings.columns if name.endswith(f"_{clock}")]
-    if config.arm.startswith("random"):  # a control scores only to know how many to drop, which is not part of its cost
-        stages = [name for name in stages if name not in ("scoring", "held_out")]
-    seconds = timings.select(f"{stage}_{clock}" for stage in stages).fill_null(0.0).sum_horizontal().to_numpy()
-    return make_curve(config.rounds, evaluations, seconds)

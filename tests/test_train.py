@@ -203,7 +203,7 @@ def test_what_an_environment_needs_is_named(
 
 
 def test_settings_are_toml_merged_at_every_depth() -> None:
-    texts = ["policy_kwargs.net_arch.pi=[8]", "env_kwargs.'a.b' = 5e-3", "env_kwargs.c=2000-01-01", "observe=''"]
+    texts = ["policy_kwargs.net_arch.pi=[8]", "env_kwargs.a = 5e-3", "env_kwargs.c=2000-01-01", "observe=''"]
     texts += ["drop=0.25", "env_kwargs.deep.er=two words", "engine=loop", "env_kwargs.pair={x = 1, y = true}"]
     found = collect_overrides(
         texts, "lda-code/minigrid", {"rounds": 3, "warmup": None, "env_kwargs": {"deep": {"own": 1}}}
@@ -211,7 +211,7 @@ def test_settings_are_toml_merged_at_every_depth() -> None:
     assert found == {
         "policy_kwargs": {"net_arch": {"pi": [8], "vf": [64, 64]}},
         "env_kwargs": {
-            "a.b": 0.005,
+            "a": 0.005,
             "c": "2000-01-01",
             "deep": {"own": 1, "er": "two words"},
             "pair": {"x": 1, "y": True},

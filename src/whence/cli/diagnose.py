@@ -10,7 +10,7 @@ import typer
 
 from whence.cli.console import console, make_printable, make_table, print_json, print_line
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
-from whence.cli.progress import RecordBar
+from whence.cli.progress import RoundBar
 from whence.cli.runs import open_agent_run
 from whence.diagnosis.agreement import (
     calibrate_critic,
@@ -71,7 +71,7 @@ def diagnose(
     numbers = _choose_rounds(directory, rounds)
     judgements = []
     for number in numbers:
-        with RecordBar(number) as bar:
+        with RoundBar(f"records of round {number}", f"round {number}", unit="record") as bar:
             judged = judge_advantages(
                 directory,
                 number,

@@ -85,42 +85,34 @@ class ComparisonBars(_Bars):
 
 
 class RoundBar(_Bars):
-    """A bar for rounds that are worked on one after the other.
+    """A bar for rounds, or records, that are worked on one after the other.
 
     Args:
         name: stands before the bar.
         line: begins the lines where there is no terminal.
+        unit: what is counted.
         clock: returns seconds.
     """
 
-    def __init__(self, name: str = "rounds of the page", line: str = "page", clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str = "rounds of the page",
+        line: str = "page",
+        *,
+        unit: str = "round",
+        clock: Clock = time.monotonic,
+    ) -> None:
         super().__init__(clock)
-        self._name, self._line = name, line
+        self._name, self._line, self._unit = name, line, unit
         self._bar: TaskID | None = None
 
-    def update(self, done: int, rounds: int) -> None:
-        """Show how many rounds are done, of all."""
+    def update(self, done: int, count: int) -> None:
+        """Show how many are done, of all."""
         if self._bar is None:
-            self._bar = self._add(self._name, rounds)
+            self._bar = self._add(self._name, count)
         self._progress.update(self._bar, completed=done)
-        if rounds > 1:
-            self._lines.print(f"{self._line}: round {done} of {rounds}")
-
-
-class RecordBar(_Bars):
-    """A bar for the records of a round that are judged one after the other."""
-
-    def __init__(self, number: int, clock: Clock = time.monotonic) -> None:
-        super().__init__(clock)
-        self._number = number
-        self._bar: TaskID | None = None
-
-    def update(self, done: int, records: int) -> None:
-        """Show how many records are judged, of all."""
-        if self._bar is None:
-            self._bar = self._add(f"records of round {self._number}", records)
-        self._progress.update(self._bar, completed=done)
-        self._lines.print(f"round {self._number}: record {done} of {records}")
+        if count > 1:
+            self._lines.print(f"{self._line}: {self._unit} {done} of {count}")
 
 
 class RunBar(_Bars):

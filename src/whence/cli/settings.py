@@ -1,6 +1,6 @@
 """`--set KEY=VALUE`: every field of a run, its value as TOML has it."""
 
-import tomllib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, TypeAlias
@@ -82,8 +82,8 @@ def _merge(
 def _parse_setting(text: str) -> dict[str, Any]:
     """Return one `--set` as nested tables."""
     key, equals, value_text = (part.strip() for part in text.partition("="))
-    names = _split_key(key)
-    if not equals or not names or not value_text:
+    names = key.split(".")
+    if not equals or not value_text or not all(re.fullmatch(r"[\w-]+", name) for name in names):
         raise WhenceError(
             f"--set {text!r} is no KEY=VALUE with the dotted name of a setting, such as "
             "--set hyperparameters.n_steps=1024."
@@ -93,21 +93,6 @@ def _parse_setting(text: str) -> dict[str, Any]:
         value = {name: value}
     _check_field(text, names[0], value)
     return {names[0]: value}
-
-
-def _split_key(key: str) -> list[str]:
-    """Return the parts of a dotted key; none if it is no key."""
-    try:
-        table: Any = tomllib.loads(f"{key} = 0")
-    except (RecursionError, ValueError):
-        return []
-    names = []
-    while isinstance(table, Mapping):
-        if len(table) != 1:  # the key holds a line break, and with it other keys
-            return []
-        ((name, table),) = table.items()
-        names.append(name)
-    return names
 
 
 def _check_field(text: str, name: str, value: Any) -> None:

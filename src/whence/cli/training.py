@@ -354,9 +354,9 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
             errors.print("Interrupted in round 1, so there is nothing to show yet. The same command starts again.")
         raise typer.Exit(130) from None
     directory, page = RunDirectory.open(path), path / "report.html"
-    with RoundBar() as round_bar:
+    with RoundBar() as bar_of_page:
         rounds = spread(directory.rounds(), COMPARED_ROUNDS)
-        write_run_report(directory, page, rounds=rounds, on_round=round_bar.update)
+        write_run_report(directory, page, rounds=rounds, on_round=bar_of_page.update)
     last_round = directory.table("metrics").to_dicts()[-1]
     evaluations = directory.table("evaluations")
     last_round |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]
@@ -370,14 +370,10 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
     print_paths({"Run": path, **model, "Page": page})
 
 
-def _compare(
-    configs: Sequence[AnyConfig], out: Path, *, workers: int | None, overwrite: bool, json: bool, on: str
-) -> None:
+def _compare(configs: Sequence[AnyConfig], out: Path, *, json: bool, **settings: Any) -> None:
     """Run a comparison below progress bars, write its page, and print its result."""
     with resumable(), keep_stdout_clean(), ComparisonBars(configs) as bars:
-        comparison = experiments.compare(
-            configs, out, workers=workers, overwrite=overwrite, on=on, progress=bars.update
-        )
+        comparison = experiments.compare(configs, out, progress=bars.update, **settings)
     with RoundBar() as rounds_bar:
         write_report(comparison, out / "report.html", on_round=rounds_bar.update)
     if json:

@@ -21,7 +21,7 @@ from whence.page.explorer import (
     responses,
 )
 from whence.page.explorer import detail as details
-from whence.page.explorer.frames import BEFORE, WIDTH, choose_steps, encode_frames
+from whence.page.explorer.detail import BEFORE, WIDTH, choose_steps, encode_frames
 from whence.page.explorer.rounds import ROWS, build_strip, describe_trust, order_strip
 from whence.page.moment_view import pick_frames
 from whence.runs import RunDirectory

@@ -26,8 +26,8 @@ from whence.page.comparison_summary import (
     give_verdict,
     make_summary,
 )
-from whence.page.explorer.columns import LONGEST, STEPS, short_text
 from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
+from whence.page.explorer.grid import LONGEST, STEPS, short_text
 from whence.page.figures import (
     COLOURS,
     approximate_kl,
@@ -39,7 +39,7 @@ from whence.page.figures import (
     policy_entropy,
     seconds_by_stage,
 )
-from whence.page.html import describe_comparison, describe_run, embed
+from whence.page.html import embed
 from whence.page.sweep_tables import KEY
 from whence.runs import RunDirectory
 
@@ -651,18 +651,6 @@ class TestVerdict:
         assert format_seeds("se_ave", {**entry, "per_seed": [None, 0.5]}) == ("25.0%", "(–, 50.0%)")
         assert format_seeds("final_return", {**entry, "per_seed": [0, 0, 0.5]}) == ("0.25", "[-9, 9]")
         assert format_seeds("final_return", {**entry, "low": None, "per_seed": [0.25]}) == ("0.25", "")
-
-
-class TestDescription:
-    def test_a_comparison(self, tiny):
-        content = {"kind": "comparison", "arms": ["ppo", "iif", "random"], "seeds": [0, 1], "rounds": 2}
-        assert describe_comparison(tiny) == content
-
-    def test_a_run(self, tiny, tmp_path):
-        run = tiny.run(next(config for config in tiny.configs if config.seed == 1))
-        assert describe_run(run) == {"kind": "run", "arms": ["ppo"], "seeds": [1], "rounds": 2}
-        script = run_of(tmp_path / "lake", {"rule": "IIF(drop=0.5)"}, (1,))
-        assert describe_run(script) == {"kind": "run", "arms": ["IIF(drop=0.5)"], "seeds": [], "rounds": 1}
 
 
 class TestFigures:

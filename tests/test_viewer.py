@@ -11,9 +11,8 @@ import pytest
 from test_explorer import HOSTILE, run_of, table_of
 from whence.errors import WhenceError
 from whence.page.explorer import ExploredRun
-from whence.page.server.loopback import check_loopback, split_host
 from whence.page.server.questions import Questions
-from whence.page.server.serving import serve
+from whence.page.server.serving import check_loopback, serve
 
 
 class Server:
@@ -323,16 +322,6 @@ class TestAddresses:
             taken.listen()
             with pytest.raises(WhenceError, match="cannot be listened to"):
                 serve([], port=taken.getsockname()[1])
-
-    @pytest.mark.parametrize(
-        ("text", "parts"),
-        [
-            *(("a:1", ("a", 1)), ("[::1]:80", ("::1", 80)), ("A", ("a", None))),
-            *(("a:b", None), ("a@b", None), ("a/b", None), ("", None), ("a:99999", None)),
-        ],
-    )
-    def test_host_headers(self, text, parts):
-        assert split_host(text) == parts
 
 
 def test_two_million_records_do_not_slow_it(tmp_path):

@@ -22,7 +22,7 @@ from studies.faithfulness.selection_tables import compared, gain_means, gain_sec
 from studies.markdown import cell, nested, table
 from studies.stored import ROUND, read_datamodels, read_rounds
 from whence.guards import write_atomically
-from whence.page.figures import COLOURS, interventions_box
+from whence.page.figures import COLOURS, make_figure
 
 PHASES = ("early", "middle", "late")
 SCORES = (
@@ -376,6 +376,23 @@ def _draw(file: Path, figure: go.Figure) -> None:
 def _write(file: Path, text: str) -> None:
     with write_atomically(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def interventions_box(changes: pl.DataFrame) -> go.Figure:
+    """Draw the effect of leaving records out of single rounds, a box for each run and variant (LDA figures 5 and 10).
+
+    Args:
+        changes: with columns `run` (the text below its boxes), `variant` and `change`, a row for each round; rows
+            without a change are left out.
+    """
+    figure = make_figure("change of the test return").update_yaxes(zeroline=True, zerolinecolor=COLOURS[4])
+    for variant, colour in zip(("filtered", "random"), COLOURS[1:], strict=False):
+        rounds = changes.filter(pl.col("variant") == variant).drop_nulls("change")
+        figure.add_box(
+            **{"x": rounds["run"].to_list(), "y": rounds["change"].to_list(), "name": variant},
+            **{"boxpoints": "all", "boxmean": True, "marker_color": colour},
+        )
+    return figure.update_xaxes(type="category", title=None).update_layout(boxmode="group", hovermode="closest")
 
 
 if __name__ == "__main__":

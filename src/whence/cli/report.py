@@ -13,7 +13,6 @@ from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
 from whence.page import write_report, write_run_report
 from whence.page.explorer import ExploredRun
-from whence.page.html import describe_comparison, describe_run
 from whence.runs.contents import find_content
 
 
@@ -50,16 +49,14 @@ def report(
             comparison = experiments.load_comparison(path)
             _check_rounds(comparison, chosen or ())
             write_report(comparison, out, env=env, **settings)
-            content = describe_comparison(comparison)
         else:
             _check_no_comparison(path)
             run = ExploredRun(path, env=env)
             if chosen:
                 run.directory.require_rounds(chosen)
             write_run_report(run, out, **settings)
-            content = describe_run(run.directory)
     if json:
-        print_json({"path": str(out), **content})
+        print_json({"path": str(out)})
     else:
         print_line(str(out))
 

@@ -80,7 +80,7 @@ def why(
     from whence.cli.runs import open_agent_run
     from whence.page.cause_view import gather_causes, replay_faces
     from whence.page.explored_run import ExploredRun
-    from whence.page.explorer.causes import describe_causes
+    from whence.page.explorer.detail import describe_causes
     from whence.page.pictures.cause_picture import SHOWN, draw_causes
 
     explored = ExploredRun(open_agent_run(run), env=env)

@@ -113,23 +113,6 @@ def seconds_by_stage(timings: pl.DataFrame, clock: str = "cpu") -> go.Figure:
     return figure.update_layout(barmode="stack", legend_traceorder="normal", xaxis_title=title, hovermode="y unified")
 
 
-def interventions_box(changes: pl.DataFrame) -> go.Figure:
-    """Draw the effect of leaving records out of single rounds, a box for each run and variant (LDA figures 5 and 10).
-
-    Args:
-        changes: with columns `run` (the text below its boxes), `variant` and `change`, a row for each round; rows
-            without a change are left out.
-    """
-    figure = make_figure("change of the test return").update_yaxes(zeroline=True, zerolinecolor=COLOURS[4])
-    for variant, colour in zip(("filtered", "random"), COLOURS[1:], strict=False):
-        rounds = changes.filter(pl.col("variant") == variant).drop_nulls("change")
-        figure.add_box(
-            **{"x": [_escape(run) for run in rounds["run"]], "y": rounds["change"].to_list(), "name": variant},
-            **{"boxpoints": "all", "boxmean": True, "marker_color": colour},
-        )
-    return figure.update_xaxes(type="category", title=None).update_layout(boxmode="group", hovermode="closest")
-
-
 def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours | None = None) -> go.Figure:
     """Draw each arm's mean of a column over rounds, with the band of its seeds' lowest and highest.
 

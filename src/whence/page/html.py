@@ -272,19 +272,6 @@ def _plot_as_json(figure: go.Figure) -> Any:
     return parts
 
 
-def describe_comparison(comparison: Comparison) -> dict[str, Any]:
-    """Return what the page of a comparison shows: its kind, arms, seeds, and rounds of a run."""
-    arms, seeds = ({getattr(config, name): None for config in comparison.configs} for name in ("arm", "seed"))
-    return {"kind": "comparison", "arms": list(arms), "seeds": sorted(seeds), "rounds": comparison.configs[0].rounds}
-
-
-def describe_run(run: RunDirectory) -> dict[str, Any]:
-    """Return what the page of a run shows: its kind, arms, seeds as far as they are known, and rounds that are done."""
-    label, seed = identify_run(run)
-    rounds = read_tables({(label, seed): run})["metrics"].height
-    return {"kind": "run", "arms": [label], "seeds": [] if seed is None else [seed], "rounds": rounds}
-
-
 def _describe_evaluation(config: AnyConfig) -> str:
     if isinstance(config, LanguageConfig):
         return f"up to {_count(config.test_problems, 'prompt')} of the test"

@@ -1,8 +1,11 @@
 """A sweep as Markdown and pictures, next to the figures that LDA reports."""
 
 import json
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,11 @@ from whence.experiments import RunConfig
 from whence.experiments.rl.arms import is_control
 from whence.experiments.rl.curves import KeptRun
 from whence.experiments.rl.plan import reads
+from whence.experiments.rl.presets import presets
 from whence.experiments.shared import STANDARD
 from whence.experiments.sweep import Results
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS
-from whence.page import lda
 from whence.page.comparison_summary import DEFINITIONS, HEADINGS, cell, column_heading
 from whence.page.figures import arm_colours, learning_curves, stages_of, write_svg
 
@@ -33,11 +36,11 @@ def draw_pictures(labels: Labels, folder: Path) -> list[Path]:
     Raises:
         Unsupported: there is no Kaleido, or no browser that it can drive.
     """
-    files = []
+    pictures = []
     for name, chosen in plan_pictures(labels).items():
-        files.append(folder / f"{name}.svg")
-        write_svg(_draw_curves(labels, chosen), files[-1], "pass --no-pictures. The tables are written.")
-    return files
+        pictures.append(folder / f"{name}.svg")
+        write_svg(_draw_curves(labels, chosen), pictures[-1], "pass --no-pictures. The tables are written.")
+    return pictures
 
 
 def plan_pictures(labels: Labels) -> dict[str, list[str]]:
@@ -148,7 +151,7 @@ def _write_text(results: Results, summary: Mapping[str, Any], links: Mapping[str
 
 def _write_section(group: str, labels: Labels, summary: Mapping[str, Any] | None, links: Iterable[str]) -> str:
     parts = [f"## {group}", _describe_set_up(labels), _list_runs(labels)]
-    if (note := lda.write_note(_first_config(labels))) is not None:
+    if (note := write_note(_first_config(labels))) is not None:
         parts.append(note)
     if summary is None:
         parts.append(f"No run of {STANDARD} is finished, so there is nothing to measure the others against.")
@@ -224,7 +227,7 @@ def _tabulate_savings(labels: Labels, summary: Mapping[str, Any]) -> str:
             _join_cell(metric, metrics[metric]["against_null"]) if label != STANDARD else "" for metric in _AGAINST_NULL
         ]
         rows.append([column_heading(label), str(len(labels[label])), *cells, *against])
-        if lda_row := lda.find_row(next(iter(labels[label].values())).config):
+        if lda_row := find_row(next(iter(labels[label].values())).config):
             name, shares = lda_row
             lda_cells = [_format_share(shares.get(metric)) for metric in SAVED]
             rows.append([f"*{name}*", "3", *lda_cells, *("" for _ in _AGAINST_NULL)])
@@ -289,7 +292,7 @@ def _tabulate_seconds(labels: Labels) -> str:
     rows = []
     for label, table in tables.items():
         rows.append([label, *(f"{np.median(table[column].to_numpy()):.3f}" for column in columns)])
-    for arm, seconds in lda.find_figures(_first_config(labels)).get("seconds", {}).items():
+    for arm, seconds in find_figures(_first_config(labels)).get("seconds", {}).items():
         lda_cells = {f"{stage}_wall": f"{mean:.2f}" for stage, mean in seconds.items() if stage in stages}
         rows.append([f"*LDA's {arm}*", *(lda_cells.get(column, "") for column in columns)])
     headings = [f"{stage}, {clock}" for stage in stages for clock in ("CPU", "wall")]
@@ -303,3 +306,59 @@ def _join_cell(metric: str, entry: Mapping[str, Any]) -> str:
 def _make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+_EVALUATION = {"eval_episodes", "eval_every"}
+
+
+@cache
+def _read_figures() -> Mapping[str, Any]:
+    return tomllib.loads((files("whence.page") / "lda.toml").read_text(encoding="utf-8"))
+
+
+def find_preset(config: RunConfig) -> str | None:
+    """Return the name of LDA's preset that a run has, with any arm, seed, share to drop and evaluations; else None."""
+    fields = {name: getattr(config, name) for name in ("arm", "seed", "drop")}
+    for name in (f"{family}/{env}" for env in _read_figures() for family in ("lda-code", "paper")):
+        preset = RunConfig(**{**presets()[name], **fields})
+        if {key for key, value in vars(preset).items() if value != getattr(config, key)} <= _EVALUATION:
+            return name
+    return None
+
+
+def find_figures(config: RunConfig) -> Mapping[str, Any]:
+    """Return LDA's figures for a run's setting: none unless it is that of LDA's code, which does not clip."""
+    family, _, env = (find_preset(config) or "").partition("/")
+    return _read_figures()[env] if family == "lda-code" else {}
+
+
+def find_row(config: RunConfig) -> tuple[str, Mapping[str, Sequence[float]]] | None:
+    """Return the name of LDA's row for a run, and its shares, each with its "±"; None if LDA has none."""
+    figures = next((row for row in find_figures(config).get("iif", []) if row["drop"] == config.drop), None)
+    if figures is None or config.arm != "iif":
+        return None
+    row = {name: figure for name, figure in figures.items() if name != "drop"}
+    preset = RunConfig(**{**presets()[str(find_preset(config))], "arm": "iif", "seed": 0})
+    if all(getattr(preset, key) == getattr(config, key) for key in _EVALUATION):
+        return "LDA's iif", row
+    return f"LDA's iif (its evaluations: every round, {preset.eval_episodes} episodes)", row
+
+
+def write_note(config: RunConfig) -> str | None:
+    """Say how LDA's figures relate to a run's setting; None if it is not one of LDA's."""
+    family, _, env = (find_preset(config) or "").partition("/")
+    if family == "lda-code":
+        iif, ppo = find_figures(config)["seconds"]["iif"], find_figures(config)["seconds"]["ppo"]
+        return (
+            "LDA's rows are means over its three runs; of what its ± is it says nothing. Its levels are every maximum, "
+            "and its RT_peak is the paper's. Its seconds are wall-clock, on another machine: "
+            f"{ppo['all_rounds']:.2f} s of ppo and {iif['all_rounds']:.2f} s of iif for all rounds, "
+            f"{iif['to_peak']:.2f} s of iif until ppo's peak. They do not add up everywhere: {config.rounds} rounds of "
+            f"ppo's optimisation alone would take {config.rounds * ppo['optimisation']:.0f} s."
+        )
+    if family == "paper":
+        return (
+            f"Gradients are clipped to a norm of {config.hyperparameters['max_grad_norm']:g}, as LDA's paper prints. "
+            f"LDA's code does not clip, so LDA's figures stand beside lda-code/{env} only."
+        )
+    return None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import polars as pl
 
 from whence.page.explored_run import ExploredRun
-from whence.page.explorer.columns import RESPONSES, STEPS, list_columns, round_number
+from whence.page.explorer.grid import RESPONSES, STEPS, list_columns, round_number
 
 SERIES = ("episode_return", "test_return", "reward", "dropped_share", "negative_share", "significant_share")
 """Curves over rounds that a page shows below the slider, where they exist."""

@@ -13,9 +13,8 @@ import polars as pl
 
 from whence.moments import Moment
 from whence.page.explored_run import ExploredRun
-from whence.page.explorer.columns import round_numbers
-from whence.page.explorer.detail import NOT_EMBEDDED, describe_view, encode_view, list_curves
-from whence.page.explorer.frames import choose_steps, make_thumb
+from whence.page.explorer.detail import NOT_EMBEDDED, choose_steps, describe_view, encode_view, list_curves, make_thumb
+from whence.page.explorer.grid import round_numbers
 from whence.page.explorer.responses import list_groups
 from whence.page.explorer.rounds import build_round, list_moments, order_strip
 from whence.page.moment_view import Frames, MomentView, gather_moment, pick_frames

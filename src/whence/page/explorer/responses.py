@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from whence.page.explored_run import Round, attempt
-from whence.page.explorer.columns import round_number, round_numbers, short_text
+from whence.page.explorer.grid import round_number, round_numbers, short_text
 from whence.runs import RunDirectory
 
 _COLUMNS = {"prompt": pl.String, "response": pl.String, "reward": pl.Float64}

@@ -13,7 +13,7 @@ from whence.errors import first_line
 from whence.influence import SIGNIFICANT, is_significant
 from whence.moments import Moment, find_moments, group_scores, read_axes
 from whence.page.explored_run import ExploredRun, Round, attempt
-from whence.page.explorer.columns import (
+from whence.page.explorer.grid import (
     Labels,
     list_columns,
     make_row,

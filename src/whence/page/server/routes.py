@@ -7,18 +7,18 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
 from whence.page.cause_view import BY
 from whence.page.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
 from whence.page.html import list_figures, render_runs
 from whence.page.moment_view import CONTINUATIONS
-from whence.page.server.loopback import Guard
 from whence.page.server.questions import Questions, explain, measure
 
 LARGEST_NUMBER = 2**53
@@ -26,6 +26,23 @@ LARGEST_NUMBER = 2**53
 
 LONGEST_TEXT = 500
 """Characters of a search or a filter."""
+
+NAMES = ("127.0.0.1", "localhost", "[::1]")
+"""Names of this machine that a browser may ask for."""
+
+SECURITY_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
+        "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+"""On every answer."""
 
 logger = logging.getLogger("whence.page.server")
 
@@ -128,7 +145,7 @@ def make_app(
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _describe_refusal})
     app.router.redirect_slashes = False
-    return Guard(app)
+    return guard(app)
 
 
 def _in_thread(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
@@ -167,3 +184,40 @@ def _parse_number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 16) or int(text) >= LARGEST_NUMBER:
         raise HTTPException(400, f"{text[:40]!r} is no whole number.")
     return int(text)
+
+
+def guard(app: ASGIApp) -> ASGIApp:
+    """Return an application that refuses what no page of this server asks for, with security headers on every answer.
+
+    A web site that the user visits can send requests to this machine, and can point a name of its own here (DNS
+    rebinding). The first are known by Origin and Sec-Fetch-Site, the second by Host.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
+            await send(message)
+
+        await (_find_refusal(Request(scope)) or app)(scope, receive, send_guarded)
+
+    return answer
+
+
+def _find_refusal(request: Request) -> Response | None:
+    port = request.scope["server"][1]
+    # A browser leaves out the port of plain HTTP.
+    hosts = [host for name in NAMES for host in ([f"{name}:{port}", name] if port == 80 else [f"{name}:{port}"])]
+    headers = request.headers
+    if [host.lower() in hosts for host in headers.getlist("host")] != [True]:
+        text = "This page answers on 127.0.0.1, localhost and [::1] with its own port only."
+        return JSONResponse({"error": text}, 421)
+    if request.method not in ("GET", "HEAD"):
+        text = f"{request.method} is not allowed: the page only reads. Use GET."
+        return JSONResponse({"error": text}, 405, {"allow": "GET, HEAD"})
+    is_foreign = headers.get("origin") not in (None, *(f"http://{host}" for host in hosts))
+    # A link to the page may stand anywhere; its data is for the page itself.
+    is_linked = request.url.path != "/" and headers.get("sec-fetch-site") not in (None, "same-origin", "none")
+    if is_foreign or is_linked:
+        return JSONResponse({"error": "Another site's page may not ask this one."}, 403)
+    return None

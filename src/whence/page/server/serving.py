@@ -1,5 +1,6 @@
 """Uvicorn on loopback."""
 
+import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ import uvicorn
 from whence.errors import WhenceError
 from whence.page.explorer import ExploredRun, build_round
 from whence.page.moment_view import CONTINUATIONS
-from whence.page.server.loopback import check_loopback
 from whence.page.server.questions import Questions
 from whence.page.server.routes import make_app
 
@@ -70,6 +70,25 @@ def serve(
     finally:
         stop()
         listener.close()
+
+
+def check_loopback(host: str) -> str:
+    """Return a host if it is this machine's own.
+
+    Raises:
+        WhenceError: it is another's, or of every network.
+    """
+    name = host.strip("[]")
+    try:
+        is_loopback = name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise WhenceError(
+            f"--host is {host!r}, and the page is served to this machine only: it has no password. Use 127.0.0.1, and "
+            "reach it from elsewhere through an SSH tunnel: ssh -L 8000:127.0.0.1:8000 MACHINE."
+        )
+    return name
 
 
 class _Server(uvicorn.Server):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from languages import language_model, rows_for, tokens
 from launching import end_process
 from whence import NonPositive, WhenceError, attribute
+from whence.attribution import score_targets
 from whence.layers import find_blocks
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
 from whence.llm.base.processes import Processes
@@ -127,17 +128,17 @@ def find_refusals(processes: Processes, accelerator: Accelerator) -> dict[str, s
     local_rows, target, summed = split_work(rows, scoring.target, processes)
     demonstrations = Scoring(ValidationLoss(**tokens(4)), TokenPPO(), 1.0, "auto", None, 2, processes)
     scorer = RowScorer(demonstrations, model, accelerator, refresh_target_every=2)
-    settings = {"target": target, "objective": TokenPPO()}
+    settings = {"targets": {"": target}, "objective": TokenPPO()}
     attempts = {
-        "no sum": lambda: attribute(view, local_rows, **settings, chunk_size=2),
-        "engine": lambda: attribute(view, local_rows, **settings, summed=summed, engine="forward", chunk_size=2),
-        "memory": lambda: attribute(view, local_rows, **settings, summed=summed),
+        "no sum": lambda: score_targets(view, local_rows, **settings, chunk_size=2),
+        "engine": lambda: score_targets(view, local_rows, **settings, summed=summed, engine="forward", chunk_size=2),
+        "memory": lambda: score_targets(view, local_rows, **settings, summed=summed),
         "tokens": lambda: score_tokens(model, rows, target=SequenceReturn()),
         "refresh": lambda: scorer.score(model, rows, 1),
-        "constant": lambda: attribute(
+        "constant": lambda: score_targets(
             view,
             local_rows,
-            target=lambda view, params, records: view(params, view.prepare(records)).log_prob.sum() * 0.0,
+            {"": lambda view, params, records: view(params, view.prepare(records)).log_prob.sum() * 0.0},
             objective=TokenPPO(),
             summed=summed,
             chunk_size=2,

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import whence
 from toys import categorical_view, difference, mlp_view, model, moved, records_for
 from whence import A2C, Action, PPOClip, Return, attribute
+from whence.attribution import score_targets
 from whence.engines import LayerRule, Refused, register_rule
 from whence.sb3 import InfluenceCallback, collect
 
@@ -51,22 +52,21 @@ def test_sb3_policies_score_as_the_loop_does(algorithm: Any, observation: str, a
         assert truth["return"].scores.abs().max() > 1e-4
         # Time and again on the same policy: what went before must have left nothing behind.
         for engine in ENGINES_BESIDE_LOOP:
-            settings = {"objective": objective, "engine": engine, "chunk_size": chunk_size}
-            scored = attribute(policy_model.policy, batch, target=targets, **settings)
+            settings = {"objective": objective, "chunk_size": chunk_size}
+            scored = score_targets(policy_model.policy, batch, targets, engine=engine, **settings)
             for name in targets:
                 assert difference(scored[name], truth[name]) <= 1e-5, (engine, name, objective)
         # One target takes another way through the ghost engine than several do.
-        settings = {"objective": objective, "engine": "ghost", "chunk_size": chunk_size}
-        alone = attribute(policy_model.policy, batch, target=Return(), **settings)
+        alone = score_targets(policy_model.policy, batch, {"": Return()}, engine="ghost", **settings)[""]
         assert difference(alone, truth["return"]) <= 1e-5, objective
     assert attribute(policy_model.policy, records, target=Return()).engine == "ghost"
 
 
 def against_loop(view: whence.ModuleView, records: whence.RecordBatch, engine: str = "ghost", **more: object) -> None:
-    truth = attribute(view, records, target=Return(), engine="loop", **more)
+    truth = score_targets(view, records, {"": Return()}, engine="loop", **more)[""]
     # One target and several take different ways through the ghost engine.
-    several = attribute(view, records, target={"once": Return(), "again": Return()}, engine=engine, **more)
-    for scored in (attribute(view, records, target=Return(), engine=engine, **more), several["again"]):
+    several = score_targets(view, records, {"once": Return(), "again": Return()}, engine=engine, **more)
+    for scored in (score_targets(view, records, {"": Return()}, engine=engine, **more)[""], several["again"]):
         assert difference(scored, truth) <= 1e-5
     assert truth.scores.abs().max() > 1e-3
 
@@ -494,7 +494,7 @@ def test_layers_that_are_not_what_they_seem_are_never_scored_wrong(make: Any) ->
 def test_an_axis_as_long_as_there_are_records_by_chance_is_noticed(count: int, chunk_size: int | None) -> None:
     view = categorical_view(Positions())
     records = records_for(view, count, features=(12, 5))
-    assert attribute(view, records, target=Return(), chunk_size=chunk_size).engine == "forward"
+    assert score_targets(view, records, {"": Return()}, chunk_size=chunk_size)[""].engine == "forward"
     against_loop(view, records, "auto", chunk_size=chunk_size)
 
 

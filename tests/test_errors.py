@@ -226,11 +226,6 @@ class TestRefusals:
         with pytest.raises(WhenceError, match="no episode_ids"):
             attribute(view, nameless, target=Return(), folds=3)
 
-    def test_several_processes(self):
-        view, records = small_records()
-        with pytest.raises(WhenceError, match="several processes"):
-            attribute(view, records, target=Return(), folds=3, summed=lambda gradient: gradient)
-
 
 class TestCallback:
     def learn(self, path, **options):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from toys import categorical_view, difference, model, moved, records_for
 from whence import ModuleView, RecordBatch, Return, WhenceError, attribute, check_layers
+from whence.attribution import score_targets
 from whence.engines import ENGINES
 from whence.layers import choose_parameters, find_blocks, restrict_view
 from whence.sb3 import collect
@@ -62,7 +63,8 @@ def test_scores_are_products_of_these_layers_gradients(engine: str, layers: Any)
         "last.*": ["last.weight", "last.bias"],
     }.get(layers if isinstance(layers, int | str) else None, ["first.weight", "blocks.2.weight", "blocks.2.bias"])
     for chunk_size in (None, 7):
-        influence = attribute(view, records, target=Return(), engine=engine, layers=layers, chunk_size=chunk_size)
+        part = restrict_view(view, layers)
+        influence = score_targets(part, records, {"": Return()}, engine=engine, chunk_size=chunk_size)[""]
         torch.testing.assert_close(influence.scores, by_hand(view, records, names))
         assert influence.provenance.parameters == tuple(names)
 
@@ -200,12 +202,12 @@ class Squared(Return):
 def test_a_linear_target_saves_a_forward_pass(engine: str) -> None:
     view = categorical_view(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double())
     records = moved(records_for(view, n=40, dtype=torch.float64))
-    attribute(view, records, target=Return(), engine=engine, chunk_size=10)  # notes what it needs to
+    score_targets(view, records, {"": Return()}, engine=engine, chunk_size=10)  # notes what it needs to
     passes, sizes = {}, []
     view.module.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     for target in (Return(), Squared()):
         sizes.clear()
-        scores = attribute(view, records, target=target, engine=engine, chunk_size=10).scores
+        scores = score_targets(view, records, {"": target}, engine=engine, chunk_size=10)[""].scores
         passes[type(target)] = sum(sizes)
         torch.testing.assert_close(scores, attribute(view, records, target=target, engine="loop").scores)
     assert passes == {Return: 2 * 40 + 1, Squared: 3 * 40}

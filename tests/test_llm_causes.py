@@ -29,7 +29,7 @@ from whence.experiments.llm.training import run
 from whence.guards import eval_mode
 from whence.llm import language_view
 from whence.runs import RunDirectory
-from whence.tables import read_weights
+from whence.selection import read_weights
 
 QUESTION = "5-1?", "5-1=5;5"
 

@@ -15,6 +15,7 @@ import whence
 from languages import STYLES, language_model, rows_for, shaken, tokens
 from toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute
+from whence.attribution import score_targets
 from whence.engines import Refused, ghost, memory, problem, rules
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, make_rows, register_rmsnorm
 from whence.llm.base.language_view import EXTRA_PADDING
@@ -157,7 +158,7 @@ def test_neither_order_nor_chunks_make_a_difference() -> None:
         assert mixed[name].record_ids.tolist() == order.tolist()
     for engine, size in itertools.product(("ghost", "forward", "loop"), (1, 4)):
         view = language_view(model)
-        parts = attribute(view, rows, target=targets, objective=TokenPPO(), engine=engine, chunk_size=size)
+        parts = score_targets(view, rows, targets, objective=TokenPPO(), engine=engine, chunk_size=size)
         assert max(difference(parts[name], one) for name, one in whole.items()) <= EXACT
 
 

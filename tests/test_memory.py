@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import whence
 from toys import categorical_view, difference, mlp_view, model, records_for
 from whence import Action, Return, WhenceError, attribute
+from whence.attribution import score_targets
 from whence.engines import ENGINES, memory
 from whence.policies import as_view, notes_on
 from whence.sb3 import collect
@@ -223,15 +224,9 @@ def test_a_view_that_cannot_be_a_key_is_scored_all_the_same() -> None:
 def test_an_objective_that_holds_a_number_for_each_record_is_told_why_not(engine: str, chunk_size: int | None) -> None:
     view = mlp_view()
     records, weights = records_for(view, 40), torch.rand(40)
+    settings: dict[str, Any] = {"objective": lambda outputs, r: outputs.log_prob * weights, "chunk_size": chunk_size}
     with pytest.raises(WhenceError, match=r"takes all 40 records, but fails on a part of them \(The size of tensor"):
-        attribute(
-            view,
-            records,
-            target=Return(),
-            objective=lambda outputs, r: outputs.log_prob * weights,
-            engine=engine,
-            chunk_size=chunk_size,
-        )
+        score_targets(view, records, {"": Return()}, engine=engine, **settings)
     with pytest.raises(RuntimeError, match="size of tensor"):  # wrong on all of them as well: no part's fault
         attribute(view, records, target=Return(), objective=lambda outputs, r: outputs.log_prob * weights[:3])
 

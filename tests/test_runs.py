@@ -31,7 +31,7 @@ from whence.influence import Influence, Provenance
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import list_checkpoints, save_checkpoint
 from whence.runs.files import lock_run
-from whence.stopwatch import flatten_seconds, time_stage
+from whence.runs.stopwatch import flatten_seconds, time_stage
 
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
 
@@ -629,7 +629,8 @@ def test_going_on_that_fails_keeps_no_lock(tmp_path, monkeypatch, place):
 
 def test_seconds_of_a_stage_that_is_repeated_add_up(monkeypatch):
     now, seconds = [0.0], {}
-    monkeypatch.setattr("whence.stopwatch.time", SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0))
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0)
+    monkeypatch.setattr("whence.runs.stopwatch.time", clock)
     with time_stage(seconds, "outer"):
         for duration in (1.0, 2.0):
             now[0] += 4.0

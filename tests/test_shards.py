@@ -8,7 +8,7 @@ from torch import distributed, nn
 
 from whence.engines.rules import rule_for
 from whence.llm.base.layer_rules import register_rules
-from whence.shards import is_in_shards, release_whole, whole_shape
+from whence.policies import is_in_shards, release_whole, whole_shape
 
 
 class TinyRMSNorm(nn.Module):

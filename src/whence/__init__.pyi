@@ -3,9 +3,9 @@ from . import experiments as experiments
 from . import llm as llm
 from . import sb3 as sb3
 from .attribution import attribute as attribute
+from .attribution import attribute_crossfit as attribute_crossfit
 from .checks import check_engines as check_engines
 from .checks import check_layers as check_layers
-from .crossfitting import attribute_crossfit as attribute_crossfit
 from .errors import InvalidInfluence as InvalidInfluence
 from .errors import InvalidRecords as InvalidRecords
 from .errors import NonFinite as NonFinite

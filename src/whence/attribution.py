@@ -22,16 +22,16 @@ from whence.folds import (
     check_mean,
     count_folds,
     number_episodes,
+    split_target,
     standard_errors,
 )
 from whence.guards import eval_mode, preserve_attributes, preserve_rng_state
 from whence.influence import Influence, Provenance
 from whence.layers import Layers, restrict_view
 from whence.objectives import Objective, as_objective
-from whence.policies import PolicyView, as_view, check_batch_norm
+from whence.policies import PolicyView, as_view, check_batch_norm, release_whole
 from whence.records import RecordBatch, check_records
-from whence.shards import release_whole
-from whence.targets import Target, as_target, target_name
+from whence.targets import Return, Target, as_target, target_name
 
 Summed: TypeAlias = Callable[[Gradient], Gradient]
 """Sums a gradient over processes."""
@@ -45,9 +45,7 @@ def attribute(
     target: Mapping[str, Target],
     objective: Objective | None = ...,
     engine: str = ...,
-    chunk_size: int | None = ...,
     memory: int = ...,
-    summed: Summed | None = ...,
     folds: int | None = ...,
     layers: Layers | None = ...,
 ) -> dict[str, Influence]: ...
@@ -59,9 +57,7 @@ def attribute(
     target: Target,
     objective: Objective | None = ...,
     engine: str = ...,
-    chunk_size: int | None = ...,
     memory: int = ...,
-    summed: Summed | None = ...,
     folds: int | None = ...,
     layers: Layers | None = ...,
 ) -> Influence: ...
@@ -72,9 +68,7 @@ def attribute(
     target: Target | Mapping[str, Target],
     objective: Objective | None = None,
     engine: str = "auto",
-    chunk_size: int | None = None,
     memory: int = 2**31,
-    summed: Summed | None = None,
     folds: int | None = None,
     layers: Layers | None = None,
 ) -> Influence | dict[str, Influence]:
@@ -91,12 +85,8 @@ def attribute(
             mapping from names to targets, which share one pass over the records.
         objective: what the round's optimisation raises, one value per record. None: `PPOClip()`.
         engine: "auto", "ghost", "forward", "vmap" or "loop"; see Concepts in the documentation.
-        chunk_size: the most records in one pass; None: as many as `memory` allows. Scores do not depend on it.
         memory: bytes that scoring may hold at a time, without the policy and the records. The cost of a record is
             measured on a few of them, once per policy. Tensors of a target that runs the policy itself are not counted.
-        summed: needed if several processes each score a part of the records: a function that takes a gradient, one
-            tensor per parameter, and returns its sum over the processes. The processes' targets then add up to the
-            quantity to raise.
         folds: give each score a standard error over so many folds of the target's episodes, such as 8; None: scores
             have no errors. Scores are the same bits either way. It costs about 3.5 times as much again, and needs a
             target that reads the scored records, as `Return` does.
@@ -112,28 +102,66 @@ def attribute(
         InvalidRecords: `records` is no `RecordBatch`.
         NonFinite: a gradient or score is not finite; the message names record and parameter.
         WhenceError: a target depends on no parameter, the engine is unknown, or it refuses the policy; or `folds` has
-            too few episodes, a target that reads no records, or several processes.
+            too few episodes or a target that reads no records.
     """
     check_records(records)
     by_name = dict(target) if isinstance(target, Mapping) else {"": target}
     if not by_name:
         raise WhenceError("target is an empty mapping; name at least one target, such as {'return': Return()}.")
-    check_memory(memory)
-    if chunk_size is not None and chunk_size < 1:
-        raise WhenceError(f"chunk_size is {chunk_size}; at least one record has to fit into a pass.")
-    if folds is not None and summed is not None:
-        raise WhenceError("Errors of scores are not computed over several processes: leave out folds or summed.")
     if folds is not None:
         for each in by_name.values():  # before anything is computed
             check_batch_target(as_target(each))
         balance_folds(records, folds)
     policy = restrict_view(as_view(policy), layers)
+    influences = score_targets(policy, records, by_name, objective=objective, engine=engine, memory=memory)
+    if folds is not None:
+        influences = {
+            name: add_errors(
+                influence,
+                policy,
+                records,
+                target=by_name[name],
+                folds=folds,
+                objective=objective,
+                engine=engine,
+                memory=memory,
+            )
+            for name, influence in influences.items()
+        }
+    return influences if isinstance(target, Mapping) else influences[""]
+
+
+def score_targets(
+    policy: object,
+    records: RecordBatch,
+    targets: Mapping[str, Target],
+    *,
+    objective: Objective | None = None,
+    engine: str = "auto",
+    memory: int = 2**31,
+    chunk_size: int | None = None,
+    summed: Summed | None = None,
+) -> dict[str, Influence]:
+    """Score records as `attribute` does: in passes of a given size, or a process's part of the records.
+
+    Args:
+        policy: see `attribute`.
+        records: see `attribute`.
+        targets: at least one, by name.
+        objective: see `attribute`.
+        engine: see `attribute`.
+        memory: see `attribute`; not read if `chunk_size` is given.
+        chunk_size: the most records in one pass; None: as many as `memory` allows. Scores do not depend on it.
+        summed: takes a gradient, one tensor per parameter, and returns its sum over the processes, each of which
+            scores a part of the records. Their targets then add up to the quantity to raise.
+    """
+    check_memory(memory)
     with open_problem(
-        policy, records, targets=list(by_name.values()), objective=objective, chunk_size=chunk_size, summed=summed
+        policy, records, targets=[*targets.values()], objective=objective, chunk_size=chunk_size, summed=summed
     ) as problem:
         products, engine, reason = solve(problem, engine, memory if chunk_size is None else None)
         _check_scores(products, problem)
-    influences = {
+    return {
         name: Influence(
             scores=row.detach().cpu().clone(),
             record_ids=records.ids.cpu().clone(),
@@ -147,15 +175,8 @@ def attribute(
                 versions=dict(_versions()),
             ),
         )
-        for (name, each), row in zip(by_name.items(), products, strict=True)
+        for (name, each), row in zip(targets.items(), products, strict=True)
     }
-    if folds is not None:
-        settings = {"objective": objective, "engine": engine, "chunk_size": chunk_size, "memory": memory}
-        influences = {
-            name: add_errors(influence, policy, records, target=by_name[name], folds=folds, **settings)  # type: ignore[arg-type]
-            for name, influence in influences.items()
-        }
-    return influences if isinstance(target, Mapping) else influences[""]
 
 
 def add_errors(
@@ -167,7 +188,6 @@ def add_errors(
     folds: int,
     objective: Objective | None = None,
     engine: str = "auto",
-    chunk_size: int | None = None,
     memory: int = 2**31,
 ) -> Influence:
     """Return an influence with the standard errors of its scores over folds of the target's episodes.
@@ -180,7 +200,6 @@ def add_errors(
         folds: at least 3.
         objective: see `attribute`.
         engine: see `attribute`.
-        chunk_size: see `attribute`.
         memory: see `attribute`.
 
     Raises:
@@ -188,23 +207,59 @@ def add_errors(
     """
     part = check_batch_target(as_target(target))
     fold = balance_folds(records, folds)
-    by_fold = attribute(
-        policy,
-        records,
-        target={
-            str(number): PartialTarget(part, (fold == number).nonzero().flatten())
-            for number in range(int(fold.max()) + 1)
-        },
-        objective=objective,
-        engine=engine,
-        chunk_size=chunk_size,
-        memory=memory,
-    )
+    parts = {
+        str(number): PartialTarget(part, (fold == number).nonzero().flatten()) for number in range(int(fold.max()) + 1)
+    }
+    by_fold = score_targets(policy, records, parts, objective=objective, engine=engine, memory=memory)
     scores = torch.stack([each.scores for each in by_fold.values()])
     sizes = fold.bincount()
     check_mean(target_name(target), influence.scores, scores, sizes)
     errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, number_episodes(records)))
     return replace(influence, errors=errors)
+
+
+def attribute_crossfit(
+    policy: object,
+    records: RecordBatch,
+    *,
+    target: Target | None = None,
+    folds: int = 2,
+    objective: Objective | None = None,
+    engine: str = "auto",
+    memory: int = 2**31,
+) -> Influence:
+    """Score every record by a target of the other folds' records (the snapshot score, cross-fitted).
+
+    If the training buffer also serves as validation set, a record's score contains its product with itself, which is
+    never negative, and products with its own episode. Here episodes are assigned to folds, and each fold's records are
+    scored by the gradient of the target on the other folds' records.
+
+    Args:
+        policy: see `attribute`.
+        records: see `attribute`; with episode ids.
+        target: a target that reads the scored records; None: `Return()`.
+        folds: the number of folds of episodes.
+        objective: see `attribute`; advantages are normalised over all records.
+        engine: see `attribute`.
+        memory: see `attribute`.
+
+    Raises:
+        WhenceError: the target reads no records; see also `assign_folds` and `attribute`.
+    """
+    check_records(records)
+    target = Return() if target is None else target
+    fold, targets = split_target(target, records, folds)
+    by_name = {str(number): part for number, part in enumerate(targets)}
+    influences = score_targets(policy, records, by_name, objective=objective, engine=engine, memory=memory)
+    scores = torch.stack([influences[name].scores for name in by_name])
+    first = influences["0"]
+    return replace(
+        first,
+        scores=scores[fold.cpu(), torch.arange(len(records))],
+        provenance=replace(
+            first.provenance, target=f"{target_name(target)} of {folds} folds, each scored by the others"
+        ),
+    )
 
 
 @contextmanager
@@ -225,7 +280,7 @@ def open_problem(
         targets: the targets.
         objective: see `attribute`.
         chunk_size: the most records in one pass; None: all of them.
-        summed: see `attribute`.
+        summed: see `score_targets`.
 
     Raises:
         Unsupported: whence cannot read this kind of policy, or it holds a BatchNorm layer in training mode.

@@ -102,7 +102,6 @@ def check_layers(
     target: Target | None = None,
     objective: Objective | None = None,
     engine: str = "auto",
-    chunk_size: int | None = None,
     memory: int = 2**31,
     verbose: bool = True,
 ) -> pl.DataFrame:
@@ -115,7 +114,6 @@ def check_layers(
         target: what to raise; None: `Return()`.
         objective: what the optimisation raises; None: `PPOClip()`.
         engine: see `attribute`.
-        chunk_size: see `attribute`.
         memory: see `attribute`.
         verbose: whether to print the table.
 
@@ -145,7 +143,6 @@ def check_layers(
             target=target or Return(),
             objective=objective,
             engine=engine,
-            chunk_size=chunk_size,
             memory=memory,
             layers=choice,
         )

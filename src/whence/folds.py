@@ -1,5 +1,6 @@
 """Folds of a rollout's episodes, targets on one fold's records, and the errors of scores that these give."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -210,3 +211,46 @@ def standard_errors(
     count = counted.sum(dim=0)
     squares = (weights * (by_fold - scores)) ** 2
     return (squares.sum(dim=0) * count / (count - 1)).sqrt()
+
+
+def assign_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
+    """Assign the episodes of a rollout to folds in turn, and return the fold of each record, from 0.
+
+    Episodes stay whole, since their records share returns. If there are fewer episodes than folds, every environment's
+    records are cut into `folds` stretches instead.
+
+    Args:
+        records: a rollout's records, with episode ids.
+        folds: the number of folds, at least 2.
+
+    Raises:
+        WhenceError: there are fewer than two folds, fewer records than folds, or no episode ids.
+    """
+    if folds < 2 or folds > len(records):
+        raise WhenceError(f"folds is {folds}; from 2 to the number of records, {len(records)}, are needed.")
+    if records.episode_ids is None:
+        raise WhenceError(
+            "These records have no episode_ids, so episodes cannot be told apart. Pass episode_ids to RecordBatch."
+        )
+    environments = _read_environments(records)
+    _, episode = torch.unique(torch.stack([environments, records.episode_ids]), dim=1, return_inverse=True)
+    if int(episode.max()) + 1 >= folds:
+        fold: Tensor = episode % folds
+        return fold
+    _, environment, counts = torch.unique(environments, return_inverse=True, return_counts=True)
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
+    place = torch.empty_like(environment)
+    place[environment.argsort(stable=True)] = torch.arange(len(records), device=place.device)
+    stretch: Tensor = (place - first[environment]) * folds // counts[environment]
+    return stretch
+
+
+def split_target(target: Target, records: RecordBatch, folds: int) -> tuple[Int[Tensor, " n"], Sequence[Target]]:
+    """Return the fold of each record, and for each fold the target on the other folds' records.
+
+    Raises:
+        WhenceError: the target reads no records; see also `assign_folds`.
+    """
+    target = check_batch_target(target)
+    fold = assign_folds(records, folds)
+    return fold, [PartialTarget(target, (fold != number).nonzero().flatten()) for number in range(folds)]

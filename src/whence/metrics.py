@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float64, Int
 from scipy import stats
 
 from whence.errors import WhenceError
-from whence.intervals import interval_from_error, t_interval
 
 PAIR_METRICS = ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "se_ave_literal", "se_peak_literal", "unreached")
 """The keys of `pair_metrics`, in order: each compares one run of an arm with one standard run."""
@@ -346,3 +345,28 @@ def _jackknife(
     shares = [variance / (sum(variances) or 1) for variance in variances]
     degrees_of_freedom = 1 / (sum(s**2 / (len(group) - 1) for s, group in zip(shares, groups, strict=True)) or 1)
     return interval_from_error(mean, float(np.sqrt(sum(variances))), degrees_of_freedom)
+
+
+def t_interval(values: Sequence[float]) -> dict[str, float | None]:
+    """Return the "mean" of independent values, and the ends "low" and "high" of its interval.
+
+    All three are None if there is no value; "low" and "high" are None if there is one.
+    """
+    if len(values) < 2:
+        return {"mean": float(np.mean(values)) if len(values) else None, "low": None, "high": None}
+    return interval_from_error(
+        float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))), len(values) - 1
+    )
+
+
+def interval_from_error(mean: float, standard_error: float, degrees_of_freedom: float) -> dict[str, float | None]:
+    """Return `mean` and the ends of its interval as "mean", "low" and "high".
+
+    Args:
+        mean: the estimate.
+        standard_error: the estimate's standard error, at least 0.
+        degrees_of_freedom: may be fractional.
+    """
+    # scipy's own `interval` is NaN if the standard error is 0.
+    half_width = float(stats.t.ppf(0.975, degrees_of_freedom)) * standard_error
+    return {"mean": mean, "low": mean - half_width, "high": mean + half_width}

@@ -19,6 +19,7 @@ from studies.benchmarks.timing import (
     spread,
     take_turns,
 )
+from whence.attribution import score_targets
 from whence.engines.memory import measure_bytes
 from whence.errors import WhenceError, first_line
 
@@ -63,7 +64,9 @@ def score(subject: Subject, records: whence.RecordBatch, engine: str, **more: An
     """Return one scoring of the records within the policy's budget."""
     limits = {} if "chunk_size" in more else {"memory": subject.memory}
     settings = {**subject.scoring, "engine": engine, **limits, **more}
-    return lambda: whence.attribute(subject.policy, records, **settings)
+    target = settings.pop("target")
+    targets = target if isinstance(target, dict) else {"": target}
+    return lambda: score_targets(subject.policy, records, targets, **settings)
 
 
 def make_plain_pass(subject: Subject, records: whence.RecordBatch) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from studies.markdown import cell, nested, table
 from whence.diagnosis.agreement import BANDS
 from whence.experiments.rowfile import read_rows
 from whence.guards import write_atomically
-from whence.intervals import t_interval
+from whence.metrics import t_interval
 
 ENTRIES = ("difference", "spearman", "partial")
 """Figures of a round that have a bootstrap interval."""

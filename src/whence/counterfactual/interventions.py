@@ -12,7 +12,7 @@ from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
 from whence.guards import eval_mode
 from whence.influence import Influence
-from whence.intervals import t_interval
+from whence.metrics import t_interval
 from whence.policies import compute_outputs
 from whence.rounds import RoundRecording
 from whence.rounds.replay import open_round

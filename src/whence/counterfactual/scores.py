@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.crossfitting import split_target
+from whence.folds import split_target
 from whence.heuristics import compute_td_errors
 from whence.influence import Influence
 from whence.rounds import DRAWS, METHODS, SHARE, RoundRecording, attribute_round_by

@@ -19,7 +19,7 @@ from whence.llm.scores.language_targets import ValidationLoss
 from whence.llm.scores.row_scores import Scoring, score
 from whence.llm.text.prompts import Prompt, join_messages
 from whence.runs import RunDirectory
-from whence.tables import read_weights
+from whence.selection import read_weights
 
 K1, B = 1.5, 0.75
 """BM25's constants: how soon repeated terms saturate, and how much long texts are discounted."""

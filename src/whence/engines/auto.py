@@ -15,7 +15,7 @@ from whence.engines.problem import Engine, Problem, Refused, objective_fails_on_
 from whence.engines.sharded import sharded
 from whence.engines.vmap import vmap
 from whence.errors import WhenceError, first_line, suggest
-from whence.shards import is_in_shards
+from whence.policies import is_in_shards
 
 _ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
 

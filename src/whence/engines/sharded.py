@@ -20,7 +20,7 @@ from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, 
 from whence.engines.rules import LayerTensors
 from whence.engines.tape import Call, Layer, Tape, covered_layers, record_pass
 from whence.errors import WhenceError
-from whence.shards import release_whole, whole_shape
+from whence.policies import release_whole, whole_shape
 from whence.targets import BatchTarget, SummedTarget, Target, target_name
 
 Shards = dict[str, Float[Tensor, " part"]]
@@ -32,12 +32,12 @@ def sharded(problem: Problem) -> Float[Tensor, "targets n"]:
 
     Raises:
         Refused: a layer has no rule, or a parameter belongs to none.
-        WhenceError: it is not said how processes sum (`attribute(summed=...)`), or a target depends on no parameter.
+        WhenceError: it is not said how processes sum, or a target depends on no parameter.
     """
     if problem.summed is None:
         raise WhenceError(
             "The parameters are in shards, so every process scores its own records, and targets are summed over the "
-            "processes: pass attribute(summed=...), such as summed=lambda gradient: accelerator.reduce(gradient)."
+            "processes: score in the trainers of whence.llm, or give score_targets(summed=...) the function that sums."
         )
     layers = covered_layers(problem.modules, problem.parameters)
     covered = {name for layer in layers for name in layer.names.values()}

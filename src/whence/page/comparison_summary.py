@@ -10,8 +10,7 @@ from scipy import stats
 
 from whence.experiments import Comparison, LanguageConfig
 from whence.experiments.shared import STANDARD
-from whence.intervals import t_interval
-from whence.metrics import PAIR_METRICS
+from whence.metrics import PAIR_METRICS, t_interval
 
 LEAST_SEEDS = 3
 """Seeds below which there is no verdict, and no interval worth showing."""

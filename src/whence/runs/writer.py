@@ -9,7 +9,7 @@ from whence.errors import WhenceError
 from whence.runs.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
 from whence.runs.config_file import list_changes
 from whence.runs.directory import RunDirectory
-from whence.stopwatch import Stopwatch, flatten_seconds
+from whence.runs.stopwatch import Stopwatch, flatten_seconds
 
 log = logging.getLogger("whence")
 

@@ -20,6 +20,7 @@ from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint
 from whence.runs.config_file import strip_addresses
+from whence.runs.stopwatch import Stopwatch
 from whence.sb3.base.nonfinite_training import check_observation, check_step, check_value_loss, watch_training
 from whence.sb3.base.objective import model_objective
 from whence.sb3.base.recorder import Recorder, check_groups, check_recordings
@@ -37,9 +38,7 @@ from whence.sb3.round_result import (
     measure_choice,
     read_train_metrics,
 )
-from whence.selection import Progress, Selection, SelectionRule, check_rule
-from whence.stopwatch import Stopwatch
-from whence.tables import add_selection
+from whence.selection import Progress, Selection, SelectionRule, add_selection, check_rule
 from whence.targets import Return, Target, as_target, target_name
 
 log = logging.getLogger("whence")

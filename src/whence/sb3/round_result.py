@@ -13,8 +13,7 @@ from whence.errors import WhenceError
 from whence.influence import Influence
 from whence.records import RecordBatch
 from whence.sb3.base.rollout_buffer import original_reward
-from whence.selection import Selection
-from whence.tables import summarise_selection
+from whence.selection import Selection, summarise_selection
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from whence.engines import LayerRule, register_rule
 from whence.engines.rules import LayerTensors, linear_gradient, linear_product, rule_for
 from whence.errors import Unsupported
-from whence.shards import whole_shape
+from whence.policies import whole_shape
 
 
 def register_rules(model: nn.Module) -> None:

@@ -18,8 +18,7 @@ from whence.llm.ppo.rollout import Rollout
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint, load_tree, read_latest
 from whence.runs.writer import RunWriter
-from whence.selection import Selection
-from whence.tables import add_selection, summarise_selection
+from whence.selection import Selection, add_selection, summarise_selection
 
 log = logging.getLogger("whence")
 

@@ -38,8 +38,8 @@ from whence.llm.text.rewards import Reward, combine_rewards
 from whence.nonfinite import check_parameters, name_round
 from whence.objectives import Objective, as_objective
 from whence.runs.checkpoints import Checkpoint
+from whence.runs.stopwatch import time_stage
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
-from whence.stopwatch import time_stage
 from whence.targets import Target, as_target
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]

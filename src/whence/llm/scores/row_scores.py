@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from whence.attribution import Summed, attribute, open_problem
+from whence.attribution import Summed, open_problem, score_targets
 from whence.engines import Gradient, target_gradients
 from whence.errors import Unsupported, WhenceError
 from whence.influence import Influence
@@ -17,8 +17,8 @@ from whence.llm.base.language_view import language_view
 from whence.llm.base.processes import NO_KEPT_GRADIENT, ONE, Processes
 from whence.llm.scores.language_targets import Along, SequenceReturn, TokenReturn, ValidationLoss, target_share
 from whence.objectives import Objective
+from whence.policies import is_in_shards
 from whence.records import RecordBatch
-from whence.shards import is_in_shards
 from whence.targets import Target, target_name
 
 log = logging.getLogger("whence")
@@ -60,16 +60,15 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
     processes, target = scoring.processes, scoring.target
     local_rows, local_target, reduce = split_work(rows, target, processes)
     limits: Any = {"chunk_size": scoring.chunk_size} if scoring.memory is None else {"memory": scoring.memory}
-    influence = attribute(
-        language_view(model, temperature=scoring.temperature),
+    influence = score_targets(
+        restrict_view(language_view(model, temperature=scoring.temperature), scoring.layers),
         local_rows,
-        target=local_target,
+        {"": local_target},
         objective=scoring.objective,
         engine=scoring.engine,
         summed=reduce,
-        layers=scoring.layers,
         **limits,
-    )
+    )[""]
     if processes.number == 1:
         return influence
     device = next(iter(model.parameters())).device

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.attribution import attribute, open_problem
+from whence.attribution import open_problem, score_targets
 from whence.engines import Gradient, Problem, record_gradient, target_gradients
 from whence.engines.forward import outputs_along
 from whence.engines.memory import fit_chunk_size
@@ -26,8 +26,8 @@ from whence.llm.base.processes import NO_TOKEN_PARTS
 from whence.llm.scores.language_targets import Along, split_mean
 from whence.llm.scores.token_objectives import TokenPPO
 from whence.objectives import Objective, as_objective
+from whence.policies import is_in_shards
 from whence.records import RecordBatch
-from whence.shards import is_in_shards
 from whence.targets import Target
 
 
@@ -147,4 +147,5 @@ def score_target_rows(
         return torch.zeros(len(mean_rows))
     limits: Any = {"chunk_size": chunk_size} if memory is None else {"memory": memory}
     # A product is the same with its sides exchanged: the target's rows are scored by the response's gradient.
-    return attribute(view, mean_rows, target=Along(gradient), objective=terms, engine=engine, **limits).scores
+    influences = score_targets(view, mean_rows, {"": Along(gradient)}, objective=terms, engine=engine, **limits)
+    return influences[""].scores

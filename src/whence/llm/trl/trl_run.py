@@ -32,8 +32,7 @@ from whence.llm.trl.trl_checkpoints import (
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import Checkpoint
 from whence.runs.writer import RunWriter
-from whence.selection import Selection
-from whence.tables import add_selection, summarise_selection
+from whence.selection import Selection, add_selection, summarise_selection
 
 log = logging.getLogger("whence")
 

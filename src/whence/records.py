@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
+import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
@@ -17,9 +18,6 @@ from torch import Tensor
 from whence.errors import InvalidRecords, NonFinite
 from whence.notebook import format_columns
 from whence.trees import Tree, map_tree, named_leaves, take
-
-if TYPE_CHECKING:
-    import polars as pl  # `to_polars` imports it when called: importing it takes a tenth as long as importing torch
 
 Array: TypeAlias = Any  # anything torch.as_tensor takes
 
@@ -208,7 +206,7 @@ class RecordBatch:
             digest.update(column.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def to_polars(self, *, observations: bool = False) -> "pl.DataFrame":
+    def to_polars(self, *, observations: bool = False) -> pl.DataFrame:
         """Return a table with a row for each record: ids, episode, action, log-prob, value, advantage, return, reward.
 
         Columns with several numbers per record become fixed-size arrays; -1 in the integer columns becomes null;
@@ -217,8 +215,6 @@ class RecordBatch:
         Args:
             observations: add the observations, unless those of one record take more than 4 KiB.
         """
-        import polars as pl
-
         series = [pl.Series("record_id", self.ids.cpu().numpy())]
         for name, singular in _IN_TABLES.items():
             if (column := getattr(self, name)) is not None:
@@ -232,7 +228,7 @@ class RecordBatch:
 
     @classmethod
     def from_polars(
-        cls, table: "pl.DataFrame", *, space: Any = None, gamma: float | None = None, gae_lambda: float | None = None
+        cls, table: pl.DataFrame, *, space: Any = None, gamma: float | None = None, gae_lambda: float | None = None
     ) -> Self:
         """Return the records of a table that `to_polars(observations=True)` made, or of a run directory's round.
 
@@ -257,14 +253,14 @@ class RecordBatch:
         return cls(observations=observations, **columns, gamma=gamma, gae_lambda=gae_lambda)
 
 
-def _read_numbers(name: str, column: "pl.Series") -> NDArray[Any]:
+def _read_numbers(name: str, column: pl.Series) -> NDArray[Any]:
     array = np.asarray(column.to_numpy())
     if array.dtype.kind not in "biuf":
         raise InvalidRecords(f"The column `{name}` holds {column.dtype} or nulls; numbers of one shape are needed.")
     return array.astype(np.int64) if array.dtype in (np.uint16, np.uint32, np.uint64) else array  # torch has few
 
 
-def _read_observations(table: "pl.DataFrame", space: Any, name: str) -> Tree:
+def _read_observations(table: pl.DataFrame, space: Any, name: str) -> Tree:
     """Return the observations of a table's column, or of its columns NAME.KEY as a nested dict."""
     if name in table.columns:
         array = _read_numbers(name, table[name])
@@ -288,9 +284,7 @@ def _read_observations(table: "pl.DataFrame", space: Any, name: str) -> Tree:
     return {key: _read_observations(table, None if spaces is None else spaces[key], f"{name}.{key}") for key in names}
 
 
-def _make_series(name: str, column: Tensor) -> "pl.Series":
-    import polars as pl
-
+def _make_series(name: str, column: Tensor) -> pl.Series:
     array = to_numpy(column).reshape(len(column), -1)
     return pl.Series(name, array[:, 0] if array.shape[1] == 1 else array)
 

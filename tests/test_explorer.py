@@ -435,13 +435,6 @@ class TestTrust:
         assert self.lines(lake)[0]["level"] == level
         assert lds is None or f"{lds:.2f}" in self.lines(lake)[0]["text"]
 
-    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": []}', '{"rows": [3]}', '{"rows": [{"score": "x"}]}'])
-    def test_a_file_of_something_else(self, lake, text):
-        path = lake.directory.path / "counterfactual" / "round_00001.json"
-        path.parent.mkdir()
-        path.write_text(text)
-        assert self.lines(lake)[0]["level"] == "unknown"
-
     def test_the_share_beyond_two_errors(self, lake):
         share = (table_of()["score"].abs() > 20).mean()
         assert self.lines(lake)[1] == {

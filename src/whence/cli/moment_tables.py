@@ -11,7 +11,7 @@ from rich.text import Text
 from whence.cli.console import console, make_printable, make_table, print_line
 from whence.influence import is_significant
 from whence.moments import Moment, name_action
-from whence.page.moment_view import PROBABILITIES, MomentView
+from whence.page.moment_view import PROBABILITIES, MomentView, format_number
 
 NEAR = 4
 """Steps before and after a moment's face that the terminal shows."""
@@ -136,8 +136,3 @@ def print_response(row: Mapping[str, Any], number: int, response: Text | None = 
     facts |= {name: format_number(row[name]) for name in ("reward", "advantage") if row.get(name) is not None}
     facts |= {name: str(row[name]) for name in ("prompt", "response") if row.get(name) is not None}
     _print_facts(facts if response is None else facts | {"response": response})
-
-
-def format_number(number: float | None) -> str:
-    """Return a number at three digits; a dash if there is none."""
-    return "–" if number is None or not isfinite(number) else f"{number:.3g}"

@@ -10,6 +10,7 @@ from whence.cli import options
 from whence.cli.console import console, make_printable, make_table, print_json, print_line
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
+from whence.page.moment_view import format_number
 
 if TYPE_CHECKING:
     from whence.diagnosis.behaviours import Behaviour
@@ -129,7 +130,7 @@ def print_history(content: dict[str, Any]) -> None:
     kind = "log-density" if content["is_density"] else "π(a|s)"
     rows = [
         [
-            *(_name_rounds(phase), f"{phase['roughness']:.3g}", _format(phase["relative"])),
+            *(_name_rounds(phase), f"{phase['roughness']:.3g}", format_number(phase["relative"])),
             f"{_rate(phase['log_prob'], content)} → {_rate(phase['log_prob_after'], content)}",
             *(_percent(phase["association"]), _percent(phase["nearness"])),
         ]
@@ -145,7 +146,7 @@ def print_history(content: dict[str, Any]) -> None:
     moments = [
         [
             *(_name_rounds(phase), moment["round"], moment["record"], moment["episode_id"], _name_steps(moment)),
-            *(make_printable(moment["action"]), f"{_format(moment['advantage'])}, {moment['score']:.3g}"),
+            *(make_printable(moment["action"]), f"{format_number(moment['advantage'])}, {moment['score']:.3g}"),
         ]
         for phase in content["phases"]
         for moment in phase["moments"]
@@ -172,7 +173,3 @@ def _rate(log_prob: float | None, content: dict[str, Any]) -> str:
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
-
-
-def _format(number: float | None) -> str:
-    return "–" if number is None else f"{number:.3g}"

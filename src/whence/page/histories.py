@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from whence.diagnosis.phase_summary import FORMAT, VERSION
 from whence.page.explored_run import attempt
 from whence.page.figures import COLOURS, make_figure, shade
+from whence.page.moment_view import format_number
 from whence.runs import RunDirectory
 
 SHOWN = 4
@@ -48,7 +49,7 @@ def read_histories(run: RunDirectory, notes: list[str]) -> list[ShownHistory]:
 
 def _read_history(file: Path) -> ShownHistory:
     content = json.loads(file.read_text(encoding="utf-8"))
-    marks = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
+    marks = content.get("format"), content.get("version")
     if marks != (FORMAT, VERSION):
         raise ValueError(f"it is marked {marks[0]!r}, version {marks[1]!r}. Run whence phases again.")
     return show_history(content)
@@ -62,7 +63,7 @@ def show_history(content: dict[str, Any]) -> ShownHistory:
             "phase": f"{int(phase['first'])}–{int(phase['last'])}",
             **{key: int(moment[key]) for key in ("round", "record")},
             **{key: "–" if moment[key] is None else str(moment[key]) for key in ("episode_id", "step", "action")},
-            **{key: _format(moment[key]) for key in ("advantage", "score")},
+            **{key: format_number(moment[key]) for key in ("advantage", "score")},
         }
         for phase in content["phases"]
         for moment in phase["moments"]
@@ -73,64 +74,35 @@ def show_history(content: dict[str, Any]) -> ShownHistory:
 
 def draw_history(content: dict[str, Any]) -> list[Drawn]:
     """Return the figures of a summary: the behaviour's probability, its roughness, and that over permuted scores'."""
-    name = str(content["behaviour"]["name"])
-    drawings = [
-        (
-            "Probability",
-            "Of the behaviour, by the policy of each round and by the last one. Dashed lines separate the phases.",
-            _draw_preference(content),
-        ),
-        (
-            "Roughness",
-            "How much similar states' scores differ, as a share of the largest score. Dotted: permuted scores.",
-            _draw_roughness(content),
-        ),
-        (
-            "Roughness next to chance",
-            "At 1, similar states score no more alike than any. Below 1, they score alike.",
-            _draw_relative(content),
-        ),
-    ]
-    for _, _, figure in drawings:
-        for _, last, _ in _read_levels(content["phases"], "roughness")[:-1]:
-            figure.add_vline(x=last + 0.5, line={"color": _PERMUTED, "width": 1, "dash": "dash"})
-    return [(f"{title}: {name}", text, figure) for title, text, figure in drawings]
-
-
-def _draw_preference(content: dict[str, Any]) -> go.Figure:
+    rounds, numbers = content["rounds"], content["rounds"]["round"]
     kind = "log-density" if content["is_density"] else "π(a|s)"
-    numbers = _read_numbers(content)
     after = [numbers[-1] + 1] * (len(content["preference"]) - len(numbers))
-    figure = make_figure(kind)
-    _add_line(figure, [*numbers, *after], content["preference"], kind, _PROBABILITY)
-    return figure if content["is_density"] else figure.update_yaxes(range=[0, 1.03])
-
-
-def _draw_roughness(content: dict[str, Any]) -> go.Figure:
-    numbers, rounds = _read_numbers(content), content["rounds"]
-    figure = make_figure("roughness")
-    _add_band(figure, numbers, rounds["low"], rounds["high"])
-    _add_line(figure, numbers, rounds["expected"], "permuted scores", _PERMUTED, dash="dot")
-    _add_line(figure, numbers, rounds["roughness"], "roughness", _ROUGHNESS)
-    _add_levels(figure, _read_levels(content["phases"], "roughness"), _ROUGHNESS)
-    return figure.update_yaxes(rangemode="tozero")
-
-
-def _draw_relative(content: dict[str, Any]) -> go.Figure:
-    figure = make_figure("roughness / permuted")
-    figure.add_hline(y=1, line={"color": _PERMUTED, "width": 1.5, "dash": "dot"})
-    _add_line(figure, _read_numbers(content), content["rounds"]["relative"], "roughness / permuted", _RELATIVE)
-    _add_levels(figure, _read_levels(content["relative_phases"], "relative"), _RELATIVE)
-    return figure.update_yaxes(rangemode="tozero")
-
-
-def _read_numbers(content: dict[str, Any]) -> list[int]:
-    return [int(number) for number in content["rounds"]["round"]]
-
-
-def _read_levels(phases: Sequence[dict[str, Any]], name: str) -> list[tuple[int, int, float]]:
-    """Return the first round, the last round and the level of each phase."""
-    return [(int(phase["first"]), int(phase["last"]), float(phase[name])) for phase in phases]
+    probability, roughness, relative = map(make_figure, (kind, "roughness", "roughness / permuted"))
+    _add_line(probability, [*numbers, *after], content["preference"], kind, _PROBABILITY)
+    if not content["is_density"]:
+        probability.update_yaxes(range=[0, 1.03])
+    edge = {"x": numbers, "mode": "lines", "line_width": 0, "hoverinfo": "skip", "showlegend": False}
+    roughness.add_scatter(y=rounds["low"], **edge)
+    roughness.add_scatter(y=rounds["high"], fill="tonexty", fillcolor=shade(_PERMUTED, 0.3), **edge)
+    _add_line(roughness, numbers, rounds["expected"], "permuted scores", _PERMUTED, dash="dot")
+    _add_line(roughness, numbers, rounds["roughness"], "roughness", _ROUGHNESS)
+    _add_levels(roughness, content["phases"], "roughness", _ROUGHNESS)
+    relative.add_hline(y=1, line={"color": _PERMUTED, "width": 1.5, "dash": "dot"})
+    _add_line(relative, numbers, rounds["relative"], "roughness / permuted", _RELATIVE)
+    _add_levels(relative, content["relative_phases"], "relative", _RELATIVE)
+    drawings = {
+        "Probability": "Of the behaviour, by the policy of each round and by the last one. Dashed lines separate the "
+        "phases.",
+        "Roughness": "How much similar states' scores differ, as a share of the largest score. Dotted: permuted "
+        "scores.",
+        "Roughness next to chance": "At 1, similar states score no more alike than any. Below 1, they score alike.",
+    }
+    shown = []
+    for (title, text), figure in zip(drawings.items(), (probability, roughness, relative), strict=True):
+        for phase in content["phases"][:-1]:
+            figure.add_vline(x=phase["last"] + 0.5, line={"color": _PERMUTED, "width": 1, "dash": "dash"})
+        shown.append((f"{title}: {content['behaviour']['name']}", text, figure))
+    return shown
 
 
 def _add_line(
@@ -140,19 +112,10 @@ def _add_line(
     figure.add_scatter(x=list(x), y=values, name=name, mode="lines", line={"color": colour, "dash": dash})
 
 
-def _add_levels(figure: go.Figure, levels: Sequence[tuple[int, int, float]], colour: str) -> None:
-    """Draw the level of each phase as one line with gaps."""
-    x = [number for first, last, _ in levels for number in (first - 0.4, last + 0.4, None)]
-    y = [value for *_, level in levels for value in (level, level, None)]
+def _add_levels(figure: go.Figure, phases: Sequence[dict[str, Any]], name: str, colour: str) -> None:
+    """Draw the level of each phase as one line with gaps, from 0 on."""
+    x = [number for phase in phases for number in (phase["first"] - 0.4, phase["last"] + 0.4, None)]
+    y = [level for phase in phases for level in (phase[name], phase[name], None)]
     line = {"color": shade(colour, 0.45), "width": 5}
     figure.add_scatter(x=x, y=y, mode="lines", line=line, name="mean of a phase", hoverinfo="skip")
-
-
-def _add_band(figure: go.Figure, x: Sequence[int], low: Sequence[Any], high: Sequence[Any]) -> None:
-    edge = {"x": list(x), "mode": "lines", "line_width": 0, "hoverinfo": "skip", "showlegend": False}
-    figure.add_scatter(y=list(low), **edge)
-    figure.add_scatter(y=list(high), fill="tonexty", fillcolor=shade(_PERMUTED, 0.3), **edge)
-
-
-def _format(number: Any) -> str:
-    return "–" if number is None else f"{float(number):.3g}"
+    figure.update_yaxes(rangemode="tozero")

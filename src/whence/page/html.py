@@ -151,11 +151,11 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] 
         title=f"{name}: {label if len(runs) == 1 else ', '.join(labels)}",
         subtitle=(subtitle + describe_arm(first)).strip() if len(runs) == 1 else f"{_count(len(runs), 'run')}.",
         unstarted=not any(run.directory.rounds() for run in runs),
-        latest=attempt(lambda: list_latest(tables), notes, "Figures of the last round", []) if len(runs) == 1 else [],
+        latest=list_latest(tables) if len(runs) == 1 else [],
         advice=attempt(lambda: gather_advice(directories), notes, "Advice cannot be given", {}),
         drawings=attempt(lambda: draw_figures(tables, labels), notes, "Figures cannot be drawn", []),
         answers=_read_answers(runs, notes),
-        histories=_read_histories(runs, notes) if is_traceable else None,
+        histories=read_histories(first, notes) if is_traceable else None,
         run_path=str(first.path),
         explored=runs,
         mode=mode,
@@ -171,27 +171,14 @@ def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
     drawings = attempt(
         lambda: draw_figures(read_tables(directories), [name for name, _ in directories]), [], "Figures", []
     )
-    drawings += [figure for history in _read_histories(runs, []) for figure in history.figures]
+    histories = read_histories(runs[0].directory, []) if len(runs) == 1 else []
+    drawings += [figure for history in histories for figure in history.figures]
     return [{"title": title, "about": about, "figure": _plot_as_json(figure)} for title, about, figure in drawings]
-
-
-def _read_histories(runs: Sequence[ExploredRun], notes: list[str]) -> list[ShownHistory]:
-    """Return what `whence phases` wrote into a run that is looked at alone."""
-    if len(runs) > 1:
-        return []
-    histories: list[ShownHistory] = attempt(
-        lambda: read_histories(runs[0].directory, notes), notes, "Phases cannot be shown", []
-    )
-    return histories
 
 
 def _read_answers(runs: Sequence[ExploredRun], notes: list[str]) -> ShownAnswers | None:
     """Return what language models answered before and after training."""
-    if not runs[0].is_language:
-        return None
-    directories = {run.label: run.directory for run in runs}
-    answers: ShownAnswers | None = attempt(lambda: read_answers(directories, notes), notes, "Answers cannot be shown")
-    return answers
+    return read_answers({run.label: run.directory for run in runs}, notes) if runs[0].is_language else None
 
 
 def choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int | None) -> list[int]:

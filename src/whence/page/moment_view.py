@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, isfinite
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -257,3 +257,8 @@ def pick_frames(
     if moment.step not in replay.frames:
         return {}, note or "The replay ended before this step."
     return {step: replay.frames[step] for step in steps if step in replay.frames}, note
+
+
+def format_number(number: float | None) -> str:
+    """Return a number at three digits; a dash if there is none."""
+    return "–" if number is None or not isfinite(number) else f"{number:.3g}"

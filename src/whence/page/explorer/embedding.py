@@ -4,7 +4,7 @@ import base64
 import gzip
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,9 +14,8 @@ import polars as pl
 from whence.moments import Moment
 from whence.page.explored_run import ExploredRun
 from whence.page.explorer.detail import NOT_EMBEDDED, choose_steps, describe_view, encode_view, list_curves, make_thumb
-from whence.page.explorer.grid import round_numbers
 from whence.page.explorer.responses import list_groups
-from whence.page.explorer.rounds import build_round, list_moments, order_strip
+from whence.page.explorer.rounds import build_round, list_moments
 from whence.page.moment_view import Frames, MomentView, gather_moment, pick_frames
 
 FRAMED = 3
@@ -31,7 +30,7 @@ BUDGET = 19_000_000
 DIGITS = 4
 """Significant digits of a number in the file."""
 
-CURVE_DIGITS, ERROR_DIGITS = 3, 2
+CURVE_DIGITS = 3
 """Those of the curves around moments, which are drawn and not read: they are of every record."""
 
 _ENCODINGS = (
@@ -112,13 +111,10 @@ def _build_content(run: ExploredRun, number: int, continuations: int) -> _Conten
         details[str(record)] = describe_view(replace(view, frames={}), run)
         if frames:
             views[record] = view
-    table = records.table
     wanted = pl.DataFrame({"record_id": shown["strip"]["record_ids"]}, schema={"record_id": pl.Int64})
-    order = order_strip(table) if len(table) == len(wanted) else wanted.join(table, on="record_id", how="left")
+    order = wanted.join(records.table, on="record_id", how="left", maintain_order="left")
     curves = list_curves(order, run, CURVE_DIGITS)
-    if "error" in order.columns:  # rounded once: twice may be another number
-        curves["errors"] = round_numbers(order["error"].to_list(), ERROR_DIGITS)
-    shown["strip"]["scores"] = round_numbers(shown["strip"]["scores"], CURVE_DIGITS)
+    shown["strip"]["scores"] = curves["scores"]
     columns = {name: values for name, values in curves.items() if name not in ("scores", "dropped")}
     parts: dict[str, Any] = {"round": shown, "details": details, "columns": columns}
     if run.is_language:
@@ -147,24 +143,16 @@ def _fit(content: _Content, budget: int, level: int = 0) -> tuple[str, int]:
         level: the place of the first encoding that is tried.
     """
     for place in range(level, len(_ENCODINGS)):
-        _draw(content, content.views, _ENCODINGS[place])
+        _draw(content, _ENCODINGS[place])
         text = compress(shorten_numbers(content.parts))
         if len(text) <= budget or not content.views:
-            return text, place
-    # Every other frame, if it is too large still.
-    fewer = {record: replace(view, frames=_thin_out(view)) for record, view in content.views.items()}
-    _draw(content, fewer, _ENCODINGS[-1])
-    return compress(shorten_numbers(content.parts)), len(_ENCODINGS) - 1
+            break
+    return text, place
 
 
-def _thin_out(view: MomentView) -> Frames:
-    """Return every other frame, the face's among them."""
-    face = view.moment.step or 0
-    return {step: frame for step, frame in view.frames.items() if (step - face) % 2 == 0}
-
-
-def _draw(content: _Content, views: Mapping[int, MomentView], encoding: dict[str, int]) -> None:
+def _draw(content: _Content, encoding: dict[str, int]) -> None:
     """Encode the frames of a round's moments into its details, and the faces' into the moments' thumbnails."""
+    views = content.views
     for record, view in views.items():
         content.parts["details"][str(record)]["frames"] = encode_view(view, **encoding)
     for moment in itertools.chain(content.parts["round"]["worst"], content.parts["round"]["best"]):

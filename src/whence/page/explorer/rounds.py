@@ -5,13 +5,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import polars as pl
 
 from whence.diagnosis import grid_map
-from whence.errors import first_line
 from whence.influence import SIGNIFICANT, is_significant
-from whence.moments import Moment, find_moments, group_scores, read_axes
+from whence.moments import By, Moment, find_moments, group_scores, read_axes
 from whence.page.explored_run import ExploredRun, Round, attempt
 from whence.page.explorer.grid import (
     Labels,
@@ -59,21 +57,14 @@ def describe_trust(run: RunDirectory, number: int, records: pl.DataFrame) -> lis
 def _describe_lds(run: RunDirectory, number: int) -> tuple[str, str]:
     file = run.path / "counterfactual" / f"round_{number:05d}.json"
     if not file.exists():
+        is_recorded = run.round_path("recordings", number).exists()
+        how = "Measure it" if is_recorded else f"Train with `--record-rounds {number}`, then measure it"
         command = f"`whence counterfactual {run.path} --round {number}`"
-        if run.round_path("recordings", number).exists():
-            return "unknown", f"How well these scores predict retraining was not measured. Measure it: {command}"
-        return (
-            "unknown",
-            f"How well these scores predict retraining was not measured. Train with `--record-rounds {number}`, then "
-            f"measure it: {command}",
-        )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        row = _choose_row(content["rows"])
-        lds, low, high = (None if row[name] is None else float(row[name]) for name in ("lds", "low", "high"))
-        outcome = str(row["outcome"])
-    except (AttributeError, IndexError, KeyError, OSError, RecursionError, TypeError, ValueError) as broken:
-        return "unknown", f"{file} does not hold the results of whence counterfactual: {first_line(broken)}"
+        return "unknown", f"How well these scores predict retraining was not measured. {how}: {command}"
+    # The row of the stored score: the snapshot's, on the recorded minibatches, on the target if there.
+    rows = [row for row in json.loads(file.read_text(encoding="utf-8"))["rows"] if row["score"] == "snapshot"]
+    row = min(rows, key=lambda row: (row["truth"] != "recorded", row["outcome"] != "target"))
+    lds, low, high, outcome = (row[name] for name in ("lds", "low", "high", "outcome"))
     if lds is None or not math.isfinite(lds):
         return "unknown", f"Trained again on subsets of this round, the {outcome} did not vary, so there is no LDS."
     level = "good" if lds >= GOOD_LDS else "fair" if lds >= FAIR_LDS else "poor"
@@ -83,12 +74,6 @@ def _describe_lds(run: RunDirectory, number: int) -> tuple[str, str]:
         f"(LDS) of {lds:.2f}{interval}; 1 would be perfect, 0 chance."
     )
     return level, text
-
-
-def _choose_row(rows: Any) -> Any:
-    """Return the row of the stored score: the snapshot's, on the recorded minibatches, on the target if there."""
-    snapshots = [row for row in rows if row["score"] == "snapshot"]
-    return sorted(snapshots, key=lambda row: (row["truth"] != "recorded", row["outcome"] != "target"))[0]
 
 
 def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
@@ -113,7 +98,7 @@ ROWS = 250
 STRIP = 50_000
 """Records up to which the strip shows the whole round; of larger rounds it shows the moments' episodes."""
 
-GROUPINGS = ("action", "region", "reward", "episode")
+GROUPINGS: tuple[By, ...] = ("action", "region", "reward", "episode")
 
 
 def build_round(run: ExploredRun, number: int, *, rows: bool = False, most: int = MOMENTS) -> dict[str, Any]:
@@ -216,49 +201,45 @@ def order_strip(table: pl.DataFrame, moments: Sequence[Moment] = ()) -> pl.DataF
     return table.sort(*keys, "record_id", nulls_last=True) if keys else table.sort("record_id")
 
 
-def build_strip(table: pl.DataFrame, digits: int = 6) -> dict[str, Any]:
+def build_strip(table: pl.DataFrame) -> dict[str, Any]:
     """Return the strip of records in the order of `order_strip`, as arrays."""
-    episodes: list[dict[str, Any]] = []
-    n = len(table)
-    if n:
-        ids = _integers(table, "episode_id")
-        envs, steps = _integers(table, "env_index"), _integers(table, "step")
-        starts = np.flatnonzero(np.r_[True, (ids[1:] != ids[:-1]) | (envs[1:] != envs[:-1])])
-        rewards = table["reward"].to_numpy() if "reward" in table.columns else None
-        for start, end in zip(starts, [*starts[1:], n], strict=True):
-            with np.errstate(invalid="ignore", over="ignore"):
-                total = None if rewards is None else round_number(float(np.sum(rewards[start:end])))
-            episodes.append(
-                {
-                    **{"id": _known(ids[start]), "env": _known(envs[start]), "start": int(start)},
-                    **{"length": int(end - start), "first_step": _known(steps[start]), "return": total},
-                }
-            )
-    dropped = [0] * n if "keep" not in table.columns else [int(keep is False) for keep in table["keep"].to_list()]
-    scores = round_numbers(table["score"].to_list(), digits) if "score" in table.columns else [None] * n
-    return {"episodes": episodes, "record_ids": table["record_id"].to_list(), "scores": scores, "dropped": dropped}
+
+    def read(name: str) -> pl.Expr:
+        return pl.col(name) if name in table.columns else pl.lit(None, dtype=pl.Int64)
+
+    starts = table.with_row_index("start").group_by(env=read("env_index"), id=read("episode_id"), maintain_order=True)
+    total = pl.col("reward").sum() if "reward" in table.columns else pl.lit(None)
+    episodes = starts.agg(pl.col("start").first(), length=pl.len(), first_step=read("step").first(), total=total)
+    dropped = (
+        [0] * len(table) if "keep" not in table.columns else (~table["keep"]).fill_null(False).cast(pl.Int8).to_list()
+    )
+    return {
+        "episodes": [
+            {name: row[name] for name in ("id", "env", "start", "length", "first_step")}
+            | {"return": round_number(row["total"])}
+            for row in episodes.iter_rows(named=True)
+        ],
+        "record_ids": table["record_id"].to_list(),
+        "scores": round_numbers(table["score"]) if "score" in table.columns else [None] * len(table),
+        "dropped": [int(keep is False) for keep in kept],
+    }
 
 
 def _build_groups(run: ExploredRun, records: Round) -> dict[str, list[dict[str, Any]]]:
     if not records.scored or run.is_language or records.table.is_empty():
         return {}
-    groups = {}
-    for by in GROUPINGS:
-        rows = _build_group(records.table, by, run.labels, run.state_names)
-        if rows:
-            groups[by] = rows
-    return groups
-
-
-def _build_group(table: pl.DataFrame, by: Any, labels: Labels, names: Labels) -> list[dict[str, Any]]:
-    fitting = names if names is not None and len(names) == len(read_axes(table)) else None
-    rows = group_scores(table, by, labels=labels, names=fitting).to_dicts()
+    names = run.state_names if len(run.state_names or ()) == len(read_axes(records.table)) else None
+    groups = {by: group_scores(records.table, by, labels=run.labels, names=names).to_dicts() for by in GROUPINGS}
     numbers = ("mean", "error", "share_negative", "dropped_share")
-    return [
-        {"group": str(row["group"]), "records": int(row["records"])}
-        | {name: round_number(row.get(name)) for name in numbers}
-        for row in rows
-    ]
+    return {
+        by: [
+            {"group": str(row["group"]), "records": int(row["records"])}
+            | {name: round_number(row.get(name)) for name in numbers}
+            for row in rows
+        ]
+        for by, rows in groups.items()
+        if rows
+    }
 
 
 def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, Any] | None:
@@ -314,11 +295,3 @@ def _make_rows(run: ExploredRun, table: pl.DataFrame, moments: Sequence[Moment])
     rows = wanted.join(table.unique("record_id", keep="first"), on="record_id", how="inner", maintain_order="left")
     columns = list_columns(table.columns, is_language=run.is_language)
     return [make_row(row, columns, run.labels) for row in rows.iter_rows(named=True)]
-
-
-def _integers(table: pl.DataFrame, name: str) -> Any:
-    return table[name].fill_null(-1).to_numpy() if name in table.columns else np.full(len(table), -1)
-
-
-def _known(number: Any) -> int | None:
-    return None if number < 0 else int(number)

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whence.errors import Unsupported, WhenceError
+from whence.guards import write_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, DPI = 1200, 100
@@ -90,6 +93,42 @@ def wrap(text: str, width: int, most: int = 8) -> str:
     return keep_drawable("\n".join(textwrap.wrap(text, width)[:most]))
 
 
-def format_number(number: float | None) -> str:
-    """Return a number at three digits; a dash if there is none."""
-    return "–" if number is None else f"{number:.3g}"
+def draw_frame(
+    figure: "Figure",
+    frame: NDArray[np.uint8],
+    box: tuple[float, float, float, float],
+    edge: tuple[str, float] = (LINE, 1),
+    caption: str = "",
+    **style: Any,
+) -> None:
+    """Draw a picture into a figure.
+
+    Args:
+        figure: the figure.
+        frame: (height, width, 3).
+        box: left, bottom, width and height, as shares of the figure's.
+        edge: the frame's colour and width.
+        caption: what stands above.
+        style: of the caption.
+    """
+    axes = figure.add_axes(box)
+    axes.imshow(frame, aspect="equal", interpolation="antialiased")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set(color=edge[0], linewidth=edge[1])
+    axes.set_title(keep_drawable(caption), color=INK, parse_math=False, **style)
+
+
+def style_axes(axes: "Axes") -> None:
+    """Leave of the frame around curves the left and the lower edge."""
+    axes.tick_params(labelsize=10, colors=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(LINE)
+
+
+def save_png(figure: "Figure", path: Path) -> None:
+    """Write a figure as PNG, atomically."""
+    image = render(figure)
+    with write_atomically(path) as temporary:
+        image.save(temporary, format="PNG")

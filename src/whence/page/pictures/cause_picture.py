@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whence.diagnosis.causes import RankedMoment
 from whence.errors import WhenceError
-from whence.guards import write_atomically
 from whence.moments import name_action
 from whence.page.cause_view import SCORED, CauseView, tell_causes, tell_decision
 from whence.page.pictures.canvas import (
@@ -22,9 +21,10 @@ from whence.page.pictures.canvas import (
     WIDTH,
     check_libraries,
     check_picture_name,
-    keep_drawable,
-    render,
+    draw_frame,
+    save_png,
     shorten,
+    style_axes,
     wrap,
     write_text,
 )
@@ -56,21 +56,22 @@ def draw_causes(view: CauseView, path: Path) -> None:
     check_libraries()
     from matplotlib.figure import Figure
 
-    rows = [(name, entries) for name, entries in _list_rows(view) if entries]
+    ends = {"These moments raised it most": view.raised, "These moments lowered it most": view.lowered}
+    rows = [(name, entries[:SHOWN]) for name, entries in ends.items() if entries]
     tall = [_measure_row(view, entries) for _, entries in rows]
     height = 4.75 + sum(tall)
     figure = Figure(figsize=(WIDTH / DPI, height), dpi=DPI, facecolor="white")
     top = _write_heading(figure, view, height)
     left = 0.08
     if view.decision.frame is not None:
-        _draw_frame(figure, view.decision.frame, (0.02, top - 2.35 / height, 0.25, 2.3 / height), INK)
+        draw_frame(figure, view.decision.frame, (0.02, top - 2.35 / height, 0.25, 2.3 / height), (INK, 3))
         left = 0.36
     _draw_rounds(figure, view, (left, top - 2.3 / height, 0.98 - left, 2.1 / height))
     top -= 2.95 / height
     for (name, entries), size in zip(rows, tall, strict=True):
         _draw_row(figure, view, name, entries, (top, size), height)
         top -= size / height
-    _save(figure, path)
+    save_png(figure, path)
 
 
 def draw_sheet(frames: Mapping[int, Frame], captions: Mapping[int, str], chosen: int, heading: str, path: Path) -> None:
@@ -105,15 +106,9 @@ def draw_sheet(frames: Mapping[int, Frame], captions: Mapping[int, str], chosen:
         line, column = divmod(place, COLUMNS)
         bottom = 1 - (0.6 + (line + 1) * (tall + 0.32) - 0.05) / height
         box = (0.02 + column * (width + gap), bottom, width, tall / height)
-        _draw_frame(figure, frames[step], box, HELP if step == chosen else LINE, captions.get(step, ""))
-    _save(figure, path)
-
-
-def _list_rows(view: CauseView) -> list[tuple[str, Sequence[RankedMoment]]]:
-    return [
-        ("These moments raised it most", view.raised[:SHOWN]),
-        ("These moments lowered it most", view.lowered[:SHOWN]),
-    ]
+        edge = (HELP, 3) if step == chosen else (LINE, 1)
+        draw_frame(figure, frames[step], box, edge, shorten(captions.get(step, ""), 34), fontsize=10, pad=5)
+    save_png(figure, path)
 
 
 def _write_heading(figure: "Figure", view: CauseView, height: float) -> float:
@@ -130,19 +125,6 @@ def _write_heading(figure: "Figure", view: CauseView, height: float) -> float:
     return 1 - (0.75 + 0.27 * lines) / height
 
 
-def _draw_frame(
-    figure: "Figure", frame: Frame, box: tuple[float, float, float, float], colour: str, caption: str = ""
-) -> None:
-    axes = figure.add_axes(box)
-    axes.imshow(frame, aspect="equal", interpolation="antialiased")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set(color=colour, linewidth=1 if colour == LINE else 3)
-    if caption:
-        axes.set_title(keep_drawable(shorten(caption, 34)), fontsize=10, color=INK, pad=5, parse_math=False)
-
-
 def _draw_rounds(figure: "Figure", view: CauseView, box: tuple[float, float, float, float]) -> None:
     """Draw what each round did: bars upwards for what raised the decision, downwards for what lowered it."""
     axes = figure.add_axes(box)
@@ -150,26 +132,21 @@ def _draw_rounds(figure: "Figure", view: CauseView, box: tuple[float, float, flo
     axes.bar(numbers, view.rounds["raised"].to_numpy(), width=0.85, color=HELP, linewidth=0)
     axes.bar(numbers, view.rounds["lowered"].to_numpy(), width=0.85, color=HARM, linewidth=0)
     axes.axhline(0, color=INK, linewidth=0.8)
-    for entries, colour, up in ((view.raised[:SHOWN], HELP, 1), (view.lowered[:SHOWN], HARM, -1)):
-        rounds = sorted({entry.round for entry in entries})
-        y = 1.04 if up > 0 else 0.02
-        axes.plot(
-            rounds,
-            [y] * len(rounds),
-            transform=axes.get_xaxis_transform(),
-            marker="v" if up > 0 else "^",
-            color=colour,
-            linestyle="none",
-            clip_on=False,
-            markersize=6,
-        )
+    for entries, colour, marker, y in ((view.raised, HELP, "v", 1.04), (view.lowered, HARM, "^", 0.02)):
+        rounds = sorted({entry.round for entry in entries[:SHOWN]})
+        style: dict[str, Any] = {
+            "marker": marker,
+            "color": colour,
+            "linestyle": "none",
+            "clip_on": False,
+            "markersize": 6,
+        }
+        axes.plot(rounds, [y] * len(rounds), transform=axes.get_xaxis_transform(), **style)
     axes.set_xlim(numbers.min() - 0.7, numbers.max() + 0.7)
     axes.set_xlabel("round   (▼ ▲: rounds of the moments below)", fontsize=10.5, color=INK, labelpad=8)
     axes.set_ylabel("sum of scores", fontsize=10.5, color=INK)
-    axes.tick_params(labelsize=10, colors=INK)
+    style_axes(axes)
     axes.locator_params(axis="x", integer=True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(LINE)
     axes.margins(y=0.08)
 
 
@@ -203,7 +180,7 @@ def _draw_row(
         moment = entry.moment
         under = top - 0.3 / height
         if (frame := view.frames.get(moment.record_id)) is not None:
-            _draw_frame(figure, frame, (left, under - tall / height, _WIDTH, tall / height), LINE)
+            draw_frame(figure, frame, (left, under - tall / height, _WIDTH, tall / height))
             under -= tall / height
         where = "" if moment.step is None else f", episode {moment.episode_id}, step {moment.step}"
         advantage = "–" if moment.advantage is None else f"{moment.advantage:+.3g}"
@@ -214,9 +191,3 @@ def _draw_row(
         ]
         for line, text in enumerate(lines):
             write_text(figure, left, under - (0.12 + 0.18 * line) / height, text, 9.5, INK if line else GREY)
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    image: Any = render(figure)
-    with write_atomically(path) as temporary:
-        image.save(temporary, format="PNG")

@@ -9,8 +9,18 @@ import polars as pl
 
 from whence.diagnosis.agreement import BANDS
 from whence.diagnosis.grid_map import GridMap
-from whence.guards import write_atomically
-from whence.page.pictures.canvas import DPI, GREY, HARM, HELP, INK, check_libraries, keep_drawable, render
+from whence.page.pictures.canvas import (
+    DPI,
+    GREY,
+    HARM,
+    HELP,
+    INK,
+    LINE,
+    check_libraries,
+    keep_drawable,
+    save_png,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,8 +82,7 @@ def draw_judgements(name: str, rounds: Sequence[JudgedRound], path: Path) -> Non
                 _draw_map(place, judged.map, side)
     if columns == 4:
         figure.supxlabel(LEGEND, fontsize=9.5, color=GREY, x=0.99, ha="right")
-    with write_atomically(path) as temporary:
-        render(figure).save(temporary, format="PNG")
+    save_png(figure, path)
 
 
 def _draw_distances(axes: "Axes", shown: JudgedRound) -> None:
@@ -96,7 +105,7 @@ def _draw_products(axes: "Axes", shown: JudgedRound) -> None:
     """Draw the product of measured and trained advantage, by the rank of the score."""
     table = shown.judged
     _shade_bands(axes)
-    axes.axhline(0, color="#d0d7de", linewidth=0.8)
+    axes.axhline(0, color=LINE, linewidth=0.8)
     product = (table["mc_advantage"] * table["advantage"]).to_numpy()
     axes.plot(table["position"].to_numpy(), product, ".", color=HELP, markersize=3.5, alpha=0.6)
     # A few records have advantages a hundred times those of most.
@@ -115,10 +124,9 @@ def _finish(axes: "Axes", title: str) -> None:
     axes.set_title(title, fontsize=10.5, color=INK, loc="left")
     axes.set_xlim(0, 1)
     axes.set_xticks([0.1, 0.5, 0.9], ["top 20%", "by influence", "bottom 20%"], fontsize=9)
-    axes.tick_params(labelsize=9, colors=INK)
+    style_axes(axes)
+    axes.tick_params(labelsize=9)
     axes.tick_params(axis="x", length=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#d0d7de")
 
 
 def _draw_map(axes: "Axes", grid: GridMap, side: str) -> None:
@@ -127,7 +135,7 @@ def _draw_map(axes: "Axes", grid: GridMap, side: str) -> None:
 
     for place, cell in enumerate(grid.cells):
         row, column = divmod(place, grid.cols)
-        square = Rectangle((column, row), 1, 1, facecolor=CELLS.get(cell, "white"), edgecolor="#d0d7de", linewidth=0.8)
+        square = Rectangle((column, row), 1, 1, facecolor=CELLS.get(cell, "white"), edgecolor=LINE, linewidth=0.8)
         axes.add_patch(square)
     arrows = grid.arrows.filter(pl.col("side") == side)
     most = max(arrows["count"].to_list(), default=1)

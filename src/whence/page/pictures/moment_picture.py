@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from whence.guards import write_atomically
 from whence.moments import name_action
-from whence.page.moment_view import MomentView
+from whence.page.moment_view import MomentView, format_number
 from whence.page.pictures.canvas import (
     DPI,
     GREY,
@@ -21,10 +21,11 @@ from whence.page.pictures.canvas import (
     WIDTH,
     check_libraries,
     check_picture_name,
-    format_number,
+    draw_frame,
     keep_drawable,
     render,
     shorten,
+    style_axes,
     wrap,
     write_text,
 )
@@ -136,17 +137,12 @@ def _draw_frames(figure: "Figure", view: MomentView, steps: Sequence[int], top: 
     start = left + (right - left - len(steps) * width - (len(steps) - 1) * gap) / 2
     for place, step in enumerate(steps):
         box = (start + place * (width + gap), top - (tall + 0.3) / height, width, tall / height)
-        axes = figure.add_axes(box)
-        axes.imshow(view.frames[step], aspect="equal", interpolation="antialiased")
-        axes.set_xticks([])
-        axes.set_yticks([])
         is_face = step == view.moment.step
-        for spine in axes.spines.values():
-            spine.set(color=_score_colour(view) if is_face else LINE, linewidth=4 if is_face else 1)
         action = name_action(actions[step], view.action_labels) if step in actions else ""
-        text = keep_drawable(shorten(f"step {step}: {action}", 30))
-        title = axes.set_title(text, fontsize=11, color=INK, pad=6, parse_math=False)
-        title.set_fontweight("bold" if is_face else "normal")
+        edge = (_score_colour(view), 4) if is_face else (LINE, 1)
+        weight = "bold" if is_face else "normal"
+        caption = shorten(f"step {step}: {action}", 30)
+        draw_frame(figure, view.frames[step], box, edge, caption, fontsize=11, pad=6, fontweight=weight)
     return (tall + 0.35) / height
 
 
@@ -178,7 +174,7 @@ def _draw_strips(figure: "Figure", view: MomentView, span: tuple[float, float], 
         _draw_strip(axes, view, name)
         axes.set_ylabel(text, fontsize=11, color=INK)
         is_last = place == len(names) - 1
-        axes.tick_params(labelbottom=is_last, labelsize=10, colors=INK)
+        axes.tick_params(labelbottom=is_last)
         if is_last:
             axes.set_xlabel(_axis_text(view), fontsize=11, color=INK)
         strips.append(axes)
@@ -210,8 +206,7 @@ def _draw_strip(axes: "Axes", view: MomentView, name: str) -> None:
         axes.plot(steps, values, color=INK, linewidth=1.4, marker="o", markersize=2.6)
         at = steps == (moment.step if moment.step is not None else 0)
         axes.plot(steps[at], values[at], color=_score_colour(view), marker="o", markersize=7, linestyle="none")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(LINE)
+    style_axes(axes)
     axes.locator_params(axis="y", nbins=4)
     axes.margins(x=0.02, y=0.15)
     least = 0.2 * float(np.abs(values).max(initial=0.0))  # a smaller change is noise and is to look like it

@@ -9,17 +9,18 @@ from numpy.typing import NDArray
 
 from whence.errors import WhenceError, first_line
 from whence.experiments.rl.rebuilding import AnyEnv
-from whence.guards import write_atomically
+from whence.page.moment_view import format_number
 from whence.page.pictures.canvas import (
     DPI,
     GREY,
     HELP,
     INK,
+    LINE,
     WIDTH,
     check_libraries,
-    format_number,
-    render,
+    save_png,
     shorten,
+    style_axes,
     wrap,
     write_text,
 )
@@ -61,9 +62,8 @@ def draw_picture(run: RunDirectory, content: Mapping[str, Any], path: Path, *, e
         Unsupported: Matplotlib or Pillow is not installed.
     """
     check_libraries()
-    image = render(lay_out(content, [replay_top(run, phase, env) for phase in content["phases"] if phase["moments"]]))
-    with write_atomically(path) as temporary:
-        image.save(temporary, format="PNG")
+    stills = [replay_top(run, phase, env) for phase in content["phases"] if phase["moments"]]
+    save_png(lay_out(content, stills), path)
 
 
 def replay_top(run: RunDirectory, phase: Mapping[str, Any], env: AnyEnv = None) -> Still:
@@ -130,9 +130,7 @@ def _draw_curves(panels: "Sequence[Axes]", content: Mapping[str, Any]) -> None:
     for axes, title in zip(panels, (kind, "roughness", "roughness / permuted"), strict=True):
         axes.set_title(title, fontsize=12, color=INK, loc="left", parse_math=False)
         axes.set_xlabel("round", fontsize=11, color=INK)
-        axes.tick_params(labelsize=10, colors=INK)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color("#d0d7de")
+        style_axes(axes)
         for phase in content["phases"][:-1]:
             axes.axvline(phase["last"] + 0.5, color=GREY, linestyle="--", linewidth=0.8)
     for axes in panels[1:]:
@@ -144,7 +142,7 @@ def _draw_still(figure: "Figure", still: Still, box: tuple[float, float, float, 
     axes.set_xticks([])
     axes.set_yticks([])
     for spine in axes.spines.values():
-        spine.set_color("#d0d7de")
+        spine.set_color(LINE)
     axes.set_title(wrap(still.caption, 46), fontsize=10.5, color=INK, loc="left", parse_math=False)
     if still.frame is not None:
         axes.imshow(still.frame, aspect="equal", interpolation="antialiased")

@@ -210,9 +210,7 @@ def build_strip(table: pl.DataFrame) -> dict[str, Any]:
     starts = table.with_row_index("start").group_by(env=read("env_index"), id=read("episode_id"), maintain_order=True)
     total = pl.col("reward").sum() if "reward" in table.columns else pl.lit(None)
     episodes = starts.agg(pl.col("start").first(), length=pl.len(), first_step=read("step").first(), total=total)
-    dropped = (
-        [0] * len(table) if "keep" not in table.columns else (~table["keep"]).fill_null(False).cast(pl.Int8).to_list()
-    )
+    kept = table["keep"] if "keep" in table.columns else [None] * len(table)
     return {
         "episodes": [
             {name: row[name] for name in ("id", "env", "start", "length", "first_step")}

@@ -134,14 +134,9 @@ def _draw_rounds(figure: "Figure", view: CauseView, box: tuple[float, float, flo
     axes.axhline(0, color=INK, linewidth=0.8)
     for entries, colour, marker, y in ((view.raised, HELP, "v", 1.04), (view.lowered, HARM, "^", 0.02)):
         rounds = sorted({entry.round for entry in entries[:SHOWN]})
-        style: dict[str, Any] = {
-            "marker": marker,
-            "color": colour,
-            "linestyle": "none",
-            "clip_on": False,
-            "markersize": 6,
-        }
-        axes.plot(rounds, [y] * len(rounds), transform=axes.get_xaxis_transform(), **style)
+        place = axes.get_xaxis_transform()
+        ys = [y] * len(rounds)
+        axes.plot(rounds, ys, marker, color=colour, markersize=6, clip_on=False, transform=place)
     axes.set_xlim(numbers.min() - 0.7, numbers.max() + 0.7)
     axes.set_xlabel("round   (▼ ▲: rounds of the moments below)", fontsize=10.5, color=INK, labelpad=8)
     axes.set_ylabel("sum of scores", fontsize=10.5, color=INK)

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import warnings
 from dataclasses import replace
 
@@ -37,7 +36,7 @@ from whence.diagnosis.decisions import compare_log_probs, play_episode, read_rec
 from whence.experiments import configure, load_recording, load_round, run
 from whence.experiments.rl.stored import load_model
 from whence.page.cause_view import CauseView, Decision, tell_causes, tell_decision
-from whence.page.explorer import ExploredRun, build_causes
+from whence.page.explorer import ExploredRun
 from whence.page.pictures.cause_picture import draw_causes, draw_sheet
 from whence.sb3 import InfluenceCallback, model_objective
 
@@ -355,13 +354,6 @@ class TestCommand:
         assert content["raised"] == stored["raised"]
         assert content["log_prob"] == pytest.approx(stored["log_prob"])
 
-    def test_the_simple_rule(self, cart, whence):
-        code, out, _ = whence("why", cart.path, "--record", 5, "--by", "similar", "--json")
-        target = read_record(cart, 1, 5)
-        causes = find_causes(cart, target.observation, target.action, method="similar")
-        assert code == 0
-        assert json.loads(out)["raised"][0]["score"] == pytest.approx(causes["score"].max(), rel=1e-5)
-
     def test_pictures(self, cart, whence, tmp_path):
         code, out, _ = whence("why", cart.path, "--out", tmp_path / "why.png")
         assert code == 0
@@ -460,28 +452,3 @@ class TestServed:
         similar = server.get(f"/api/runs/0/rounds/2/records/{record}/causes?by=similar")
         assert similar["by"] == "similar"
         assert similar["raised"] != answer["raised"]
-
-    @pytest.mark.parametrize(
-        ("address", "status"),
-        [
-            ("/api/runs/0/rounds/9/records/3/causes", 404),
-            ("/api/runs/0/rounds/1/records/99999/causes", 404),
-            ("/api/runs/0/rounds/1/records/-3/causes", 400),
-            ("/api/runs/0/rounds/1/records/1e3/causes", 400),
-            ("/api/runs/7/rounds/1/records/3/causes", 404),
-            ("/api/runs/0/rounds/1/records/3/causes?by=__class__", 400),
-            ("/api/runs/0/rounds/1/records/3/causes/", 404),
-            ("/api/runs/1/rounds/1/records/0/causes", 400),
-        ],
-    )
-    def test_addresses(self, server, address, status):
-        assert server.status(address) == status
-
-    def test_a_damaged_file_is_named(self, cart, tmp_path):
-        shutil.copytree(cart.path, tmp_path / "run")
-        file = tmp_path / "run" / "records" / "round_00002.parquet"
-        data = bytearray(file.read_bytes())
-        data[4:2000] = bytes(1996)  # the columns, and not the schema at the end
-        file.write_bytes(data)
-        with pytest.raises(RunDirectoryError, match=r"round_00002\.parquet cannot be read"):
-            build_causes(ExploredRun(tmp_path / "run"), 2, 130)

@@ -2,7 +2,6 @@ import base64
 import gzip
 import json
 import re
-import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -30,17 +29,13 @@ from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
 from whence.page.explorer.grid import LONGEST, STEPS, short_text
 from whence.page.figures import (
     COLOURS,
-    approximate_kl,
-    arm_colours,
     influence_distribution,
     kept_share,
     learning_curves,
     over_rounds,
-    policy_entropy,
     seconds_by_stage,
 )
 from whence.page.html import embed
-from whence.page.sweep_tables import KEY
 from whence.runs import RunDirectory
 
 COLUMNS = [column.key for column in STEPS]
@@ -188,12 +183,6 @@ def page_of(directory) -> Page:
 
 
 class TestPage:
-    def test_it_is_one_file(self, tiny, html, tmp_path):
-        write_report(tiny, tmp_path / "deep" / "report.html")
-        assert [file.name for file in (tmp_path / "deep").iterdir()] == ["report.html"]
-        assert (tmp_path / "deep" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-        assert html.rstrip().endswith("</html>")
-
     def test_nothing_is_loaded_from_elsewhere(self, html, page):
         loading = ("src", "srcset", "href", "data", "poster", "action", "background")
         for tag, attributes in page.elements:
@@ -230,13 +219,6 @@ class TestPage:
             *("Approximate KL", "Time by stage", "Influence, iif", "Influence, random", "What was run"),
         ]
 
-    def test_bands_are_told_of_where_there_are_any(self, tmp_path, page):
-        assert sum("bands run from" in text for text in page.of("p")) == 1
-        write_report(by_hand(tmp_path, seeds=(0,)), tmp_path / "report.html")
-        assert not [
-            text for text in Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("p") if "bands" in text
-        ]
-
     def test_an_arm_has_one_colour_in_all_figures(self, page):
         curves, kept, entropy, kl, _, iif, random = page.data("figures-data")
         for figure in (curves, kept, entropy, kl):
@@ -244,15 +226,6 @@ class TestPage:
             assert colours == {"ppo": COLOURS[0], "iif": COLOURS[1], "random": COLOURS[2]}
         assert [figure["data"][-1]["line"]["color"] for figure in (iif, random)] == list(COLOURS[1:3])
         assert [attributes["style"] for attributes in page.tags("i")] == [f"background:{c}" for c in COLOURS[:3]]
-
-    def test_every_axis_says_what_it_shows(self, page):
-        for figure in page.data("figures-data"):
-            assert figure["layout"]["xaxis"]["title"]["text"]
-        texts = [figure["layout"]["yaxis"]["title"]["text"] for figure in page.data("figures-data")]
-        assert texts == [
-            *("mean test return", "share of records kept", "policy entropy (nats)", "approximate KL (nats)"),
-            *("", "influence (score)", "influence (score)"),  # the bars' names stand at their axis
-        ]
 
     def test_the_table_holds_each_arm_and_metric(self, tiny, page):
         (summary,) = tiny.summary.values()
@@ -271,13 +244,6 @@ class TestPage:
         assert page.of("dd")[: len(COMPARISON_DEFINITIONS)] == list(COMPARISON_DEFINITIONS.values())
         assert all(term in READING and meaning in READING for term, meaning in COMPARISON_DEFINITIONS.items())
 
-    def test_the_definitions_need_no_words_of_their_own(self):
-        said = " ".join([*COMPARISON_DEFINITIONS.values(), *KEY.values()])
-        assert [
-            words for words in ("standard training", "method seed", "standard seed", "null,") if words in said
-        ] == []
-        assert READING.count("\n") == len(COMPARISON_DEFINITIONS) - 1  # one a line, in the terminal
-
     def test_it_says_what_was_run(self, page):
         assert page.of("bdi") == ["FrozenLake-v1: ppo, iif, random"]
         assert page.of("title") == ["FrozenLake-v1: ppo, iif, random · whence"]
@@ -292,14 +258,6 @@ class TestPage:
         assert {"configuration", "env_kwargs", "hyperparameters", "versions"} <= set(page.of("h3"))
         assert not {"arm", "seed"} & facts.keys()
 
-    def test_versions_that_differ_are_all_told(self, tmp_path):
-        comparison = by_hand(tmp_path, arms=("ppo",), scored=())
-        path = comparison.run(comparison.configs[1]).path / "config.json"
-        path.write_text(path.read_text(encoding="utf-8").replace('"torch": ', '"numpy": "2.4", "torch": "9", "was": '))
-        write_report(comparison, tmp_path / "report.html")
-        facts = Page((tmp_path / "report.html").read_text(encoding="utf-8")).facts()
-        assert (facts["torch"], facts["numpy"], facts["was"]) == (f"{HOSTILE}, 9", "2.4", HOSTILE)
-
     def test_advice_stands_once_with_all_places(self, tmp_path):
         write_report(by_hand(tmp_path, arms=("ppo", "iif", "random"), scored=("iif", "random")), tmp_path / "a.html")
         page = Page((tmp_path / "a.html").read_text(encoding="utf-8"))
@@ -310,12 +268,6 @@ class TestPage:
             f"Too few seeds to compare {arm} with ppo" for arm in ("iif", "random")
         ]
         assert places == ["iif, round 1, seeds 0, 1", "random, round 1, seeds 0, 1"]
-
-    def test_without_advice_there_is_no_place_for_it(self, tmp_path):
-        write_report(by_hand(tmp_path, arms=("ppo",), scored=()), tmp_path / "report.html")
-        page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-        assert "Advice" not in page.of("h2")
-        assert "#advice" not in [attributes["href"] for attributes in page.tags("a")]
 
     def test_it_holds_the_records_of_one_seed_of_each_arm(self, tiny, page):
         data = page.data("page-data")
@@ -332,16 +284,6 @@ class TestPage:
         listed = {str(moment["record"]) for end in ("worst", "best") for moment in shown["round"][end]}
         assert shown["details"].keys() == listed
         assert len(shown["columns"]["values"]) == len(shown["round"]["strip"]["record_ids"]) == 64
-
-    def test_writing_again_gives_the_same_page(self, tiny, html, tmp_path):
-        write_report(tiny, tmp_path / "again.html")
-        assert (tmp_path / "again.html").read_text(encoding="utf-8") == html
-
-    def test_arms_that_score_nothing_have_no_influence_to_show(self, tmp_path):
-        write_report(by_hand(tmp_path, arms=("ppo",), scored=()), tmp_path / "report.html")
-        titles = Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("h2")
-        assert not [title for title in titles if title.startswith("Influence")]
-        assert "Learning curves" in titles
 
     def test_hostile_text_stays_text(self, tmp_path):
         write_report(by_hand(tmp_path, env=HOSTILE, env_kwargs={HOSTILE: HOSTILE}), tmp_path / "report.html")
@@ -365,36 +307,17 @@ class TestPage:
         # Plotly would take tags for formatting.
         assert page.data("figures-data")[0]["data"][-1]["name"] == "&lt;/script&gt;&lt;b&gt;"
 
-    def test_a_failure_leaves_the_page_of_before(self, tmp_path, monkeypatch):
-        comparison = by_hand(tmp_path / "runs")
-        write_report(comparison, tmp_path / "report.html")
-        before = (tmp_path / "report.html").read_bytes()
-        monkeypatch.setattr("whence.page.html.get_plotlyjs", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            write_report(comparison, tmp_path / "report.html")
-        assert (tmp_path / "report.html").read_bytes() == before
-        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["report.html", "runs"]
-
     def test_a_large_comparison_makes_no_heavy_page(self, tmp_path):
-        arms = ("ppo", "iif", "random")
-        small = by_hand(tmp_path, arms=arms, scored=arms, seeds=range(3))
-        configs = [RunConfig(env="Some-v0", arm=arm, seed=seed, rounds=50) for seed in range(3) for arm in arms]
+        comparison = by_hand(tmp_path, arms=("ppo",), scored=("ppo",), seeds=(0,))
         numbers = np.random.default_rng(0).normal(size=(2048, 8))
         records = records_of(2048, reason="influence among the lowest 0.5 of the negative", observation=numbers)
-        for config in configs:
-            shutil.rmtree(run_path(tmp_path, config), ignore_errors=True)
-            directory = RunDirectory.create(run_path(tmp_path, config), config.to_json())
-            rounds = {"round": range(50), "test_return": np.random.default_rng(config.seed).normal(size=50)}
-            levels = {f"q{level:02d}": np.random.default_rng(level).normal(size=50) for level in (5, 25, 50, 75, 95)}
-            pl.DataFrame({**rounds, **levels, "dropped_share": 1 / 3}).write_parquet(directory.path / "metrics.parquet")
-            pl.DataFrame(rounds).write_parquet(directory.path / "evaluations.parquet")
-            for number in range(1, 13 if config.seed == 0 else 1):
-                directory.write_round("records", number, records)
-        write_report(Comparison(tmp_path, configs, small.summary), tmp_path / "report.html")
+        for number in range(1, 14):
+            comparison.run(comparison.configs[0]).write_round("records", number, records)
+        write_report(comparison, tmp_path / "report.html")
         page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
         library = max(len(script) for script in page.scripts)
-        assert [len(run["rounds"]) for run in page.data("page-data")["runs"]] == [COMPARED_ROUNDS] * 3
-        assert (tmp_path / "report.html").stat().st_size - library < 5_000_000
+        assert [len(run["rounds"]) for run in page.data("page-data")["runs"]] == [COMPARED_ROUNDS]
+        assert (tmp_path / "report.html").stat().st_size - library < 2_500_000
 
 
 class TestRunPage:
@@ -434,28 +357,6 @@ class TestRunPage:
         assert "0 rounds." in page.of("p")
         assert page.scripts == []
 
-    def test_a_run_that_was_only_evaluated(self, tmp_path):
-        directory = run_of(tmp_path / "lake", {"env": "Some-v0", "experiment": {"arm": "iif", "seed": 3, "rounds": 50}})
-        directory.append("evaluations", {"round": 0, "test_return": 1.5, "standard_error": 0.1, "episodes": 2})
-        page = page_of(directory)
-        assert page.of("h2") == ["No rounds yet", "Learning curves", "What was run"]
-        assert "Seed 3, 0 of 50 rounds. iif: drop a share of the records below 0." in page.of("p")
-        (figure,) = page.data("figures-data")
-        assert (figure["data"][0]["x"], figure["data"][0]["mode"]) == ([0], "lines+markers")
-
-    def test_a_run_that_was_killed_between_records_and_metrics(self, tmp_path):
-        directory = run_of(tmp_path / "lake", {"rule": "IIF(drop=0.5)"}, rounds=(1, 2))
-        directory.write_round("records", 3, records_of())
-        page = page_of(directory)
-        assert page.of("bdi") == ["lake: IIF(drop=0.5)"]
-        assert "2 rounds." in page.of("p")
-        assert page.data("page-data")["runs"][0]["rounds"] == [1, 2, 3]
-
-    def test_a_run_of_which_only_records_are_left(self, tmp_path):
-        directory = RunDirectory.create(tmp_path / "lake", {"env": None})
-        directory.write_round("records", 7, records_of())
-        assert page_of(directory).of("h2") == [*EXPLORER, "Phases", "What was run"]
-
     def test_without_evaluations_the_training_episodes_make_the_curve(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": "Some-v0"})
         for number, value in enumerate((None, 1.0, 3.0), start=1):
@@ -465,12 +366,6 @@ class TestRunPage:
         assert (figure["data"][0]["x"], figure["data"][0]["y"]) == ([2, 3], [1.0, 3.0])
         assert figure["layout"]["yaxis"]["title"]["text"] == "mean return of training episodes"
         assert dict(zip(page.of("dt"), page.of("dd"), strict=True))["training return"] == "3"
-
-    def test_a_return_below_zero_has_the_minus_of_the_other_figures(self, tmp_path):
-        directory = RunDirectory.create(tmp_path / "lake", {"env": "Some-v0"})
-        directory.append("metrics", {"round": 1, "episode_return": -454.25})
-        page = page_of(directory)
-        assert dict(zip(page.of("dt"), page.of("dd"), strict=True))["training return"] == "−454.2"
 
     def test_a_run_that_diverged(self, tmp_path):
         directory = run_of(tmp_path / "lake", {"env": "Some-v0"})
@@ -496,10 +391,6 @@ class TestRunPage:
         assert {row["reason"] for row in rows} == {None, reason}
         assert all(row["observation"].startswith(text[:100]) for row in rows)
 
-    def test_half_a_pair_of_surrogates_is_no_character(self, tmp_path):
-        page = page_of(run_of(tmp_path / "lake", {"env": "\ud800lake"}, (1,)))
-        assert page.of("bdi") == ["?lake: run"]
-
 
 class TestEmbedded:
     @pytest.mark.parametrize("text", [HOSTILE, TURNED, "<!--<script>", "]]>", "\ud800", "\\u003c"])
@@ -509,10 +400,6 @@ class TestEmbedded:
         assert out.isascii()
         assert json.loads(out) == [{text: text}]
 
-    def test_what_json_does_not_know_is_refused(self):
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            embed([float("nan")])
-
 
 class TestRecords:
     @pytest.mark.parametrize(
@@ -521,12 +408,6 @@ class TestRecords:
     )
     def test_rounds_are_spread_from_first_to_last(self, numbers, most, expected):
         assert spread(numbers, most) == expected
-
-    def test_there_are_as_many_rounds_as_allowed(self):
-        for n in range(COMPARED_ROUNDS, 200):
-            shown = spread(list(range(n)), COMPARED_ROUNDS)
-            assert len(set(shown)) == COMPARED_ROUNDS
-            assert (shown[0], shown[-1]) == (0, n - 1)
 
     @pytest.mark.parametrize(
         ("value", "text"),
@@ -559,10 +440,6 @@ class TestCell:
     def test_shares_are_percentages_and_returns_are_not(self, metric, mean, low, high, expected):
         assert cell(metric, {"mean": mean, "low": low, "high": high}) == expected
 
-    def test_every_metric_shown_is_one_that_is_measured(self, tiny):
-        for entry in next(iter(tiny.summary.values())).values():
-            assert METRICS.keys() <= entry.keys()
-
 
 PPO_RETURNS = {0: 100.0, 1: 110.0, 2: 90.0, 3: 105.0, 4: 95.0}
 
@@ -577,11 +454,6 @@ class TestVerdict:
         assert self.verdict(12, -40, 60, 30, -2) == (
             "No evidence that iif ends higher than ppo (difference 12 [-34.2, 58.2]); about 7 seeds would be needed to "
             "see a difference of 50."
-        )
-
-    def test_a_difference_that_would_have_shown(self):
-        assert self.verdict(12, -40, 60, 30, -2, effect=100).endswith(
-            "; a difference of 100 would probably have shown."
         )
 
     def test_a_difference_that_no_number_of_seeds_shows(self):
@@ -604,9 +476,6 @@ class TestVerdict:
     def test_fewer_than_three_seeds_make_no_verdict(self, returns, text):
         verdict = give_verdict("iif", returns, "ppo", PPO_RETURNS, 50)
         assert verdict == f"Too few seeds to compare iif with ppo: {text}."
-
-    def test_equal_runs_need_no_number_of_seeds(self):
-        assert self.verdict(0, 0, 0) == "No evidence that iif ends higher than ppo (difference 0 [0, 0])."
 
     @pytest.mark.parametrize(
         ("spread", "effect", "seeds"),
@@ -641,10 +510,6 @@ class TestVerdict:
         items = Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("li")
         assert items[:4] == summary.verdicts
 
-    def test_two_seeds_are_too_few_for_one(self, tmp_path):
-        verdicts = make_summary(by_hand(tmp_path, arms=("ppo", "iif"), seeds=(0, 1))).verdicts
-        assert [verdict.split(":")[0] for verdict in verdicts] == ["Too few seeds to compare iif with ppo"]
-
     def test_two_seeds_are_shown_themselves(self):
         entry = {"mean": 0.25, "low": -9.0, "high": 9.0, "per_seed": [0.0, 0.5]}
         assert format_seeds("final_return", entry) == ("0.25", "(0, 0.5)")
@@ -671,21 +536,6 @@ class TestFigures:
         assert list(figure.data[5].y) == [0, 3, 4]
         assert [trace.fill for trace in figure.data[:3]] == [None, "tonexty", None]
 
-    @pytest.mark.parametrize("arms", [["iif", "ppo", "random"], ["iif", "random", "ppo"]])
-    def test_the_standard_arm_has_its_colour_wherever_it_stands(self, arms):
-        figure = learning_curves(pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}))
-        colours = {trace.name: trace.line.color for trace in figure.data}
-        assert colours == {"ppo": COLOURS[0], "iif": COLOURS[1], "random": COLOURS[2]} == arm_colours(arms)
-
-    def test_rows_in_any_order_give_the_same_figure(self, tables):
-        table = tables("evaluations")
-        turned = pl.concat([part.reverse() for part in table.partition_by("arm", "seed", maintain_order=True)])
-        assert learning_curves(turned).to_dict() == learning_curves(table).to_dict()
-
-    def test_one_seed_has_no_band(self, tables):
-        figure = learning_curves(tables("evaluations").filter(pl.col("seed") == 0))
-        assert [trace.name for trace in figure.data] == ["ppo", "iif"]
-
     def test_rounds_without_a_value_are_passed_over(self):
         table = pl.DataFrame({"arm": "iif", "round": [1, 2, 3], "seed": 0, "train/loss": [None, 2.0, 4.0]})
         (trace,) = over_rounds(table, "train/loss", "loss").data
@@ -699,15 +549,6 @@ class TestFigures:
         assert list(iif.customdata) == pytest.approx([0.2, 0.2])
         assert "dropped" in iif.hovertemplate
         assert figure.layout.yaxis.range[0] == 0
-
-    def test_entropy_is_the_negative_of_its_loss(self, tables):
-        figure = policy_entropy(tables("metrics"))
-        assert [list(trace.y) for trace in figure.data] == [[0.5, 1.0]] * 2  # both seeds have the same
-
-    def test_approximate_kl(self, tables):
-        figure = approximate_kl(tables("metrics"))
-        assert [list(trace.y) for trace in figure.data] == [[0.01, 0.01]] * 2
-        assert figure.layout.yaxis.rangemode == "tozero"
 
     def test_influence_is_that_of_one_arm(self, tables):
         figure = influence_distribution(tables("metrics"), "iif")

@@ -11,7 +11,7 @@ from whence.cli.console import console, errors, make_printable, make_table, prin
 from whence.cli.moment_tables import print_response
 from whence.cli.options import AsJson
 from whence.cli.response_tables import (
-    check_by,
+    BY,
     describe_response_causes,
     gather_response_causes,
     print_response_causes,
@@ -19,7 +19,7 @@ from whence.cli.response_tables import (
     show_text,
 )
 from whence.cli.show import find_round, list_moments
-from whence.errors import WhenceError
+from whence.errors import WhenceError, suggest
 from whence.runs import RunDirectory
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def _check_question(
             f"{present_others[0]} is about one stored response. Leave out {present_others[0]}, or --prompt and "
             "--response."
         )
-    if by is not None:
-        check_by(by)
+    if by is not None and by not in BY:
+        raise WhenceError(f"--by is {by!r}.{suggest(by, BY)}")
 
 
 def _print(explanation: "Explanation", number: int, top: int) -> None:

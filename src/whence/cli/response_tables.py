@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from whence.cli.cause_tables import print_strip
 from whence.cli.console import console, make_table, print_line
 from whence.cli.progress import RoundBar
-from whence.errors import WhenceError, suggest
 from whence.runs import RunDirectory
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ class ResponseCauses:
         prompt: what is asked about.
         response: the response to it.
         by: a key of `BY`.
-        before: the response's log-probability under the first policy; None: not measured.
-        after: the same under the trained model; of a run without one, under the policy of the last scored round.
+        log_prob_first: the response's log-probability under the first policy; None: not measured.
+        log_prob: the same under the trained model; of a run without one, under the policy of the last scored round.
         rounds: each round's sums; see `sum_rounds`.
         raised: the records that raised it most.
         lowered: those that lowered it most.
@@ -40,8 +39,8 @@ class ResponseCauses:
     prompt: str
     response: str
     by: str
-    before: float | None
-    after: float | None
+    log_prob_first: float | None
+    log_prob: float | None
     rounds: "pl.DataFrame"
     raised: "pl.DataFrame"
     lowered: "pl.DataFrame"
@@ -53,25 +52,15 @@ class ResponseCauses:
         from whence.page.cause_view import format_probability, tell_rounds
 
         what = f"“{shorten(self.response)}” after “{shorten(self.prompt)}”"
-        if self.before is not None and self.after is not None:
-            first, now = map(format_probability, (self.before, self.after))
-            what += f": its probability was {first} (log {self.before:.3g}) under the first policy"
-            what += f" and is {now} (log {self.after:.3g}) now"
+        if self.log_prob_first is not None and self.log_prob is not None:
+            first, now = map(format_probability, (self.log_prob_first, self.log_prob))
+            what += f": its probability was {first} (log {self.log_prob_first:.3g}) under the first policy"
+            what += f" and is {now} (log {self.log_prob:.3g}) now"
         if self.raised.is_empty():
             return f"{what}. No record of any round raised it."
         top = self.raised.row(0, named=True)
         strongest = f"The strongest record is {top['record_id']} in round {top['round']}."
         return f"{what}. {tell_rounds(self.rounds)} {strongest}"
-
-
-def check_by(by: str) -> None:
-    """Refuse an unknown way to score records.
-
-    Raises:
-        WhenceError: the message names the known ones.
-    """
-    if by not in BY:
-        raise WhenceError(f"--by is {by!r}.{suggest(by, BY)}")
 
 
 def gather_response_causes(run: RunDirectory, prompt: str, response: str, *, by: str, top: int) -> ResponseCauses:
@@ -112,8 +101,8 @@ def gather_response_causes(run: RunDirectory, prompt: str, response: str, *, by:
         prompt=prompt,
         response=response,
         by=by,
-        before=None if log_probs.is_empty() else log_probs[0],
-        after=log_probs[-1] if trained is None and not log_probs.is_empty() else trained,
+        log_prob_first=None if log_probs.is_empty() else log_probs[0],
+        log_prob=log_probs[-1] if trained is None and not log_probs.is_empty() else trained,
         rounds=sum_rounds(causes),
         raised=rank_records(causes, lowest=False, most=top),
         lowered=rank_records(causes, lowest=True, most=top),
@@ -157,19 +146,8 @@ def _make_record_table(records: "pl.DataFrame", verb: str) -> "Table":
 
 def describe_response_causes(causes: ResponseCauses) -> dict[str, Any]:
     """Return what taught a response in JSON types."""
-    return {
-        "run": causes.run,
-        "prompt": causes.prompt,
-        "response": causes.response,
-        "by": causes.by,
-        "log_prob_first": causes.before,
-        "log_prob": causes.after,
-        "text": causes.text,
-        "rounds": causes.rounds.to_dicts(),
-        "raised": causes.raised.to_dicts(),
-        "lowered": causes.lowered.to_dicts(),
-        "notes": causes.notes,
-    }
+    tables = {name: getattr(causes, name).to_dicts() for name in ("rounds", "raised", "lowered")}
+    return {**vars(causes), "text": causes.text, **tables}
 
 
 def shorten(text: str) -> str:

@@ -18,9 +18,9 @@ from whence.experiments.rl.rebuilding import AnyEnv
 from whence.guards import write_atomically
 from whence.page.comparison_summary import COMPARISON_DEFINITIONS, make_summary
 from whence.page.explored_run import ExploredRun, attempt, identify_run
-from whence.page.explorer.description import describe_runs
 from whence.page.explorer.embedding import COMPARED_ROUNDS, OnRound, embed_rounds, spread
 from whence.page.explorer.responses import ShownAnswers, read_answers
+from whence.page.explorer.rounds import describe_runs
 from whence.page.figures import arm_colours
 from whence.page.histories import ShownHistory, read_histories
 from whence.page.sections import (

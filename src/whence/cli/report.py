@@ -1,6 +1,5 @@
 """`whence report`."""
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,10 +46,19 @@ def report(
         settings: dict[str, Any] = {"rounds": chosen, "continuations": continuations, "on_round": bar.update}
         if (path / "comparison.json").exists():
             comparison = experiments.load_comparison(path)
-            _check_rounds(comparison, chosen or ())
+            stored = {number for config in comparison.configs for number in comparison.run(config).rounds()}
+            if missing := sorted(set(chosen or ()) - stored):
+                raise WhenceError(
+                    f"Round {missing[0]} is in no run of {path}. They hold {len(stored)} rounds, up to "
+                    f"{max(stored, default=0)}. Name rounds that they hold."
+                )
             write_report(comparison, out, env=env, **settings)
         else:
-            _check_no_comparison(path)
+            if find_content(path) == "comparison":
+                raise WhenceError(
+                    f"{path} holds a comparison that is not finished. Run its `whence compare` again, or give one of "
+                    f"the runs in {path / 'runs'}. `whence view {path}` shows the runs so far."
+                )
             run = ExploredRun(path, env=env)
             if chosen:
                 run.directory.require_rounds(chosen)
@@ -77,21 +85,3 @@ def find_runs(path: Path, env: str | None) -> list[ExploredRun]:
     if not runs:
         raise WhenceError(f"{path} holds a comparison whose runs are gone. Run its `whence compare` again.")
     return runs
-
-
-def _check_rounds(comparison: experiments.Comparison, numbers: Collection[int]) -> None:
-    """Refuse rounds that no run of a comparison holds."""
-    stored = {number for config in comparison.configs for number in comparison.run(config).rounds()}
-    if missing := sorted(set(numbers) - stored):
-        raise WhenceError(
-            f"Round {missing[0]} is in no run of {comparison.path}. They hold {len(stored)} rounds, up to "
-            f"{max(stored, default=0)}. Name rounds that they hold."
-        )
-
-
-def _check_no_comparison(path: Path) -> None:
-    if find_content(path) == "comparison":
-        raise WhenceError(
-            f"{path} holds a comparison that is not finished. Run its `whence compare` again, or give one of the runs "
-            f"in {path / 'runs'}. `whence view {path}` shows the runs so far."
-        )

@@ -33,7 +33,8 @@ def give_verdict(
     """
     seeds = sorted(returns.keys() & standard_returns.keys())
     if len(seeds) < LEAST_SEEDS:
-        ends, standard_ends = (_list([values[seed] for seed in seeds]) for values in (returns, standard_returns))
+        both = (returns, standard_returns)
+        ends, standard_ends = (", ".join(f"{values[seed]:.3g}" for seed in seeds) for values in both)
         values = f"{arm} ends at {ends} and {standard} at {standard_ends}" if seeds else "they share none"
         return f"Too few seeds to compare {arm} with {standard}: {values}."
     differences = [returns[seed] - standard_returns[seed] for seed in seeds]
@@ -46,7 +47,11 @@ def give_verdict(
     spread = float(np.std(differences, ddof=1))
     if effect <= 0 or spread == 0:
         return f"{verdict}."
-    return f"{verdict}; {_describe_need(count_needed_seeds(spread, effect), len(seeds), effect)}."
+    needed = count_needed_seeds(spread, effect)
+    if needed is not None and needed <= len(seeds):
+        return f"{verdict}; a difference of {effect:g} would probably have shown."
+    number = f"more than {MOST_SEEDS:,}" if needed is None else f"about {needed}"
+    return f"{verdict}; {number} seeds would be needed to see a difference of {effect:g}."
 
 
 def count_needed_seeds(spread: float, effect: float) -> int | None:
@@ -77,18 +82,6 @@ def choose_effect(standard_curve: Sequence[float]) -> float:
     """
     tenth = (max(standard_curve) - min(standard_curve)) / 10 if standard_curve else 0.0
     return float(f"{tenth:.0e}") if math.isfinite(tenth) else 0.0
-
-
-def _describe_need(needed: int | None, seeds: int, effect: float) -> str:
-    if needed is None:
-        return f"more than {MOST_SEEDS:,} seeds would be needed to see a difference of {effect:g}"
-    if needed <= seeds:
-        return f"a difference of {effect:g} would probably have shown"
-    return f"about {needed} seeds would be needed to see a difference of {effect:g}"
-
-
-def _list(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)
 
 
 HEADINGS: Mapping[str, str] = {
@@ -194,7 +187,8 @@ def _format(metric: str, value: float | None) -> str:
 
 
 def _give_verdicts(comparison: Comparison, arms: Mapping[str, Any]) -> list[str]:
-    returns = {arm: _final_returns(comparison, arm, arms[arm]) for arm in arms}
+    seeds = sorted({config.seed for config in comparison.configs})
+    returns = {arm: dict(zip(seeds, arms[arm]["final_return"]["per_seed"], strict=True)) for arm in arms}
     effect = choose_effect(_standard_curve(comparison))
     sentences: list[str] = []
     for arm in arms:
@@ -211,11 +205,6 @@ def _describe_saving(arm: str, arms: Mapping[str, Any]) -> list[str]:
         return []
     compared = f"; other seeds of {STANDARD}: {null} {null_interval}" if null_interval else ""
     return [f"{arm} saves {saved} {interval} of the rounds that {STANDARD} takes (SE_ave){compared}."]
-
-
-def _final_returns(comparison: Comparison, arm: str, metrics: Mapping[str, Any]) -> dict[int, float]:
-    seeds = sorted(config.seed for config in comparison.configs if config.arm == arm)
-    return dict(zip(seeds, metrics["final_return"]["per_seed"], strict=True))
 
 
 def _standard_curve(comparison: Comparison) -> list[float]:

@@ -1,7 +1,7 @@
 """The figures of a page, from the tables of one or more runs, each row with its `arm`."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from itertools import cycle
 from pathlib import Path
@@ -42,11 +42,6 @@ def learning_curves(evaluations: pl.DataFrame, colours: Colours | None = None) -
     return over_rounds(evaluations, "test_return", "mean test return", colours)
 
 
-def training_returns(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
-    """Draw the mean return of the last hundred training episodes."""
-    return over_rounds(metrics, "episode_return", "mean return of training episodes", colours)
-
-
 def kept_share(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
     """Draw the share of records that trained; the rest was dropped."""
     kept = metrics.with_columns(kept=1 - pl.col("dropped_share"))
@@ -56,18 +51,6 @@ def kept_share(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figu
             dropped = [None if share is None else 1 - share for share in trace.y]
             trace.update(customdata=dropped, hovertemplate="%{y:.1%} kept, %{customdata:.1%} dropped")
     return figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
-
-
-def policy_entropy(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
-    """Draw the policy's mean entropy over the records it trained on."""
-    entropies = metrics.with_columns(entropy=-pl.col("train/entropy_loss"))
-    return over_rounds(entropies, "entropy", "policy entropy (nats)", colours)
-
-
-def approximate_kl(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
-    """Draw how far optimisation took the policy from the one that collected the round."""
-    figure = over_rounds(metrics, "train/approx_kl", "approximate KL (nats)", colours)
-    return figure.update_yaxes(rangemode="tozero")
 
 
 def influence_distribution(metrics: pl.DataFrame, arm: str, colours: Colours | None = None) -> go.Figure:
@@ -125,7 +108,10 @@ def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours |
     figure = make_figure(title)
     colours = colours or arm_colours(table["arm"])
     dashes = _dashes(colours)
-    for arm, statistics in _seed_statistics(table.drop_nulls(column), column):
+    values, known = pl.col(column), table.drop_nulls(column)
+    for arm in _arms(known):
+        by_round = known.filter(pl.col("arm") == arm).group_by("round")
+        statistics = by_round.agg(mean=values.mean(), low=values.min(), high=values.max()).sort("round")
         rounds = statistics["round"].to_list()
         colour, dash = colours[arm], dashes[arm]
         band = {"line_width": 0, "mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": _escape(arm)}
@@ -151,13 +137,6 @@ def _dashes(colours: Colours) -> dict[str, str]:
         dashes[arm] = ("dash" if colour in COLOURS[4:] else "solid", "dot", "dashdot", "longdash")[used[colour] % 4]
         used[colour] += 1
     return dashes
-
-
-def _seed_statistics(table: pl.DataFrame, column: str) -> Iterator[tuple[str, pl.DataFrame]]:
-    values = pl.col(column)
-    for arm in _arms(table):
-        by_round = table.filter(pl.col("arm") == arm).group_by("round")
-        yield arm, by_round.agg(mean=values.mean(), low=values.min(), high=values.max()).sort("round")
 
 
 def make_figure(y_title: str) -> go.Figure:

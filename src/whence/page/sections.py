@@ -43,35 +43,37 @@ def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Dr
     bands = "Here and below, lines are means over seeds; bands run from the lowest seed to the highest."
     bands = f" {bands}" if seeds > 1 else ""
     drawings: list[Drawn] = []
+
+    def draw(title: str, text: str, table: pl.DataFrame, column: str, axis: str) -> None:
+        if _has(table, column):
+            drawings.append((title, text, figures.over_rounds(table, column, axis, colours)))
+
     if _has(evaluations, "test_return"):
         what = (
             "exact matches, civil answers or rewards on the test" if _has(metrics, "reward") else "evaluation episodes"
         )
         about = f"Mean return of the {what} after rounds; round 0 is the untrained policy.{bands}"
         drawings.append(("Learning curves", about, figures.learning_curves(evaluations, colours)))
-    if _has(metrics, "reward"):
-        about = "Mean reward of the round's responses, those that were dropped among them."
-        drawings.append(("Reward", about, figures.over_rounds(metrics, "reward", "mean reward", colours)))
-    elif not drawings and _has(metrics, "episode_return"):
+    about = "Mean reward of the round's responses, those that were dropped among them."
+    draw("Reward", about, metrics, "reward", "mean reward")
+    if not drawings:
         about = f"Mean return of the last hundred training episodes.{bands}"
-        drawings.append(("Learning curves", about, figures.training_returns(metrics, colours)))
-    if _has(evaluations, "unfaithful"):
-        about = "Of the right answers to the test's problems, the share that came by other than the right steps."
-        unfaithful = figures.over_rounds(evaluations, "unfaithful", "share of right answers by wrong steps", colours)
-        drawings.append(("Unfaithful answers", about, unfaithful))
-    if _has(metrics, "kl"):
-        about = "How far responses are from the start model, as the penalty estimates it."
-        divergence = figures.over_rounds(metrics, "kl", "divergence of a response (nats)", colours)
-        drawings.append(("Divergence from the start model", about, divergence))
+        draw("Learning curves", about, metrics, "episode_return", "mean return of training episodes")
+    about = "Of the right answers to the test's problems, the share that came by other than the right steps."
+    draw("Unfaithful answers", about, evaluations, "unfaithful", "share of right answers by wrong steps")
+    about = "How far responses are from the start model, as the penalty estimates it."
+    draw("Divergence from the start model", about, metrics, "kl", "divergence of a response (nats)")
     if _has(metrics, "dropped_share"):
         about = "The share of each rollout that trained; the rest, up to 100%, was dropped."
         drawings.append(("Records kept and dropped", about, figures.kept_share(metrics, colours)))
     if _has(metrics, "train/entropy_loss"):
         about = "How undecided the policy is. Where it falls early, the policy stops exploring."
-        drawings.append(("Policy entropy", about, figures.policy_entropy(metrics, colours)))
+        entropies = metrics.with_columns(entropy=-pl.col("train/entropy_loss"))
+        draw("Policy entropy", about, entropies, "entropy", "policy entropy (nats)")
+    about = "How far the round's optimisation took the policy from the one that collected it."
+    draw("Approximate KL", about, metrics, "train/approx_kl", "approximate KL (nats)")
     if _has(metrics, "train/approx_kl"):
-        about = "How far the round's optimisation took the policy from the one that collected it."
-        drawings.append(("Approximate KL", about, figures.approximate_kl(metrics, colours)))
+        drawings[-1][2].update_yaxes(rangemode="tozero")
     scored = _arms_with(metrics, "q50")
     clock = "cpu" if _has(timings, "collection_cpu") else "wall"
     if _has(timings, f"optimisation_{clock}"):
@@ -127,23 +129,19 @@ def list_latest(tables: Tables) -> list[tuple[str, str]]:
     if metrics.is_empty():
         return []
     last = metrics.tail(1).to_dicts()[0]
-    returns = (
-        tables["evaluations"]["test_return"].drop_nulls().to_list()
-        if _arms_with(tables["evaluations"], "test_return")
-        else []
-    )
-    steps, training, dropped = (last.get(name) for name in ("timestep", "episode_return", "dropped_share"))
-    entropy, reward = last.get("train/entropy_loss"), last.get("reward")
-    shown = [
-        ("steps", f"{steps:,}" if steps is not None else None),
-        ("test return", f"{returns[-1]:.4g}" if returns else None),
-        ("best test return", f"{max(returns):.4g}" if returns else None),
-        ("training return", f"{training:.4g}" if training is not None else None),
-        ("reward", f"{reward:.4g}" if reward is not None else None),
-        ("records kept", f"{1 - dropped:.1%}" if dropped is not None else None),
-        ("policy entropy", f"{-entropy:.3g} nats" if entropy is not None else None),
+    evaluations = tables["evaluations"]
+    returns = evaluations["test_return"].drop_nulls().to_list() if _has(evaluations, "test_return") else []
+    dropped, entropy = last.get("dropped_share"), last.get("train/entropy_loss")
+    numbers = [
+        ("steps", "{:,}", last.get("timestep")),
+        ("test return", "{:.4g}", returns[-1] if returns else None),
+        ("best test return", "{:.4g}", max(returns, default=None)),
+        ("training return", "{:.4g}", last.get("episode_return")),
+        ("reward", "{:.4g}", last.get("reward")),
+        ("records kept", "{:.1%}", None if dropped is None else 1 - dropped),
+        ("policy entropy", "{:.3g} nats", None if entropy is None else -entropy),
     ]
-    return [(name, value.replace("-", "−")) for name, value in shown if value is not None]
+    return [(name, form.format(value).replace("-", "−")) for name, form, value in numbers if value is not None]
 
 
 def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[tuple[str, list[tuple[str, str]]]]:

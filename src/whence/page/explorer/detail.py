@@ -64,7 +64,7 @@ def describe_view(view: MomentView, run: ExploredRun, *, with_window: bool = Fal
         "dropped": row.get("keep") is False,
         "weight": round_number(row.get("weight")),
         "reason": None if row.get("reason") is None else short_text(row["reason"]),
-        "window": _describe_window(view, run) if with_window else None,
+        "window": list_curves(view.window, run, digits=6) if with_window else None,
         "advantage": round_number(row.get("advantage")),
         "targets": _list_targets(view, run),
     }
@@ -104,10 +104,6 @@ def encode_view(view: MomentView, **encoding: int) -> dict[str, Any] | None:
     return {"steps": steps, "face": steps.index(view.moment.step), "width": width, "height": height, "images": images}
 
 
-def _describe_window(view: MomentView, run: ExploredRun) -> dict[str, Any]:
-    return {"record_ids": view.window["record_id"].to_list(), **list_curves(view.window, run, digits=6)}
-
-
 def list_curves(table: pl.DataFrame, run: ExploredRun, digits: int) -> dict[str, Any]:
     """Return records' numbers as arrays in the table's order; a column that is not there holds nulls."""
 
@@ -116,6 +112,7 @@ def list_curves(table: pl.DataFrame, run: ExploredRun, digits: int) -> dict[str,
 
     names = {"steps": "step", "rewards": "reward", "values": "value", "advantages": "advantage", "scores": "score"}
     return {
+        "record_ids": table["record_id"].to_list(),
         **{key: round_numbers(read(name), digits) for key, name in (names | {"errors": "error"}).items()},
         "dropped": [int(kept is False) for kept in read("keep")],
         "actions": [name_action(action, run.labels) or "–" for action in read("action")],

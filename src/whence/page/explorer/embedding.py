@@ -4,7 +4,7 @@ import base64
 import gzip
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,23 +80,17 @@ def embed_rounds(
     done = level = 0
     for index, (run, numbers) in enumerate(zip(runs, rounds, strict=True)):
         for number in numbers:
-            content = _build_content(run, number, continuations)
+            parts, views = _build_content(run, number, continuations)
             # The next round most likely needs as small frames as this one.
-            text, level = _fit(content, budget // max(1, total), max(0, level - (number % 8 == 0)))
+            text, level = _fit(parts, views, budget // max(1, total), max(0, level - (number % 8 == 0)))
             yield EmbeddedRound(f"round-{index}-{number}", text)
             done += 1
             if on_round is not None:
                 on_round(done, total)
 
 
-class _Content(NamedTuple):
-    """A round before its frames are encoded: what is embedded, and by record what has frames."""
-
-    parts: dict[str, Any]
-    views: dict[int, MomentView]
-
-
-def _build_content(run: ExploredRun, number: int, continuations: int) -> _Content:
+def _build_content(run: ExploredRun, number: int, continuations: int) -> tuple[dict[str, Any], dict[int, MomentView]]:
+    """Return a round before its frames are encoded, and by record the moments that have frames."""
     shown = build_round(run, number, rows=True)
     records = run.round(number)
     moments = [list_moments(records, [], lowest=lowest) for lowest in (True, False)]
@@ -115,12 +109,16 @@ def _build_content(run: ExploredRun, number: int, continuations: int) -> _Conten
     order = wanted.join(records.table, on="record_id", how="left", maintain_order="left")
     curves = list_curves(order, run, CURVE_DIGITS)
     shown["strip"]["scores"] = curves["scores"]
-    columns = {name: values for name, values in curves.items() if name not in ("scores", "dropped")}
+    for listed in (shown["worst"], shown["best"]):
+        for about in listed:
+            if about["record"] in views:
+                about |= {"framed": True, "thumb": make_thumb(views[about["record"]].frames[about["step"]])}
+    columns = {name: values for name, values in curves.items() if name not in ("record_ids", "scores", "dropped")}
     parts: dict[str, Any] = {"round": shown, "details": details, "columns": columns}
     if run.is_language:
         # Once for all of a prompt's responses, since each of them shows the others.
         parts["groups"] = list_groups(records, [int(record) for record in details])
-    return _Content(parts, views)
+    return parts, views
 
 
 def _replay_moments(run: ExploredRun, moments: Sequence[Moment]) -> dict[int, tuple[Frames, str | None]]:
@@ -134,30 +132,22 @@ def _replay_moments(run: ExploredRun, moments: Sequence[Moment]) -> dict[int, tu
     return {moment.record_id: pick_frames(replays, moment, steps[moment.record_id]) for moment in moments}
 
 
-def _fit(content: _Content, budget: int, level: int = 0) -> tuple[str, int]:
+def _fit(parts: dict[str, Any], views: Mapping[int, MomentView], budget: int, level: int) -> tuple[str, int]:
     """Return a round's text, with the best encoding of frames by which it fits, and the encoding's place.
 
     Args:
-        content: the round.
+        parts: the round.
+        views: by record the moments that have frames.
         budget: bytes of the text.
         level: the place of the first encoding that is tried.
     """
     for place in range(level, len(_ENCODINGS)):
-        _draw(content, _ENCODINGS[place])
-        text = compress(shorten_numbers(content.parts))
-        if len(text) <= budget or not content.views:
+        for record, view in views.items():
+            parts["details"][str(record)]["frames"] = encode_view(view, **_ENCODINGS[place])
+        text = compress(shorten_numbers(parts))
+        if len(text) <= budget or not views:
             break
     return text, place
-
-
-def _draw(content: _Content, encoding: dict[str, int]) -> None:
-    """Encode the frames of a round's moments into its details, and the faces' into the moments' thumbnails."""
-    views = content.views
-    for record, view in views.items():
-        content.parts["details"][str(record)]["frames"] = encode_view(view, **encoding)
-    for moment in itertools.chain(content.parts["round"]["worst"], content.parts["round"]["best"]):
-        if moment["record"] in views:
-            moment |= {"framed": True, "thumb": make_thumb(views[moment["record"]].frames[moment["step"]])}
 
 
 def compress(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -343,12 +344,19 @@ def _describe_change(run: ExploredRun, row: dict[str, Any]) -> dict[str, Any]:
     change = read_change(run, row)
     numbers = {name: round_number(row.get(name)) for name in ("divergence", "value_before", "value_after")}
     known = {"record": row["record_id"], "step": row.get("step"), "action": name_action(row.get("action"), run.labels)}
-    return known | numbers | {"text": "" if change is None else change.describe_largest(_shorten, 4)}
+    return (
+        known
+        | numbers
+        | {
+            "text": ""
+            if change is None
+            else change.describe_largest(lambda number: re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}"), 4)
+        }
+    )
 
 
 def _shorten(number: float) -> str:
-    text = f"{number:.2f}"
-    return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
+    return re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}")
 
 
 def _make_rows(run: ExploredRun, table: pl.DataFrame, moments: Sequence[Moment]) -> list[list[Any]]:

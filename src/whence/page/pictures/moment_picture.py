@@ -64,22 +64,15 @@ def _save(images: Sequence[Any], durations: Sequence[int], path: Path, kind: str
     if len(images) == 1:
         images[0].save(path, format=kind)
         return
+    from PIL import Image
+
     # One palette for all frames, else viewers show plain areas flickering; from several, for colours that come and go.
-    palette = _join_images(images[:: max(1, len(images) // 6)]).quantize(256)
+    several = np.concatenate([np.asarray(image) for image in images[:: max(1, len(images) // 6)]])
+    palette = Image.fromarray(several).quantize(256)
     frames = [image.quantize(palette=palette, dither=0) for image in images]
     frames[0].save(
         path, format=kind, save_all=True, append_images=frames[1:], duration=list(durations), loop=0, optimize=False
     )
-
-
-def _join_images(images: Sequence[Any]) -> Any:
-    from PIL import Image
-
-    width, height = images[0].size
-    joined = Image.new("RGB", (width, height * len(images)))
-    for place, image in enumerate(images):
-        joined.paste(image, (0, place * height))
-    return joined
 
 
 def _lay_out(view: MomentView, *, animated: bool = False) -> tuple["Figure", Any, list["Axes"]]:
@@ -176,17 +169,12 @@ def _draw_strips(figure: "Figure", view: MomentView, span: tuple[float, float], 
         is_last = place == len(names) - 1
         axes.tick_params(labelbottom=is_last)
         if is_last:
-            axes.set_xlabel(_axis_text(view), fontsize=11, color=INK)
+            is_pale = "keep" in view.window.columns and not view.window["keep"].all()
+            text = "record" if view.moment.step is None else "step of the episode"
+            axes.set_xlabel(f"{text}   (pale: dropped)" if is_pale else text, fontsize=11, color=INK)
         strips.append(axes)
     figure.align_ylabels(strips)
     return strips
-
-
-def _axis_text(view: MomentView) -> str:
-    hollow = "keep" in view.window.columns and not view.window["keep"].all()
-    return ("step of the episode" if view.moment.step is not None else "record") + (
-        "   (pale: dropped)" if hollow else ""
-    )
 
 
 def _draw_strip(axes: "Axes", view: MomentView, name: str) -> None:

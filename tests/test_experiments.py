@@ -323,30 +323,21 @@ class TestPlan:
         ("given", "message"),
         [
             ({"env": "FrozenLke-v1"}, r"No environment 'FrozenLke-v1' is registered.*Did you mean FrozenLake-v1, "),
-            ({"env": "cartpole-v1"}, r"No environment 'cartpole-v1' is registered.*Did you mean CartPole-v1"),
-            ({"env": "LunarLander-v99"}, r"No environment 'LunarLander-v99'.*Did you mean LunarLander-v3"),
             (
                 {"preset": "frozenlake"},
                 r"preset 'frozenlake' is unknown\. Did you mean paper/frozenlake, lda-code/frozenlake\?",
             ),
-            ({"preset": "zzzzzzzz"}, r"preset 'zzzzzzzz' is unknown\. Known: .*lda-code/frozenlake"),
             ({"env": "CartPole-v1", "preset": "lda-code/frozenlake"}, "Give either an environment.* not both, not non"),
-            ({}, "Give either an environment.* not both, not none"),
             ({"env": "CartPole-v1", "arms": ["ppo", "if"]}, r"arm 'if' is unknown\. Did you mean iif\?"),
-            ({"env": "CartPole-v1", "arms": ["zzz"]}, r"arm 'zzz' is unknown\. Known: advantage-1, "),
             ({"env": "CartPole-v1", "arms": []}, r"arms is ''; name each arm once\. Known: ppo, iif, "),
             ({"env": "CartPole-v1", "arms": ["ppo", "iif", "ppo"]}, "arms is 'ppo,iif,ppo'; name each arm once"),
             ({"env": "CartPole-v1", "optimizer": "SDG"}, r"optimizer 'SDG' is unknown\. Did you mean SGD\?"),
-            ({"env": "CartPole-v1", "optimizer": "sgd"}, r"optimizer 'sgd' is unknown\. Did you mean SGD\?"),
             ({"env": "CartPole-v1", "n_evns": 2}, r"A run has no 'n_evns'\. Did you mean n_envs"),
             ({"env": "CartPole-v1", "seed": 2}, r"A comparison has no 'seed': `seeds` says"),
             ({"env": "CartPole-v1", "seeds": 0}, "seeds is 0; at least 1 is needed, and 2 for intervals"),
             ({"env": "CartPole-v1", "rounds": 0}, "rounds is 0; at least 1 is needed"),
             ({"env": "CartPole-v1", "eval_episodes": 1}, "eval_episodes is 1; a standard error needs 2"),
-            ({"env": "CartPole-v1", "n_envs": 0}, "n_envs is 0; at least 1 is needed"),
-            ({"env": "CartPole-v1", "drop": 0.0}, r"drop is 0\.0; .* in \(0, 1\]"),
             ({"env": "CartPole-v1", "drop": 1.01}, r"drop is 1\.01; .* in \(0, 1\]"),
-            ({"env": "CartPole-v1", "drop": math.nan}, r"drop is nan; .* in \(0, 1\]"),
             (
                 {"env": "CartPole-v1", "env_kwargs": {"wings": 2}},
                 "'CartPole-v1' cannot be made with .'wings': 2.: .*wings",
@@ -357,10 +348,6 @@ class TestPlan:
     def test_what_cannot_be_is_refused(self, given, message):
         with pytest.raises(WhenceError, match=message):
             plan_comparison(**{"arms": ["ppo"], "seeds": 1} | given)
-
-    def test_a_seed_is_not_negative(self):
-        with pytest.raises(WhenceError, match="seed is -1; at least 0 is needed"):
-            RunConfig(env="CartPole-v1", arm="ppo", seed=-1)
 
     @pytest.mark.parametrize(
         ("where", "said"),

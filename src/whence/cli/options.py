@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -178,11 +178,11 @@ def make_field_options(
     """
     entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(config) or "", re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in entries}
-    known = {field.name: field for field in fields(config)}
+    known, types = {field.name: field for field in fields(config)}, get_type_hints(config)
     options = []
     for name in names:
-        kind, default = known[name].type, defaults.get(name, known[name].default)
-        kinds = get_args(kind) if isinstance(kind, UnionType) else (get_origin(kind) or kind,)
+        kind, default = types[name], defaults.get(name, known[name].default)
+        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (get_origin(kind) or kind,)
         shown = default if isinstance(default, str | int | float) else None
         options.append(FieldOption(name, kinds, texts[name], shown, panel))
     return options

@@ -1,27 +1,57 @@
 """Sweep files: the runs that one asks for, all checked before anything runs."""
 
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from whence.errors import WhenceError
-from whence.experiments.rl.arms import find_arm
+from pydantic import AfterValidator, Field
+
+from whence.errors import WhenceError, suggest
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import EXTRA_COLUMNS
 from whence.experiments.rl.plan import check_read, configure_arms, reads
-from whence.experiments.shared import STANDARD, check_known, check_type
+from whence.experiments.shared import STANDARD
+from whence.validation import one_of, read_table, settings
 
-OVERRIDES = tuple(field.name for field in fields(RunConfig) if field.name not in ("env", "arm", "seed", "drop"))
+OVERRIDES = tuple(each.name for each in fields(RunConfig) if each.name not in ("env", "arm", "seed", "drop"))
 """Fields of a run that a sweep may set for all of an experiment's runs."""
-
-KEYS = ("name", "preset", "env", "arms", "seeds", "drop", *OVERRIDES)
-"""What an [[experiment]] of a sweep file may say."""
 
 READ = ("drop", "warmup", "target", "target_args", "engine")
 """Fields of a run that not every arm reads."""
+
+
+_T = TypeVar("_T")
+
+
+def _check_distinct(values: list[_T]) -> list[_T]:
+    if len({*values}) < len(values):
+        raise WhenceError(f"{values!r} names one twice; a list that names each once is needed.")
+    return values
+
+
+_Distinct = Annotated[list[_T], Field(min_length=1), AfterValidator(_check_distinct)]
+
+
+@settings("A sweep")
+class _Sweep:
+    """A sweep file: its experiments, and further columns of their results."""
+
+    experiment: Annotated[list[Mapping[str, Any]], Field(min_length=1)]
+    metrics: list[Annotated[str, one_of(EXTRA_COLUMNS)]] = field(default_factory=list)
+
+
+@settings("An experiment")
+class _Experiment:
+    """What an [[experiment]] of a sweep file says besides the fields of its runs."""
+
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
+    arms: _Distinct[str]
+    seeds: Annotated[int, Field(ge=1, le=10**6)] | _Distinct[int]
+    preset: str | None = None
+    env: str | None = None
+    drop: float | _Distinct[float] | None = None
 
 
 @dataclass(frozen=True, eq=False)  # its configuration holds dicts, which have no hash
@@ -93,14 +123,8 @@ def read_sweep(path: Path) -> list[Planned]:
     except (RecursionError, ValueError) as error:
         raise WhenceError(f"{path} is not TOML: {error}.") from None
     try:
-        check_known("A sweep", document, ("experiment", "metrics"))
-        metrics = document.get("metrics", [])
-        if not isinstance(metrics, list) or not all(name in EXTRA_COLUMNS for name in metrics):
-            raise WhenceError(f"metrics is {metrics!r}; a list of some of {', '.join(EXTRA_COLUMNS)} is needed.")
-        experiments = document.get("experiment")
-        if not isinstance(experiments, list) or not experiments:
-            raise WhenceError("There is no [[experiment]] (in two pairs of brackets), so nothing to run.")
-        return [replace(planned, metrics=tuple(metrics)) for planned in _plan_runs(experiments)]
+        sweep = read_table(_Sweep, "A sweep", document)
+        return [replace(planned, metrics=tuple(sweep.metrics)) for planned in _plan_runs(sweep.experiment)]
     except WhenceError as error:
         raise WhenceError(f"{path}: {error}") from error
 
@@ -110,7 +134,7 @@ def _plan_runs(experiments: Iterable[Mapping[str, Any]]) -> list[Planned]:
     runs: dict[str, Planned] = {}
     groups: dict[str, dict[str, Any]] = {}
     for number, entry in enumerate(experiments, start=1):
-        name = entry.get("name", number) if isinstance(entry, Mapping) else number
+        name = str(entry.get("name", number))
         try:
             usual, planned_runs = _plan_experiment(entry)
         except WhenceError as error:
@@ -132,45 +156,19 @@ def _plan_runs(experiments: Iterable[Mapping[str, Any]]) -> list[Planned]:
 
 def _plan_experiment(entry: Mapping[str, Any]) -> tuple[RunConfig, list[Planned]]:
     """Return a run with the experiment's usual share to drop, and the experiment's runs, seed by seed."""
-    check_known("An experiment", entry, KEYS)
-    group, preset = entry.get("name"), entry.get("preset")
-    if not isinstance(group, str) or not re.fullmatch(r"\w[\w.-]{0,99}", group):
-        raise WhenceError(
-            f"name is {group!r}; a letter or digit, then letters, digits, '-', '_' and '.', 100 at most, are needed."
-        )
-    if preset is not None:
-        check_type("preset", preset, str)
-    overrides = {name: entry[name] for name in OVERRIDES if name in entry}
-    arms = _read_list("arms", entry.get("arms"), str)
-    for arm in arms:
-        find_arm(arm)
-    configs = configure_arms(arms, env=entry.get("env"), preset=preset, **overrides)
+    known = {each.name for each in fields(_Experiment)}
+    if unknown := [name for name in entry if name not in known | {*OVERRIDES}]:
+        raise WhenceError(f"An experiment has no {unknown[0]!r}.{suggest(unknown[0], known | {*OVERRIDES})}")
+    experiment = _Experiment(**{name: value for name, value in entry.items() if name in known})
+    overrides = {name: value for name, value in entry.items() if name in OVERRIDES}
+    configs = configure_arms(experiment.arms, env=experiment.env, preset=experiment.preset, **overrides)
     check_read(configs, [name for name in READ if name in entry])
     runs = []
-    for seed in _read_seeds(entry.get("seeds")):
+    for seed in range(experiment.seeds) if isinstance(experiment.seeds, int) else experiment.seeds:
         for usual in configs:
             # What an arm does not read would make the same run several times.
-            drop = entry.get("drop", usual.drop) if reads(usual, "drop") else usual.drop
-            for share in _read_list("drop", drop if isinstance(drop, list) else [drop], float):
-                # A share that is refused is refused as it is in the file, before it is converted.
-                config = replace(replace(usual, drop=share), seed=seed, drop=float(share))
-                runs.append(Planned(group, make_label(config, usual.drop), config))
+            drop = experiment.drop if reads(usual, "drop") else None
+            for share in drop if isinstance(drop, list) else [usual.drop if drop is None else drop]:
+                config = replace(usual, seed=seed, drop=share)
+                runs.append(Planned(experiment.name, make_label(config, usual.drop), config))
     return configs[0], runs
-
-
-def _read_seeds(seeds: Any) -> list[int]:
-    if isinstance(seeds, list):
-        return _read_list("seeds", seeds, int)
-    check_type("seeds", seeds, int)
-    if not 1 <= seeds <= 10**6:
-        raise WhenceError(f"seeds is {seeds}; give how many there are, or a list of them.")
-    return list(range(seeds))
-
-
-def _read_list(name: str, values: Any, kind: type) -> list[Any]:
-    """Return a list that names each of its values once."""
-    if not isinstance(values, list) or not values or len({*map(repr, values)}) < len(values):
-        raise WhenceError(f"{name} is {values!r}; a list that names each once is needed.")
-    for value in values:
-        check_type(name, value, kind)
-    return values

@@ -1,14 +1,15 @@
 """The configuration of a post-training run of a language model, and the settings of training on each task."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
 from whence.experiments.llm.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, split_arm
-from whence.experiments.shared import STANDARD, check_field_names, check_field_types, check_type
+from whence.experiments.shared import STANDARD
+from whence.validation import Count, Natural, one_of, read_table, settings
 
 TASKS = ("arithmetic",)
 """Laboratories by name."""
@@ -111,7 +112,7 @@ ALGORITHMS = ("ppo", "grpo", "rloo")
 DTYPES = ("float32", "bfloat16")
 
 
-@dataclass(frozen=True)
+@settings("A run")
 class LanguageConfig:
     """One post-training run; its results depend on nothing else.
 
@@ -147,8 +148,8 @@ class LanguageConfig:
     """
 
     arm: str
-    seed: int
-    task: str | None = "arithmetic"
+    seed: Natural
+    task: Annotated[str, one_of(TASKS)] | None = "arithmetic"
     model: str | None = None
     dataset: str | None = None
     reward: str | None = None
@@ -158,22 +159,18 @@ class LanguageConfig:
     test_dataset: str | None = None
     test_reward: str | None = None
     size: str = "small"
-    dtype: str = "float32"
-    lora: int = 0
-    held_out: int = 0
-    test_problems: int = 512
-    samples: int = 4
-    engine: str = "auto"
+    dtype: Annotated[str, one_of(DTYPES)] = "float32"
+    lora: Natural = 0
+    held_out: Natural = 0
+    test_problems: Count = 512
+    samples: Count = 4
+    engine: Annotated[str, one_of(("auto", *ENGINES))] = "auto"
     layers: int | str | None = None
-    refresh_target_every: int = 1
-    algorithm: str = "ppo"
+    refresh_target_every: Count = 1
+    algorithm: Annotated[str, one_of(ALGORITHMS)] = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_field_types(type(self), vars(self))
-        if self.task is not None and self.task not in TASKS:
-            raise WhenceError(f"The task {self.task!r} is unknown.{suggest(self.task, TASKS)}")
-        check_type("rounds", self.all_settings.get("rounds", DEFAULT_ROUNDS), int)
         selection, target = split_arm(self.arm)
         if selection not in LANGUAGE_ARMS:
             raise WhenceError(f"The selection {selection!r} is unknown.{suggest(selection, LANGUAGE_ARMS)}")
@@ -181,27 +178,11 @@ class LanguageConfig:
             raise WhenceError(f"The target {target!r} is unknown.{suggest(target, LANGUAGE_TARGETS)}")
         if target is not None and LANGUAGE_ARMS[selection].target is None:
             raise WhenceError(f"The target {target!r} has no effect: {selection} scores nothing. Leave it out.")
-        if self.dtype not in DTYPES:
-            raise WhenceError(f"The dtype {self.dtype!r} is unknown.{suggest(self.dtype, DTYPES)}")
         if self.dtype == "bfloat16" and not self.lora:
             raise WhenceError(
                 "bfloat16 parameters are too coarse for the steps of training. Train an adapter (--lora 16), or keep "
                 "them in float32 and set ACCELERATE_MIXED_PRECISION=bf16."
             )
-        if self.algorithm not in ALGORITHMS:
-            raise WhenceError(f"The algorithm {self.algorithm!r} is unknown.{suggest(self.algorithm, ALGORITHMS)}")
-        if self.engine not in ("auto", *ENGINES):
-            raise WhenceError(f"The engine {self.engine!r} is unknown.{suggest(self.engine, ['auto', *ENGINES])}")
-        for name, least in (
-            ("seed", 0),
-            ("lora", 0),
-            ("held_out", 0),
-            ("test_problems", 1),
-            ("samples", 1),
-            ("refresh_target_every", 1),
-        ):
-            if getattr(self, name) < least:
-                raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
         self._check_source()
         if self.layers is not None and self.target is None:
             raise WhenceError(f"layers are those that scores are of, and {selection} scores nothing. Leave them out.")
@@ -263,7 +244,8 @@ class LanguageConfig:
     @property
     def rounds(self) -> int:
         """Rollouts to train on."""
-        return int(self.all_settings.get("rounds", DEFAULT_ROUNDS))
+        rounds: int = self.all_settings.get("rounds", DEFAULT_ROUNDS)
+        return rounds
 
     @property
     def all_settings(self) -> dict[str, Any]:
@@ -295,8 +277,7 @@ class LanguageConfig:
         Raises:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
-        check_field_names(cls, values)
-        return cls(**values)
+        return read_table(cls, "A run", values)
 
 
 SOURCE = (

@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+from pydantic import AfterValidator, Field
 from stable_baselines3 import PPO
 
 from whence.engines import ENGINES
-from whence.errors import WhenceError, suggest
+from whence.errors import WhenceError
 from whence.experiments.rl.arms import find_arm
-from whence.experiments.shared import check_field_names, check_field_types, check_type
 from whence.sb3.base.model_description import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.selection import DEFAULT_SHARE, IIF, SelectionRule
 from whence.targets import Action, Return, Target
+from whence.validation import Count, Finite, Natural, NotNegative, Unit, one_of, read_table, settings
 
 OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "SGD")
 """Names in torch.optim."""
@@ -26,23 +27,34 @@ POLICIES = tuple(PPO.policy_aliases)
 
 TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Return, "action": Action})
 
-_RETIRED = ("kl_per_round",)
-"""Fields that only published results have: the divergence to which a controller steered each round, or null."""
 
-_RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
-    {
-        "learning_rate": ("a finite number, 0 or more,", lambda value: 0 <= value < math.inf),
-        **dict.fromkeys(("n_steps", "batch_size", "n_epochs"), ("1 or more", lambda value: value >= 1)),
-        **dict.fromkeys(("gamma", "gae_lambda"), ("a number from 0 to 1", lambda value: 0 <= value <= 1)),
-        **dict.fromkeys(("clip_range", "clip_range_vf", "max_grad_norm"), ("0 or more", lambda value: value >= 0)),
-        **dict.fromkeys(("ent_coef", "vf_coef"), ("a finite number", lambda value: -math.inf < value < math.inf)),
-        "target_kl": ("a number", lambda value: value == value),
-    }
-)
-"""For each hyper-parameter, the allowed range; values outside it would fail in training, or train nothing."""
+@settings("PPO")
+class _Hyperparameters:
+    """PPO's hyper-parameters by SB3's names; what is None has SB3's default."""
+
+    learning_rate: NotNegative = 0.0
+    n_steps: Count = 1
+    batch_size: Count = 1
+    n_epochs: Count = 1
+    gamma: Unit = 1.0
+    gae_lambda: Unit = 1.0
+    clip_range: Annotated[float, Field(ge=0)] = 0.0
+    clip_range_vf: Annotated[float, Field(ge=0)] | None = None
+    normalize_advantage: bool = True
+    ent_coef: Finite = 0.0
+    vf_coef: Finite = 0.0
+    max_grad_norm: Annotated[float, Field(ge=0)] = 0.0
+    use_sde: bool = False
+    sde_sample_freq: int = -1
+    target_kl: float | None = None
 
 
-@dataclass(frozen=True)
+def _check_hyperparameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    _Hyperparameters(**values)
+    return values
+
+
+@settings("A run")
 class RunConfig:
     """One training run; everything its results depend on.
 
@@ -73,46 +85,28 @@ class RunConfig:
 
     env: str
     arm: str
-    seed: int
+    seed: Natural
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    n_envs: int = 1
-    policy: str = "MlpPolicy"
+    n_envs: Count = 1
+    policy: Annotated[str, one_of(POLICIES)] = "MlpPolicy"
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: str = "Adam"
-    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "Adam"
+    hyperparameters: Annotated[Mapping[str, Any], AfterValidator(_check_hyperparameters)] = field(default_factory=dict)
     drop: float = DEFAULT_SHARE
     warmup: int = 0
-    target: str = "return"
+    target: Annotated[str, one_of(TARGETS)] = "return"
     target_args: Mapping[str, Any] = field(default_factory=dict)
-    engine: str = "auto"
-    rounds: int = 50
-    eval_episodes: int = 100
-    eval_every: int = 1
+    engine: Annotated[str, one_of(("auto", *ENGINES))] = "auto"
+    rounds: Count = 50
+    eval_episodes: Natural = 100
+    eval_every: Count = 1
     device: str = "cpu"
-    collect_with: str = "gymnasium"
-    evaluate_with: str = "gymnasium"
+    collect_with: Annotated[str, one_of(BACKENDS)] = "gymnasium"
+    evaluate_with: Annotated[str, one_of(BACKENDS)] = "gymnasium"
     pool_kwargs: Mapping[str, Any] = field(default_factory=dict)
     observe: str | None = None
 
     def __post_init__(self) -> None:
-        check_types(vars(self))
-        for what, name, known in (
-            ("policy", self.policy, POLICIES),
-            ("optimizer", self.optimizer, OPTIMIZERS),
-            ("target", self.target, TARGETS),
-            ("engine", self.engine, ("auto", *ENGINES)),
-            ("library to collect with", self.collect_with, BACKENDS),
-            ("library to evaluate with", self.evaluate_with, BACKENDS),
-        ):
-            if name not in known:
-                raise WhenceError(f"The {what} {name!r} is unknown.{suggest(name, known)}")
-        if unknown := [name for name in self.hyperparameters if name not in HYPERPARAMETERS]:
-            raise WhenceError(f"PPO has no hyper-parameter {unknown[0]!r}.{suggest(str(unknown[0]), HYPERPARAMETERS)}")
-        for name, value in self.hyperparameters.items():
-            _check_hyperparameter(name, value)
-        for name, least in (("rounds", 1), ("eval_episodes", 0), ("eval_every", 1), ("n_envs", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise WhenceError(f"{name} is {getattr(self, name)}; at least {least} is needed.")
         bits = 31 if self.collect_with == "envpool" else 32  # EnvPool's seeds, and NumPy's
         if self.seed >= 2**bits:
             raise WhenceError(f"seed is {self.seed}; less than {2**bits} is needed, since seeds have {bits} bits here.")
@@ -146,36 +140,17 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration of which `to_json` returned these values; retired fields are ignored.
+        """Return the configuration of which `to_json` returned these values.
 
         Raises:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
-        check_field_names(cls, values, but=_RETIRED)
-        fields = {name: value for name, value in values.items() if name not in _RETIRED}
-        return cls(**_from_json(fields))
+        return read_table(cls, "A run", _from_json(values))
 
 
 def list_evaluated_rounds(config: RunConfig) -> list[int]:
     """Return the rounds after which a run is evaluated; 0 is before the first."""
     return sorted({*range(0, config.rounds + 1, config.eval_every), config.rounds})
-
-
-def check_types(values: Mapping[str, Any]) -> None:
-    """Refuse values of a run's fields, by the fields' names, that do not have the field's type.
-
-    Raises:
-        WhenceError: names the first such field.
-    """
-    check_field_types(RunConfig, values)
-
-
-def _check_hyperparameter(name: str, value: Any) -> None:
-    default = HYPERPARAMETERS[name]
-    check_type(name, value, *((float, type(None)) if default is None else (type(default),)))
-    needed, is_met = _RANGES.get(name, ("", lambda value: True))
-    if value is not None and not is_met(value):
-        raise WhenceError(f"{name} is {value}; {needed} is needed.")
 
 
 def _to_json(value: Any) -> Any:

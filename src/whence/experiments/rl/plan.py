@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from whence.errors import WhenceError, suggest
 from whence.experiments.rl.arms import ARMS, RULE_FIELDS, find_arm
-from whence.experiments.rl.config import RunConfig, check_types
+from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import check_environment, list_libraries, make_model_env
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
@@ -52,8 +52,8 @@ def configure(
     find_arm(arm)
     base: dict[str, Any] = dict(presets()[preset]) if preset is not None else {"env": env}
     changes = {name: value for name, value in overrides.items() if value is not None}
-    check_types(changes)
-    merged = {name: {**base.get(name, {}), **changes[name]} for name in _MERGED if name in changes}
+    tables = [name for name in _MERGED if isinstance(changes.get(name), Mapping)]  # others are refused below
+    merged = {name: {**base.get(name, {}), **changes[name]} for name in tables}
     config = RunConfig(arm=arm, seed=seed, **copy.deepcopy({**base, **changes, **merged}))
     _check_reach(config, changes)
     space = check_environment(config)

@@ -1,16 +1,16 @@
 """The settings of a PPO training of a language model."""
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
-from whence.errors import WhenceError, suggest
+from pydantic import Field
+
+from whence.validation import Count, Natural, NotNegative, Positive, Unit, one_of, settings
 
 KL_ESTIMATES = ("kl", "abs", "mse")
 
 
-@dataclass(frozen=True)
+@settings("PPO")
 class PPOConfig:
     """Settings of `PPOTrainer`, by the names of TRL's first PPOConfig.
 
@@ -53,88 +53,40 @@ class PPOConfig:
     """
 
     output_dir: str
-    rounds: int = 100
-    batch_size: int = 256
-    mini_batch_size: int = 16
-    gradient_accumulation_steps: int = 1
-    ppo_epochs: int = 4
-    learning_rate: float = 1e-5
-    value_learning_rate: float | None = None
-    max_grad_norm: float | None = None
-    cliprange: float = 0.2
-    cliprange_value: float | None = 0.2
-    vf_coef: float = 0.1
-    gamma: float = 1.0
-    lam: float = 0.95
+    rounds: Count = 100
+    batch_size: Annotated[int, Field(ge=2)] = 256
+    mini_batch_size: Count = 16
+    gradient_accumulation_steps: Count = 1
+    ppo_epochs: Count = 4
+    learning_rate: NotNegative = 1e-5
+    value_learning_rate: NotNegative | None = None
+    max_grad_norm: Positive | None = None
+    cliprange: Positive = 0.2
+    cliprange_value: Positive | None = 0.2
+    vf_coef: NotNegative = 0.1
+    gamma: Unit = 1.0
+    lam: Unit = 0.95
     whiten_rewards: bool = False
-    init_kl_coef: float = 0.04
+    init_kl_coef: NotNegative = 0.04
     adap_kl_ctrl: bool = True
-    target: float = 6.0
-    horizon: int = 10_000
-    kl_penalty: str = "kl"
-    max_new_tokens: int = 32
+    target: Positive = 6.0
+    horizon: Count = 10_000
+    kl_penalty: Annotated[str, one_of(KL_ESTIMATES)] = "kl"
+    max_new_tokens: Count = 32
     max_prompt_length: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    missing_eos_penalty: float | None = None
+    temperature: Positive = 1.0
+    top_k: Natural = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    missing_eos_penalty: NotNegative | None = None
     disable_dropout: bool = True
-    generation_batch_size: int = 64
-    save_every: int | None = None
-    keep_checkpoints: int = 2
-    eval_every: int = 1
+    generation_batch_size: Count = 64
+    save_every: Natural | None = None
+    keep_checkpoints: Count = 2
+    eval_every: Natural = 1
     disable_tqdm: bool = False
-    report_to: tuple[str, ...] = field(default_factory=tuple)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is None and name == "save_every":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise WhenceError(f"{name} is {value!r}; a whole number, at least {least}, is needed.")
-        for name, (what, is_met) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and is_met(value)):
-                raise WhenceError(f"{name} is {value!r}; {what} is needed.")
-        if self.learning_rate is None:
-            raise WhenceError("learning_rate is None; a number, 0 or more, is needed.")
-        if isinstance(self.report_to, str):
-            raise WhenceError(f"report_to is {self.report_to!r}; a tuple of names is needed: ({self.report_to!r},).")
-        if self.kl_penalty not in KL_ESTIMATES:
-            raise WhenceError(f"kl_penalty is {self.kl_penalty!r}.{suggest(str(self.kl_penalty), KL_ESTIMATES)}")
+    report_to: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    seed: Natural = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings in JSON types."""
         return asdict(self) | {"report_to": list(self.report_to)}
-
-
-_LEAST = {
-    "rounds": 1,
-    "batch_size": 2,
-    "mini_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "ppo_epochs": 1,
-    "horizon": 1,
-    "max_new_tokens": 1,
-    "top_k": 0,
-    "generation_batch_size": 1,
-    "save_every": 0,
-    "keep_checkpoints": 1,
-    "eval_every": 0,
-    "seed": 0,
-}
-
-_POSITIVE: tuple[str, Callable[[float], bool]] = ("a number above 0", lambda value: 0 < value < math.inf)
-_UNIT: tuple[str, Callable[[float], bool]] = ("a number from 0 to 1", lambda value: 0 <= value <= 1)
-_NOT_NEGATIVE: tuple[str, Callable[[float], bool]] = ("a number, 0 or more,", lambda value: 0 <= value < math.inf)
-
-_RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(("max_grad_norm", "cliprange", "cliprange_value", "target", "temperature"), _POSITIVE),
-    **dict.fromkeys(("gamma", "lam"), _UNIT),
-    **dict.fromkeys(
-        ("learning_rate", "value_learning_rate", "vf_coef", "init_kl_coef", "missing_eos_penalty"), _NOT_NEGATIVE
-    ),
-    "top_p": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
-}

@@ -185,24 +185,6 @@ class TestSimilar:
             find_causes(directory, np.zeros(5), np.zeros(2), method="similar", env=lambda: Toy(action="box"))
 
 
-class OneState(gym.Env):
-    """Its state never changes; episodes of six steps return the sum of the actions."""
-
-    observation_space = spaces.Box(-1, 1, (2,), np.float32)
-
-    def __init__(self, action_space=None):
-        self.action_space = spaces.Discrete(3) if action_space is None else action_space
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self._step = 0
-        return np.full(2, 0.5, np.float32), {}
-
-    def step(self, action):
-        self._step += 1
-        return np.full(2, 0.5, np.float32), float(np.sum(action)), self._step == 6, False, {}
-
-
 class Bandit(gym.Env):
     """Two states that are told apart; in a tenth of the steps action 1 pays 3 in the first of them, else none does."""
 

@@ -25,14 +25,13 @@ from whence.page.comparison_summary import (
     give_verdict,
     make_summary,
 )
-from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
+from whence.page.explorer.embedding import spread
 from whence.page.explorer.grid import LONGEST, STEPS, short_text
 from whence.page.figures import (
     COLOURS,
     influence_distribution,
     kept_share,
     learning_curves,
-    over_rounds,
     seconds_by_stage,
 )
 from whence.page.html import embed
@@ -199,17 +198,6 @@ class TestPage:
         assert "http" not in policy
         assert "eval" not in policy
 
-    def test_links_lead_to_places_that_are_there(self, page):
-        links = [attributes["href"] for attributes in page.tags("a")]
-        places = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-        assert links == ["#summary", "#advice", "#explorer", "#grid-part", "#figures", "#facts"]
-        assert len(places) == len(set(places))
-        assert {link[1:] for link in links} <= set(places)
-
-    def test_the_plotting_library_is_there_exactly_once(self, page):
-        assert len([script for script in page.scripts if len(script) > 500_000]) == 1
-        assert sum("plotly.js v" in script for script in page.scripts) == 1
-
     def test_every_figure_has_a_place_of_its_own(self, page):
         places = [attributes["id"] for attributes in page.tags("div") if attributes.get("class") == "figure"]
         assert places == [f"figure-{number}" for number in range(7)]
@@ -306,18 +294,6 @@ class TestPage:
         assert "Influence, </script><b>" in page.of("h2")
         # Plotly would take tags for formatting.
         assert page.data("figures-data")[0]["data"][-1]["name"] == "&lt;/script&gt;&lt;b&gt;"
-
-    def test_a_large_comparison_makes_no_heavy_page(self, tmp_path):
-        comparison = by_hand(tmp_path, arms=("ppo",), scored=("ppo",), seeds=(0,))
-        numbers = np.random.default_rng(0).normal(size=(2048, 8))
-        records = records_of(2048, reason="influence among the lowest 0.5 of the negative", observation=numbers)
-        for number in range(1, 14):
-            comparison.run(comparison.configs[0]).write_round("records", number, records)
-        write_report(comparison, tmp_path / "report.html")
-        page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-        library = max(len(script) for script in page.scripts)
-        assert [len(run["rounds"]) for run in page.data("page-data")["runs"]] == [COMPARED_ROUNDS]
-        assert (tmp_path / "report.html").stat().st_size - library < 2_500_000
 
 
 class TestRunPage:
@@ -535,11 +511,6 @@ class TestFigures:
         ]
         assert list(figure.data[5].y) == [0, 3, 4]
         assert [trace.fill for trace in figure.data[:3]] == [None, "tonexty", None]
-
-    def test_rounds_without_a_value_are_passed_over(self):
-        table = pl.DataFrame({"arm": "iif", "round": [1, 2, 3], "seed": 0, "train/loss": [None, 2.0, 4.0]})
-        (trace,) = over_rounds(table, "train/loss", "loss").data
-        assert (list(trace.x), list(trace.y)) == ([2, 3], [2.0, 4.0])
 
     def test_kept_share(self, tables):
         figure = kept_share(tables("metrics"))

@@ -32,6 +32,7 @@ from whence.guards import write_atomically
 from whence.page import write_run_report
 from whence.page.explorer import ExploredRun
 from whence.page.server import make_app
+from whence.page.server.questions import Questions
 from whence.sb3 import InfluenceCallback
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
@@ -342,7 +343,13 @@ def test_a_page_shows_text_as_text(stage: Path, tmp_path: Path, name: str) -> No
     for text in ("plain", MARKUP):
         poison(RunDirectory.open(stage / name), text)
         write_run_report(RunDirectory.open(stage / name), tmp_path / "page.html")
-        served = TestClient(make_app([ExploredRun(stage / name)]), base_url="http://127.0.0.1:8000").get("/").text
+        served = (
+            TestClient(
+                make_app([ExploredRun(stage / name)], Questions(), Questions()), base_url="http://127.0.0.1:8000"
+            )
+            .get("/")
+            .text
+        )
         pages[text] = [Elements((tmp_path / "page.html").read_text(encoding="utf-8")), Elements(served)]
         assert MARKUP not in served
     for plain, marked in zip(*pages.values(), strict=True):

@@ -11,6 +11,7 @@ from whence.cli.options import AsJson, ReplayEnv, parse_action
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError, suggest
 from whence.moments import name_action
+from whence.page.explorer.embedding import spread
 
 if TYPE_CHECKING:
     from whence.diagnosis.decisions import PlayedEpisode
@@ -245,7 +246,4 @@ def _print_steps(episode: "PlayedEpisode", rows: list[dict[str, Any]], chosen: i
 
 def spread_steps(count: int, most: int, chosen: int) -> list[int]:
     """Return at most so many steps, evenly over an episode of `count` steps, with the chosen one among them."""
-    if count <= most:
-        return list(range(count))
-    steps = {round(place * (count - 1) / (most - 2)) for place in range(most - 1)}
-    return sorted(steps | {chosen})
+    return sorted({*spread(range(count), most if count <= most else most - 1), chosen})

@@ -21,9 +21,6 @@ from whence.page.html import list_figures, render_runs
 from whence.page.moment_view import CONTINUATIONS
 from whence.page.server.questions import Questions, explain, measure
 
-LARGEST_NUMBER = 2**53
-"""Rounds, records and pages are whole numbers below it: those that JSON keeps exactly."""
-
 LONGEST_TEXT = 500
 """Characters of a search or a filter."""
 
@@ -65,34 +62,18 @@ def make_app(
         continuations: rollouts by which an opened record's advantage is measured.
     """
 
-    def find_run(request: Request) -> ExploredRun:
-        number = _parse_number(request.path_params["run"])
-        if number >= len(runs):
-            raise HTTPException(404, f"There is no run {number}; the page has {len(runs)}, counted from 0.")
-        return runs[number]
-
-    def find_round(request: Request) -> tuple[ExploredRun, int]:
-        run, number = find_run(request), _parse_number(request.path_params["round"])
-        run.check_round(number)
-        return run, number
-
-    def find_record(request: Request) -> tuple[ExploredRun, int, int]:
-        run, number = find_round(request)
-        record = _parse_number(request.path_params["record"])
-        run.record(number, record)
-        return run, number, record
-
-    def answer_page(request: Request) -> Any:
-        return describe_runs(runs, mode="served")
-
-    def answer_figures(request: Request) -> Any:
-        return list_figures(runs)
-
-    def answer_round(request: Request) -> Any:
-        return build_round(*find_round(request))
+    def find(request: Request) -> tuple[Any, ...]:
+        """Return the run, the round and the record of an address, as far as it names them."""
+        place, *numbers = request.path_params.values()
+        if place >= len(runs):
+            raise HTTPException(404, f"There is no run {place}; the page has {len(runs)}, counted from 0.")
+        runs[place].check_round(numbers[0])
+        if len(numbers) > 1:
+            runs[place].record(*numbers)
+        return runs[place], *numbers
 
     def answer_records(request: Request) -> Any:
-        run, number = find_round(request)
+        run, number = find(request)
         query = request.query_params
         descending = query.get("dir", "asc")
         if descending not in ("asc", "desc"):
@@ -110,7 +91,7 @@ def make_app(
         )
 
     def answer_detail(request: Request) -> Any:
-        run, number, record = find_record(request)
+        run, number, record = find(request)
         detail = build_detail(run, number, record)
         if run.is_language or continuations < 1:
             return detail
@@ -121,27 +102,29 @@ def make_app(
         return detail | {"mc_pending": True, "mc_text": text}
 
     def answer_advantage(request: Request) -> Any:
-        return measurements.ask(measure, *find_record(request), continuations)
+        run, number, record = find(request)
+        return measurements.ask(measure, run, number, record, continuations)
 
     def answer_causes(request: Request) -> Any:
         by = request.query_params.get("by", "influence")
         if by not in BY:
             raise HTTPException(400, f"by is {by[:20]!r}; {' or '.join(BY)} is needed.")
-        return causes.ask(explain, *find_record(request), by)
+        run, number, record = find(request)
+        return causes.ask(explain, run, number, record, by)
 
     async def show_page(request: Request) -> Response:
         return HTMLResponse((await run_in_threadpool(render_runs, runs, mode="served")).encode("utf-8", "replace"))
 
-    of_round = "/api/runs/{run}/rounds/{round}"
+    of_round = "/api/runs/{run:int}/rounds/{round:int}"
     routes = [
         Route("/", show_page),
-        Route("/api/page", _in_thread(answer_page)),
-        Route("/api/figures", _in_thread(answer_figures)),
-        Route(of_round, _in_thread(answer_round)),
+        Route("/api/page", _in_thread(lambda request: describe_runs(runs, mode="served"))),
+        Route("/api/figures", _in_thread(lambda request: list_figures(runs))),
+        Route(of_round, _in_thread(lambda request: build_round(*find(request)))),
         Route(f"{of_round}/records", _in_thread(answer_records)),
-        Route(f"{of_round}/records/{{record}}", _in_thread(answer_detail)),
-        Route(f"{of_round}/records/{{record}}/advantage", _in_thread(answer_advantage)),
-        Route(f"{of_round}/records/{{record}}/causes", _in_thread(answer_causes)),
+        Route(f"{of_round}/records/{{record:int}}", _in_thread(answer_detail)),
+        Route(f"{of_round}/records/{{record:int}}/advantage", _in_thread(answer_advantage)),
+        Route(f"{of_round}/records/{{record:int}}/causes", _in_thread(answer_causes)),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _describe_refusal})
     app.router.redirect_slashes = False
@@ -176,12 +159,7 @@ async def _describe_refusal(request: Request, refusal: Exception) -> Response:
 
 
 def _parse_number(text: str) -> int:
-    """Return a whole number from 0 on: digits, and nothing else.
-
-    Raises:
-        HTTPException: it is none.
-    """
-    if not (text.isascii() and text.isdigit() and len(text) <= 16) or int(text) >= LARGEST_NUMBER:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise HTTPException(400, f"{text[:40]!r} is no whole number.")
     return int(text)
 

@@ -34,7 +34,7 @@ def serve(
         host: this machine's own address.
         port: 0 picks a free one.
         continuations: rollouts by which an opened record's advantage is measured.
-        on_start: called with the page's address once it answers.
+        on_start: called with the page's address once it can be asked.
 
     Raises:
         WhenceError: the host is not this machine's own, or the port is taken.
@@ -62,9 +62,10 @@ def serve(
         measurements.close()
         causes.close()
 
-    server = _Server(config, lambda: on_start(f"http://{shown}:{listener.getsockname()[1]}/"), stop)
+    # Whoever asks from now on waits for the answer: the socket listens.
+    on_start(f"http://{shown}:{listener.getsockname()[1]}/")
     try:
-        server.run(sockets=[listener])
+        _Server(config, stop).run(sockets=[listener])
     except KeyboardInterrupt:  # Uvicorn ends its requests first, then passes the signal on
         pass
     finally:
@@ -92,17 +93,11 @@ def check_loopback(host: str) -> str:
 
 
 class _Server(uvicorn.Server):
-    """A server that says when it answers, and when it is about to end its requests."""
+    """A server that says when it is about to end its requests."""
 
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
         super().__init__(config)
-        self._on_start, self._on_stop = on_start, on_stop
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then call back."""
-        await super().startup(sockets)
-        if self.started:
-            self._on_start()
+        self._on_stop = on_stop
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Call back, so that no request waits for a measurement, then shut down."""
